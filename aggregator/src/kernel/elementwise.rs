@@ -1,0 +1,242 @@
+//! The fold of elementwise wire types: one pass that reads every input once and keeps the sums
+//! in registers.
+
+use std::array::from_fn;
+use std::marker::PhantomData;
+
+use super::level::Task;
+use super::number::Number;
+use super::simd::{Halves, Lanes, Simd};
+
+/// A fold of `inputs` to `out`, all of one length: whole elements of `W`, and no less than a
+/// vector of the level it is run at.
+pub(super) struct Run<'a, W: Wire, C> {
+    pub(super) inputs: &'a [&'a [u8]],
+    pub(super) out: &'a mut [u8],
+    /// What to divide by at the end, for an average.
+    pub(super) divisor: Option<W::Number>,
+    /// Whether a zero takes part, where it can matter.
+    pub(super) absent: bool,
+    pub(super) combine: PhantomData<C>,
+}
+
+/// A wire type that is folded element by element.
+pub(super) trait Wire {
+    /// The number an element is folded in.
+    type Number: Number;
+
+    /// The numbers of one vector of elements.
+    type Numbers<S: Simd>: Copy;
+
+    /// All lanes `x`.
+    fn splat<S: Simd>(simd: S, x: Self::Number) -> Self::Numbers<S>;
+
+    /// The numbers at the start of `bytes`; exact.
+    fn load<S: Simd>(simd: S, bytes: &[u8]) -> Self::Numbers<S>;
+
+    /// Writes the nearest elements, and *the* quiet NaN for any NaN.
+    fn store<S: Simd>(simd: S, x: Self::Numbers<S>, bytes: &mut [u8]);
+
+    /// Combines numbers with numbers.
+    fn combine<S: Simd, C: Combine>(
+        simd: S,
+        x: Self::Numbers<S>,
+        y: Self::Numbers<S>,
+    ) -> Self::Numbers<S>;
+
+    /// Divides numbers by numbers.
+    fn divide<S: Simd>(simd: S, x: Self::Numbers<S>, y: Self::Numbers<S>) -> Self::Numbers<S>;
+}
+
+/// How two numbers become one.
+pub(super) trait Combine {
+    /// Whether an absent rank's zero takes part.
+    const COUNTS_ABSENT: bool;
+
+    /// Combines two vectors.
+    fn combine<N, S: Lanes<N>>(simd: S, x: S::Vector, y: S::Vector) -> S::Vector;
+}
+
+/// Sums, also those to be averaged.
+pub(super) struct Add;
+/// Least values.
+pub(super) struct Minimum;
+/// Greatest values.
+pub(super) struct Maximum;
+
+impl<W: Wire, C: Combine> Task for Run<'_, W, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        if self.out.len() >= LONG * S::BYTES {
+            self.spans::<S, LONG>(simd);
+        } else {
+            self.spans::<S, 1>(simd);
+        }
+    }
+}
+
+impl<W: Wire, C: Combine> Run<'_, W, C> {
+    /// Folds `VECTORS` vectors at a time. The last span reaches back over what is done: a result
+    /// does not depend on its neighbours.
+    #[inline(always)]
+    fn spans<S: Simd, const VECTORS: usize>(mut self, simd: S) {
+        let last = self.out.len() - VECTORS * S::BYTES;
+        let mut at = 0;
+        while at < last {
+            self.span::<S, VECTORS>(simd, at);
+            at += VECTORS * S::BYTES;
+        }
+        self.span::<S, VECTORS>(simd, last);
+    }
+
+    /// Folds `VECTORS` vectors from the byte `at` on.
+    #[inline(always)]
+    fn span<S: Simd, const VECTORS: usize>(&mut self, simd: S, at: usize) {
+        let load = |input: &[u8]| {
+            let bytes = &input[at..][..VECTORS * S::BYTES];
+            from_fn(|v| W::load(simd, &bytes[v * S::BYTES..]))
+        };
+        let (first, rest) = self.inputs.split_first().expect("check_fold refuses no input");
+        let mut sums: [W::Numbers<S>; VECTORS] = load(first);
+        for input in rest {
+            let numbers = load(input);
+            sums = from_fn(|v| W::combine::<S, C>(simd, sums[v], numbers[v]));
+        }
+        if let Some(divisor) = self.divisor {
+            let divisor = W::splat(simd, divisor);
+            sums = sums.map(|x| W::divide(simd, x, divisor));
+        }
+        if C::COUNTS_ABSENT && self.absent {
+            let zero = W::splat(simd, W::Number::ZERO);
+            sums = sums.map(|x| W::combine::<S, C>(simd, x, zero));
+        }
+        let out = &mut self.out[at..][..VECTORS * S::BYTES];
+        for v in 0..VECTORS {
+            W::store(simd, sums[v], &mut out[v * S::BYTES..]);
+        }
+    }
+}
+
+macro_rules! combine {
+    ($name:ident, $counts_absent:literal, $method:ident) => {
+        impl Combine for $name {
+            const COUNTS_ABSENT: bool = $counts_absent;
+
+            #[inline(always)]
+            fn combine<N, S: Lanes<N>>(simd: S, x: S::Vector, y: S::Vector) -> S::Vector {
+                simd.$method(x, y)
+            }
+        }
+    };
+}
+
+combine!(Add, false, add);
+combine!(Minimum, true, minimum);
+combine!(Maximum, true, maximum);
+
+/// Elements that are the numbers they are folded in.
+macro_rules! whole {
+    ($name:ident, $number:ident) => {
+        /// The wire type of this name.
+        pub(super) struct $name;
+
+        impl Wire for $name {
+            type Number = $number;
+            type Numbers<S: Simd> = <S as Lanes<$number>>::Vector;
+
+            #[inline(always)]
+            fn splat<S: Simd>(simd: S, x: $number) -> Self::Numbers<S> {
+                simd.splat(x)
+            }
+
+            #[inline(always)]
+            fn load<S: Simd>(simd: S, bytes: &[u8]) -> Self::Numbers<S> {
+                Lanes::<$number>::load(simd, bytes)
+            }
+
+            #[inline(always)]
+            fn store<S: Simd>(simd: S, x: Self::Numbers<S>, bytes: &mut [u8]) {
+                let x = Lanes::<$number>::canonical(simd, x);
+                Lanes::<$number>::store(simd, x, bytes);
+            }
+
+            #[inline(always)]
+            fn combine<S: Simd, C: Combine>(
+                simd: S,
+                x: Self::Numbers<S>,
+                y: Self::Numbers<S>,
+            ) -> Self::Numbers<S> {
+                C::combine::<$number, S>(simd, x, y)
+            }
+
+            #[inline(always)]
+            fn divide<S: Simd>(
+                simd: S,
+                x: Self::Numbers<S>,
+                y: Self::Numbers<S>,
+            ) -> Self::Numbers<S> {
+                Lanes::<$number>::divide(simd, x, y)
+            }
+        }
+    };
+}
+
+whole!(F32, f32);
+whole!(F64, f64);
+whole!(I32, i32);
+whole!(I64, i64);
+
+/// 16-bit floats, folded in f32; one vector of them is two of these.
+macro_rules! half {
+    ($name:ident, $load:ident, $store:ident) => {
+        /// The wire type of this name.
+        pub(super) struct $name;
+
+        impl Wire for $name {
+            type Number = f32;
+            type Numbers<S: Simd> = [<S as Lanes<f32>>::Vector; 2];
+
+            #[inline(always)]
+            fn splat<S: Simd>(simd: S, x: f32) -> Self::Numbers<S> {
+                [simd.splat(x); 2]
+            }
+
+            #[inline(always)]
+            fn load<S: Simd>(simd: S, bytes: &[u8]) -> Self::Numbers<S> {
+                simd.$load(bytes)
+            }
+
+            #[inline(always)]
+            fn store<S: Simd>(simd: S, x: Self::Numbers<S>, bytes: &mut [u8]) {
+                simd.$store(x, bytes);
+            }
+
+            #[inline(always)]
+            fn combine<S: Simd, C: Combine>(
+                simd: S,
+                x: Self::Numbers<S>,
+                y: Self::Numbers<S>,
+            ) -> Self::Numbers<S> {
+                from_fn(|part| C::combine::<f32, S>(simd, x[part], y[part]))
+            }
+
+            #[inline(always)]
+            fn divide<S: Simd>(
+                simd: S,
+                x: Self::Numbers<S>,
+                y: Self::Numbers<S>,
+            ) -> Self::Numbers<S> {
+                from_fn(|part| Lanes::<f32>::divide(simd, x[part], y[part]))
+            }
+        }
+    };
+}
+
+half!(F16, load_f16, store_f16);
+half!(Bf16, load_bf16, store_bf16);
+
+/// Vectors folded at a time where there are as many: enough sums for the additions to overlap,
+/// few enough for 16 registers to hold those of 16-bit floats and what is added.
+const LONG: usize = 4;

@@ -1,0 +1,160 @@
+//! Vectors of numbers: what a fold needs of an instruction set, and the set every machine has.
+
+use std::array::from_fn;
+
+use super::number::{Number, bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+
+/// An instruction set. To have a value of it proves that the machine has it.
+pub(super) trait Simd:
+    Lanes<f32> + Lanes<f64> + Lanes<i32> + Lanes<i64> + Halves + Copy
+{
+    /// How long a vector is.
+    const BYTES: usize;
+}
+
+/// Vectors of `N`.
+pub(super) trait Lanes<N>: Copy {
+    /// A vector.
+    type Vector: Copy;
+
+    /// The vector whose lanes are all `x`.
+    fn splat(self, x: N) -> Self::Vector;
+
+    /// The vector at the start of `bytes`.
+    fn load(self, bytes: &[u8]) -> Self::Vector;
+
+    /// Writes a vector to the start of `bytes`.
+    fn store(self, x: Self::Vector, bytes: &mut [u8]);
+
+    /// The sums; of integers, wrapped.
+    fn add(self, x: Self::Vector, y: Self::Vector) -> Self::Vector;
+
+    /// The quotients. Integers are not divided: they stay what they are.
+    fn divide(self, x: Self::Vector, y: Self::Vector) -> Self::Vector;
+
+    /// The lesser values; a NaN if either is one.
+    fn minimum(self, x: Self::Vector, y: Self::Vector) -> Self::Vector;
+
+    /// The greater values; a NaN if either is one.
+    fn maximum(self, x: Self::Vector, y: Self::Vector) -> Self::Vector;
+
+    /// The vector with *the* quiet NaN for any NaN.
+    fn canonical(self, x: Self::Vector) -> Self::Vector;
+}
+
+/// Vectors of 16-bit floats, each taken apart into two of f32.
+///
+/// Of bf16 these are the lanes at even and those at odd places: a shift or a mask tells them
+/// apart, and no lane has to move.
+pub(super) trait Halves: Lanes<f32> {
+    /// The values of the f16 at the start of `bytes`.
+    fn load_f16(self, bytes: &[u8]) -> [Self::Vector; 2];
+
+    /// Rounds to f16, with *the* quiet NaN for any NaN.
+    fn store_f16(self, x: [Self::Vector; 2], bytes: &mut [u8]);
+
+    /// The values of the bf16 at the start of `bytes`.
+    fn load_bf16(self, bytes: &[u8]) -> [Self::Vector; 2];
+
+    /// Rounds to bf16, with *the* quiet NaN for any NaN.
+    fn store_bf16(self, x: [Self::Vector; 2], bytes: &mut [u8]);
+}
+
+/// The instructions every machine has: short arrays, for the compiler to make vectors of.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Portable;
+
+impl Simd for Portable {
+    const BYTES: usize = 16;
+}
+
+macro_rules! portable_lanes {
+    ($number:ident, $count:literal) => {
+        impl Lanes<$number> for Portable {
+            type Vector = [$number; $count];
+
+            #[inline(always)]
+            fn splat(self, x: $number) -> Self::Vector {
+                [x; $count]
+            }
+
+            #[inline(always)]
+            fn load(self, bytes: &[u8]) -> Self::Vector {
+                let (words, _) = bytes.as_chunks();
+                from_fn(|i| $number::from_le_bytes(words[i]))
+            }
+
+            #[inline(always)]
+            fn store(self, x: Self::Vector, bytes: &mut [u8]) {
+                let (words, _) = bytes.as_chunks_mut();
+                for i in 0..$count {
+                    words[i] = x[i].to_le_bytes();
+                }
+            }
+
+            #[inline(always)]
+            fn add(self, x: Self::Vector, y: Self::Vector) -> Self::Vector {
+                from_fn(|i| x[i].add(y[i]))
+            }
+
+            #[inline(always)]
+            fn divide(self, x: Self::Vector, y: Self::Vector) -> Self::Vector {
+                from_fn(|i| x[i].divide(y[i]))
+            }
+
+            #[inline(always)]
+            fn minimum(self, x: Self::Vector, y: Self::Vector) -> Self::Vector {
+                from_fn(|i| x[i].minimum(y[i]))
+            }
+
+            #[inline(always)]
+            fn maximum(self, x: Self::Vector, y: Self::Vector) -> Self::Vector {
+                from_fn(|i| x[i].maximum(y[i]))
+            }
+
+            #[inline(always)]
+            fn canonical(self, x: Self::Vector) -> Self::Vector {
+                x.map(Number::canonical)
+            }
+        }
+    };
+}
+
+portable_lanes!(f32, 4);
+portable_lanes!(f64, 2);
+portable_lanes!(i32, 4);
+portable_lanes!(i64, 2);
+
+impl Halves for Portable {
+    #[inline(always)]
+    fn load_f16(self, bytes: &[u8]) -> [[f32; 4]; 2] {
+        let (halves, _) = bytes.as_chunks();
+        let value = |i: usize| f16_to_f32(u16::from_le_bytes(halves[i]));
+        [from_fn(value), from_fn(|i| value(i + 4))]
+    }
+
+    #[inline(always)]
+    fn store_f16(self, x: [[f32; 4]; 2], bytes: &mut [u8]) {
+        let (halves, _) = bytes.as_chunks_mut();
+        for i in 0..4 {
+            halves[i] = f32_to_f16(x[0][i]).to_le_bytes();
+            halves[i + 4] = f32_to_f16(x[1][i]).to_le_bytes();
+        }
+    }
+
+    #[inline(always)]
+    fn load_bf16(self, bytes: &[u8]) -> [[f32; 4]; 2] {
+        let (halves, _) = bytes.as_chunks();
+        let value = |i: usize| bf16_to_f32(u16::from_le_bytes(halves[i]));
+        [from_fn(|i| value(2 * i)), from_fn(|i| value(2 * i + 1))]
+    }
+
+    #[inline(always)]
+    fn store_bf16(self, x: [[f32; 4]; 2], bytes: &mut [u8]) {
+        let (halves, _) = bytes.as_chunks_mut();
+        for i in 0..4 {
+            halves[2 * i] = f32_to_bf16(x[0][i]).to_le_bytes();
+            halves[2 * i + 1] = f32_to_bf16(x[1][i]).to_le_bytes();
+        }
+    }
+}

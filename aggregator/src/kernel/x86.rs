@@ -1,0 +1,357 @@
+//! Vectors of x86-64: 256 bits with AVX2, 512 with AVX-512.
+//!
+//! The methods are safe because their receiver is the proof that the machine has the
+//! instructions; only [`Avx2::assume`] and [`Avx512::assume`] have to be told.
+#![expect(unsafe_code, reason = "vendor intrinsics")]
+
+use std::arch::x86_64::*;
+
+use super::simd::{Halves, Lanes, Simd};
+
+/// A machine with AVX2 and F16C.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Avx2(());
+
+/// A machine with the F, BW, DQ and VL parts of AVX-512.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Avx512(());
+
+impl Avx2 {
+    /// The proof.
+    ///
+    /// # Safety
+    ///
+    /// The machine has AVX2 and F16C.
+    pub(super) unsafe fn assume() -> Self {
+        Self(())
+    }
+}
+
+impl Avx512 {
+    /// The proof.
+    ///
+    /// # Safety
+    ///
+    /// The machine has AVX-512 F, BW, DQ and VL.
+    pub(super) unsafe fn assume() -> Self {
+        Self(())
+    }
+}
+
+impl Simd for Avx2 {
+    const BYTES: usize = 32;
+}
+
+impl Simd for Avx512 {
+    const BYTES: usize = 64;
+}
+
+/// Implements [`Lanes`] with expressions over intrinsics.
+macro_rules! lanes {
+    (
+        $simd:ident, $number:ident, $vector:ident, $splat:expr, $load:expr, $store:expr,
+        $add:expr, $divide:expr, $minimum:expr, $maximum:expr, $canonical:expr $(,)?
+    ) => {
+        impl Lanes<$number> for $simd {
+            type Vector = $vector;
+
+            #[inline(always)]
+            fn splat(self, x: $number) -> $vector {
+                // SAFETY: `self` proves that the machine has the instructions.
+                unsafe { $splat(x) }
+            }
+
+            #[inline(always)]
+            fn load(self, bytes: &[u8]) -> $vector {
+                let bytes = &bytes[..Self::BYTES];
+                // SAFETY: as for `splat`; the slice is as long as the vector, and the load does
+                // not need alignment.
+                unsafe { $load(bytes.as_ptr().cast()) }
+            }
+
+            #[inline(always)]
+            fn store(self, x: $vector, bytes: &mut [u8]) {
+                let bytes = &mut bytes[..Self::BYTES];
+                // SAFETY: as for `load`.
+                unsafe { $store(bytes.as_mut_ptr().cast(), x) }
+            }
+
+            #[inline(always)]
+            fn add(self, x: $vector, y: $vector) -> $vector {
+                // SAFETY: as for `splat`.
+                unsafe { $add(x, y) }
+            }
+
+            #[inline(always)]
+            fn divide(self, x: $vector, y: $vector) -> $vector {
+                // SAFETY: as for `splat`.
+                unsafe { $divide(x, y) }
+            }
+
+            #[inline(always)]
+            fn minimum(self, x: $vector, y: $vector) -> $vector {
+                // SAFETY: as for `splat`.
+                unsafe { $minimum(x, y) }
+            }
+
+            #[inline(always)]
+            fn maximum(self, x: $vector, y: $vector) -> $vector {
+                // SAFETY: as for `splat`.
+                unsafe { $maximum(x, y) }
+            }
+
+            #[inline(always)]
+            fn canonical(self, x: $vector) -> $vector {
+                // SAFETY: as for `splat`.
+                unsafe { $canonical(x) }
+            }
+        }
+    };
+}
+
+// The minimum and maximum instructions return their second operand if either is a NaN or both
+// are zeros. So both orders are tried. For the minimum, either's bits do: those of a NaN, or the
+// sign of a zero. For the maximum, those both have, and a NaN from elsewhere.
+
+lanes!(
+    Avx512,
+    f32,
+    __m512,
+    _mm512_set1_ps,
+    _mm512_loadu_ps,
+    _mm512_storeu_ps,
+    _mm512_add_ps,
+    _mm512_div_ps,
+    |x, y| _mm512_or_ps(_mm512_min_ps(x, y), _mm512_min_ps(y, x)),
+    |x, y| {
+        let greatest = _mm512_and_ps(_mm512_max_ps(x, y), _mm512_max_ps(y, x));
+        let unordered = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, y);
+        _mm512_mask_mov_ps(greatest, unordered, _mm512_set1_ps(f32::NAN))
+    },
+    |x| {
+        let nan = _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc0_0000));
+        _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x), nan)
+    },
+);
+lanes!(
+    Avx512,
+    f64,
+    __m512d,
+    _mm512_set1_pd,
+    _mm512_loadu_pd,
+    _mm512_storeu_pd,
+    _mm512_add_pd,
+    _mm512_div_pd,
+    |x, y| _mm512_or_pd(_mm512_min_pd(x, y), _mm512_min_pd(y, x)),
+    |x, y| {
+        let greatest = _mm512_and_pd(_mm512_max_pd(x, y), _mm512_max_pd(y, x));
+        let unordered = _mm512_cmp_pd_mask::<_CMP_UNORD_Q>(x, y);
+        _mm512_mask_mov_pd(greatest, unordered, _mm512_set1_pd(f64::NAN))
+    },
+    |x| {
+        let nan = _mm512_castsi512_pd(_mm512_set1_epi64(0x7ff8_0000_0000_0000));
+        _mm512_mask_mov_pd(x, _mm512_cmp_pd_mask::<_CMP_UNORD_Q>(x, x), nan)
+    },
+);
+lanes!(
+    Avx512,
+    i32,
+    __m512i,
+    _mm512_set1_epi32,
+    _mm512_loadu_epi32,
+    _mm512_storeu_epi32,
+    _mm512_add_epi32,
+    |x, _| x,
+    _mm512_min_epi32,
+    _mm512_max_epi32,
+    |x| x,
+);
+lanes!(
+    Avx512,
+    i64,
+    __m512i,
+    _mm512_set1_epi64,
+    _mm512_loadu_epi64,
+    _mm512_storeu_epi64,
+    _mm512_add_epi64,
+    |x, _| x,
+    _mm512_min_epi64,
+    _mm512_max_epi64,
+    |x| x,
+);
+lanes!(
+    Avx2,
+    f32,
+    __m256,
+    _mm256_set1_ps,
+    _mm256_loadu_ps,
+    _mm256_storeu_ps,
+    _mm256_add_ps,
+    _mm256_div_ps,
+    |x, y| _mm256_or_ps(_mm256_min_ps(x, y), _mm256_min_ps(y, x)),
+    |x, y| {
+        let greatest = _mm256_and_ps(_mm256_max_ps(x, y), _mm256_max_ps(y, x));
+        // All bits set is a NaN, too.
+        _mm256_or_ps(greatest, _mm256_cmp_ps::<_CMP_UNORD_Q>(x, y))
+    },
+    |x| {
+        let nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc0_0000));
+        _mm256_blendv_ps(x, nan, _mm256_cmp_ps::<_CMP_UNORD_Q>(x, x))
+    },
+);
+lanes!(
+    Avx2,
+    f64,
+    __m256d,
+    _mm256_set1_pd,
+    _mm256_loadu_pd,
+    _mm256_storeu_pd,
+    _mm256_add_pd,
+    _mm256_div_pd,
+    |x, y| _mm256_or_pd(_mm256_min_pd(x, y), _mm256_min_pd(y, x)),
+    |x, y| {
+        let greatest = _mm256_and_pd(_mm256_max_pd(x, y), _mm256_max_pd(y, x));
+        _mm256_or_pd(greatest, _mm256_cmp_pd::<_CMP_UNORD_Q>(x, y))
+    },
+    |x| {
+        let nan = _mm256_castsi256_pd(_mm256_set1_epi64x(0x7ff8_0000_0000_0000));
+        _mm256_blendv_pd(x, nan, _mm256_cmp_pd::<_CMP_UNORD_Q>(x, x))
+    },
+);
+lanes!(
+    Avx2,
+    i32,
+    __m256i,
+    _mm256_set1_epi32,
+    _mm256_loadu_si256,
+    _mm256_storeu_si256,
+    _mm256_add_epi32,
+    |x, _| x,
+    _mm256_min_epi32,
+    _mm256_max_epi32,
+    |x| x,
+);
+lanes!(
+    Avx2,
+    i64,
+    __m256i,
+    _mm256_set1_epi64x,
+    _mm256_loadu_si256,
+    _mm256_storeu_si256,
+    _mm256_add_epi64,
+    |x, _| x,
+    |x, y| _mm256_blendv_epi8(x, y, _mm256_cmpgt_epi64(x, y)),
+    |x, y| _mm256_blendv_epi8(y, x, _mm256_cmpgt_epi64(x, y)),
+    |x| x,
+);
+
+impl Halves for Avx512 {
+    #[inline(always)]
+    fn load_f16(self, bytes: &[u8]) -> [__m512; 2] {
+        let (low, high) = bytes[..Self::BYTES].split_at(Self::BYTES / 2);
+        // SAFETY: `self` proves that the machine has the instructions; each half is as long as
+        // the load, which needs no alignment.
+        unsafe {
+            [low, high].map(|half| _mm512_cvtph_ps(_mm256_loadu_si256(half.as_ptr().cast())))
+        }
+    }
+
+    #[inline(always)]
+    fn store_f16(self, x: [__m512; 2], bytes: &mut [u8]) {
+        let (low, high) = bytes[..Self::BYTES].split_at_mut(Self::BYTES / 2);
+        for (x, half) in x.into_iter().zip([low, high]) {
+            // The quiet NaN of f32 becomes that of f16.
+            let x = self.canonical(x);
+            // SAFETY: as for `load_f16`.
+            unsafe {
+                let rounded = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x);
+                _mm256_storeu_si256(half.as_mut_ptr().cast(), rounded);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn load_bf16(self, bytes: &[u8]) -> [__m512; 2] {
+        let word = Lanes::<i32>::load(self, bytes);
+        // SAFETY: as for `load_f16`.
+        unsafe {
+            let odd = _mm512_and_epi32(word, _mm512_set1_epi32(HIGH));
+            [_mm512_castsi512_ps(_mm512_slli_epi32::<16>(word)), _mm512_castsi512_ps(odd)]
+        }
+    }
+
+    #[inline(always)]
+    fn store_bf16(self, x: [__m512; 2], bytes: &mut [u8]) {
+        // SAFETY: as for `load_f16`.
+        let word = unsafe {
+            // In the upper half of each lane; see `f32_to_bf16`.
+            let [even, odd] = x.map(|x| {
+                let bits = _mm512_castps_si512(x);
+                let ties = _mm512_and_epi32(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+                let half = _mm512_add_epi32(ties, _mm512_set1_epi32(0x7fff));
+                let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
+                let rounded = _mm512_add_epi32(bits, half);
+                _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0_0000))
+            });
+            let odd = _mm512_and_epi32(odd, _mm512_set1_epi32(HIGH));
+            _mm512_or_epi32(_mm512_srli_epi32::<16>(even), odd)
+        };
+        Lanes::<i32>::store(self, word, bytes);
+    }
+}
+
+impl Halves for Avx2 {
+    #[inline(always)]
+    fn load_f16(self, bytes: &[u8]) -> [__m256; 2] {
+        let (low, high) = bytes[..Self::BYTES].split_at(Self::BYTES / 2);
+        // SAFETY: `self` proves that the machine has the instructions; each half is as long as
+        // the load, which needs no alignment.
+        unsafe { [low, high].map(|half| _mm256_cvtph_ps(_mm_loadu_si128(half.as_ptr().cast()))) }
+    }
+
+    #[inline(always)]
+    fn store_f16(self, x: [__m256; 2], bytes: &mut [u8]) {
+        let (low, high) = bytes[..Self::BYTES].split_at_mut(Self::BYTES / 2);
+        for (x, half) in x.into_iter().zip([low, high]) {
+            // The quiet NaN of f32 becomes that of f16.
+            let x = self.canonical(x);
+            // SAFETY: as for `load_f16`.
+            unsafe {
+                let rounded = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x);
+                _mm_storeu_si128(half.as_mut_ptr().cast(), rounded);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn load_bf16(self, bytes: &[u8]) -> [__m256; 2] {
+        let word = Lanes::<i32>::load(self, bytes);
+        // SAFETY: as for `load_f16`.
+        unsafe {
+            let odd = _mm256_and_si256(word, _mm256_set1_epi32(HIGH));
+            [_mm256_castsi256_ps(_mm256_slli_epi32::<16>(word)), _mm256_castsi256_ps(odd)]
+        }
+    }
+
+    #[inline(always)]
+    fn store_bf16(self, x: [__m256; 2], bytes: &mut [u8]) {
+        // SAFETY: as for `load_f16`.
+        let word = unsafe {
+            // In the upper half of each lane; see `f32_to_bf16`.
+            let [even, odd] = x.map(|x| {
+                let bits = _mm256_castps_si256(x);
+                let ties = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+                let half = _mm256_add_epi32(ties, _mm256_set1_epi32(0x7fff));
+                let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
+                let rounded = _mm256_add_epi32(bits, half);
+                _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0_0000), nan)
+            });
+            let odd = _mm256_and_si256(odd, _mm256_set1_epi32(HIGH));
+            _mm256_or_si256(_mm256_srli_epi32::<16>(even), odd)
+        };
+        Lanes::<i32>::store(self, word, bytes);
+    }
+}
+
+/// The upper half of a 32-bit lane.
+const HIGH: i32 = -0x1_0000;

@@ -1,0 +1,210 @@
+//! What can go wrong at the edge of the host, each as one sentence for the person who must act.
+
+use std::io;
+use std::net::SocketAddr;
+
+use quinn::ConnectionError;
+use racksum_proto::time::Span;
+
+/// A failure of this crate. Each `Display` says what was wrong, where, and what to do.
+///
+/// The sentence already contains its cause, so the cause is a plain field and not the
+/// `Error::source`: a printed chain would say it twice.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum NetError {
+    /// Another socket holds the port.
+    #[error(
+        "cannot bind {addr}: the port is taken; choose another with --port, or stop the program \
+         that holds it"
+    )]
+    PortTaken {
+        /// What was to be bound.
+        addr: SocketAddr,
+    },
+    /// The address belongs to no interface of this host.
+    #[error(
+        "cannot bind {addr}: no interface of this host has this address; choose one that \
+         `ip address` lists"
+    )]
+    AddressNotHere {
+        /// What was to be bound.
+        addr: SocketAddr,
+    },
+    /// The kernel does not let this user have the port.
+    #[error(
+        "cannot bind {addr}: permission denied; choose a port of 1024 or above with --port, or \
+         grant CAP_NET_BIND_SERVICE"
+    )]
+    PortNotPermitted {
+        /// What was to be bound.
+        addr: SocketAddr,
+    },
+    /// Binding failed in another way.
+    #[error("cannot bind {addr}: {cause}")]
+    Bind {
+        /// What was to be bound.
+        addr: SocketAddr,
+        /// What the kernel said.
+        cause: io::Error,
+    },
+    /// The kernel gave no socket.
+    #[error("cannot open a UDP socket for {addr}: {cause}")]
+    Socket {
+        /// What the socket was for.
+        addr: SocketAddr,
+        /// What the kernel said.
+        cause: io::Error,
+    },
+    /// The kernel refused a socket option that the protocol needs.
+    #[error("cannot set {option} on the UDP socket for {addr}: {cause}")]
+    Option {
+        /// The option by its C name.
+        option: &'static str,
+        /// What the socket was for.
+        addr: SocketAddr,
+        /// What the kernel said.
+        cause: io::Error,
+    },
+    /// The interface carries datagrams that are too small.
+    #[error("an MTU of {mtu} is too small; racksum needs at least 1280, so raise the MTU")]
+    MtuTooSmall {
+        /// The MTU in bytes.
+        mtu: usize,
+    },
+    /// A unicast address where a multicast group belongs.
+    #[error(
+        "{group} is no multicast group; choose one of 239.0.0.0/8 or ff15::/16, or turn \
+         multicast off"
+    )]
+    NotMulticast {
+        /// The address that was given as a group.
+        group: SocketAddr,
+    },
+    /// A member socket was to be bound elsewhere than to its group.
+    #[error("a member of {group} must be bound to the group itself, not to {bind}")]
+    MemberBind {
+        /// The group.
+        group: SocketAddr,
+        /// What was to be bound.
+        bind: SocketAddr,
+    },
+    /// The interface would not take part in multicast.
+    #[error(
+        "cannot use {interface} for multicast: {cause}; choose another interface, or turn \
+         multicast off"
+    )]
+    Multicast {
+        /// The interface by name.
+        interface: String,
+        /// What the kernel said.
+        cause: io::Error,
+    },
+    /// No interface fits the pattern.
+    #[error("no usable interface matches {pattern:?}; up and with an address are: {usable}")]
+    NoInterface {
+        /// The pattern as it was given.
+        pattern: String,
+        /// The names that could have matched, comma separated, or "none".
+        usable: String,
+    },
+    /// A pattern that names no interface at all.
+    #[error(
+        "the interface pattern {pattern:?} names nothing; write prefixes as in eth,ens, exact \
+         names as in =eth0, or exclusions as in ^docker,lo"
+    )]
+    EmptyPattern {
+        /// The pattern as it was given.
+        pattern: String,
+    },
+    /// An address beyond loopback while no certificates are configured.
+    #[error(
+        "refusing {addr}: without certificates only loopback addresses are trusted; pass \
+         --insecure if everything that can reach this network may be trusted"
+    )]
+    Unprotected {
+        /// Where it was to listen or to connect.
+        addr: SocketAddr,
+    },
+    /// Nothing answered in time.
+    #[error(
+        "nobody answered at {addr} within {} ms; check the address, that the aggregator runs, \
+         and that no firewall drops UDP", waited.as_millis()
+    )]
+    NobodyThere {
+        /// Who was called.
+        addr: SocketAddr,
+        /// How long an answer was waited for.
+        waited: Span,
+    },
+    /// Something else, or another version of racksum, answered.
+    #[error(
+        "what answers at {addr} does not speak {}; check the port and that both sides run the \
+         same version of racksum",
+        crate::quic::PROTOCOL
+    )]
+    WrongProtocol {
+        /// Who was called.
+        addr: SocketAddr,
+    },
+    /// The connection failed in another way before it stood.
+    #[error("cannot connect to {addr}: {cause}")]
+    Connect {
+        /// Who was called.
+        addr: SocketAddr,
+        /// What QUIC said.
+        cause: ConnectionError,
+    },
+    /// The address is one that QUIC cannot call (port 0, for one).
+    #[error("{addr} cannot be called: {reason}")]
+    NotCallable {
+        /// The address.
+        addr: SocketAddr,
+        /// What QUIC said.
+        reason: String,
+    },
+    /// A certificate could not be made.
+    #[error("cannot make a certificate: {reason}")]
+    Certificate {
+        /// What the certificate library said.
+        reason: String,
+    },
+    /// A certificate and its key cannot be used for TLS.
+    #[error("cannot use the certificate for TLS: {reason}")]
+    Tls {
+        /// What the TLS library said.
+        reason: String,
+    },
+}
+
+impl NetError {
+    /// Why `addr` could not be bound, from what `bind` said.
+    pub(crate) fn bind(addr: SocketAddr, cause: io::Error) -> Self {
+        match cause.kind() {
+            io::ErrorKind::AddrInUse => Self::PortTaken { addr },
+            io::ErrorKind::AddrNotAvailable => Self::AddressNotHere { addr },
+            io::ErrorKind::PermissionDenied => Self::PortNotPermitted { addr },
+            _ => Self::Bind { addr, cause },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failed_bind_becomes_a_sentence_that_says_what_to_do() {
+        let addr: SocketAddr = "127.0.0.1:7000".parse().unwrap();
+        let sentence =
+            |errno| NetError::bind(addr, io::Error::from_raw_os_error(errno)).to_string();
+        assert_eq!(
+            sentence(libc::EADDRINUSE),
+            "cannot bind 127.0.0.1:7000: the port is taken; choose another with --port, or stop \
+             the program that holds it"
+        );
+        assert!(sentence(libc::EADDRNOTAVAIL).contains("no interface of this host"));
+        assert!(sentence(libc::EACCES).contains("1024 or above"));
+        assert!(sentence(libc::ENOMEM).starts_with("cannot bind 127.0.0.1:7000: "));
+    }
+}

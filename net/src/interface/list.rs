@@ -1,0 +1,156 @@
+//! Asking the kernel for its interfaces.
+#![expect(unsafe_code, reason = "getifaddrs hands out a C list, and the MTU comes by ioctl")]
+
+use std::ffi::{CStr, CString};
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::ptr;
+
+use libc::{c_int, c_uint};
+
+use super::Interface;
+
+/// The interfaces of this host, or of its network namespace, in the order of their indices.
+///
+/// # Errors
+///
+/// The kernel's, when it gives no list.
+pub fn interfaces() -> io::Result<Vec<Interface>> {
+    let list = AddressList::read()?;
+    // The MTU is asked of any socket at all; it is never bound to anything that matters.
+    let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))
+        .or_else(|_| UdpSocket::bind((Ipv6Addr::UNSPECIFIED, 0)))?;
+    let mut found: Vec<Interface> = Vec::new();
+    for entry in list.entries() {
+        // Extra IPv4 addresses may bear a label such as "eth0:1": still the interface eth0.
+        let name = entry.name.split(':').next().unwrap_or_default();
+        let known = found.iter_mut().find(|interface| interface.name == name);
+        let interface = match known {
+            Some(interface) => interface,
+            None => match describe(socket.as_fd(), name, entry.flags) {
+                Ok(interface) => found.push_mut(interface),
+                // It went away while it was being looked at.
+                Err(_) => continue,
+            },
+        };
+        interface.addrs.extend(entry.addr);
+    }
+    found.sort_by_key(|interface| interface.index);
+    Ok(found)
+}
+
+/// All about an interface but its addresses.
+fn describe(socket: BorrowedFd<'_>, name: &str, flags: c_uint) -> io::Result<Interface> {
+    let is = |flag: c_int| flags & flag.cast_unsigned() != 0;
+    Ok(Interface {
+        name: name.to_owned(),
+        index: index_of(name)?,
+        mtu: mtu_of(socket, name)?,
+        addrs: Vec::new(),
+        is_up: is(libc::IFF_UP),
+        is_loopback: is(libc::IFF_LOOPBACK),
+        is_multicast: is(libc::IFF_MULTICAST),
+    })
+}
+
+fn index_of(name: &str) -> io::Result<u32> {
+    let name = CString::new(name)?;
+    // SAFETY: `name` is a terminated string that outlives the call.
+    let index = unsafe { libc::if_nametoindex(name.as_ptr()) };
+    if index == 0 { Err(io::Error::last_os_error()) } else { Ok(index) }
+}
+
+/// By ioctl and not from `/sys`: that shows the namespace of whoever mounted it.
+fn mtu_of(socket: BorrowedFd<'_>, name: &str) -> io::Result<usize> {
+    // SAFETY: an ifreq is plain C data, for which all zeros is a value.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    // One less than there is room for, so that the name stays terminated.
+    let room = request.ifr_name.len() - 1;
+    if name.len() > room {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    for (to, from) in request.ifr_name.iter_mut().zip(name.bytes()) {
+        *to = from.cast_signed();
+    }
+    // SAFETY: SIOCGIFMTU reads the name from and writes the MTU to a valid ifreq.
+    let rc = unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFMTU, &raw mut request) };
+    if rc != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the call succeeded, so `ifru_mtu` is the field of the union that was written.
+    let mtu = unsafe { request.ifr_ifru.ifru_mtu };
+    usize::try_from(mtu).map_err(|_| io::ErrorKind::InvalidData.into())
+}
+
+/// The list that `getifaddrs` allocated, freed when dropped.
+struct AddressList {
+    head: *mut libc::ifaddrs,
+}
+
+/// One address of one interface; interfaces without addresses have an entry as well.
+struct Entry<'a> {
+    name: &'a str,
+    flags: c_uint,
+    addr: Option<IpAddr>,
+}
+
+impl AddressList {
+    fn read() -> io::Result<Self> {
+        let mut head = ptr::null_mut();
+        // SAFETY: `head` is valid for the write of one pointer.
+        let rc = unsafe { libc::getifaddrs(&raw mut head) };
+        if rc == 0 { Ok(Self { head }) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// The entries whose names are text. The kernel allows other bytes; we cannot print them.
+    fn entries(&self) -> impl Iterator<Item = Entry<'_>> {
+        let mut next = self.head;
+        std::iter::from_fn(move || {
+            // SAFETY: `next` is null or a node of the list, which `self` keeps alive.
+            let node = unsafe { next.as_ref() }?;
+            next = node.ifa_next;
+            Some(node)
+        })
+        .filter_map(|node| {
+            // SAFETY: every node has a terminated name that lives as long as the list.
+            let name = unsafe { CStr::from_ptr(node.ifa_name) }.to_str().ok()?;
+            // SAFETY: `ifa_addr` is the node's own address, null or valid.
+            let addr = unsafe { ip_of(node.ifa_addr) };
+            Some(Entry { name, flags: node.ifa_flags, addr })
+        })
+    }
+}
+
+impl Drop for AddressList {
+    fn drop(&mut self) {
+        // SAFETY: `head` came from `getifaddrs` and is freed only here.
+        unsafe { libc::freeifaddrs(self.head) };
+    }
+}
+
+/// The IP address in a C socket address; none for null and for other families.
+///
+/// # Safety
+///
+/// `addr` is null, or points at a socket address as large as its family says.
+unsafe fn ip_of(addr: *const libc::sockaddr) -> Option<IpAddr> {
+    if addr.is_null() {
+        return None;
+    }
+    // SAFETY: not null, so it starts with a family (as the caller promises).
+    let family = unsafe { (*addr).sa_family };
+    match c_int::from(family) {
+        libc::AF_INET => {
+            // SAFETY: of this family, so it is a sockaddr_in (as the caller promises).
+            let v4 = unsafe { ptr::read_unaligned(addr.cast::<libc::sockaddr_in>()) };
+            Some(Ipv4Addr::from(u32::from_be(v4.sin_addr.s_addr)).into())
+        }
+        libc::AF_INET6 => {
+            // SAFETY: of this family, so it is a sockaddr_in6 (as the caller promises).
+            let v6 = unsafe { ptr::read_unaligned(addr.cast::<libc::sockaddr_in6>()) };
+            Some(Ipv6Addr::from(v6.sin6_addr.s6_addr).into())
+        }
+        _ => None,
+    }
+}

@@ -1,0 +1,100 @@
+use super::*;
+
+fn interface(name: &str, index: u32) -> Interface {
+    Interface {
+        name: name.to_owned(),
+        index,
+        mtu: 1500,
+        addrs: vec![IpAddr::from([10, 0, 0, 1])],
+        is_up: true,
+        is_loopback: name == "lo",
+        is_multicast: name != "lo",
+    }
+}
+
+fn host() -> Vec<Interface> {
+    let names = ["lo", "eth0", "eth1", "eth10", "ens3", "docker0", "docker1"];
+    let mut all: Vec<Interface> = (1..).zip(names).map(|(i, name)| interface(name, i)).collect();
+    all.push(Interface { is_up: false, ..interface("eth2", 8) });
+    all.push(Interface { addrs: Vec::new(), ..interface("eth3", 9) });
+    all
+}
+
+#[test]
+fn patterns_follow_the_grammar_of_nccl() {
+    let cases: &[(&str, &[&str])] = &[
+        ("eth", &["eth0", "eth1", "eth10"]),
+        ("eth1", &["eth1", "eth10"]),
+        ("=eth1", &["eth1"]),
+        ("=eth1,ens3", &["eth1", "ens3"]),
+        ("ens,eth0", &["eth0", "ens3"]),
+        ("^docker,lo", &["eth0", "eth1", "eth10", "ens3"]),
+        ("^=docker0,lo", &["eth0", "eth1", "eth10", "ens3", "docker1"]),
+        (" eth0 , ens ", &["eth0", "ens3"]),
+        ("lo", &["lo"]),
+        ("", &["eth0", "eth1", "eth10", "ens3"]),
+    ];
+    let host = host();
+    for (pattern, want) in cases {
+        let got: Vec<&str> =
+            select(&host, pattern).unwrap().iter().map(|i| i.name.as_str()).collect();
+        assert_eq!(got, *want, "{pattern:?}");
+    }
+}
+
+#[test]
+fn a_blank_pattern_takes_loopback_where_there_is_nothing_else() {
+    let only = [interface("lo", 1)];
+    assert_eq!(select(&only, " ").unwrap()[0].name, "lo");
+}
+
+#[test]
+fn a_pattern_that_fits_nothing_says_what_there_is() {
+    let host = [interface("lo", 1), interface("eth0", 2)];
+    let error = select(&host, "=ib0").unwrap_err().to_string();
+    assert_eq!(error, "no usable interface matches \"=ib0\"; up and with an address are: lo, eth0");
+    assert!(select(&[], "eth").unwrap_err().to_string().ends_with("are: none"));
+    for nothing in ["^", "=", "^=", ",", "^=,"] {
+        assert!(matches!(select(&host, nothing), Err(NetError::EmptyPattern { .. })), "{nothing}");
+    }
+}
+
+#[test]
+fn a_datagram_is_the_mtu_less_its_headers() {
+    assert_eq!(max_datagram(1500, false).unwrap(), 1472);
+    assert_eq!(max_datagram(1500, true).unwrap(), 1452);
+    assert_eq!(max_datagram(9000, false).unwrap(), 8972);
+    assert_eq!(max_datagram(65_536, false).unwrap(), 65_507);
+    assert_eq!(max_datagram(65_536, true).unwrap(), 65_488);
+    assert_eq!(max_datagram(1_000_000, true).unwrap(), 65_507);
+    assert_eq!(max_datagram(1280, true).unwrap(), 1232);
+    let error = max_datagram(1279, false).unwrap_err().to_string();
+    assert_eq!(error, "an MTU of 1279 is too small; racksum needs at least 1280, so raise the MTU");
+}
+
+#[test]
+fn this_host_has_a_loopback_interface() {
+    let all = interfaces().unwrap();
+    let lo = all.iter().find(|i| i.is_loopback && i.is_up).expect("loopback is up");
+    assert!(lo.mtu >= 1280);
+    assert!(lo.index > 0);
+    assert!(lo.addrs.contains(&IpAddr::V4(Ipv4Addr::LOCALHOST)));
+    let mut indices: Vec<u32> = all.iter().map(|i| i.index).collect();
+    indices.dedup();
+    assert_eq!(indices.len(), all.len(), "each interface is listed once");
+}
+
+#[test]
+fn an_address_finds_its_interface() {
+    let lo = interface_of(Ipv4Addr::LOCALHOST.into()).expect("127.0.0.1 is here");
+    assert!(lo.is_loopback);
+    assert_eq!(interface_of(IpAddr::from([127, 0, 0, 9])), Some(lo));
+    // An address of TEST-NET-3 that no host has.
+    assert_eq!(interface_of(IpAddr::from([203, 0, 113, 77])), None);
+}
+
+#[test]
+fn the_way_to_loopback_is_loopback() {
+    let peer: SocketAddr = "127.0.0.1:9".parse().unwrap();
+    assert_eq!(local_addr_towards(peer).unwrap(), IpAddr::V4(Ipv4Addr::LOCALHOST));
+}

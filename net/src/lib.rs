@@ -1,0 +1,19 @@
+//! The packet syscalls and the clock: everything by which racksum touches the kernel's network.
+//!
+//! Here are UDP batches with GSO and GRO, multicast, socket sizing, the interfaces of the host,
+//! QUIC endpoints with their TLS identities, and the one clock of the project. Not here: any rule
+//! of the protocol (that is `racksum-proto`) and any thread; callers own the loops.
+//!
+//! Read [`udp::UdpSocket`] for the data path and [`quic::connect`] for the control path. Linux
+//! only: the data path lives on `sendmmsg`, `UDP_SEGMENT`, `UDP_GRO` and `SO_RXQ_OVFL`.
+#![deny(unsafe_op_in_unsafe_fn)]
+
+pub mod clock;
+mod error;
+pub mod interface;
+pub mod multicast;
+mod options;
+pub mod quic;
+pub mod udp;
+
+pub use error::NetError;

@@ -1,0 +1,101 @@
+//! Multicast: one datagram out, a copy to each member of the group.
+//!
+//! Everything goes by the interface's index. A member joins on one interface only and the sender
+//! leaves by one only; which of them the routing table would have picked does not matter.
+
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::AsFd;
+
+use socket2::{InterfaceIndexOrAddress, Socket};
+
+use crate::interface::Interface;
+use crate::udp::{UdpConfig, UdpSocket};
+use crate::{NetError, options};
+
+/// A multicast group on one interface.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Multicast {
+    /// The group's address and port.
+    pub group: SocketAddr,
+    /// The interface to join on.
+    pub interface: Interface,
+}
+
+impl Multicast {
+    /// Where to send to reach the group. An IPv6 group gets the interface as its scope, without
+    /// which groups of link-local scope mean nothing.
+    #[must_use]
+    pub fn destination(&self) -> SocketAddr {
+        let mut to = self.group;
+        if let SocketAddr::V6(v6) = &mut to {
+            v6.set_scope_id(self.interface.index);
+        }
+        to
+    }
+
+    /// Whether a socket bound to `bind` can be a member.
+    pub(crate) fn check(&self, bind: SocketAddr) -> Result<(), NetError> {
+        if !self.group.ip().is_multicast() {
+            return Err(NetError::NotMulticast { group: self.group });
+        }
+        if (bind.ip(), bind.port()) != (self.group.ip(), self.group.port()) {
+            return Err(NetError::MemberBind { group: self.group, bind });
+        }
+        Ok(())
+    }
+}
+
+/// Opens a socket that receives what is sent to the group, and nothing else.
+///
+/// Bound to the group's own address, so that no unicast finds it; and any number of processes on a
+/// host may be members, each with a copy of its own.
+///
+/// # Errors
+///
+/// As [`UdpSocket::open`], and [`NetError::Multicast`] if the interface cannot join.
+pub fn open_member(group: &Multicast, receive_buffer: usize) -> Result<UdpSocket, NetError> {
+    let config = UdpConfig::member(group.clone());
+    // A member only receives: its send buffer stays as the kernel has it.
+    UdpSocket::open(&UdpConfig { receive_buffer, send_buffer: 0, ..config })
+}
+
+/// Makes a bound socket a member.
+pub(crate) fn join(socket: &Socket, group: &Multicast) -> Result<(), NetError> {
+    let index = group.interface.index;
+    let joined = match group.group {
+        SocketAddr::V4(v4) => {
+            let interface = InterfaceIndexOrAddress::Index(index);
+            // Linux hands a socket every group that anyone on the host joined, unless told not to.
+            socket
+                .set_multicast_all_v4(false)
+                .and_then(|()| socket.join_multicast_v4_n(v4.ip(), &interface))
+        }
+        SocketAddr::V6(v6) => socket
+            .set_multicast_all_v6(false)
+            .and_then(|()| socket.join_multicast_v6(v6.ip(), index)),
+    };
+    let name = &group.interface.name;
+    joined.map_err(|cause| NetError::Multicast { interface: name.clone(), cause })
+}
+
+/// Makes a socket send multicast through `interface`, also to members on this host.
+pub(crate) fn prepare_sender(
+    socket: &Socket,
+    is_ipv6: bool,
+    interface: &Interface,
+    ttl: u8,
+) -> io::Result<()> {
+    if is_ipv6 {
+        socket.set_multicast_if_v6(interface.index)?;
+        socket.set_multicast_hops_v6(ttl.into())?;
+        socket.set_multicast_loop_v6(true)
+    } else {
+        options::set_multicast_interface_v4(socket.as_fd(), interface.index)?;
+        socket.set_multicast_ttl_v4(ttl.into())?;
+        socket.set_multicast_loop_v4(true)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,37 @@
+//! The control path: QUIC connections over which jobs are joined, keys given and liveness kept.
+//!
+//! [`server`] and [`connect`] make endpoints from an [`Identity`] (who we are) and a [`Trust`]
+//! (whom we believe); both sides always show a certificate. [`frames`] puts messages onto their
+//! streams. Everything here needs a tokio runtime around it.
+
+use std::time::Duration;
+
+use racksum_proto::time::Span;
+
+mod endpoint;
+pub mod frames;
+mod identity;
+mod trust;
+
+pub use endpoint::{Connection, connect, server};
+pub use identity::Identity;
+/// The QUIC implementation, whose connections and streams appear in this interface.
+pub use quinn;
+pub use trust::Trust;
+
+/// The protocol both sides must name in the handshake (ALPN): racksum's control messages, first
+/// version.
+pub const PROTOCOL: &str = "racksum/1";
+
+/// How often a silent connection shows that it is alive.
+pub const KEEP_ALIVE: Span = Span::from_secs(1);
+
+/// How long a connection may hear nothing before it is given up: ten signs of life missed.
+pub const IDLE_TIMEOUT: Span = Span::from_secs(10);
+
+const fn duration(span: Span) -> Duration {
+    Duration::from_nanos(span.0)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,191 @@
+//! Endpoints: one that is called, and one that calls.
+
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::sync::Arc;
+
+use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
+use quinn::{
+    ClientConfig, ConnectError, ConnectionError, Endpoint, EndpointConfig, ServerConfig,
+    TokioRuntime, TransportConfig, TransportErrorCode, VarInt,
+};
+use racksum_proto::time::Span;
+use rustls::AlertDescription;
+use rustls::crypto::{CryptoProvider, ring};
+use rustls::version::TLS13;
+
+use super::identity::NAME;
+use super::{IDLE_TIMEOUT, Identity, KEEP_ALIVE, PROTOCOL, Trust, duration};
+use crate::NetError;
+
+/// An established connection of a client, with the endpoint that carries it.
+#[derive(Debug)]
+pub struct Connection {
+    endpoint: Endpoint,
+    quic: quinn::Connection,
+}
+
+impl Connection {
+    /// The connection itself: open streams on it, watch it for its end.
+    #[must_use]
+    pub const fn quic(&self) -> &quinn::Connection {
+        &self.quic
+    }
+
+    /// Ends the connection and waits until the other side has been told, or cannot be.
+    pub async fn close(self, reason: &str) {
+        self.quic.close(VarInt::from_u32(0), reason.as_bytes());
+        self.endpoint.wait_idle().await;
+    }
+}
+
+/// An endpoint at `bind` that takes connections. Port 0 lets the kernel choose.
+///
+/// # Errors
+///
+/// A [`NetError`] that names the address: the port is taken, the address is not of this host, or
+/// `trust` does not reach that far.
+///
+/// # Panics
+///
+/// Outside of a tokio runtime.
+pub fn server(bind: SocketAddr, identity: &Identity, trust: &Trust) -> Result<Endpoint, NetError> {
+    serve(bind, identity, trust, PROTOCOL)
+}
+
+/// Calls the server at `to`, and gives up after `patience`.
+///
+/// # Errors
+///
+/// A [`NetError`] that names the address: nobody is there, or somebody that speaks something else.
+///
+/// # Panics
+///
+/// Outside of a tokio runtime.
+pub async fn connect(
+    to: SocketAddr,
+    identity: &Identity,
+    trust: &Trust,
+    patience: Span,
+) -> Result<Connection, NetError> {
+    trust.check(to)?;
+    let endpoint = endpoint(SocketAddr::new(local_for(to), 0), None)?;
+    let connecting = endpoint.connect_with(client_config(identity, trust)?, to, NAME).map_err(
+        |error: ConnectError| NetError::NotCallable { addr: to, reason: error.to_string() },
+    )?;
+    let nobody = NetError::NobodyThere { addr: to, waited: patience };
+    match tokio::time::timeout(duration(patience), connecting).await {
+        Ok(Ok(quic)) => Ok(Connection { endpoint, quic }),
+        Ok(Err(ConnectionError::TimedOut)) | Err(_) => Err(nobody),
+        Ok(Err(cause)) if is_other_protocol(&cause) => Err(NetError::WrongProtocol { addr: to }),
+        Ok(Err(cause)) => Err(NetError::Connect { addr: to, cause }),
+    }
+}
+
+pub(super) fn serve(
+    bind: SocketAddr,
+    identity: &Identity,
+    trust: &Trust,
+    protocol: &str,
+) -> Result<Endpoint, NetError> {
+    trust.check(bind)?;
+    endpoint(bind, Some(server_config(identity, trust, protocol)?))
+}
+
+/// Both kinds of endpoint, so that a failed bind reads the same.
+fn endpoint(bind: SocketAddr, config: Option<ServerConfig>) -> Result<Endpoint, NetError> {
+    let make = || -> io::Result<Endpoint> {
+        let socket = UdpSocket::bind(bind)?;
+        Endpoint::new(EndpointConfig::default(), config, socket, Arc::new(TokioRuntime))
+    };
+    make().map_err(|cause| NetError::bind(bind, cause))
+}
+
+/// Loopback is called from loopback, so that a firewall or a monitor sees what it is.
+const fn local_for(to: SocketAddr) -> IpAddr {
+    match (to, to.ip().is_loopback()) {
+        (SocketAddr::V4(_), true) => IpAddr::V4(Ipv4Addr::LOCALHOST),
+        (SocketAddr::V4(_), false) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+        (SocketAddr::V6(_), true) => IpAddr::V6(Ipv6Addr::LOCALHOST),
+        (SocketAddr::V6(_), false) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+    }
+}
+
+/// The cryptography is named here and not installed for the process, which may be someone else's
+/// Python interpreter with TLS of its own.
+fn provider() -> Arc<CryptoProvider> {
+    Arc::new(ring::default_provider())
+}
+
+fn server_config(
+    identity: &Identity,
+    trust: &Trust,
+    protocol: &str,
+) -> Result<ServerConfig, NetError> {
+    let provider = provider();
+    let mut tls = rustls::ServerConfig::builder_with_provider(Arc::clone(&provider))
+        .with_protocol_versions(&[&TLS13])
+        .map_err(tls_error)?
+        .with_client_cert_verifier(trust.of_clients(provider))
+        .with_single_cert(identity.chain(), identity.key())
+        .map_err(tls_error)?;
+    tls.alpn_protocols = vec![protocol.as_bytes().to_vec()];
+    let crypto = QuicServerConfig::try_from(tls).map_err(tls_error)?;
+    let mut config = ServerConfig::with_crypto(Arc::new(crypto));
+    config.transport_config(transport());
+    Ok(config)
+}
+
+fn client_config(identity: &Identity, trust: &Trust) -> Result<ClientConfig, NetError> {
+    let provider = provider();
+    let mut tls = rustls::ClientConfig::builder_with_provider(Arc::clone(&provider))
+        .with_protocol_versions(&[&TLS13])
+        .map_err(tls_error)?
+        .dangerous()
+        .with_custom_certificate_verifier(trust.of_servers(provider))
+        .with_client_auth_cert(identity.chain(), identity.key())
+        .map_err(tls_error)?;
+    tls.alpn_protocols = vec![PROTOCOL.as_bytes().to_vec()];
+    let crypto = QuicClientConfig::try_from(tls).map_err(tls_error)?;
+    let mut config = ClientConfig::new(Arc::new(crypto));
+    config.transport_config(transport());
+    Ok(config)
+}
+
+/// Signs of life, and bounds on what the other side can make us hold.
+fn transport() -> Arc<TransportConfig> {
+    let idle_ms = u32::try_from(IDLE_TIMEOUT.as_millis()).unwrap_or(u32::MAX);
+    let mut config = TransportConfig::default();
+    config
+        .keep_alive_interval(Some(duration(KEEP_ALIVE)))
+        .max_idle_timeout(Some(VarInt::from_u32(idle_ms).into()))
+        .max_concurrent_bidi_streams(VarInt::from_u32(MAX_STREAMS))
+        .max_concurrent_uni_streams(VarInt::from_u32(MAX_STREAMS))
+        .stream_receive_window(VarInt::from_u32(STREAM_WINDOW))
+        .receive_window(VarInt::from_u32(CONNECTION_WINDOW))
+        .send_window(u64::from(CONNECTION_WINDOW))
+        .datagram_receive_buffer_size(None);
+    Arc::new(config)
+}
+
+/// Another application, another version of ours, or another QUIC.
+fn is_other_protocol(error: &ConnectionError) -> bool {
+    let no_alpn = TransportErrorCode::crypto(u8::from(AlertDescription::NoApplicationProtocol));
+    match error {
+        ConnectionError::VersionMismatch => true,
+        ConnectionError::ConnectionClosed(close) => close.error_code == no_alpn,
+        ConnectionError::TransportError(error) => error.code == no_alpn,
+        _ => false,
+    }
+}
+
+fn tls_error(error: impl std::fmt::Display) -> NetError {
+    NetError::Tls { reason: error.to_string() }
+}
+
+/// Streams of each kind that the other side may have open: one for control, some for questions.
+const MAX_STREAMS: u32 = 16;
+/// Unread bytes of one stream: a few of the largest frames.
+const STREAM_WINDOW: u32 = 256 << 10;
+/// Unread bytes of one connection, and unacknowledged bytes that we hold for it.
+const CONNECTION_WINDOW: u32 = 1 << 20;

@@ -1,0 +1,89 @@
+//! Messages on a QUIC stream: four bytes of length, big-endian, then as much JSON.
+//!
+//! JSON because these are few and people read them when something is wrong; the data path has its
+//! own layout. Nothing that arrives can panic or allocate more than [`MAX_FRAME`].
+
+use quinn::{ReadError, ReadExactError, RecvStream, SendStream, WriteError};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// The largest message, in bytes of JSON.
+pub const MAX_FRAME: usize = 64 << 10;
+
+const LENGTH: usize = 4;
+
+/// Why a message was not sent or not received. After any of them the stream is of no more use.
+#[derive(Debug, thiserror::Error)]
+pub enum FrameError {
+    /// The message is above [`MAX_FRAME`].
+    #[error("a control message of {len} bytes is above the limit of {MAX_FRAME}")]
+    TooLong {
+        /// Its length in bytes.
+        len: usize,
+    },
+    /// The stream ended inside a message.
+    #[error("the stream ended in the middle of a control message")]
+    Truncated,
+    /// The bytes are no message of the kind that was expected.
+    #[error("a control message cannot be read: {0}")]
+    Decode(serde_json::Error),
+    /// The message cannot be written as JSON.
+    #[error("a control message cannot be written: {0}")]
+    Encode(serde_json::Error),
+    /// The stream or its connection ended while sending.
+    #[error("cannot send a control message: {0}")]
+    Write(WriteError),
+    /// The stream or its connection ended while receiving.
+    #[error("cannot receive a control message: {0}")]
+    Read(ReadError),
+}
+
+/// Sends one message. Not to be cancelled: half a message would spoil the stream.
+///
+/// # Errors
+///
+/// [`FrameError`].
+pub async fn send<T: Serialize>(stream: &mut SendStream, message: &T) -> Result<(), FrameError> {
+    stream.write_all(&encode(message)?).await.map_err(FrameError::Write)
+}
+
+/// Receives one message; none if the stream ended where it may. Not to be cancelled (in a `select!`
+/// for one): what was read of a message would be lost. Give it a task of its own.
+///
+/// # Errors
+///
+/// [`FrameError`].
+pub async fn recv<T: DeserializeOwned>(stream: &mut RecvStream) -> Result<Option<T>, FrameError> {
+    let mut length = [0; LENGTH];
+    match stream.read_exact(&mut length).await {
+        Ok(()) => {}
+        Err(ReadExactError::FinishedEarly(0)) => return Ok(None),
+        Err(error) => return Err(read_error(error)),
+    }
+    let mut json = vec![0; parse_length(length)?];
+    stream.read_exact(&mut json).await.map_err(read_error)?;
+    serde_json::from_slice(&json).map(Some).map_err(FrameError::Decode)
+}
+
+fn encode<T: Serialize>(message: &T) -> Result<Vec<u8>, FrameError> {
+    let mut frame = vec![0; LENGTH];
+    serde_json::to_writer(&mut frame, message).map_err(FrameError::Encode)?;
+    let len = frame.len() - LENGTH;
+    match u32::try_from(len) {
+        Ok(length) if len <= MAX_FRAME => frame[..LENGTH].copy_from_slice(&length.to_be_bytes()),
+        _ => return Err(FrameError::TooLong { len }),
+    }
+    Ok(frame)
+}
+
+fn parse_length(bytes: [u8; LENGTH]) -> Result<usize, FrameError> {
+    let len = usize::try_from(u32::from_be_bytes(bytes)).unwrap_or(usize::MAX);
+    if len > MAX_FRAME { Err(FrameError::TooLong { len }) } else { Ok(len) }
+}
+
+fn read_error(error: ReadExactError) -> FrameError {
+    match error {
+        ReadExactError::FinishedEarly(_) => FrameError::Truncated,
+        ReadExactError::ReadError(error) => FrameError::Read(error),
+    }
+}

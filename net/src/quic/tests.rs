@@ -1,0 +1,187 @@
+use std::net::SocketAddr;
+
+use serde::{Deserialize, Serialize};
+
+use super::endpoint::serve;
+use super::frames::{FrameError, MAX_FRAME, recv, send};
+use super::*;
+use crate::NetError;
+
+const PATIENCE: Span = Span::from_secs(5);
+/// Long enough to show that nobody is there where the answer would come at once.
+const IMPATIENCE: Span = Span::from_millis(300);
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Hello {
+    job: String,
+    rank: u16,
+}
+
+fn hello() -> Hello {
+    Hello { job: "resnet".to_owned(), rank: 3 }
+}
+
+fn any_port() -> SocketAddr {
+    "127.0.0.1:0".parse().unwrap()
+}
+
+async fn call(to: SocketAddr, patience: Span) -> Result<Connection, NetError> {
+    connect(to, &Identity::ephemeral().unwrap(), &Trust::Loopback, patience).await
+}
+
+/// The two ends of a stream on which the calling side wrote `bytes`, and then finished it.
+async fn stream_of(bytes: &[u8]) -> (Connection, quinn::Connection, quinn::RecvStream) {
+    let server = server(any_port(), &Identity::ephemeral().unwrap(), &Trust::Loopback).unwrap();
+    let to = server.local_addr().unwrap();
+    let accept = tokio::spawn(async move { server.accept().await.unwrap().await.unwrap() });
+    let client = call(to, PATIENCE).await.unwrap();
+    let (mut out, _) = client.quic().open_bi().await.unwrap();
+    out.write_all(bytes).await.unwrap();
+    out.finish().unwrap();
+    let served = accept.await.unwrap();
+    let (_, stream) = served.accept_bi().await.unwrap();
+    (client, served, stream)
+}
+
+#[tokio::test]
+async fn a_message_is_echoed_over_a_connection_of_strangers() {
+    let server = server(any_port(), &Identity::ephemeral().unwrap(), &Trust::Loopback).unwrap();
+    let to = server.local_addr().unwrap();
+    let echo = tokio::spawn(async move {
+        let connection = server.accept().await.unwrap().await.unwrap();
+        assert!(connection.peer_identity().is_some(), "clients show a certificate too");
+        let (mut out, mut back) = connection.accept_bi().await.unwrap();
+        while let Some(message) = recv::<Hello>(&mut back).await.unwrap() {
+            send(&mut out, &message).await.unwrap();
+        }
+        out.finish().unwrap();
+        connection.closed().await
+    });
+    let client = call(to, PATIENCE).await.unwrap();
+    let (mut out, mut back) = client.quic().open_bi().await.unwrap();
+    for rank in 0..3 {
+        send(&mut out, &Hello { rank, ..hello() }).await.unwrap();
+    }
+    out.finish().unwrap();
+    for rank in 0..3 {
+        assert_eq!(recv(&mut back).await.unwrap(), Some(Hello { rank, ..hello() }));
+    }
+    assert_eq!(recv::<Hello>(&mut back).await.unwrap(), None, "a clean end");
+    client.close("done").await;
+    let end = echo.await.unwrap();
+    assert!(
+        matches!(end, quinn::ConnectionError::ApplicationClosed(close) if close.reason == "done")
+    );
+}
+
+#[tokio::test]
+async fn garbage_on_a_stream_is_a_typed_error() {
+    let json = br#"{"job":"x","rank":3}"#;
+    let frame = |len: u32, body: &[u8]| [&len.to_be_bytes()[..], body].concat();
+    let too_long = frame(u32::try_from(MAX_FRAME + 1).unwrap(), b"");
+    let (_client, _served, mut stream) = stream_of(&too_long).await;
+    let error = recv::<Hello>(&mut stream).await.unwrap_err();
+    assert!(matches!(error, FrameError::TooLong { len } if len == MAX_FRAME + 1), "{error}");
+
+    for truncated in [vec![0], vec![0, 0, 0], frame(20, b""), frame(20, &json[..19])] {
+        let (_client, _served, mut stream) = stream_of(&truncated).await;
+        let error = recv::<Hello>(&mut stream).await.unwrap_err();
+        assert!(matches!(error, FrameError::Truncated), "{truncated:?}: {error}");
+    }
+
+    for body in [&b""[..], b"\xff\xff\xff", b"{}", b"{\"job\":\"x\",\"rank\":-1}", b"[[[[[["] {
+        let length = u32::try_from(body.len()).unwrap();
+        let (_client, _served, mut stream) = stream_of(&frame(length, body)).await;
+        let error = recv::<Hello>(&mut stream).await.unwrap_err();
+        assert!(matches!(error, FrameError::Decode(_)), "{body:?}: {error}");
+    }
+
+    let (_client, _served, mut stream) = stream_of(&frame(20, json)).await;
+    assert!(recv::<Hello>(&mut stream).await.unwrap().is_some());
+    assert_eq!(recv::<Hello>(&mut stream).await.unwrap(), None);
+}
+
+#[tokio::test]
+async fn messages_up_to_the_limit_pass_and_none_above() {
+    let (client, served, _stream) = stream_of(b"").await;
+    let (mut out, _) = client.quic().open_bi().await.unwrap();
+    // Two quotes of JSON around it.
+    let longest = "x".repeat(MAX_FRAME - 2);
+    send(&mut out, &longest).await.unwrap();
+    let error = send(&mut out, &format!("{longest}x")).await.unwrap_err();
+    assert!(matches!(error, FrameError::TooLong { .. }), "{error}");
+    let (_, mut back) = served.accept_bi().await.unwrap();
+    assert_eq!(recv::<String>(&mut back).await.unwrap(), Some(longest));
+}
+
+#[tokio::test]
+async fn a_connection_that_is_gone_ends_a_receive() {
+    let (client, served, _stream) = stream_of(b"").await;
+    let (mut out, _) = client.quic().open_bi().await.unwrap();
+    send(&mut out, &hello()).await.unwrap();
+    let (_, mut back) = served.accept_bi().await.unwrap();
+    assert_eq!(recv::<Hello>(&mut back).await.unwrap(), Some(hello()));
+    client.close("gone").await;
+    let error = recv::<Hello>(&mut back).await.unwrap_err();
+    assert!(matches!(error, FrameError::Read(_)), "{error}");
+}
+
+#[tokio::test]
+async fn calling_nobody_gives_up_in_time_and_says_so() {
+    // Bound but silent, so that nobody else can take the port meanwhile.
+    let silent = std::net::UdpSocket::bind(any_port()).unwrap();
+    let to = silent.local_addr().unwrap();
+    let error = call(to, IMPATIENCE).await.unwrap_err();
+    assert!(matches!(error, NetError::NobodyThere { .. }), "{error}");
+    assert!(error.to_string().starts_with(&format!("nobody answered at {to} within 300 ms; ")));
+    drop(silent);
+    let error = call(to, IMPATIENCE).await.unwrap_err();
+    assert!(matches!(error, NetError::NobodyThere { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn a_server_of_another_protocol_is_told_from_silence() {
+    let identity = Identity::ephemeral().unwrap();
+    let other = serve(any_port(), &identity, &Trust::Loopback, "racksum/0").unwrap();
+    let to = other.local_addr().unwrap();
+    tokio::spawn(async move {
+        let refused = other.accept().await.unwrap().await;
+        assert!(refused.is_err());
+    });
+    let error = call(to, PATIENCE).await.unwrap_err();
+    assert!(matches!(error, NetError::WrongProtocol { .. }), "{error}");
+    assert!(error.to_string().contains("does not speak racksum/1"), "{error}");
+}
+
+#[tokio::test]
+async fn a_taken_port_is_an_error_that_names_it() {
+    let identity = Identity::ephemeral().unwrap();
+    let holder = server(any_port(), &identity, &Trust::Loopback).unwrap();
+    let addr = holder.local_addr().unwrap();
+    let error = server(addr, &identity, &Trust::Loopback).unwrap_err().to_string();
+    assert!(error.starts_with(&format!("cannot bind {addr}: the port is taken; ")), "{error}");
+}
+
+#[tokio::test]
+async fn without_certificates_only_loopback_is_served_or_called() {
+    let identity = Identity::ephemeral().unwrap();
+    let everywhere: SocketAddr = "0.0.0.0:0".parse().unwrap();
+    let error = server(everywhere, &identity, &Trust::Loopback).unwrap_err();
+    assert!(error.to_string().contains("pass --insecure"), "{error}");
+    let error = call("203.0.113.77:7000".parse().unwrap(), PATIENCE).await.unwrap_err();
+    assert!(matches!(error, NetError::Unprotected { .. }), "{error}");
+    let open = server(everywhere, &identity, &Trust::Insecure).unwrap();
+    assert_ne!(open.local_addr().unwrap().port(), 0);
+}
+
+#[tokio::test]
+async fn what_cannot_be_called_is_said_at_once() {
+    let error = call(any_port(), PATIENCE).await.unwrap_err();
+    assert!(error.to_string().starts_with("127.0.0.1:0 cannot be called: "), "{error}");
+}
+
+#[test]
+fn an_identity_keeps_its_key_to_itself() {
+    let shown = format!("{:?}", Identity::ephemeral().unwrap());
+    assert_eq!(shown, "Identity { certificates: 1, .. }");
+}

@@ -1,0 +1,47 @@
+//! The data path's sockets: batches of datagrams in and out, a system call for many.
+//!
+//! [`UdpSocket`] is opened from a [`UdpConfig`]. Out go [`Transmit`]s through a [`SendRing`], each
+//! up to 64 equal datagrams that the kernel cuts from one buffer (GSO). In come messages through a
+//! [`RecvRing`] into the caller's buffers, each of them again many datagrams that the kernel joined
+//! (GRO). The rings own what the system calls point at, so no call allocates. Nothing here blocks
+//! but [`wait()`] and its kin, and a [`Waker`] ends those from another thread.
+
+mod buffers;
+mod cmsg;
+mod recv;
+mod send;
+mod socket;
+mod wait;
+
+pub use buffers::BufferReport;
+pub use recv::{Received, RecvRing};
+pub use send::{SendError, SendOutcome, SendRing, Transmit};
+pub use socket::{UdpConfig, UdpSocket};
+pub use wait::{Interest, Waker, wait, wait_for, wait_writable};
+
+/// The largest UDP payload over IPv4: 65,535 less an IP and a UDP header.
+pub const MAX_DATAGRAM: usize = 65_507;
+
+/// How many datagrams the kernel cuts from one message; newer kernels would do more.
+pub const MAX_SEGMENTS: usize = 64;
+
+/// How many messages go in or out with one system call.
+pub const BATCH: usize = 32;
+
+/// The spare room a receive buffer should have: more than the kernel ever joins to one message.
+pub const RECV_CAPACITY: usize = 65_536;
+
+/// The ECN bits of a sender that understands marking instead of dropping (RFC 3168: ECT(0)).
+pub const ECT0: u8 = 0b10;
+
+/// The ECN bits of a datagram that met a queue (RFC 3168: CE).
+pub const CE: u8 = 0b11;
+
+/// The TOS byte for a DSCP (0..=63), marked ECT(0).
+#[must_use]
+pub const fn tos_of_dscp(dscp: u8) -> u8 {
+    (dscp << 2) | ECT0
+}
+
+#[cfg(test)]
+mod tests;

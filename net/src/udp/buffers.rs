@@ -1,0 +1,139 @@
+//! The socket buffers: asking for them, and saying what was got.
+//!
+//! Incast at one socket is the normal case here, so a receive buffer that the kernel silently cut
+//! to its limit is the commonest cause of slow runs. It must have a sentence.
+
+use std::fs;
+use std::io;
+use std::os::fd::AsFd;
+
+use libc::c_int;
+use socket2::Socket;
+
+use crate::options;
+
+/// What socket buffers were asked for and which the kernel gave, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct BufferReport {
+    /// The receive buffer that was asked for; 0 if the kernel's default was to stay.
+    pub asked_receive: usize,
+    /// The receive buffer that the kernel gave.
+    pub got_receive: usize,
+    /// The send buffer that was asked for; 0 if the kernel's default was to stay.
+    pub asked_send: usize,
+    /// The send buffer that the kernel gave.
+    pub got_send: usize,
+    /// The kernel's limit on receive buffers, if it can be read here.
+    pub rmem_max: Option<usize>,
+    /// The kernel's limit on send buffers, if it can be read here.
+    pub wmem_max: Option<usize>,
+}
+
+impl BufferReport {
+    /// One sentence that says what is missing and how to get it; none if nothing is.
+    #[must_use]
+    pub fn shortfall(&self) -> Option<String> {
+        let receive = clause(
+            ("receive", "net.core.rmem_max"),
+            (self.asked_receive, self.got_receive),
+            self.rmem_max,
+        );
+        let send =
+            clause(("send", "net.core.wmem_max"), (self.asked_send, self.got_send), self.wmem_max);
+        match (receive, send) {
+            (Some(receive), Some(send)) => Some(format!("{receive}; {send}")),
+            (receive, send) => receive.or(send),
+        }
+    }
+}
+
+/// Sizes both buffers of `socket`, as far as this user may, and reports.
+pub(super) fn size(socket: &Socket, receive: usize, send: usize) -> io::Result<BufferReport> {
+    ask(socket, receive, [libc::SO_RCVBUFFORCE, libc::SO_RCVBUF])?;
+    ask(socket, send, [libc::SO_SNDBUFFORCE, libc::SO_SNDBUF])?;
+    Ok(BufferReport {
+        asked_receive: receive,
+        got_receive: got(socket, libc::SO_RCVBUF)?,
+        asked_send: send,
+        got_send: got(socket, libc::SO_SNDBUF)?,
+        rmem_max: limit("rmem_max"),
+        wmem_max: limit("wmem_max"),
+    })
+}
+
+/// The forced option ignores the limit and needs CAP_NET_ADMIN; the other is cut to the limit.
+fn ask(socket: &Socket, bytes: usize, [force, plain]: [c_int; 2]) -> io::Result<()> {
+    if bytes == 0 {
+        return Ok(());
+    }
+    let bytes = c_int::try_from(bytes).unwrap_or(c_int::MAX);
+    options::set_int(socket.as_fd(), libc::SOL_SOCKET, force, bytes)
+        .or_else(|_| options::set_int(socket.as_fd(), libc::SOL_SOCKET, plain, bytes))
+}
+
+/// The kernel doubles what it is asked for, to account for its own overhead, and reports that.
+fn got(socket: &Socket, option: c_int) -> io::Result<usize> {
+    let doubled = options::get_int(socket.as_fd(), libc::SOL_SOCKET, option)?;
+    Ok(usize::try_from(doubled).unwrap_or(0) / 2)
+}
+
+/// A network namespace other than the first has no such file.
+fn limit(name: &str) -> Option<usize> {
+    fs::read_to_string(format!("/proc/sys/net/core/{name}")).ok()?.trim().parse().ok()
+}
+
+fn clause(
+    (kind, sysctl): (&str, &str),
+    (asked, got): (usize, usize),
+    limit: Option<usize>,
+) -> Option<String> {
+    if got >= asked {
+        return None;
+    }
+    let (got, whole) = (bytes(got), bytes(asked));
+    let now = limit.map_or_else(|| "it cannot be read here".to_owned(), |max| format!("now {max}"));
+    Some(format!(
+        "{kind} buffer is {got} of the {whole} asked for; raise {sysctl} to {asked} ({now})"
+    ))
+}
+
+/// In the largest unit of which there is at least one, without decimals where it is even.
+fn bytes(count: usize) -> String {
+    const KIB: usize = 1 << 10;
+    const MIB: usize = 1 << 20;
+    match count {
+        0..KIB => format!("{count} bytes"),
+        MIB.. if count.is_multiple_of(MIB) => format!("{} MiB", count / MIB),
+        _ => format!("{} KiB", count / KIB),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cut_buffer_has_a_sentence_that_says_what_to_raise() {
+        let short = BufferReport {
+            asked_receive: 4 << 20,
+            got_receive: 212_992,
+            asked_send: 1 << 20,
+            got_send: 1 << 20,
+            rmem_max: Some(212_992),
+            wmem_max: None,
+        };
+        assert_eq!(
+            short.shortfall().unwrap(),
+            "receive buffer is 208 KiB of the 4 MiB asked for; raise net.core.rmem_max to 4194304 \
+             (now 212992)"
+        );
+        let both = BufferReport { got_send: 1_000, ..short };
+        assert!(both.shortfall().unwrap().ends_with(
+            "; send buffer is 1000 bytes of the 1 MiB asked for; raise net.core.wmem_max to \
+             1048576 (it cannot be read here)"
+        ));
+        let enough = BufferReport { got_receive: 4 << 20, ..short };
+        assert_eq!(enough.shortfall(), None);
+        assert_eq!(BufferReport::default().shortfall(), None, "the default was to stay");
+    }
+}

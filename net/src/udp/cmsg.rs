@@ -1,0 +1,135 @@
+//! Control messages, as bytes: what goes along with a message without being part of it.
+//!
+//! The layout is that of `cmsg(3)` on Linux: a length of the machine's word that counts the header
+//! too, two `int`s for level and type, the data, then padding to a word. Written by hand it needs
+//! no pointers, and whatever the kernel hands over is parsed with every bound checked.
+
+use libc::c_int;
+
+/// Room for the control messages of one message: the most used is three of 24 bytes.
+pub(super) const SPACE: usize = 128;
+
+const WORD: usize = size_of::<usize>();
+const HEADER: usize = WORD + 2 * size_of::<c_int>();
+const _: () = assert!(HEADER == size_of::<libc::cmsghdr>(), "as on 64-bit Linux");
+const _: () = assert!(HEADER.is_multiple_of(WORD), "data follows the header unpadded");
+
+/// Control messages under construction.
+#[derive(Debug, Clone, Copy)]
+#[repr(align(8))]
+pub(super) struct Control([u8; SPACE]);
+
+impl Control {
+    pub(super) const fn new() -> Self {
+        Self([0; SPACE])
+    }
+
+    pub(super) fn as_mut_ptr(&mut self) -> *mut u8 {
+        self.0.as_mut_ptr()
+    }
+
+    /// Writes one more message behind the `used` bytes; the answer is how many are used then.
+    pub(super) fn push(&mut self, used: usize, level: c_int, kind: c_int, data: &[u8]) -> usize {
+        let len = HEADER + data.len();
+        let end = used + len.next_multiple_of(WORD);
+        let to = &mut self.0[used..end];
+        to[..WORD].copy_from_slice(&len.to_ne_bytes());
+        to[WORD..WORD + 4].copy_from_slice(&level.to_ne_bytes());
+        to[WORD + 4..HEADER].copy_from_slice(&kind.to_ne_bytes());
+        to[HEADER..len].copy_from_slice(data);
+        end
+    }
+
+    /// The messages in the first `used` bytes, which the kernel wrote.
+    pub(super) fn messages(&self, used: usize) -> Messages<'_> {
+        Messages { rest: &self.0[..used.min(SPACE)] }
+    }
+}
+
+/// One control message that was received.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Message<'a> {
+    pub(super) level: c_int,
+    pub(super) kind: c_int,
+    data: &'a [u8],
+}
+
+impl Message<'_> {
+    /// The data as an `int`, if it is one.
+    pub(super) fn int(&self) -> Option<c_int> {
+        Some(c_int::from_ne_bytes(self.data.try_into().ok()?))
+    }
+
+    /// The first byte: where IPv4 puts its TOS, as one byte, whatever the option's type.
+    pub(super) fn byte(&self) -> Option<u8> {
+        self.data.first().copied()
+    }
+}
+
+/// Walks the control messages; stops at the first that is not whole.
+pub(super) struct Messages<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> Iterator for Messages<'a> {
+    type Item = Message<'a>;
+
+    fn next(&mut self) -> Option<Message<'a>> {
+        let (len, after) = self.rest.split_first_chunk::<WORD>()?;
+        let (level, after) = after.split_first_chunk::<4>()?;
+        let (kind, _) = after.split_first_chunk::<4>()?;
+        let len = usize::from_ne_bytes(*len);
+        let data = self.rest.get(HEADER..len)?;
+        let (level, kind) = (c_int::from_ne_bytes(*level), c_int::from_ne_bytes(*kind));
+        // The last message may lack its padding.
+        self.rest = self.rest.get(len.next_multiple_of(WORD)..).unwrap_or_default();
+        Some(Message { level, kind, data })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn two() -> (Control, usize) {
+        let mut control = Control([0xa5; SPACE]);
+        let used = control.push(0, libc::SOL_UDP, libc::UDP_SEGMENT, &1472u16.to_ne_bytes());
+        let used = control.push(used, libc::IPPROTO_IP, libc::IP_TOS, &3i32.to_ne_bytes());
+        (control, used)
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let (control, used) = two();
+        assert_eq!(used, 2 * (HEADER + WORD));
+        let got: Vec<_> = control.messages(used).collect();
+        assert_eq!(got.len(), 2);
+        assert_eq!((got[0].level, got[0].kind), (libc::SOL_UDP, libc::UDP_SEGMENT));
+        assert_eq!(got[0].data, 1472u16.to_ne_bytes());
+        assert_eq!(got[0].int(), None, "two bytes are no int");
+        assert_eq!(got[1].int(), Some(3));
+    }
+
+    #[test]
+    fn the_layout_is_what_libc_computes() {
+        // SAFETY: CMSG_SPACE and CMSG_LEN only compute.
+        #[expect(unsafe_code, reason = "libc marks these computations unsafe")]
+        let (space, len) = unsafe { (libc::CMSG_SPACE(2), libc::CMSG_LEN(2)) };
+        let (control, used) = two();
+        assert_eq!(used / 2, space as usize);
+        assert_eq!(control.0[..WORD], (len as usize).to_ne_bytes());
+    }
+
+    #[test]
+    fn every_truncation_and_any_length_is_survived() {
+        let (mut control, used) = two();
+        for cut in 0..=used {
+            assert!(control.messages(cut).count() <= 2);
+        }
+        for bad in [0, 1, HEADER - 1, SPACE + 1, usize::MAX - 3, usize::MAX] {
+            control.0[..WORD].copy_from_slice(&bad.to_ne_bytes());
+            assert_eq!(control.messages(used).count(), 0, "{bad}");
+        }
+        assert_eq!(control.messages(usize::MAX).count(), 0);
+    }
+}

@@ -1,0 +1,216 @@
+//! Receiving: many datagrams a message, many messages a system call, into the caller's buffers.
+#![expect(unsafe_code, reason = "recvmmsg writes through pointers into spare capacity")]
+
+use std::io;
+use std::mem;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::os::fd::AsRawFd;
+use std::ptr;
+
+use bytes::BytesMut;
+use libc::{c_int, c_uint};
+use socket2::{SockAddr, SockAddrStorage};
+
+use super::cmsg::{Control, SPACE};
+use super::{BATCH, CE, UdpSocket};
+
+/// What is known of one received message besides its bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Received {
+    /// The sender.
+    pub from: SocketAddr,
+    /// The message's length; 0 for one to be skipped (empty, or larger than its buffer).
+    pub len: usize,
+    /// The length of each datagram in it but the last, which may be shorter. At least 1, so that
+    /// `chunks(stride)` holds.
+    pub stride: usize,
+    /// A queue on the way marked it: congestion experienced.
+    pub ce: bool,
+}
+
+/// The storage of one `recvmmsg`, for one thread, and what the last one brought.
+pub struct RecvRing {
+    storage: Box<Storage>,
+    received: [Received; BATCH],
+    count: usize,
+}
+
+struct Storage {
+    headers: [libc::mmsghdr; BATCH],
+    iovecs: [libc::iovec; BATCH],
+    names: [SockAddrStorage; BATCH],
+    controls: [Control; BATCH],
+}
+
+// SAFETY: the pointers in the headers and iovecs are written anew before each system call, point
+// at this very storage or at what the call borrows, and are never followed outside of the call.
+unsafe impl Send for Storage {}
+
+impl UdpSocket {
+    /// Receives what is there, without waiting, into the spare capacity of `buffers`: at most
+    /// [`BATCH`] messages, one a buffer. The answer is how many; 0 if nothing is there.
+    ///
+    /// The buffers up to that many (and at most [`BATCH`]) are cleared first, and those that got a
+    /// message then hold exactly it. They should have a capacity of [`super::RECV_CAPACITY`]: a
+    /// message that does not fit is counted in [`UdpSocket::truncated`] and has length 0.
+    ///
+    /// # Errors
+    ///
+    /// The kernel's, when the socket itself is of no use any more.
+    pub fn recv(&self, ring: &mut RecvRing, buffers: &mut [BytesMut]) -> io::Result<usize> {
+        ring.count = 0;
+        let asked = buffers.len().min(BATCH);
+        if asked == 0 {
+            return Ok(0);
+        }
+        let buffers = &mut buffers[..asked];
+        ring.lay_out(buffers);
+        ring.count = match ring.submit(self, asked) {
+            Ok(count) => count.min(asked),
+            Err(error) => match error.raw_os_error() {
+                // The last is the fate of an earlier datagram of ours (ICMP), and now read.
+                Some(libc::EAGAIN | libc::EINTR | libc::ECONNREFUSED) => 0,
+                _ => return Err(error),
+            },
+        };
+        for (index, buffer) in buffers.iter_mut().enumerate().take(ring.count) {
+            let received = ring.read(self, index, buffer.capacity());
+            // SAFETY: the kernel has just written `received.len` bytes at the start of the spare
+            // capacity, which is the start of the buffer as it was cleared; `read` keeps the
+            // length within the capacity.
+            unsafe { buffer.set_len(received.len) };
+            ring.received[index] = received;
+        }
+        Ok(ring.count)
+    }
+}
+
+impl RecvRing {
+    /// An empty ring.
+    #[must_use]
+    pub fn new() -> Self {
+        let storage = Box::new(Storage {
+            // SAFETY: mmsghdr and iovec are plain C data, for which all zeros is a value.
+            headers: unsafe { mem::zeroed() },
+            // SAFETY: as above.
+            iovecs: unsafe { mem::zeroed() },
+            names: std::array::from_fn(|_| SockAddrStorage::zeroed()),
+            controls: [Control::new(); BATCH],
+        });
+        Self { storage, received: [Received::NOTHING; BATCH], count: 0 }
+    }
+
+    /// What came with message `index` of the last [`UdpSocket::recv`].
+    ///
+    /// # Panics
+    ///
+    /// If that call brought fewer messages.
+    #[must_use]
+    pub fn meta(&self, index: usize) -> Received {
+        self.received()[index]
+    }
+
+    /// What came with each message of the last [`UdpSocket::recv`], in the buffers' order.
+    #[must_use]
+    pub fn received(&self) -> &[Received] {
+        &self.received[..self.count]
+    }
+
+    /// Clears the buffers and points the headers at their capacity.
+    fn lay_out(&mut self, buffers: &mut [BytesMut]) {
+        let Storage { headers, iovecs, names, controls } = &mut *self.storage;
+        for (slot, buffer) in buffers.iter_mut().enumerate().take(BATCH) {
+            buffer.clear();
+            let spare = buffer.spare_capacity_mut();
+            iovecs[slot] =
+                libc::iovec { iov_base: spare.as_mut_ptr().cast(), iov_len: spare.len() };
+            let header = &mut headers[slot];
+            header.msg_len = 0;
+            header.msg_hdr.msg_name = (&raw mut names[slot]).cast();
+            header.msg_hdr.msg_namelen = names[slot].size_of();
+            header.msg_hdr.msg_iov = &raw mut iovecs[slot];
+            header.msg_hdr.msg_iovlen = 1;
+            header.msg_hdr.msg_control = controls[slot].as_mut_ptr().cast();
+            header.msg_hdr.msg_controllen = SPACE;
+            header.msg_hdr.msg_flags = 0;
+        }
+    }
+
+    fn submit(&mut self, socket: &UdpSocket, count: usize) -> io::Result<usize> {
+        #[expect(clippy::cast_possible_truncation, reason = "at most BATCH")]
+        let vlen = count.min(BATCH) as c_uint;
+        let headers = self.storage.headers.as_mut_ptr();
+        let (fd, flags) = (socket.as_raw_fd(), libc::MSG_DONTWAIT);
+        // SAFETY: `lay_out` has just pointed `count` headers at names and control messages of this
+        // ring and at spare capacity of buffers that the caller of `recv` still lends.
+        let rc = unsafe { libc::recvmmsg(fd, headers, vlen, flags, ptr::null_mut()) };
+        usize::try_from(rc).map_err(|_| io::Error::last_os_error())
+    }
+
+    /// What the kernel said of message `index`, which has `capacity` bytes of room.
+    fn read(&mut self, socket: &UdpSocket, index: usize, capacity: usize) -> Received {
+        let Storage { headers, controls, .. } = &*self.storage;
+        let header = &headers[index];
+        let control = controls[index].messages(header.msg_hdr.msg_controllen);
+        let (mut stride, mut ce) = (None, false);
+        for message in control {
+            match (message.level, message.kind) {
+                (libc::SOL_UDP, libc::UDP_GRO) => stride = message.int(),
+                (libc::IPPROTO_IP, libc::IP_TOS) => ce = is_ce(message.byte()),
+                (libc::IPPROTO_IPV6, libc::IPV6_TCLASS) => {
+                    ce = is_ce(message.int().and_then(|tos| u8::try_from(tos).ok()));
+                }
+                (libc::SOL_SOCKET, libc::SO_RXQ_OVFL) => {
+                    message.int().into_iter().for_each(|n| socket.note_drops(n.cast_unsigned()));
+                }
+                _ => {}
+            }
+        }
+        let len = usize::try_from(header.msg_len).unwrap_or(0).min(capacity);
+        if header.msg_hdr.msg_flags & libc::MSG_TRUNC != 0 {
+            socket.count_truncated();
+            return Received::NOTHING;
+        }
+        let Some(from) = self.sender(index) else { return Received::NOTHING };
+        Received { from, len, stride: stride_of(stride, len), ce }
+    }
+
+    fn sender(&mut self, index: usize) -> Option<SocketAddr> {
+        // Taken, not copied: the next call zeroes and fills it anew.
+        let name = mem::replace(&mut self.storage.names[index], SockAddrStorage::zeroed());
+        let len = self.storage.headers[index].msg_hdr.msg_namelen.min(name.size_of());
+        // SAFETY: the storage was zeroed and the kernel wrote an address of `len` bytes into it.
+        let addr = unsafe { SockAddr::new(name, len) };
+        addr.as_socket()
+    }
+}
+
+impl Default for RecvRing {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl std::fmt::Debug for RecvRing {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RecvRing").field("received", &self.received()).finish_non_exhaustive()
+    }
+}
+
+impl Received {
+    const NOTHING: Self = Self {
+        from: SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0),
+        len: 0,
+        stride: 1,
+        ce: false,
+    };
+}
+
+fn is_ce(tos: Option<u8>) -> bool {
+    tos.is_some_and(|tos| tos & CE == CE)
+}
+
+/// The kernel names a stride only where it joined; a lone datagram is its own.
+fn stride_of(gro: Option<c_int>, len: usize) -> usize {
+    gro.and_then(|stride| usize::try_from(stride).ok()).filter(|s| *s > 0).unwrap_or(len).max(1)
+}

@@ -1,0 +1,356 @@
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::os::fd::AsFd;
+use std::thread;
+
+use bytes::BytesMut;
+use racksum_proto::time::Span;
+
+use super::*;
+
+const PATIENCE: Span = Span::from_secs(5);
+
+fn open(ip: impl Into<IpAddr>) -> UdpSocket {
+    UdpSocket::open(&UdpConfig::new(SocketAddr::new(ip.into(), 0))).unwrap()
+}
+
+fn loopback() -> UdpSocket {
+    open(Ipv4Addr::LOCALHOST)
+}
+
+fn buffers(count: usize) -> Vec<BytesMut> {
+    (0..count).map(|_| BytesMut::with_capacity(RECV_CAPACITY)).collect()
+}
+
+/// Bytes that differ from place to place, so that a datagram out of place shows.
+fn pattern(len: usize) -> Vec<u8> {
+    (0..len).map(|i| u8::try_from(i * 7 % 251).unwrap()).collect()
+}
+
+/// Every message that arrives until `want` bytes did, with what is known of each.
+fn receive(socket: &UdpSocket, want: usize) -> Vec<(Received, Vec<u8>)> {
+    let (mut ring, mut buffers) = (RecvRing::new(), buffers(4));
+    let mut got = Vec::new();
+    while got.iter().map(|(_, bytes): &(Received, Vec<u8>)| bytes.len()).sum::<usize>() < want {
+        assert_eq!(wait(&[socket.as_fd()], Some(PATIENCE)).unwrap(), 1, "arrives in time");
+        let count = socket.recv(&mut ring, &mut buffers).unwrap();
+        got.extend((0..count).map(|i| (ring.meta(i), buffers[i].to_vec())));
+    }
+    got
+}
+
+fn send_all(socket: &UdpSocket, batch: &[Transmit<'_>]) {
+    let outcome = socket.send(&mut SendRing::new(), batch);
+    assert_eq!(outcome, SendOutcome { sent: batch.len(), ..SendOutcome::default() });
+}
+
+fn check_segments_come_back(sender: &UdpSocket, receiver: &UdpSocket, stride: usize) {
+    let contents = pattern(19 * stride + 700);
+    send_all(sender, &[Transmit { to: receiver.local_addr(), contents: &contents, stride }]);
+    let got = receive(receiver, contents.len());
+    for (meta, bytes) in &got {
+        assert_eq!(meta.from, sender.local_addr());
+        assert_eq!(meta.len, bytes.len());
+        assert!(meta.stride == stride || bytes.len() == meta.stride && meta.stride == 700);
+        assert!(!meta.ce);
+    }
+    let whole: Vec<u8> = got.into_iter().flat_map(|(_, bytes)| bytes).collect();
+    assert_eq!(whole, contents);
+}
+
+#[test]
+fn a_segmented_message_comes_back_with_its_stride() {
+    let (sender, receiver) = (loopback(), loopback());
+    assert!(sender.gso_enabled() && receiver.gro_enabled(), "Linux 5.0 or newer");
+    check_segments_come_back(&sender, &receiver, 1472);
+    assert!(sender.gso_enabled());
+}
+
+#[test]
+fn segments_come_back_over_ipv6() {
+    if crate::interface::interface_of(Ipv6Addr::LOCALHOST.into()).is_none() {
+        eprintln!("skipped: this host has no ::1");
+        return;
+    }
+    check_segments_come_back(&open(Ipv6Addr::LOCALHOST), &open(Ipv6Addr::LOCALHOST), 1452);
+}
+
+#[test]
+fn without_gso_the_same_datagrams_go_singly() {
+    let (sender, receiver) = (loopback(), loopback());
+    sender.set_gso(false);
+    assert_eq!(sender.max_gso_segments(), 1);
+    check_segments_come_back(&sender, &receiver, 1472);
+    // More datagrams than one system call takes.
+    let contents = pattern(64 * 100);
+    send_all(&sender, &[Transmit { to: receiver.local_addr(), contents: &contents, stride: 100 }]);
+    let got = receive(&receiver, contents.len());
+    assert_eq!(got.len(), 64);
+    assert!(got.iter().all(|(meta, _)| meta.stride == 100));
+}
+
+#[test]
+fn a_socket_that_cannot_segment_turns_to_single_datagrams_for_good() {
+    let (sender, receiver) = (loopback(), loopback());
+    // Without checksums the kernel refuses to segment, as it does for drivers that cannot.
+    crate::options::set_int(sender.as_fd(), libc::SOL_SOCKET, libc::SO_NO_CHECK, 1).unwrap();
+    assert!(sender.gso_enabled());
+    check_segments_come_back(&sender, &receiver, 1472);
+    assert!(!sender.gso_enabled());
+    check_segments_come_back(&sender, &receiver, 1472);
+}
+
+#[test]
+fn a_message_that_fails_singly_too_leaves_gso_on() {
+    let (sender, receiver) = (loopback(), loopback());
+    // The kernel refuses port 0 with the errno of a driver that cannot segment.
+    let nowhere = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+    let contents = pattern(3_000);
+    let batch = [
+        Transmit { to: nowhere, contents: &contents, stride: 1000 },
+        Transmit { to: receiver.local_addr(), contents: &contents, stride: 1000 },
+    ];
+    let outcome = sender.send(&mut SendRing::new(), &batch);
+    assert_eq!((outcome.sent, outcome.failed, outcome.blocked), (1, 1, false));
+    assert_eq!(outcome.last_error, Some(SendError::Os(libc::EINVAL)));
+    assert!(sender.gso_enabled());
+    assert_eq!(receive(&receiver, 3_000)[0].0.stride, 1000);
+}
+
+#[test]
+fn large_datagrams_pass_whole() {
+    let (sender, receiver) = (loopback(), loopback());
+    for len in [32 * 1024, MAX_DATAGRAM] {
+        let contents = pattern(len);
+        let transmit = Transmit { to: receiver.local_addr(), contents: &contents, stride: len };
+        send_all(&sender, &[transmit, transmit]);
+        let got = receive(&receiver, 2 * len);
+        assert_eq!(got.len(), 2);
+        for (meta, bytes) in got {
+            assert_eq!((meta.len, meta.stride), (len, len));
+            assert_eq!(bytes, contents);
+        }
+    }
+}
+
+#[test]
+fn more_transmits_than_one_call_takes_arrive_in_order() {
+    let (sender, receiver) = (loopback(), loopback());
+    let contents = pattern(2 * BATCH + 5);
+    let batch: Vec<Transmit<'_>> = contents
+        .chunks(1)
+        .map(|contents| Transmit { to: receiver.local_addr(), contents, stride: 1 })
+        .collect();
+    send_all(&sender, &batch);
+    let got = receive(&receiver, contents.len());
+    assert_eq!(got.into_iter().flat_map(|(_, bytes)| bytes).collect::<Vec<_>>(), contents);
+}
+
+#[test]
+fn a_transmit_that_breaks_a_bound_is_reported_and_passed_over() {
+    let (sender, receiver) = (loopback(), loopback());
+    let to = receiver.local_addr();
+    let contents = pattern(MAX_DATAGRAM + 1);
+    let good = Transmit { to, contents: &contents[..10], stride: 10 };
+    let bad = [
+        Transmit { to, contents: &[], stride: 10 },
+        Transmit { to, contents: &contents[..10], stride: 0 },
+        Transmit { to, contents: &contents[..65], stride: 1 },
+        Transmit { to, contents: &contents, stride: MAX_DATAGRAM },
+    ];
+    for bad in bad {
+        assert_eq!(bad.datagrams(), None);
+        let outcome = sender.send(&mut SendRing::new(), &[good, bad, good]);
+        assert_eq!((outcome.sent, outcome.failed), (2, 1));
+        assert_eq!(outcome.last_error, Some(SendError::Unsendable));
+        assert_eq!(receive(&receiver, 20).len(), 2);
+    }
+    assert_eq!(good.datagrams(), Some(1));
+}
+
+#[test]
+fn a_datagram_above_the_mtu_is_reported_as_such() {
+    // Loopback over IPv6 carries 65,536 bytes a packet, 48 of them headers.
+    if crate::interface::interface_of(Ipv6Addr::LOCALHOST.into()).is_none_or(|i| i.mtu != 65_536) {
+        eprintln!("skipped: this host has no ::1 with an MTU of 65536");
+        return;
+    }
+    let (sender, receiver) = (open(Ipv6Addr::LOCALHOST), open(Ipv6Addr::LOCALHOST));
+    let contents = pattern(MAX_DATAGRAM);
+    let to = receiver.local_addr();
+    let outcome = sender
+        .send(&mut SendRing::new(), &[Transmit { to, contents: &contents, stride: MAX_DATAGRAM }]);
+    assert_eq!(outcome.last_error, Some(SendError::TooLarge));
+    assert!(outcome.last_error.unwrap().to_string().contains("MTU"));
+}
+
+#[test]
+fn an_idle_socket_has_room_to_send() {
+    let socket = loopback();
+    assert!(wait_writable(socket.as_fd(), Some(PATIENCE)).unwrap());
+    let either = wait_for(&[(socket.as_fd(), Interest::Either)], Some(PATIENCE)).unwrap();
+    assert_eq!(either, 1, "writable, though not readable");
+    assert_eq!(wait_for(&[(socket.as_fd(), Interest::Read)], Some(Span::ZERO)).unwrap(), 0);
+}
+
+#[test]
+fn a_message_too_large_for_its_buffer_is_skipped_and_counted() {
+    let (sender, receiver) = (loopback(), loopback());
+    let contents = pattern(2000);
+    let to = receiver.local_addr();
+    send_all(&sender, &[Transmit { to, contents: &contents, stride: 2000 }]);
+    wait(&[receiver.as_fd()], Some(PATIENCE)).unwrap();
+    let (mut ring, mut small) = (RecvRing::new(), [BytesMut::with_capacity(64)]);
+    assert_eq!(receiver.recv(&mut ring, &mut small).unwrap(), 1);
+    assert_eq!((ring.meta(0).len, small[0].len()), (0, 0));
+    assert_eq!(receiver.truncated(), 1);
+}
+
+#[test]
+fn receiving_fills_cleared_buffers_in_place_and_leaves_the_rest_alone() {
+    let (sender, receiver) = (loopback(), loopback());
+    let mut ring = RecvRing::new();
+    assert_eq!(receiver.recv(&mut ring, &mut buffers(2)).unwrap(), 0, "nothing is there");
+    assert_eq!(receiver.recv(&mut ring, &mut []).unwrap(), 0);
+    send_all(&sender, &[Transmit { to: receiver.local_addr(), contents: b"sum", stride: 3 }]);
+    wait(&[receiver.as_fd()], Some(PATIENCE)).unwrap();
+    let mut two = buffers(2);
+    two[0].extend_from_slice(b"of an earlier use");
+    let at = two[0].as_ptr();
+    assert_eq!(receiver.recv(&mut ring, &mut two).unwrap(), 1);
+    assert_eq!(&two[0][..], b"sum");
+    assert_eq!(two[0].as_ptr(), at, "written in place");
+    assert!(two[1].is_empty());
+    assert_eq!(ring.received().len(), 1);
+}
+
+#[test]
+fn a_queues_mark_is_seen_and_ecn_capable_is_not_one() {
+    let (sender, receiver) = (loopback(), loopback());
+    check_marks(&sender, &receiver);
+    if crate::interface::interface_of(Ipv6Addr::LOCALHOST.into()).is_none() {
+        eprintln!("skipped the IPv6 half: this host has no ::1");
+        return;
+    }
+    check_marks(&open(Ipv6Addr::LOCALHOST), &open(Ipv6Addr::LOCALHOST));
+}
+
+fn check_marks(sender: &UdpSocket, receiver: &UdpSocket) {
+    let mut ring = SendRing::new();
+    let one = Transmit { to: receiver.local_addr(), contents: b"x", stride: 1 };
+    for (tos, ce) in
+        [(None, false), (Some(CE), true), (Some(tos_of_dscp(46)), false), (Some(0xb8 | CE), true)]
+    {
+        ring.set_tos(tos);
+        assert_eq!(sender.send(&mut ring, &[one]).sent, 1);
+        assert_eq!(receive(receiver, 1)[0].0.ce, ce, "{tos:?}");
+    }
+}
+
+#[test]
+fn a_sockets_own_mark_is_on_what_it_sends() {
+    let config = UdpConfig { tos: CE, ..UdpConfig::new("127.0.0.1:0".parse().unwrap()) };
+    let (sender, receiver) = (UdpSocket::open(&config).unwrap(), loopback());
+    send_all(&sender, &[Transmit { to: receiver.local_addr(), contents: b"x", stride: 1 }]);
+    assert!(receive(&receiver, 1)[0].0.ce);
+}
+
+#[test]
+fn the_kernels_drops_are_counted() {
+    let config = UdpConfig {
+        receive_buffer: 4096,
+        ..UdpConfig::new(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
+    };
+    let (sender, receiver) = (loopback(), UdpSocket::open(&config).unwrap());
+    let contents = pattern(1000);
+    let one = Transmit { to: receiver.local_addr(), contents: &contents, stride: 1000 };
+    send_all(&sender, &[one; 100]);
+    let (mut ring, mut buffers) = (RecvRing::new(), buffers(BATCH));
+    let mut kept = 0;
+    loop {
+        match receiver.recv(&mut ring, &mut buffers).unwrap() {
+            0 => break,
+            count => kept += count,
+        }
+    }
+    assert!(kept < 100, "the buffer was tiny");
+    // The next message brings the counter with it.
+    send_all(&sender, &[one]);
+    receive(&receiver, 1000);
+    assert_eq!(receiver.drops(), 100 - kept as u64);
+}
+
+#[test]
+fn the_drop_counter_outlives_its_32_bits() {
+    let socket = loopback();
+    for (counter, known) in [
+        (u32::MAX / 2, u64::from(u32::MAX / 2)),
+        (u32::MAX - 1, u64::from(u32::MAX - 1)),
+        (3, (1 << 32) + 3),
+        (1, (1 << 32) + 3),
+    ] {
+        socket.note_drops(counter);
+        assert_eq!(socket.drops(), known);
+    }
+}
+
+#[test]
+fn the_buffers_that_were_got_are_reported() {
+    let config = UdpConfig {
+        receive_buffer: 64 << 10,
+        send_buffer: 0,
+        ..UdpConfig::new(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
+    };
+    let socket = UdpSocket::open(&config).unwrap();
+    let report = socket.report();
+    assert_eq!((report.asked_receive, report.got_receive), (64 << 10, 64 << 10));
+    assert!(report.got_send > 0);
+    assert_eq!(report.shortfall(), None);
+}
+
+#[test]
+fn a_taken_port_is_an_error_that_names_it() {
+    let holder = loopback();
+    let addr = holder.local_addr();
+    let error = UdpSocket::open(&UdpConfig::new(addr)).unwrap_err().to_string();
+    assert!(error.starts_with(&format!("cannot bind {addr}: the port is taken; ")), "{error}");
+    let elsewhere = SocketAddr::from(([203, 0, 113, 77], 7000));
+    let error = UdpSocket::open(&UdpConfig::new(elsewhere)).unwrap_err().to_string();
+    assert!(error.contains("no interface of this host has this address"), "{error}");
+}
+
+#[test]
+fn a_waker_ends_a_wait_from_another_thread() {
+    let (waker, socket) = (Waker::new().unwrap(), loopback());
+    let fds = [socket.as_fd(), waker.as_fd()];
+    assert_eq!(wait(&fds, Some(Span::from_micros(100))).unwrap(), 0, "nothing is ready");
+    let other = waker.clone();
+    let thread = thread::spawn(move || {
+        other.wake();
+        other.wake();
+    });
+    assert_eq!(wait(&fds, Some(PATIENCE)).unwrap(), 0b10);
+    thread.join().unwrap();
+    assert!(waker.drain());
+    assert!(!waker.drain(), "once drained, it sleeps");
+    assert_eq!(wait(&fds, Some(Span::ZERO)).unwrap(), 0);
+}
+
+#[test]
+fn more_descriptors_than_bits_are_refused() {
+    let waker = Waker::new().unwrap();
+    let many = [waker.as_fd(); 65];
+    assert!(wait(&many, Some(Span::ZERO)).is_err());
+    waker.wake();
+    assert_eq!(wait(&many[..64], None).unwrap(), u64::MAX);
+}
+
+#[test]
+fn sockets_and_rings_go_to_other_threads() {
+    fn check<T: Send>() {}
+    fn check_shared<T: Sync>() {}
+    check::<UdpSocket>();
+    check_shared::<UdpSocket>();
+    check_shared::<Waker>();
+    check::<SendRing>();
+    check::<RecvRing>();
+}

@@ -1,0 +1,146 @@
+//! Waiting for sockets, and being woken from it.
+//!
+//! With a time limit in nanoseconds, which is why it is `ppoll` and not `poll`: retransmission
+//! timers here are well below a millisecond.
+#![expect(unsafe_code, reason = "ppoll and eventfd are not in std")]
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::ptr;
+use std::sync::Arc;
+
+use libc::{c_short, nfds_t, pollfd, time_t, timespec};
+use racksum_proto::time::Span;
+
+/// What is waited for at one descriptor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Interest {
+    /// Something to receive.
+    Read,
+    /// Room to send.
+    Write,
+    /// Either of them.
+    Either,
+}
+
+/// Waits until something can be received from one of `fds`, at most 64 of them, or `timeout`
+/// passes; without one it waits as long as it takes. The answer has bit i set for `fds[i]`; it is 0
+/// after the timeout and after a signal.
+///
+/// # Errors
+///
+/// The kernel's, and `InvalidInput` for more than 64 descriptors.
+pub fn wait(fds: &[BorrowedFd<'_>], timeout: Option<Span>) -> io::Result<u64> {
+    poll(fds.iter().map(|fd| entry(*fd, Interest::Read)), timeout)
+}
+
+/// As [`wait`], with an interest for each descriptor: a sender that was blocked still receives.
+///
+/// # Errors
+///
+/// As [`wait`].
+pub fn wait_for(fds: &[(BorrowedFd<'_>, Interest)], timeout: Option<Span>) -> io::Result<u64> {
+    poll(fds.iter().map(|(fd, interest)| entry(*fd, *interest)), timeout)
+}
+
+/// Waits until `fd` has room to send; false after the timeout and after a signal.
+///
+/// # Errors
+///
+/// The kernel's.
+pub fn wait_writable(fd: BorrowedFd<'_>, timeout: Option<Span>) -> io::Result<bool> {
+    Ok(poll(std::iter::once(entry(fd, Interest::Write)), timeout)? != 0)
+}
+
+/// Ends another thread's [`wait`]: that thread waits for this too, and drains it when it is ready.
+///
+/// Clones wake the same waiter. Waking before the wait begins is not lost, and waking twice is
+/// the same as once.
+#[derive(Debug, Clone)]
+pub struct Waker {
+    event: Arc<File>,
+}
+
+impl Waker {
+    /// A waker that nobody has used yet.
+    ///
+    /// # Errors
+    ///
+    /// The kernel's, when there are too many open files.
+    pub fn new() -> io::Result<Self> {
+        // SAFETY: eventfd takes no pointers.
+        let fd = unsafe { libc::eventfd(0, libc::EFD_NONBLOCK | libc::EFD_CLOEXEC) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: `fd` is open, and nobody else has it.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        Ok(Self { event: Arc::new(File::from(fd)) })
+    }
+
+    /// Makes the waker ready.
+    pub fn wake(&self) {
+        let written = (&*self.event).write(&1u64.to_ne_bytes());
+        // It fails only when the counter is full, and then the waker is ready anyway.
+        debug_assert!(written.map_or_else(|e| e.kind() == io::ErrorKind::WouldBlock, |n| n == 8));
+    }
+
+    /// Makes the waker unready; true if it was ready.
+    pub fn drain(&self) -> bool {
+        // One read takes the whole counter.
+        (&*self.event).read(&mut [0; 8]).is_ok()
+    }
+}
+
+impl AsFd for Waker {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.event.as_fd()
+    }
+}
+
+fn entry(fd: BorrowedFd<'_>, interest: Interest) -> pollfd {
+    let events = match interest {
+        Interest::Read => libc::POLLIN,
+        Interest::Write => libc::POLLOUT,
+        Interest::Either => libc::POLLIN | libc::POLLOUT,
+    };
+    pollfd { fd: fd.as_raw_fd(), events, revents: 0 }
+}
+
+fn poll(entries: impl Iterator<Item = pollfd>, timeout: Option<Span>) -> io::Result<u64> {
+    let mut fds = [pollfd { fd: -1, events: 0, revents: 0 }; MAX_FDS];
+    let mut count: nfds_t = 0;
+    let mut places = fds.iter_mut();
+    for entry in entries {
+        *places.next().ok_or(io::ErrorKind::InvalidInput)? = entry;
+        count += 1;
+    }
+    let limit = timeout.map(to_timespec);
+    let limit = limit.as_ref().map_or(ptr::null(), ptr::from_ref);
+    // SAFETY: `count` entries of `fds` are initialised, `limit` is null or a timespec of this
+    // frame, and a null mask leaves the signals alone.
+    let rc = unsafe { libc::ppoll(fds.as_mut_ptr(), count, limit, ptr::null()) };
+    if rc < 0 {
+        let error = io::Error::last_os_error();
+        return if error.kind() == io::ErrorKind::Interrupted { Ok(0) } else { Err(error) };
+    }
+    let ready = fds.iter().enumerate().filter(|(_, entry)| is_ready(entry.revents));
+    Ok(ready.fold(0, |mask, (index, _)| mask | 1 << index))
+}
+
+/// Errors are ready too: the call that follows reports them, and so clears them.
+const fn is_ready(revents: c_short) -> bool {
+    revents & (libc::POLLIN | libc::POLLOUT | libc::POLLERR | libc::POLLHUP | libc::POLLNVAL) != 0
+}
+
+fn to_timespec(span: Span) -> timespec {
+    const SECOND: u64 = 1_000_000_000;
+    timespec {
+        tv_sec: time_t::try_from(span.0 / SECOND).unwrap_or(time_t::MAX),
+        tv_nsec: i32::try_from(span.0 % SECOND).unwrap_or(0).into(),
+    }
+}
+
+/// One bit each in the answer.
+const MAX_FDS: usize = 64;

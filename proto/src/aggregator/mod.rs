@@ -1,0 +1,486 @@
+//! The aggregator half of the sliding-window sum: one [`Aggregation`] a job and shard.
+//!
+//! The machine decides; the driver owns the bytes. For each datagram call
+//! [`Aggregation::handle_datagram`] and store the payload where the verdict says. Then, until both
+//! return `None`: [`Aggregation::poll_fold`], folding what it names and telling
+//! [`Aggregation::handle_folded`]; and [`Aggregation::poll_transmit`], sending what it names.
+//! There are no timers: a worker that hears nothing asks, and the answer says what it takes.
+
+mod agreement;
+mod occupancy;
+mod pool;
+mod stream;
+mod transmit;
+
+#[cfg(test)]
+mod tests;
+
+use alloc::boxed::Box;
+use alloc::collections::VecDeque;
+use alloc::vec;
+use alloc::vec::Vec;
+
+use agreement::Agreement;
+pub use occupancy::OPEN_AHEAD;
+use pool::Pool;
+use stream::{Ready, Stored, Stream};
+pub use transmit::{Recipient, ResultFragments, Transmit};
+use transmit::{Due, Queue};
+
+use crate::congestion::Congestion;
+use crate::descriptor::Descriptor;
+use crate::error::{Reject, Rejects};
+use crate::geometry::{Fragmentation, Geometry, Stripe};
+use crate::ids::{Generation, JobId, OpId, Rank, WindowId};
+use crate::observer::{Event, Observer};
+use crate::time::Time;
+use crate::wire::{AskEntries, Disagreement, Flags, Header, Kind, Open};
+
+/// What a job was granted at a shard.
+#[derive(Debug, Clone, Copy)]
+pub struct Config {
+    /// The job.
+    pub job: JobId,
+    /// Its life.
+    pub generation: Generation,
+    /// How many ranks it has.
+    pub world: u16,
+    /// How many lanes.
+    pub lanes: u8,
+    /// This shard's number.
+    pub shard: u8,
+    /// How many shards the job's windows are spread over.
+    pub shards: u8,
+    /// Slots of each of the job's streams.
+    pub pool_slots: u32,
+    /// Ops that each rank may have in flight.
+    pub max_ops: u16,
+    /// How windows are cut into datagrams.
+    pub cut: Fragmentation,
+    /// Bytes of results in flight to start from: what the ranks can buffer.
+    pub results_in_flight: usize,
+}
+
+/// What a datagram means for its payload.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// Keep the body: it is this part of the rank's contribution to the slot.
+    Store(Place),
+    /// The fragment had arrived before.
+    Duplicate,
+    /// The datagram said something and has no payload.
+    Control,
+    /// The datagram changed nothing but a counter.
+    Reject(Reject),
+}
+
+/// Where a fragment belongs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// The lane.
+    pub lane: u8,
+    /// The slot's number in the lane's pool.
+    pub slot: u32,
+    /// The contributor.
+    pub rank: Rank,
+    /// The fragment's number.
+    pub fragment: u8,
+    /// Fragments of the whole contribution.
+    pub fragments: u8,
+}
+
+/// A window whose contributions are complete: fold them in rank order.
+#[derive(Debug, Clone, Copy)]
+pub struct Fold {
+    /// The lane.
+    pub lane: u8,
+    /// The slot's number in the lane's pool.
+    pub slot: u32,
+    /// The window.
+    pub window: WindowId,
+    /// The op's geometry.
+    pub geometry: Geometry,
+    /// What the ranks agreed on.
+    pub descriptor: Descriptor,
+    /// The blocks that some rank contributes.
+    pub union: u64,
+    /// Bytes of the result's payload.
+    pub len: usize,
+    ready: Ready,
+}
+
+/// What has happened at the aggregator half, in numbers.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Counters {
+    /// Windows folded.
+    pub folds: u64,
+    /// Fragments that had arrived before.
+    pub duplicates: u64,
+    /// Fragments of results that were sent again.
+    pub fragments_again: u64,
+    /// Times a rank was asked for fragments.
+    pub asks: u64,
+    /// Datagrams that changed nothing, by reason.
+    pub rejects: Rejects,
+}
+
+/// The aggregator half of one job at one shard.
+#[derive(Debug)]
+pub struct Aggregation {
+    config: Config,
+    agreement: Agreement,
+    streams: Box<[Stream]>,
+    /// When each rank was last heard.
+    heard: Box<[Time]>,
+    queue: Queue,
+    /// Windows folded and not yet polled for sending, by lane.
+    unsent: VecDeque<(u8, u64)>,
+    counters: Counters,
+}
+
+impl Aggregation {
+    /// The half of a job that joins at `now`. All memory it will ever use is allocated here.
+    #[must_use]
+    pub fn new(config: Config, now: Time) -> Self {
+        let world = usize::from(config.world);
+        // A rank may be a full set of ops ahead of one that lacks only a last result.
+        let max_ops = 2 * usize::from(config.max_ops);
+        let slots = config.pool_slots.max(1) as usize;
+        let max_results = slots * crate::geometry::WINDOW_BYTES;
+        let results = Congestion::new(config.results_in_flight, max_results);
+        let stream =
+            || Stream::new(Pool::new(slots, world), world, max_ops, results, config.cut);
+        let streams: Vec<_> = (0..config.lanes).map(|_| stream()).collect();
+        Self {
+            agreement: Agreement::new(max_ops * usize::from(config.lanes)),
+            heard: vec![now; world].into(),
+            queue: Queue::new(world, usize::from(config.lanes), slots),
+            unsent: VecDeque::with_capacity(streams.len() * slots),
+            streams: streams.into(),
+            counters: Counters::default(),
+            config,
+        }
+    }
+
+    /// The configuration.
+    #[must_use]
+    pub const fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// What has happened so far.
+    #[must_use]
+    pub const fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// When `rank` was last heard.
+    #[must_use]
+    pub fn heard(&self, rank: Rank) -> Option<Time> {
+        self.heard.get(rank.index()).copied()
+    }
+
+    /// Takes one datagram. `congested` says that it carried an ECN congestion mark.
+    pub fn handle_datagram(
+        &mut self,
+        now: Time,
+        datagram: &[u8],
+        congested: bool,
+        observer: &mut impl Observer,
+    ) -> Verdict {
+        let verdict = match Header::decode(datagram) {
+            Ok((header, body)) => self.handle(now, &header, body, congested, observer),
+            Err(reject) => Verdict::Reject(reject),
+        };
+        match verdict {
+            Verdict::Reject(reject) => {
+                self.counters.rejects.count(reject);
+                observer.on_event(&Event::Rejected(reject));
+            }
+            Verdict::Duplicate => self.counters.duplicates += 1,
+            Verdict::Store(_) | Verdict::Control => {}
+        }
+        verdict
+    }
+
+    fn handle(
+        &mut self,
+        now: Time,
+        header: &Header,
+        body: &[u8],
+        congested: bool,
+        observer: &mut impl Observer,
+    ) -> Verdict {
+        if let Err(reject) = self.check_identity(header) {
+            return Verdict::Reject(reject);
+        }
+        let lane = header.lane;
+        let rank = header.sender;
+        self.heard[rank.index()] = now;
+        if congested {
+            self.queue.note(lane, rank, |due| due.congested = true);
+        }
+        let stream = &mut self.streams[usize::from(lane)];
+        if header.flags.has(Flags::CONGESTED) {
+            stream.results.on_congested();
+        }
+        stream.handle_ack(rank, header.ack);
+        self.retire(lane, observer);
+        match header.kind {
+            Kind::Data => self.handle_data(now, header, body, observer),
+            Kind::Open => self.handle_open(header, body, observer),
+            Kind::Ask => self.handle_ask(header, body),
+            Kind::Ack if body.is_empty() => Verdict::Control,
+            Kind::Ack => Verdict::Reject(Reject::Body),
+            _ => Verdict::Reject(Reject::Kind),
+        }
+    }
+
+    /// Whether the datagram comes from one of this job's ranks, for one of its streams.
+    fn check_identity(&self, header: &Header) -> Result<(), Reject> {
+        // wire: W-7
+        if header.job != self.config.job {
+            return Err(Reject::Job);
+        }
+        // wire: W-8
+        if header.generation != self.config.generation {
+            return Err(Reject::Generation);
+        }
+        // wire: W-9
+        if header.sender.0 >= self.config.world {
+            return Err(Reject::Sender);
+        }
+        // wire: W-10
+        if header.lane >= self.config.lanes || header.shard != self.config.shard {
+            return Err(Reject::Stream);
+        }
+        Ok(())
+    }
+
+    /// Gives back slots and ops that every rank is done with.
+    fn retire(&mut self, lane: u8, observer: &mut impl Observer) {
+        let stream = &mut self.streams[usize::from(lane)];
+        while let Some(window) = stream.retire() {
+            observer.on_event(&Event::Retired { window });
+        }
+        while let Some(op) = stream.settle() {
+            self.agreement.settle(op);
+        }
+    }
+
+    fn handle_data(
+        &mut self,
+        now: Time,
+        header: &Header,
+        body: &[u8],
+        observer: &mut impl Observer,
+    ) -> Verdict {
+        let (lane, rank) = (header.lane, header.sender);
+        let stream = &mut self.streams[usize::from(lane)];
+        let op = header.window.op;
+        let Some(entry) = stream.sequence.get(op).copied() else {
+            if stream.sequence.is_settled(op) || self.agreement.disagreement(op).is_some() {
+                return Verdict::Reject(Reject::Stale);
+            }
+            self.queue.note(lane, rank, |due| due.open = true);
+            return Verdict::Reject(Reject::Unopened);
+        };
+        if entry.failed {
+            return Verdict::Reject(Reject::Stale);
+        }
+        let (len, fragments) = match self.config.check_shape(header, body, &entry.geometry) {
+            Ok(shape) => shape,
+            Err(reject) => return Verdict::Reject(reject),
+        };
+        let Some(position) = stream.sequence.position(header.window) else {
+            return Verdict::Reject(Reject::Stream);
+        };
+        let stored = stream.handle_fragment(now, rank, position, header, len);
+        let place = |slot| {
+            let fragment = header.fragment;
+            Verdict::Store(Place { lane, slot, rank, fragment, fragments })
+        };
+        match stored {
+            Ok(Stored::New(slot)) => place(slot),
+            Ok(Stored::Gap(slot)) => {
+                self.queue.note(lane, rank, |due| due.fragments = true);
+                place(slot)
+            }
+            Ok(Stored::Duplicate) => {
+                let (window, fragment) = (header.window, header.fragment);
+                observer.on_event(&Event::Duplicate { from: rank, window, fragment });
+                Verdict::Duplicate
+            }
+            Err(Reject::Unopened) => {
+                self.queue.note(lane, rank, |due| due.open = true);
+                Verdict::Reject(Reject::Unopened)
+            }
+            Err(reject) => Verdict::Reject(reject),
+        }
+    }
+
+    fn handle_open(
+        &mut self,
+        header: &Header,
+        body: &[u8],
+        observer: &mut impl Observer,
+    ) -> Verdict {
+        let open = match Open::decode(body) {
+            Ok(open) if open.descriptor.lane == header.lane => open,
+            Ok(_) => return Verdict::Reject(Reject::Body),
+            Err(reject) => return Verdict::Reject(reject),
+        };
+        let (lane, rank, op) = (header.lane, header.sender, header.window.op);
+        if self.streams[usize::from(lane)].sequence.is_settled(op) {
+            return Verdict::Reject(Reject::Stale);
+        }
+        match self.agreement.check(op, rank, open.descriptor) {
+            agreement::Verdict::Agrees => {}
+            agreement::Verdict::Disagrees(disagreement) => {
+                self.fail(op, disagreement, observer);
+                return Verdict::Control;
+            }
+            agreement::Verdict::Failed => {
+                self.queue.note(lane, rank, |due| due.failed = Some(op));
+                return Verdict::Control;
+            }
+            agreement::Verdict::TooMany => return Verdict::Reject(Reject::BeyondOps),
+        }
+        let (shard, shards) = (self.config.shard, self.config.shards);
+        let stripe = Stripe::new(op, Geometry::new(&open.descriptor).windows(), shard, shards);
+        let Some(nth) = stripe.nth(header.window.index) else {
+            return Verdict::Reject(Reject::Shape);
+        };
+        // wire: W-20
+        if nth + open.windows > stripe.len() {
+            return Verdict::Reject(Reject::Shape);
+        }
+        let stream = &mut self.streams[usize::from(lane)];
+        match stream.place(op, &open, rank, stripe) {
+            Ok(Some(base)) if stream.handle_stretch(rank, base + u64::from(nth), &open) => {
+                observer.on_event(&Event::Opened { rank, op });
+            }
+            Ok(_) => self.queue.note(lane, rank, |due| due.open = true),
+            Err(reject) => return Verdict::Reject(reject),
+        }
+        Verdict::Control
+    }
+
+    /// Fails an op at every rank: in all lanes, since the lane may be what they disagree on.
+    fn fail(&mut self, op: OpId, disagreement: Disagreement, observer: &mut impl Observer) {
+        for stream in &mut self.streams {
+            stream.sequence.fail(op);
+        }
+        for (rank, descriptor) in [disagreement.one, disagreement.other] {
+            self.queue.note(descriptor.lane, rank, |due| due.failed = Some(op));
+        }
+        self.queue.broadcast_failure(op);
+        observer.on_event(&Event::Failed { op, error: None });
+    }
+
+    /// A rank lacks results, or hears nothing: resends what was folded, and says what it takes
+    /// to fold the rest.
+    fn handle_ask(&mut self, header: &Header, body: &[u8]) -> Verdict {
+        let Ok(entries) = AskEntries::decode(body) else {
+            return Verdict::Reject(Reject::Body);
+        };
+        let (lane, rank) = (header.lane, header.sender);
+        let stream = &mut self.streams[usize::from(lane)];
+        let mut entries = entries.iter().peekable();
+        while let Some(entry) = entries.next() {
+            let from = stream.sequence.position_from(entry.window);
+            let to = match entries.peek() {
+                _ if entry.fragments != 0 => from + 1,
+                Some(next) => stream.sequence.position_from(next.window),
+                None => stream.next,
+            };
+            let first = stream.folded.partition_point(|position| *position < from);
+            for position in stream.folded.range(first..).take_while(|position| **position < to) {
+                let Some(slot) = stream.pool.get(*position) else { continue };
+                let all = self.config.cut.all(slot.result_len);
+                let wanted = if entry.fragments == 0 { all } else { entry.fragments & all };
+                let lost = self.config.cut.payload() * wanted.count_ones() as usize;
+                stream.results.on_lost(lost.min(slot.result_len));
+                self.queue.resend(lane, rank, *position, wanted);
+            }
+        }
+        // wire: W-22
+        let asked = header.window.op;
+        let failed = self.agreement.disagreement(asked).is_some();
+        let at = stream.sequence.position_from(header.window);
+        let opened = stream.ranks[rank.index()].opened;
+        self.queue.note(lane, rank, |due| {
+            due.failed = failed.then_some(asked).or(due.failed);
+            due.open |= !failed && opened <= at;
+            due.stalled |= at >= stream.next;
+        });
+        Verdict::Control
+    }
+
+    /// The next window to fold, lanes in priority order.
+    pub fn poll_fold(&mut self) -> Option<Fold> {
+        (0..self.config.lanes).zip(&mut self.streams).find_map(|(lane, stream)| {
+            let ready = stream.poll_ready()?;
+            let window = ready.entry.window(ready.position);
+            let geometry = ready.entry.geometry;
+            Some(Fold {
+                lane,
+                slot: stream.pool.number(ready.position),
+                window,
+                geometry,
+                descriptor: self.agreement.descriptor(window.op)?,
+                union: ready.union,
+                len: geometry.payload_len(window.index, ready.union),
+                ready,
+            })
+        })
+    }
+
+    /// The blocks that `rank` contributes to a fold; 0 for none.
+    #[must_use]
+    pub fn contribution(&self, fold: &Fold, rank: Rank) -> u64 {
+        let pool = &self.streams[usize::from(fold.lane)].pool;
+        pool.contributions(fold.ready.position)[rank.index()].mask
+    }
+
+    /// Notes that the driver has folded what [`Self::poll_fold`] named.
+    pub fn handle_folded(&mut self, fold: &Fold, observer: &mut impl Observer) {
+        let stream = &mut self.streams[usize::from(fold.lane)];
+        stream.handle_folded(&fold.ready);
+        self.unsent.push_back((fold.lane, fold.ready.position));
+        self.counters.folds += 1;
+        observer.on_event(&Event::Folded {
+            window: fold.window,
+            union: fold.union,
+            contributors: fold.ready.contributors,
+        });
+    }
+}
+
+impl Config {
+    /// Checks mask, fragment number and length against the window, and returns the length of
+    /// its payload and the number of its fragments.
+    fn check_shape(
+        &self,
+        header: &Header,
+        body: &[u8],
+        geometry: &Geometry,
+    ) -> Result<(usize, u8), Reject> {
+        let index = header.window.index;
+        // wire: W-11
+        if index >= geometry.windows()
+            || header.mask == 0
+            || header.mask & !geometry.full_mask(index) != 0
+        {
+            return Err(Reject::Shape);
+        }
+        let len = geometry.payload_len(index, header.mask);
+        let fragments = self.cut.count(len);
+        let fragment = usize::from(header.fragment);
+        // wire: W-21
+        if fragment >= fragments || self.cut.range(len, fragment).len() != body.len() {
+            return Err(Reject::Shape);
+        }
+        Ok((len, u8::try_from(fragments).unwrap_or(u8::MAX)))
+    }
+}

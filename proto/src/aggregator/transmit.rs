@@ -1,0 +1,345 @@
+//! What the aggregator half has to say, and to whom.
+
+use alloc::boxed::Box;
+use alloc::collections::VecDeque;
+use alloc::vec;
+
+use super::Aggregation;
+use crate::ids::{OpId, Rank, WindowId};
+use crate::observer::{Event, Observer};
+use crate::time::Time;
+use crate::wire::{AskEntries, AskEntry, Disagreement, Flags, Header, Kind, MissingRanks};
+
+/// Whom a transmit is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Recipient {
+    /// Every rank: by multicast, or one copy each.
+    All,
+    /// One rank.
+    Rank(Rank),
+}
+
+/// Something to send now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Transmit {
+    /// The first `len` bytes of the buffer.
+    Datagram {
+        /// Whom it is for.
+        to: Recipient,
+        /// Its length.
+        len: usize,
+    },
+    /// Fragments of a folded window.
+    Result {
+        /// Whom they are for.
+        to: Recipient,
+        /// Which.
+        result: ResultFragments,
+    },
+}
+
+/// Fragments of a folded window, whose payload the driver holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ResultFragments {
+    /// The lane.
+    pub lane: u8,
+    /// The slot's number in the lane's pool.
+    pub slot: u32,
+    /// Bytes of the whole payload.
+    pub len: usize,
+    /// The fragments to send.
+    pub fragments: u64,
+    /// Their header but for length and fragment number.
+    pub header: Header,
+}
+
+/// What is due to one rank in one lane.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Due {
+    /// Ask for its opens from where they end.
+    pub(super) open: bool,
+    /// Ask for fragments that must have been lost.
+    pub(super) fragments: bool,
+    /// It hears nothing: ask for all it owes, or say whom the window waits for.
+    pub(super) stalled: bool,
+    /// Its datagrams arrive with congestion marks.
+    pub(super) congested: bool,
+    /// Tell it that this op failed.
+    pub(super) failed: Option<OpId>,
+    queued: bool,
+}
+
+/// What is due, in the order in which it became so. Bounded by the world and the pool.
+#[derive(Debug)]
+pub(super) struct Queue {
+    due: Box<[Due]>,
+    world: usize,
+    order: VecDeque<(u8, Rank)>,
+    resends: VecDeque<(u8, Rank, u64, u64)>,
+    max_resends: usize,
+    failures: VecDeque<OpId>,
+}
+
+impl Queue {
+    pub(super) fn new(world: usize, lanes: usize, slots: usize) -> Self {
+        // A rank that is not served now asks again.
+        let max_resends = world * slots.min(AskEntries::MAX);
+        Self {
+            due: vec![Due::default(); world * lanes].into(),
+            world,
+            order: VecDeque::with_capacity(world * lanes),
+            resends: VecDeque::with_capacity(max_resends),
+            max_resends,
+            failures: VecDeque::with_capacity(Self::MAX_FAILURES),
+        }
+    }
+
+    /// Notes that something is due to a rank.
+    pub(super) fn note(&mut self, lane: u8, rank: Rank, note: impl FnOnce(&mut Due)) {
+        let due = &mut self.due[usize::from(lane) * self.world + rank.index()];
+        note(due);
+        if !due.queued {
+            due.queued = true;
+            self.order.push_back((lane, rank));
+        }
+    }
+
+    /// Notes that fragments of a result are to be sent to a rank again.
+    pub(super) fn resend(&mut self, lane: u8, rank: Rank, position: u64, fragments: u64) {
+        if fragments != 0 && self.resends.len() < self.max_resends {
+            self.resends.push_back((lane, rank, position, fragments));
+        }
+    }
+
+    /// Notes that an op failed; ranks that miss this are told when they ask.
+    pub(super) fn broadcast_failure(&mut self, op: OpId) {
+        if self.failures.len() < Self::MAX_FAILURES {
+            self.failures.push_back(op);
+        }
+    }
+
+    /// The next rank to which something is due. It is due no more.
+    fn pop(&mut self) -> Option<(u8, Rank, Due)> {
+        let (lane, rank) = self.order.pop_front()?;
+        let due = &mut self.due[usize::from(lane) * self.world + rank.index()];
+        Some((lane, rank, core::mem::take(due)))
+    }
+
+    const MAX_FAILURES: usize = 64;
+}
+
+impl Aggregation {
+    /// The next thing to send. Datagrams are written into `out`, which has room for one of the
+    /// job's; poll until `None`.
+    pub fn poll_transmit(
+        &mut self,
+        now: Time,
+        out: &mut [u8],
+        observer: &mut impl Observer,
+    ) -> Option<Transmit> {
+        if let Some(op) = self.queue.failures.pop_front() {
+            return self.write_failure(op, 0, Recipient::All, out);
+        }
+        if let Some((lane, position)) = self.unsent.pop_front() {
+            return Some(self.result(lane, position, u64::MAX, Recipient::All));
+        }
+        if let Some((lane, rank, position, fragments)) = self.queue.resends.pop_front() {
+            return self.resend(lane, rank, position, fragments, observer);
+        }
+        while let Some((lane, rank, due)) = self.queue.pop() {
+            if let Some(transmit) = self.write_due(now, lane, rank, due, out, observer) {
+                return Some(transmit);
+            }
+        }
+        self.write_credit(out)
+    }
+
+    /// A result again, unless its slot was given back in the meantime.
+    fn resend(
+        &mut self,
+        lane: u8,
+        rank: Rank,
+        position: u64,
+        fragments: u64,
+        observer: &mut impl Observer,
+    ) -> Option<Transmit> {
+        self.streams[usize::from(lane)].folded.binary_search(&position).ok()?;
+        self.counters.fragments_again += u64::from(fragments.count_ones());
+        let window = self.streams[usize::from(lane)].sequence.window(position);
+        observer.on_event(&Event::Again { window, fragments });
+        let transmit = self.result(lane, position, fragments, Recipient::Rank(rank));
+        Some(transmit)
+    }
+
+    fn result(&mut self, lane: u8, position: u64, fragments: u64, to: Recipient) -> Transmit {
+        let stream = &mut self.streams[usize::from(lane)];
+        let window = stream.sequence.window(position);
+        let ack = stream.announce();
+        let slot = *stream.pool.claim(position);
+        let flags = if to == Recipient::All { Flags::NONE } else { Flags::AGAIN };
+        let header = Header {
+            mask: slot.union,
+            previous: slot.previous,
+            window,
+            ack,
+            flags,
+            ..self.header(Kind::Result, lane)
+        };
+        let result = ResultFragments {
+            lane,
+            slot: self.streams[usize::from(lane)].pool.number(position),
+            len: slot.result_len,
+            fragments: fragments & self.config.cut.all(slot.result_len),
+            header,
+        };
+        Transmit::Result { to, result }
+    }
+
+    /// Says the most pressing of what is due to a rank, and puts the rest off.
+    fn write_due(
+        &mut self,
+        now: Time,
+        lane: u8,
+        rank: Rank,
+        mut due: Due,
+        out: &mut [u8],
+        observer: &mut impl Observer,
+    ) -> Option<Transmit> {
+        if let Some(op) = due.failed.take() {
+            self.put_off(lane, rank, due);
+            return self.write_failure(op, lane, Recipient::Rank(rank), out);
+        }
+        if core::mem::take(&mut due.open) {
+            self.put_off(lane, rank, due);
+            let stream = &self.streams[usize::from(lane)];
+            let window = stream.sequence.window(stream.ranks[rank.index()].opened);
+            let entry = core::iter::once(AskEntry { window, fragments: 0 });
+            return Some(self.write_ask(lane, rank, due, entry, out));
+        }
+        if due.stalled || due.fragments || due.congested {
+            let stream = &self.streams[usize::from(lane)];
+            let entries: AskBatch = stream.missing_of(rank, due.stalled).collect();
+            if let Some(first) = entries.first() {
+                self.counters.asks += 1;
+                observer.on_event(&Event::Asked { of: rank, from: first.window });
+                self.streams[usize::from(lane)].note_asked(rank, now);
+            } else if due.stalled {
+                return Some(self.write_wait(now, lane, rank, out));
+            } else if !due.congested {
+                return None;
+            }
+            return Some(self.write_ask(lane, rank, due, entries.iter(), out));
+        }
+        None
+    }
+
+    fn put_off(&mut self, lane: u8, rank: Rank, due: Due) {
+        if due.fragments || due.stalled || due.congested || due.open {
+            self.queue.note(lane, rank, |later| *later = Due { queued: later.queued, ..due });
+        }
+    }
+
+    fn write_ask(
+        &mut self,
+        lane: u8,
+        rank: Rank,
+        due: Due,
+        entries: impl Iterator<Item = AskEntry>,
+        out: &mut [u8],
+    ) -> Transmit {
+        let len = AskEntries::encode(entries, &mut out[Header::LEN..]);
+        let flags = if due.congested { Flags::CONGESTED } else { Flags::NONE };
+        let header = Header { flags, ..self.header(Kind::Ask, lane) };
+        self.finish(Recipient::Rank(rank), header, len, out)
+    }
+
+    /// Tells a rank whom its window waits for.
+    fn write_wait(&mut self, now: Time, lane: u8, rank: Rank, out: &mut [u8]) -> Transmit {
+        let stream = &self.streams[usize::from(lane)];
+        let missing = (0..self.config.world)
+            .map(Rank)
+            .filter(|other| stream.waits_for(*other))
+            .map(|other| (other, now.since(self.heard[other.index()])));
+        let len = MissingRanks::encode(missing, &mut out[Header::LEN..]);
+        let window = stream.sequence.window(stream.next);
+        let header = Header { window, ..self.header(Kind::Wait, lane) };
+        self.finish(Recipient::Rank(rank), header, len, out)
+    }
+
+    fn write_failure(
+        &mut self,
+        op: OpId,
+        lane: u8,
+        to: Recipient,
+        out: &mut [u8],
+    ) -> Option<Transmit> {
+        let disagreement = self.agreement.disagreement(op)?;
+        disagreement.encode(out[Header::LEN..].first_chunk_mut()?);
+        let header = Header { window: WindowId::new(op, 0), ..self.header(Kind::Fail, lane) };
+        Some(self.finish(to, header, Disagreement::LEN, out))
+    }
+
+    /// Credits that no result has carried.
+    fn write_credit(&mut self, out: &mut [u8]) -> Option<Transmit> {
+        let lane = (0..self.config.lanes)
+            .find(|lane| self.streams[usize::from(*lane)].owes_credit())?;
+        let header = self.header(Kind::Credit, lane);
+        Some(self.finish(Recipient::All, header, 0, out))
+    }
+
+    /// Writes the header before a body of `len` bytes.
+    fn finish(&mut self, to: Recipient, header: Header, len: usize, out: &mut [u8]) -> Transmit {
+        let ack = self.streams[usize::from(header.lane)].announce();
+        let length = u16::try_from(len).unwrap_or(u16::MAX);
+        if let Some(place) = out.first_chunk_mut() {
+            Header { ack, length, ..header }.encode(place);
+        }
+        Transmit::Datagram { to, len: Header::LEN + len }
+    }
+
+    fn header(&self, kind: Kind, lane: u8) -> Header {
+        Header {
+            kind,
+            job: self.config.job,
+            generation: self.config.generation,
+            sender: Rank::AGGREGATOR,
+            lane,
+            shard: self.config.shard,
+            window: WindowId::new(OpId(0), 0),
+            ack: WindowId::new(OpId(0), 0),
+            mask: 0,
+            previous: 0,
+            length: 0,
+            fragment: 0,
+            flags: Flags::NONE,
+        }
+    }
+}
+
+/// The entries of one ask, gathered before the stream is changed.
+struct AskBatch {
+    entries: [AskEntry; AskEntries::MAX],
+    len: usize,
+}
+
+impl AskBatch {
+    fn first(&self) -> Option<AskEntry> {
+        self.iter().next()
+    }
+
+    fn iter(&self) -> impl Iterator<Item = AskEntry> + '_ {
+        self.entries[..self.len].iter().copied()
+    }
+}
+
+impl FromIterator<AskEntry> for AskBatch {
+    fn from_iter<T: IntoIterator<Item = AskEntry>>(iter: T) -> Self {
+        let none = AskEntry { window: WindowId::new(OpId(0), 0), fragments: 0 };
+        let mut batch = Self { entries: [none; AskEntries::MAX], len: 0 };
+        for (place, entry) in batch.entries.iter_mut().zip(iter) {
+            *place = entry;
+            batch.len += 1;
+        }
+        batch
+    }
+}

@@ -1,0 +1,153 @@
+//! How many bytes may be in flight towards one receiver.
+//!
+//! Additive increase, multiplicative decrease, with two changes for this traffic. The start is
+//! what the receiver says it can buffer, since incast at one socket is the normal case. And a cut
+//! needs more than a few lost fragments in a round: stray loss says nothing about a queue, and a
+//! window that is cut for it collapses (the argument of BBRv2's loss threshold).
+
+/// A congestion window, in bytes.
+#[derive(Debug, Clone, Copy)]
+pub struct Congestion {
+    window: usize,
+    max: usize,
+    slow_start_below: usize,
+    in_flight: usize,
+    /// Bytes delivered since the round began; a round is one window's worth.
+    delivered: usize,
+    lost: usize,
+    cut_this_round: bool,
+}
+
+impl Congestion {
+    /// A window that starts at `initial` bytes and never exceeds `max`.
+    #[must_use]
+    pub fn new(initial: usize, max: usize) -> Self {
+        let max = max.max(Self::FLOOR);
+        Self {
+            window: initial.clamp(Self::FLOOR, max),
+            max,
+            slow_start_below: max,
+            in_flight: 0,
+            delivered: 0,
+            lost: 0,
+            cut_this_round: false,
+        }
+    }
+
+    /// Whether `len` more bytes may be sent now. With nothing in flight something always may.
+    #[must_use]
+    pub const fn admits(&self, len: usize) -> bool {
+        self.in_flight == 0 || self.in_flight + len <= self.window
+    }
+
+    /// The window, in bytes.
+    #[must_use]
+    pub const fn window(&self) -> usize {
+        self.window
+    }
+
+    /// Bytes in flight.
+    #[must_use]
+    pub const fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    /// `len` bytes were sent for the first time.
+    pub const fn on_sent(&mut self, len: usize) {
+        self.in_flight += len;
+    }
+
+    /// `len` bytes were delivered.
+    pub fn on_delivered(&mut self, len: usize) {
+        self.in_flight = self.in_flight.saturating_sub(len);
+        self.delivered += len;
+        let grown = if self.window < self.slow_start_below {
+            self.window + len
+        } else {
+            self.window + Self::STEP * len / self.window
+        };
+        self.window = grown.min(self.max);
+        if self.delivered >= self.window {
+            self.delivered = 0;
+            self.lost = 0;
+            self.cut_this_round = false;
+        }
+    }
+
+    /// `len` bytes were never sent after all, or need not arrive any more.
+    pub const fn on_forgotten(&mut self, len: usize) {
+        self.in_flight = self.in_flight.saturating_sub(len);
+    }
+
+    /// The receiver lacks `len` bytes.
+    pub fn on_lost(&mut self, len: usize) {
+        self.lost += len;
+        if self.lost * Self::LOSS_DIVISOR > self.window {
+            self.cut(7, 10);
+        }
+    }
+
+    /// The path marked datagrams: a queue is building.
+    pub fn on_congested(&mut self) {
+        self.cut(8, 10);
+    }
+
+    fn cut(&mut self, numerator: usize, denominator: usize) {
+        if self.cut_this_round {
+            return;
+        }
+        self.cut_this_round = true;
+        self.delivered = 0;
+        self.window = (self.window * numerator / denominator).max(Self::FLOOR);
+        self.slow_start_below = self.window;
+    }
+
+    /// Two full windows, so that a stream never stops and waits.
+    const FLOOR: usize = 2 * crate::geometry::WINDOW_BYTES;
+    /// Growth a round once past slow start.
+    const STEP: usize = crate::geometry::WINDOW_BYTES;
+    /// A cut needs more than one part in this many of the window lost in a round.
+    const LOSS_DIVISOR: usize = 16;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KB: usize = 1024;
+
+    #[test]
+    fn grows_by_what_is_delivered_until_the_first_cut() {
+        let mut congestion = Congestion::new(300 * KB, 4000 * KB);
+        congestion.on_sent(300 * KB);
+        assert!(!congestion.admits(1));
+        congestion.on_delivered(300 * KB);
+        assert_eq!(congestion.window(), 600 * KB);
+    }
+
+    #[test]
+    fn stray_loss_does_not_cut_but_a_burst_does_once_a_round() {
+        let mut congestion = Congestion::new(1000 * KB, 1000 * KB);
+        congestion.on_lost(10 * KB);
+        assert_eq!(congestion.window(), 1000 * KB);
+        congestion.on_lost(100 * KB);
+        assert_eq!(congestion.window(), 700 * KB);
+        congestion.on_lost(100 * KB);
+        assert_eq!(congestion.window(), 700 * KB);
+        congestion.on_delivered(800 * KB);
+        congestion.on_congested();
+        assert!(congestion.window() < 700 * KB);
+    }
+
+    #[test]
+    fn never_closes_and_never_exceeds_its_limit() {
+        let mut congestion = Congestion::new(0, 500 * KB);
+        for _ in 0..50 {
+            congestion.on_congested();
+            congestion.on_delivered(500 * KB);
+        }
+        assert!(congestion.window() >= 2 * crate::geometry::WINDOW_BYTES);
+        (0..50).for_each(|_| congestion.on_delivered(500 * KB));
+        assert_eq!(congestion.window(), 500 * KB);
+    }
+}

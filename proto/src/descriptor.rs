@@ -1,0 +1,141 @@
+//! What an op is: the descriptor that every rank must agree on.
+
+use core::fmt;
+
+use crate::dtype::{DType, Reduction, WireType};
+use crate::error::{DescriptorError, Reject};
+
+/// What all ranks must call an op with. Compared as a whole when the ranks agree.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Descriptor {
+    /// Elements of the tensor.
+    pub elements: u64,
+    /// A caller's own check value (a hash of the tensor's name, say); 0 when unused.
+    pub tag: u64,
+    /// Element type of the tensor.
+    pub dtype: DType,
+    /// How elements travel.
+    pub wire: WireType,
+    /// What is computed.
+    pub reduction: Reduction,
+    /// log2 of the elements in a block: 5 to 10.
+    pub block_log2: u8,
+    /// The lane the op runs in.
+    pub lane: u8,
+}
+
+impl Descriptor {
+    /// Bytes of an encoded descriptor.
+    pub const LEN: usize = 24;
+    /// Elements of a block unless a caller says otherwise.
+    pub const DEFAULT_BLOCK: usize = 256;
+    /// The most elements of an op: windows are numbered with 32 bits and hold 32 elements or more.
+    pub const MAX_ELEMENTS: u64 = 1 << 36;
+
+    /// A sum of `elements` elements of `dtype`, unchanged on the wire, in lane 0.
+    #[must_use]
+    pub const fn sum(elements: u64, dtype: DType) -> Self {
+        Self {
+            elements,
+            tag: 0,
+            dtype,
+            wire: dtype.native_wire(),
+            reduction: Reduction::Sum,
+            block_log2: 8,
+            lane: 0,
+        }
+    }
+
+    /// The same with blocks of `elements` elements.
+    ///
+    /// # Errors
+    /// When that is not a power of two from 32 to 1024.
+    pub fn with_block(self, elements: usize) -> Result<Self, DescriptorError> {
+        if !elements.is_power_of_two() || !(32..=1024).contains(&elements) {
+            return Err(DescriptorError::Block(elements));
+        }
+        let block_log2 = u8::try_from(elements.ilog2()).unwrap_or(u8::MAX);
+        Ok(Self { block_log2, ..self })
+    }
+
+    /// Elements of a block.
+    #[must_use]
+    pub const fn block_elements(&self) -> usize {
+        1 << self.block_log2
+    }
+
+    /// Checks that the descriptor makes sense in itself.
+    ///
+    /// # Errors
+    /// A sentence that says what cannot be.
+    pub fn validate(&self) -> Result<(), DescriptorError> {
+        if !(5..=10).contains(&self.block_log2) {
+            return Err(DescriptorError::Block(1 << u32::from(self.block_log2).min(31)));
+        }
+        if !self.wire.carries(self.dtype) {
+            return Err(DescriptorError::Wire {
+                dtype: self.dtype.name(),
+                wire: self.wire.name(),
+            });
+        }
+        if self.reduction == Reduction::Avg && !self.dtype.is_float() {
+            return Err(DescriptorError::IntegerAverage(self.dtype.name()));
+        }
+        if self.elements > Self::MAX_ELEMENTS {
+            return Err(DescriptorError::TooLarge(self.elements));
+        }
+        Ok(())
+    }
+
+    /// Writes the descriptor.
+    pub fn encode(&self, out: &mut [u8; Self::LEN]) {
+        out[0..8].copy_from_slice(&self.elements.to_be_bytes());
+        out[8..16].copy_from_slice(&self.tag.to_be_bytes());
+        out[16] = self.dtype as u8;
+        out[17] = self.wire as u8;
+        out[18] = self.reduction as u8;
+        out[19] = self.block_log2;
+        out[20] = self.lane;
+        out[21..24].fill(0);
+    }
+
+    /// Reads a descriptor.
+    ///
+    /// # Errors
+    /// [`Reject::Reserved`] or [`Reject::Descriptor`].
+    pub fn decode(bytes: &[u8; Self::LEN]) -> Result<Self, Reject> {
+        // wire: W-13
+        if bytes[21..24] != [0, 0, 0] {
+            return Err(Reject::Reserved);
+        }
+        let [e0, e1, e2, e3, e4, e5, e6, e7, t0, t1, t2, t3, t4, t5, t6, t7, ..] = *bytes;
+        let descriptor = Self {
+            elements: u64::from_be_bytes([e0, e1, e2, e3, e4, e5, e6, e7]),
+            tag: u64::from_be_bytes([t0, t1, t2, t3, t4, t5, t6, t7]),
+            dtype: DType::from_code(bytes[16]).ok_or(Reject::Descriptor)?,
+            wire: WireType::from_code(bytes[17]).ok_or(Reject::Descriptor)?,
+            reduction: Reduction::from_code(bytes[18]).ok_or(Reject::Descriptor)?,
+            block_log2: bytes[19],
+            lane: bytes[20],
+        };
+        // wire: W-12
+        descriptor.validate().map_err(|_| Reject::Descriptor)?;
+        Ok(descriptor)
+    }
+}
+
+impl fmt::Display for Descriptor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} of {} x {}, wire {}, block {}, lane {}, tag {:#x}",
+            self.reduction.name(),
+            self.elements,
+            self.dtype.name(),
+            self.wire.name(),
+            self.block_elements(),
+            self.lane,
+            self.tag
+        )
+    }
+}

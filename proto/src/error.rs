@@ -1,0 +1,263 @@
+//! Errors and rejects: one enum per boundary.
+
+use alloc::vec::Vec;
+use core::fmt;
+
+use crate::descriptor::Descriptor;
+use crate::ids::{OpId, Rank};
+use crate::time::Span;
+
+/// Why a datagram changed nothing but a counter. The discriminant indexes the drop counters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u8)]
+pub enum Reject {
+    /// Shorter than a header, or than its header says.
+    Truncated,
+    /// The magic number is another protocol's.
+    Magic,
+    /// A version of the protocol that this build does not speak.
+    Version,
+    /// An unknown kind, or one that this side does not take.
+    Kind,
+    /// A bit that must be zero is not.
+    Reserved,
+    /// Another job's.
+    Job,
+    /// Another generation's: an earlier life of the job.
+    Generation,
+    /// No such rank, or not from the address the rank joined with.
+    Sender,
+    /// No such lane or shard.
+    Stream,
+    /// The body is not what its kind asks for.
+    Body,
+    /// The descriptor is impossible in itself.
+    Descriptor,
+    /// An op or window that was settled before.
+    Stale,
+    /// Data of a window whose op the sender has not opened (or whose open was lost).
+    Unopened,
+    /// Data of a window that the sender's open said is zero.
+    Unowed,
+    /// Further ahead than the pool reaches.
+    BeyondPool,
+    /// More ops ahead than the job was granted.
+    BeyondOps,
+    /// The block mask, the length or the fragment number does not fit the window.
+    Shape,
+}
+
+impl Reject {
+    /// How many reasons there are.
+    pub const COUNT: usize = 17;
+
+    /// All reasons, in the order of their discriminants.
+    pub const ALL: [Self; Self::COUNT] = [
+        Self::Truncated,
+        Self::Magic,
+        Self::Version,
+        Self::Kind,
+        Self::Reserved,
+        Self::Job,
+        Self::Generation,
+        Self::Sender,
+        Self::Stream,
+        Self::Body,
+        Self::Descriptor,
+        Self::Stale,
+        Self::Unopened,
+        Self::Unowed,
+        Self::BeyondPool,
+        Self::BeyondOps,
+        Self::Shape,
+    ];
+
+    /// The reason's name in counters.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Truncated => "truncated",
+            Self::Magic => "magic",
+            Self::Version => "version",
+            Self::Kind => "kind",
+            Self::Reserved => "reserved",
+            Self::Job => "job",
+            Self::Generation => "generation",
+            Self::Sender => "sender",
+            Self::Stream => "stream",
+            Self::Body => "body",
+            Self::Descriptor => "descriptor",
+            Self::Stale => "stale",
+            Self::Unopened => "unopened",
+            Self::Unowed => "unowed",
+            Self::BeyondPool => "beyond_pool",
+            Self::BeyondOps => "beyond_ops",
+            Self::Shape => "shape",
+        }
+    }
+}
+
+/// How many datagrams were rejected, by reason.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Rejects([u64; Reject::COUNT]);
+
+impl Rejects {
+    /// Counts one.
+    pub fn count(&mut self, reject: Reject) {
+        self.0[reject as usize] += 1;
+    }
+
+    /// How many were rejected for `reject`.
+    #[must_use]
+    pub const fn of(&self, reject: Reject) -> u64 {
+        self.0[reject as usize]
+    }
+
+    /// How many were rejected in all.
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        self.0.iter().sum()
+    }
+
+    /// Adds another's counts to these.
+    pub fn add(&mut self, other: &Self) {
+        for (mine, theirs) in self.0.iter_mut().zip(other.0) {
+            *mine += theirs;
+        }
+    }
+}
+
+/// Why an op was not taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum SubmitError {
+    /// The descriptor cannot be.
+    #[error("{0}")]
+    Descriptor(#[from] DescriptorError),
+    /// As many ops are in flight as the job was granted.
+    #[error("{max} ops are in flight, as many as the job was granted; wait for one to end first")]
+    TooManyOps {
+        /// Ops the job may have in flight.
+        max: usize,
+    },
+    /// No such lane.
+    #[error("lane {lane} does not exist: the job joined with {lanes} lanes, 0 to {}", lanes - 1)]
+    NoSuchLane {
+        /// The lane asked for.
+        lane: u8,
+        /// Lanes of the job.
+        lanes: u8,
+    },
+    /// An op ended in an error that ends the session.
+    #[error("the session has ended: an earlier op failed; join again with a new generation")]
+    Ended,
+    /// The op numbers of this generation are used up.
+    #[error("this generation has numbered 4294967295 ops; join again with a new generation")]
+    OpsExhausted,
+}
+
+/// Why a descriptor cannot be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum DescriptorError {
+    /// The block size is not a power of two from 32 to 1024.
+    #[error("a block has 32 to 1024 elements, a power of two; {0} is not")]
+    Block(usize),
+    /// The wire type cannot carry the dtype.
+    #[error("wire type {wire} cannot carry a tensor of {dtype}")]
+    Wire {
+        /// The tensor's dtype, by name.
+        dtype: &'static str,
+        /// The wire type, by name.
+        wire: &'static str,
+    },
+    /// An average of integers would be rounded silently.
+    #[error("avg is not defined for {0}: take the sum and divide as you need")]
+    IntegerAverage(&'static str),
+    /// More elements than windows can be numbered for.
+    #[error("a tensor of {0} elements is too large for one op; split it")]
+    TooLarge(u64),
+}
+
+/// How an op ended without a result. Every variant names the cause.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum OpError {
+    /// The ranks called the op with different descriptors. The job can go on.
+    Mismatch {
+        /// The op.
+        op: OpId,
+        /// One rank and its descriptor.
+        one: (Rank, Descriptor),
+        /// Another rank and its descriptor.
+        other: (Rank, Descriptor),
+    },
+    /// The op did not end in time. The session has ended.
+    Timeout {
+        /// The op.
+        op: OpId,
+        /// How long it ran.
+        after: Span,
+        /// The ranks it waits for as the aggregator last said, and how long each was silent;
+        /// empty when the aggregator itself was silent.
+        missing: Vec<(Rank, Span)>,
+    },
+    /// A value that the fixed-point wire type cannot carry, or whose sum it cannot hold.
+    Overflow {
+        /// The op.
+        op: OpId,
+        /// The first element of the block that overflowed.
+        element: u64,
+    },
+    /// A rank is gone. The session has ended.
+    PeerLost {
+        /// The ranks that are gone.
+        ranks: Vec<Rank>,
+    },
+    /// The session ended while the op was in flight, because of another op or of the link.
+    Ended {
+        /// What ended it.
+        why: &'static str,
+    },
+}
+
+impl fmt::Display for OpError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Mismatch { op, one, other } => write!(
+                f,
+                "op {}: the ranks disagree: rank {} has {}; rank {} has {}",
+                op.0, one.0.0, one.1, other.0.0, other.1
+            ),
+            Self::Timeout { op, after, missing } if missing.is_empty() => write!(
+                f,
+                "op {}: no result after {} ms and no word from the aggregator; is it running, \
+                 and is UDP between the hosts open?",
+                op.0,
+                after.as_millis()
+            ),
+            Self::Timeout { op, after, missing } => {
+                write!(f, "op {}: no result after {} ms; waiting for", op.0, after.as_millis())?;
+                for (i, (rank, silent)) in missing.iter().enumerate() {
+                    let comma = if i == 0 { "" } else { "," };
+                    let ms = silent.as_millis();
+                    write!(f, "{comma} rank {} (silent for {ms} ms)", rank.0)?;
+                }
+                Ok(())
+            }
+            Self::Overflow { op, element } => write!(
+                f,
+                "op {}: the block at element {element} holds a value that fixed32 cannot carry \
+                 (NaN, infinity, or a sum that overflows); use another wire type",
+                op.0
+            ),
+            Self::PeerLost { ranks } => {
+                write!(f, "lost rank")?;
+                for (i, rank) in ranks.iter().enumerate() {
+                    write!(f, "{} {}", if i == 0 { "" } else { "," }, rank.0)?;
+                }
+                Ok(())
+            }
+            Self::Ended { why } => write!(f, "the session ended: {why}"),
+        }
+    }
+}
+
+impl core::error::Error for OpError {}

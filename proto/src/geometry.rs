@@ -1,0 +1,309 @@
+//! How an op is cut: elements into blocks, blocks into windows, windows over shards, and a
+//! window's packed non-zero blocks into fragments.
+
+use core::ops::Range;
+
+use crate::descriptor::Descriptor;
+use crate::dtype::WireType;
+use crate::ids::OpId;
+
+/// Most bytes of a full window's payload. With the headers of its fragments it still fits one
+/// segmented send of 65,507 bytes at every MTU from 1280 on; 64 KiB would not.
+pub const WINDOW_BYTES: usize = 60 * 1024;
+/// Most blocks of a window: one bit each in the mask.
+pub const MAX_WINDOW_BLOCKS: usize = 64;
+/// Most fragments of a window: what has arrived is one `u64`.
+pub const MAX_FRAGMENTS: usize = 64;
+/// Least bytes of payload a fragment may have, so that a window has at most 64.
+pub const MIN_FRAGMENT_PAYLOAD: usize = WINDOW_BYTES / MAX_FRAGMENTS;
+
+/// The blocks and windows of one op.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Geometry {
+    elements: u64,
+    wire: WireType,
+    block_elements: usize,
+    window_blocks: usize,
+    windows: u32,
+}
+
+impl Geometry {
+    /// The geometry of a valid descriptor. A tensor without elements has one empty window.
+    #[must_use]
+    pub fn new(descriptor: &Descriptor) -> Self {
+        let block_elements = descriptor.block_elements();
+        let block_len = descriptor.wire.block_len(block_elements);
+        let window_blocks = (WINDOW_BYTES / block_len).min(MAX_WINDOW_BLOCKS);
+        let window_elements = (block_elements * window_blocks) as u64;
+        let windows = descriptor.elements.div_ceil(window_elements).max(1);
+        Self {
+            elements: descriptor.elements,
+            wire: descriptor.wire,
+            block_elements,
+            window_blocks,
+            // A valid descriptor has at most 2^36 elements and a window at least 32.
+            windows: u32::try_from(windows).unwrap_or(u32::MAX),
+        }
+    }
+
+    /// Windows of the op, at least one.
+    #[must_use]
+    pub const fn windows(&self) -> u32 {
+        self.windows
+    }
+
+    /// Blocks of a full window.
+    #[must_use]
+    pub const fn window_blocks(&self) -> usize {
+        self.window_blocks
+    }
+
+    /// Elements of a full block.
+    #[must_use]
+    pub const fn block_elements(&self) -> usize {
+        self.block_elements
+    }
+
+    /// Elements of a full window.
+    #[must_use]
+    pub const fn window_elements(&self) -> usize {
+        self.block_elements * self.window_blocks
+    }
+
+    /// The elements of window `index`, as a range of the tensor.
+    #[must_use]
+    pub fn elements_of(&self, index: u32) -> Range<u64> {
+        let size = self.window_elements() as u64;
+        let start = (u64::from(index) * size).min(self.elements);
+        start..(start + size).min(self.elements)
+    }
+
+    /// Blocks of window `index`; only the last window can have fewer than the others.
+    #[must_use]
+    pub fn blocks_of(&self, index: u32) -> usize {
+        let range = self.elements_of(index);
+        to_usize(range.end - range.start).div_ceil(self.block_elements)
+    }
+
+    /// The mask in which every block of window `index` is set.
+    #[must_use]
+    pub fn full_mask(&self, index: u32) -> u64 {
+        let blocks = self.blocks_of(index);
+        if blocks == 64 { u64::MAX } else { (1 << blocks) - 1 }
+    }
+
+    /// Elements of block `block` of window `index`; only the tensor's last block can be short.
+    #[must_use]
+    pub fn block_elements_of(&self, index: u32, block: usize) -> usize {
+        let range = self.elements_of(index);
+        to_usize(range.end - range.start)
+            .saturating_sub(block * self.block_elements)
+            .min(self.block_elements)
+    }
+
+    /// Bytes on the wire of the blocks in `mask` of window `index`.
+    #[must_use]
+    pub fn payload_len(&self, index: u32, mask: u64) -> usize {
+        let full = self.wire.block_len(self.block_elements);
+        let count = mask.count_ones() as usize;
+        let last = self.blocks_of(index).saturating_sub(1);
+        if count == 0 || mask & (1 << last) == 0 {
+            return count * full;
+        }
+        (count - 1) * full + self.wire.block_len(self.block_elements_of(index, last))
+    }
+}
+
+/// Which windows of an op a shard has: window `i` of op `o` lives on shard `(i + o) mod shards`,
+/// so that neighbouring windows, and one-window ops, spread evenly.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stripe {
+    first: u32,
+    step: u32,
+    windows: u32,
+}
+
+impl Stripe {
+    /// The windows that `shard` of `shards` has of op `op`, which has `windows` in all.
+    #[must_use]
+    pub fn new(op: OpId, windows: u32, shard: u8, shards: u8) -> Self {
+        let step = u32::from(shards.max(1));
+        let first = (u32::from(shard) + step - op.0 % step) % step;
+        let windows = windows.saturating_sub(first).div_ceil(step);
+        Self { first, step, windows }
+    }
+
+    /// How many windows the shard has.
+    #[must_use]
+    pub const fn len(&self) -> u32 {
+        self.windows
+    }
+
+    /// Whether the shard has none.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.windows == 0
+    }
+
+    /// The place in the tensor of the shard's `nth` window.
+    #[must_use]
+    pub const fn index(&self, nth: u32) -> u32 {
+        self.first + nth * self.step
+    }
+
+    /// Which of the shard's windows the window at `index` is, if it is one of them.
+    #[must_use]
+    pub fn nth(&self, index: u32) -> Option<u32> {
+        let from_first = index.checked_sub(self.first)?;
+        let nth = from_first / self.step;
+        (from_first % self.step == 0 && nth < self.windows).then_some(nth)
+    }
+
+    /// How many of the shard's windows lie before `index`.
+    #[must_use]
+    pub fn before(&self, index: u32) -> u32 {
+        index.saturating_sub(self.first).div_ceil(self.step).min(self.windows)
+    }
+}
+
+/// How a window's packed payload is cut into datagrams: `payload` bytes each, the last shorter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Fragmentation {
+    payload: usize,
+}
+
+impl Fragmentation {
+    /// Fragments of at most `payload` bytes, rounded down to a multiple of 8 so that no element
+    /// is split; `None` when a window would need more than 64.
+    #[must_use]
+    pub const fn new(payload: usize) -> Option<Self> {
+        let payload = payload / 8 * 8;
+        if payload < MIN_FRAGMENT_PAYLOAD { None } else { Some(Self { payload }) }
+    }
+
+    /// Bytes of payload of every fragment but the last.
+    #[must_use]
+    pub const fn payload(&self) -> usize {
+        self.payload
+    }
+
+    /// Fragments of a payload of `len` bytes; an empty one still takes one datagram.
+    #[must_use]
+    pub const fn count(&self, len: usize) -> usize {
+        let count = len.div_ceil(self.payload);
+        if count == 0 { 1 } else { count }
+    }
+
+    /// The mask in which every fragment of a payload of `len` bytes is set.
+    #[must_use]
+    pub const fn all(&self, len: usize) -> u64 {
+        let count = self.count(len);
+        if count >= 64 { u64::MAX } else { (1 << count) - 1 }
+    }
+
+    /// The bytes of a payload of `len` bytes that fragment `fragment` carries.
+    #[must_use]
+    pub fn range(&self, len: usize, fragment: usize) -> Range<usize> {
+        let start = (fragment * self.payload).min(len);
+        start..(start + self.payload).min(len)
+    }
+}
+
+/// Narrows a count that a window or the memory of the machine bounds.
+fn to_usize(n: u64) -> usize {
+    usize::try_from(n).unwrap_or(usize::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::vec::Vec;
+
+    use super::*;
+    use crate::dtype::DType;
+
+    fn f32s(elements: u64) -> Geometry {
+        Geometry::new(&Descriptor::sum(elements, DType::F32))
+    }
+
+    #[test]
+    fn a_window_is_as_many_blocks_as_fit_its_bytes() {
+        assert_eq!(f32s(1).window_blocks(), 60);
+        let of = |dtype, block| {
+            let descriptor = Descriptor::sum(1, dtype).with_block(block).unwrap();
+            Geometry::new(&descriptor).window_blocks()
+        };
+        assert_eq!(of(DType::F32, 1024), 15);
+        assert_eq!(of(DType::F64, 1024), 7);
+        assert_eq!(of(DType::Bf16, 256), 64);
+        assert_eq!(of(DType::F32, 32), 64);
+    }
+
+    #[test]
+    fn tails_shorten_only_the_last_block() {
+        let geometry = f32s(60 * 256 + 257);
+        assert_eq!(geometry.windows(), 2);
+        assert_eq!(geometry.blocks_of(0), 60);
+        assert_eq!(geometry.blocks_of(1), 2);
+        assert_eq!(geometry.full_mask(1), 0b11);
+        assert_eq!(geometry.payload_len(1, 0b01), 1024);
+        assert_eq!(geometry.payload_len(1, 0b10), 4);
+        assert_eq!(geometry.payload_len(1, 0b11), 1028);
+        assert_eq!(geometry.payload_len(0, 0), 0);
+    }
+
+    #[test]
+    fn an_empty_tensor_has_one_empty_window() {
+        let geometry = f32s(0);
+        assert_eq!((geometry.windows(), geometry.blocks_of(0)), (1, 0));
+        assert_eq!(geometry.full_mask(0), 0);
+    }
+
+    #[test]
+    fn stripes_partition_the_windows() {
+        for (op, windows, shards) in [(0, 1, 1), (5, 7, 3), (9, 100, 4), (2, 2, 4)] {
+            let mut seen = Vec::new();
+            for shard in 0..shards {
+                let stripe = Stripe::new(OpId(op), windows, shard, shards);
+                for nth in 0..stripe.len() {
+                    let index = stripe.index(nth);
+                    assert_eq!(stripe.nth(index), Some(nth));
+                    assert_eq!(stripe.before(index), nth);
+                    seen.push(index);
+                }
+                assert_eq!(stripe.before(u32::MAX), stripe.len());
+            }
+            seen.sort_unstable();
+            assert_eq!(seen, (0..windows).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn fragments_partition_the_payload() {
+        assert_eq!(Fragmentation::new(959), None);
+        let cut = Fragmentation::new(1424).unwrap();
+        assert_eq!(cut.count(0), 1);
+        assert_eq!(cut.count(WINDOW_BYTES), 44);
+        let mut at = 0;
+        for fragment in 0..cut.count(5000) {
+            let range = cut.range(5000, fragment);
+            assert_eq!(range.start, at);
+            at = range.end;
+        }
+        assert_eq!(at, 5000);
+        assert_eq!(cut.all(5000), 0b1111);
+    }
+
+    #[test]
+    fn a_window_with_its_headers_is_one_segmented_send_at_every_mtu() {
+        for mtu in 1280..=9000 {
+            for overhead in [28, 48] {
+                let room = mtu - overhead;
+                let cut = Fragmentation::new(room - crate::wire::Header::LEN).unwrap();
+                let fragments = cut.count(WINDOW_BYTES);
+                assert!(fragments <= MAX_FRAGMENTS);
+                let bytes = WINDOW_BYTES + fragments * crate::wire::Header::LEN;
+                assert!(bytes <= 65_507, "mtu {mtu}: {bytes}");
+            }
+        }
+    }
+}

@@ -1,0 +1,30 @@
+//! The protocol of racksum, sans-IO: wire layout, windows and masks, and both halves of the
+//! sliding-window sum as state machines.
+//!
+//! Nothing here owns a socket, a clock, a thread or randomness: time and packets come in as
+//! arguments, and what is to be sent is polled out. Production, tests and the simulator
+//! therefore run the same code (invariant I8).
+//!
+//! Read [`descriptor::Descriptor`] for what an op is, [`geometry::Geometry`] for how it is cut
+//! into blocks, windows and fragments, then [`worker::Worker`] and [`aggregator::Aggregation`]
+//! for the two halves.
+#![no_std]
+#![forbid(unsafe_code)]
+
+extern crate alloc;
+#[cfg(test)]
+extern crate std;
+
+pub mod aggregator;
+pub mod arith;
+pub mod congestion;
+pub mod descriptor;
+pub mod dtype;
+pub mod error;
+pub mod geometry;
+pub mod ids;
+pub mod observer;
+pub mod rtt;
+mod sequence;
+pub mod time;
+pub mod wire;

@@ -1,0 +1,194 @@
+//! The ops of one stream in order, and the stream's window numbers.
+//!
+//! On the wire a window is named by its op and its place in the tensor, which means the same to
+//! everyone whatever else went wrong. Within a stream its windows are also numbered one after
+//! the other over all ops: slots and credits count these *positions*. Each side numbers for
+//! itself; an op that failed because the descriptors differ may have left the sides with
+//! different counts, which costs a retransmission at worst.
+
+use alloc::collections::VecDeque;
+
+use crate::descriptor::Descriptor;
+use crate::geometry::{Geometry, Stripe};
+use crate::ids::{OpId, WindowId};
+
+/// An op as one stream sees it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct StreamOp {
+    pub(crate) op: OpId,
+    /// Position of the op's first window in this stream.
+    pub(crate) base: u64,
+    pub(crate) stripe: Stripe,
+    pub(crate) geometry: Geometry,
+    /// The op failed: its positions are skipped.
+    pub(crate) failed: bool,
+}
+
+impl StreamOp {
+    /// The position after the op's last window in this stream.
+    pub(crate) fn end(&self) -> u64 {
+        self.base + u64::from(self.stripe.len())
+    }
+
+    /// The window at `position`, which lies within the op.
+    pub(crate) fn window(&self, position: u64) -> WindowId {
+        debug_assert!((self.base..self.end()).contains(&position));
+        // A stripe's length is a u32, so the difference fits one.
+        let nth = u32::try_from(position - self.base).unwrap_or(u32::MAX);
+        WindowId::new(self.op, self.stripe.index(nth))
+    }
+}
+
+/// The ops of a stream that are not settled, oldest first.
+#[derive(Debug)]
+pub(crate) struct Sequence {
+    ops: VecDeque<StreamOp>,
+    /// The position after the last op.
+    end: u64,
+    /// The last op that was dropped from the front.
+    settled: Option<OpId>,
+}
+
+impl Sequence {
+    /// An empty sequence for at most `capacity` ops.
+    pub(crate) fn new(capacity: usize) -> Self {
+        Self { ops: VecDeque::with_capacity(capacity), end: 0, settled: None }
+    }
+
+    /// Appends an op and returns its first position.
+    pub(crate) fn push(&mut self, op: OpId, descriptor: &Descriptor, stripe: Stripe) -> u64 {
+        let base = self.end;
+        let geometry = Geometry::new(descriptor);
+        self.end += u64::from(stripe.len());
+        self.ops.push_back(StreamOp { op, base, stripe, geometry, failed: false });
+        base
+    }
+
+    /// The position after the last op.
+    pub(crate) const fn end(&self) -> u64 {
+        self.end
+    }
+
+    /// The last op appended, settled or not.
+    pub(crate) fn last(&self) -> Option<OpId> {
+        self.ops.back().map(|entry| entry.op).or(self.settled)
+    }
+
+    /// Whether `op` was settled here, or came before one that was.
+    pub(crate) fn is_settled(&self, op: OpId) -> bool {
+        self.settled.is_some_and(|settled| op <= settled)
+    }
+
+    pub(crate) fn get(&self, op: OpId) -> Option<&StreamOp> {
+        self.ops.binary_search_by_key(&op, |entry| entry.op).ok().map(|i| &self.ops[i])
+    }
+
+    /// The op that comes right before `op` in this stream.
+    pub(crate) fn before(&self, op: OpId) -> Option<OpId> {
+        match self.ops.partition_point(|entry| entry.op < op) {
+            0 => self.settled,
+            i => Some(self.ops[i - 1].op),
+        }
+    }
+
+    /// The unsettled ops, oldest first.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &StreamOp> {
+        self.ops.iter()
+    }
+
+    /// The unsettled ops after `after`, oldest first.
+    pub(crate) fn iter_after_mut(
+        &mut self,
+        after: Option<OpId>,
+    ) -> impl Iterator<Item = &mut StreamOp> {
+        self.ops.iter_mut().filter(move |entry| after.is_none_or(|after| entry.op > after))
+    }
+
+    /// The op that holds `position`.
+    pub(crate) fn at(&self, position: u64) -> Option<&StreamOp> {
+        let i = self.ops.partition_point(|entry| entry.end() <= position);
+        self.ops.get(i).filter(|entry| entry.base <= position)
+    }
+
+    /// The position of `window`, if it is one of this stream's unsettled windows.
+    pub(crate) fn position(&self, window: WindowId) -> Option<u64> {
+        let entry = self.get(window.op)?;
+        Some(entry.base + u64::from(entry.stripe.nth(window.index)?))
+    }
+
+    /// The first position that is not before `window`.
+    pub(crate) fn position_from(&self, window: WindowId) -> u64 {
+        let i = self.ops.partition_point(|entry| entry.op < window.op);
+        match self.ops.get(i) {
+            Some(entry) if entry.op == window.op => {
+                entry.base + u64::from(entry.stripe.before(window.index))
+            }
+            Some(entry) => entry.base,
+            None => self.end,
+        }
+    }
+
+    /// The window at `position`; past the end, the first of the op that has yet to come.
+    pub(crate) fn window(&self, position: u64) -> WindowId {
+        self.at(position).map_or_else(
+            || WindowId::new(OpId(self.last().map_or(0, |op| op.0.saturating_add(1))), 0),
+            |entry| entry.window(position),
+        )
+    }
+
+    /// Marks an op as failed. Returns whether it is one of this stream's.
+    pub(crate) fn fail(&mut self, op: OpId) -> bool {
+        let found = self.ops.binary_search_by_key(&op, |entry| entry.op);
+        found.is_ok_and(|i| {
+            self.ops[i].failed = true;
+            true
+        })
+    }
+
+    /// Drops the oldest op if all its positions lie before `position`.
+    pub(crate) fn settle_before(&mut self, position: u64) -> Option<StreamOp> {
+        self.ops.front().filter(|entry| entry.end() <= position)?;
+        let entry = self.ops.pop_front()?;
+        self.settled = Some(entry.op);
+        Some(entry)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::DType;
+
+    fn push(sequence: &mut Sequence, op: u32, windows: u32) -> u64 {
+        let descriptor = Descriptor::sum(1, DType::F32);
+        sequence.push(OpId(op), &descriptor, Stripe::new(OpId(op), windows, 0, 1))
+    }
+
+    #[test]
+    fn positions_run_on_over_ops() {
+        let mut sequence = Sequence::new(4);
+        assert_eq!(push(&mut sequence, 3, 5), 0);
+        assert_eq!(push(&mut sequence, 7, 2), 5);
+        let window = |op, index| WindowId::new(OpId(op), index);
+        assert_eq!(sequence.position(window(7, 1)), Some(6));
+        assert_eq!(sequence.position(window(7, 2)), None);
+        assert_eq!(sequence.window(6), window(7, 1));
+        assert_eq!(sequence.window(7), window(8, 0));
+        assert_eq!(sequence.position_from(window(4, 9)), 5);
+        assert_eq!(sequence.position_from(window(3, 2)), 2);
+        assert_eq!(sequence.position_from(window(9, 0)), 7);
+        assert_eq!(sequence.before(OpId(7)), Some(OpId(3)));
+    }
+
+    #[test]
+    fn ops_settle_in_order_once_they_are_passed() {
+        let mut sequence = Sequence::new(4);
+        push(&mut sequence, 0, 2);
+        push(&mut sequence, 1, 2);
+        assert!(sequence.settle_before(1).is_none());
+        assert_eq!(sequence.settle_before(3).map(|entry| entry.op), Some(OpId(0)));
+        assert!(sequence.settle_before(3).is_none());
+        assert!(sequence.is_settled(OpId(0)) && !sequence.is_settled(OpId(1)));
+        assert_eq!(sequence.before(OpId(1)), Some(OpId(0)));
+    }
+}

@@ -1,0 +1,281 @@
+//! The header that opens every datagram.
+
+use crate::error::Reject;
+use crate::ids::{Generation, JobId, OpId, Rank, WindowId};
+
+/// The protocol version of this build.
+pub const VERSION: u8 = 1;
+
+/// "RS", which opens every datagram.
+const MAGIC: [u8; 2] = *b"RS";
+
+/// What a datagram is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Kind {
+    /// Worker: a descriptor, and which windows of a stretch are non-zero.
+    Open = 1,
+    /// Worker: a fragment of a window's packed non-zero blocks.
+    Data = 2,
+    /// Worker: nothing but the acknowledgement in the header.
+    Ack = 3,
+    /// Either: what the sender lacks. From a worker also a probe: say what you wait for.
+    Ask = 4,
+    /// Aggregator: a fragment of a window's packed sums.
+    Result = 5,
+    /// Aggregator: nothing but the credit in the header.
+    Credit = 6,
+    /// Aggregator: the window waits for these ranks.
+    Wait = 7,
+    /// Aggregator: the op failed because the descriptors differ.
+    Fail = 8,
+    /// Aggregator: sent to the multicast group at join, to see who hears it.
+    Probe = 9,
+}
+
+impl Kind {
+    const ALL: [Self; 9] = [
+        Self::Open,
+        Self::Data,
+        Self::Ack,
+        Self::Ask,
+        Self::Result,
+        Self::Credit,
+        Self::Wait,
+        Self::Fail,
+        Self::Probe,
+    ];
+
+    fn from_code(code: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| *kind as u8 == code)
+    }
+}
+
+/// The flag bits of a header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Flags(u8);
+
+impl Flags {
+    /// No flag.
+    pub const NONE: Self = Self(0);
+    /// The datagram was asked for: it carries something that was sent before.
+    pub const AGAIN: Self = Self(1);
+    /// The sender has seen an ECN congestion mark from the receiver since it last said so.
+    pub const CONGESTED: Self = Self(2);
+
+    /// Both sets of flags.
+    #[must_use]
+    pub const fn with(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+
+    /// Whether all of `other`'s flags are set.
+    #[must_use]
+    pub const fn has(self, other: Self) -> bool {
+        self.0 & other.0 == other.0
+    }
+}
+
+/// The fixed header. Which fields a kind uses is in `docs/wire.md`; the others are zero.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Header {
+    /// What the datagram is.
+    pub kind: Kind,
+    /// The job.
+    pub job: JobId,
+    /// The job's life.
+    pub generation: Generation,
+    /// The sending rank, or [`Rank::AGGREGATOR`].
+    pub sender: Rank,
+    /// The lane of the stream.
+    pub lane: u8,
+    /// The shard of the stream.
+    pub shard: u8,
+    /// The window that the datagram is about.
+    pub window: WindowId,
+    /// From a worker: the first window it has no result for (all before are acknowledged).
+    /// From the aggregator: the lowest window that some rank has not acknowledged.
+    pub ack: WindowId,
+    /// The blocks that the window's payload holds.
+    pub mask: u64,
+    /// Result: the op's previous window with a result in this stream, or [`Header::NO_PREVIOUS`].
+    pub previous: u32,
+    /// Bytes of the body after the header.
+    pub length: u16,
+    /// The fragment's number within the window.
+    pub fragment: u8,
+    /// Flags.
+    pub flags: Flags,
+}
+
+impl Header {
+    /// Bytes of an encoded header.
+    pub const LEN: usize = 48;
+    /// Bytes that a fragment leaves free for the message authentication code of a later version.
+    pub const MAC_ROOM: usize = 16;
+    /// `previous` of the first result of an op.
+    pub const NO_PREVIOUS: u32 = u32::MAX;
+
+    /// Writes the header.
+    pub fn encode(&self, out: &mut [u8; Self::LEN]) {
+        out[0..2].copy_from_slice(&MAGIC);
+        out[2] = VERSION;
+        out[3] = self.kind as u8;
+        out[4..8].copy_from_slice(&self.job.0.to_be_bytes());
+        out[8..12].copy_from_slice(&self.generation.0.to_be_bytes());
+        out[12..14].copy_from_slice(&self.sender.0.to_be_bytes());
+        out[14] = self.lane;
+        out[15] = self.shard;
+        out[16..20].copy_from_slice(&self.window.op.0.to_be_bytes());
+        out[20..24].copy_from_slice(&self.window.index.to_be_bytes());
+        out[24..28].copy_from_slice(&self.ack.op.0.to_be_bytes());
+        out[28..32].copy_from_slice(&self.ack.index.to_be_bytes());
+        out[32..40].copy_from_slice(&self.mask.to_be_bytes());
+        out[40..44].copy_from_slice(&self.previous.to_be_bytes());
+        out[44..46].copy_from_slice(&self.length.to_be_bytes());
+        out[46] = self.fragment;
+        out[47] = self.flags.0;
+    }
+
+    /// Reads the header that opens `datagram`, and the body behind it.
+    ///
+    /// # Errors
+    /// The reason why the datagram is none of this protocol's.
+    pub fn decode(datagram: &[u8]) -> Result<(Self, &[u8]), Reject> {
+        // wire: W-1
+        let (bytes, body) = datagram.split_first_chunk::<48>().ok_or(Reject::Truncated)?;
+        // wire: W-2
+        if bytes[0..2] != MAGIC {
+            return Err(Reject::Magic);
+        }
+        // wire: W-3
+        if bytes[2] != VERSION {
+            return Err(Reject::Version);
+        }
+        // wire: W-4
+        let kind = Kind::from_code(bytes[3]).ok_or(Reject::Kind)?;
+        let u32_at = |at: usize| {
+            u32::from_be_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+        };
+        let header = Self {
+            kind,
+            job: JobId(u32_at(4)),
+            generation: Generation(u32_at(8)),
+            sender: Rank(u16::from_be_bytes([bytes[12], bytes[13]])),
+            lane: bytes[14],
+            shard: bytes[15],
+            window: WindowId::new(OpId(u32_at(16)), u32_at(20)),
+            ack: WindowId::new(OpId(u32_at(24)), u32_at(28)),
+            mask: (u64::from(u32_at(32)) << 32) | u64::from(u32_at(36)),
+            previous: u32_at(40),
+            length: u16::from_be_bytes([bytes[44], bytes[45]]),
+            fragment: bytes[46],
+            flags: Flags(bytes[47]),
+        };
+        // wire: W-5
+        if body.len() != usize::from(header.length) {
+            return Err(Reject::Truncated);
+        }
+        header.check_reserved()?;
+        Ok((header, body))
+    }
+
+    /// Rejects bits and fields that the kind does not use unless they are zero.
+    fn check_reserved(&self) -> Result<(), Reject> {
+        // wire: W-6
+        let windowed = matches!(self.kind, Kind::Data | Kind::Result);
+        let unused = (!windowed && (self.mask != 0 || self.fragment != 0))
+            || (self.kind != Kind::Result && self.previous != 0)
+            || self.flags.0 & !(Flags::AGAIN.0 | Flags::CONGESTED.0) != 0;
+        if unused { Err(Reject::Reserved) } else { Ok(()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::vec::Vec;
+
+    use super::*;
+
+    fn sample() -> Header {
+        Header {
+            kind: Kind::Result,
+            job: JobId(0x0102_0304),
+            generation: Generation(0x0506_0708),
+            sender: Rank::AGGREGATOR,
+            lane: 1,
+            shard: 2,
+            window: WindowId::new(OpId(0x1112_1314), 0x1516_1718),
+            ack: WindowId::new(OpId(0x2122_2324), 0x2526_2728),
+            mask: 0x3132_3334_3536_3738,
+            previous: 0x4142_4344,
+            length: 3,
+            fragment: 5,
+            flags: Flags::AGAIN,
+        }
+    }
+
+    fn encoded(header: &Header, body: &[u8]) -> Vec<u8> {
+        let mut out = [0xa5; Header::LEN];
+        header.encode(&mut out);
+        [&out[..], body].concat()
+    }
+
+    #[test]
+    fn golden_bytes() {
+        // wire: W-1, W-2, W-3, W-4
+        let golden = [
+            0x52, 0x53, 1, 5, 1, 2, 3, 4, 5, 6, 7, 8, 0xff, 0xff, 1, 2, // who
+            0x11, 0x12, 0x13, 0x14, 0x15, 0x16, 0x17, 0x18, // window
+            0x21, 0x22, 0x23, 0x24, 0x25, 0x26, 0x27, 0x28, // ack
+            0x31, 0x32, 0x33, 0x34, 0x35, 0x36, 0x37, 0x38, // mask
+            0x41, 0x42, 0x43, 0x44, 0, 3, 5, 1, // previous, length, fragment, flags
+            7, 8, 9,
+        ];
+        assert_eq!(encoded(&sample(), &[7, 8, 9]), golden);
+        assert_eq!(Header::decode(&golden), Ok((sample(), &[7u8, 8, 9][..])));
+    }
+
+    #[test]
+    fn every_truncation_is_rejected() {
+        // wire: W-1, W-5
+        let bytes = encoded(&sample(), &[7, 8, 9]);
+        for len in 0..bytes.len() {
+            assert_eq!(Header::decode(&bytes[..len]), Err(Reject::Truncated), "{len}");
+        }
+        let longer = encoded(&sample(), &[7, 8, 9, 10]);
+        assert_eq!(Header::decode(&longer), Err(Reject::Truncated));
+    }
+
+    #[test]
+    fn each_reserved_bit_is_rejected() {
+        // wire: W-6
+        let ack = Header { kind: Kind::Ack, mask: 0, previous: 0, fragment: 0, ..sample() };
+        assert!(Header::decode(&encoded(&ack, &[7, 8, 9])).is_ok());
+        for at in (32..44).chain([46]) {
+            let mut bytes = encoded(&ack, &[7, 8, 9]);
+            bytes[at] = 1;
+            assert_eq!(Header::decode(&bytes), Err(Reject::Reserved), "{at}");
+        }
+        let mut bytes = encoded(&sample(), &[7, 8, 9]);
+        bytes[47] = 4;
+        assert_eq!(Header::decode(&bytes), Err(Reject::Reserved));
+    }
+
+    #[test]
+    fn another_protocol_version_or_kind_is_rejected() {
+        // wire: W-2, W-3, W-4
+        for (at, value, reject) in [
+            (0, b'X', Reject::Magic),
+            (1, b'X', Reject::Magic),
+            (2, 0, Reject::Version),
+            (2, 2, Reject::Version),
+            (3, 0, Reject::Kind),
+            (3, 10, Reject::Kind),
+        ] {
+            let mut bytes = encoded(&sample(), &[7, 8, 9]);
+            bytes[at] = value;
+            assert_eq!(Header::decode(&bytes), Err(reject));
+        }
+    }
+}

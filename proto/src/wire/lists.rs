@@ -1,0 +1,211 @@
+//! The bodies that are lists: what is asked for, who is waited for, who disagrees.
+
+use super::{COUNT_LEN, read_u16, read_u32, read_u64};
+use crate::descriptor::Descriptor;
+use crate::error::Reject;
+use crate::ids::{OpId, Rank, WindowId};
+use crate::time::Span;
+
+/// One thing that the sender of an ask lacks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AskEntry {
+    /// The window.
+    pub window: WindowId,
+    /// The fragments of it that are missing. To a worker, 0 asks for its opens from the window
+    /// on; to the aggregator, 0 asks for every result from the window up to the next entry's.
+    pub fragments: u64,
+}
+
+/// The body of an ask, checked: a count and its entries.
+#[derive(Debug, Clone, Copy)]
+pub struct AskEntries<'a>(&'a [u8]);
+
+impl<'a> AskEntries<'a> {
+    /// Most entries of an ask; they fit a datagram at every MTU.
+    pub const MAX: usize = 64;
+    const ENTRY_LEN: usize = 16;
+
+    /// Reads the body of an ask.
+    ///
+    /// # Errors
+    /// [`Reject::Body`] when the length does not fit the count.
+    pub fn decode(body: &'a [u8]) -> Result<Self, Reject> {
+        // wire: W-17
+        let count = usize::from(read_u16(body, 0).ok_or(Reject::Body)?);
+        let entries = &body[COUNT_LEN..];
+        if count > Self::MAX || entries.len() != count * Self::ENTRY_LEN {
+            return Err(Reject::Body);
+        }
+        Ok(Self(entries))
+    }
+
+    /// The entries, in the order in which they were written.
+    pub fn iter(&self) -> impl Iterator<Item = AskEntry> + use<'a> {
+        self.0.chunks_exact(Self::ENTRY_LEN).filter_map(|entry| {
+            let window = WindowId::new(OpId(read_u32(entry, 0)?), read_u32(entry, 4)?);
+            Some(AskEntry { window, fragments: read_u64(entry, 8)? })
+        })
+    }
+
+    /// Writes the body of an ask into `out` and returns its length; entries that do not fit are
+    /// left off.
+    pub fn encode(entries: impl Iterator<Item = AskEntry>, out: &mut [u8]) -> usize {
+        let Some((head, rest)) = out.split_at_mut_checked(COUNT_LEN) else { return 0 };
+        let mut count = 0u16;
+        for (entry, place) in entries.take(Self::MAX).zip(rest.chunks_exact_mut(Self::ENTRY_LEN))
+        {
+            place[0..4].copy_from_slice(&entry.window.op.0.to_be_bytes());
+            place[4..8].copy_from_slice(&entry.window.index.to_be_bytes());
+            place[8..16].copy_from_slice(&entry.fragments.to_be_bytes());
+            count += 1;
+        }
+        head.copy_from_slice(&count.to_be_bytes());
+        COUNT_LEN + usize::from(count) * Self::ENTRY_LEN
+    }
+}
+
+/// The body of a wait, checked: the ranks that the window waits for.
+#[derive(Debug, Clone, Copy)]
+pub struct MissingRanks<'a>(&'a [u8]);
+
+impl<'a> MissingRanks<'a> {
+    /// Most ranks that a wait names; they fit a datagram at every MTU.
+    pub const MAX: usize = 128;
+    const ENTRY_LEN: usize = 6;
+
+    /// Reads the body of a wait.
+    ///
+    /// # Errors
+    /// [`Reject::Body`] when the length does not fit the count.
+    pub fn decode(body: &'a [u8]) -> Result<Self, Reject> {
+        // wire: W-18
+        let count = usize::from(read_u16(body, 0).ok_or(Reject::Body)?);
+        let entries = &body[COUNT_LEN..];
+        if count > Self::MAX || entries.len() != count * Self::ENTRY_LEN {
+            return Err(Reject::Body);
+        }
+        Ok(Self(entries))
+    }
+
+    /// The ranks, and how long each had been silent.
+    pub fn iter(&self) -> impl Iterator<Item = (Rank, Span)> + use<'a> {
+        self.0.chunks_exact(Self::ENTRY_LEN).filter_map(|entry| {
+            let silent = Span::from_millis(u64::from(read_u32(entry, 2)?));
+            Some((Rank(read_u16(entry, 0)?), silent))
+        })
+    }
+
+    /// Writes the body of a wait into `out` and returns its length; ranks that do not fit are
+    /// left off.
+    pub fn encode(ranks: impl Iterator<Item = (Rank, Span)>, out: &mut [u8]) -> usize {
+        let Some((head, rest)) = out.split_at_mut_checked(COUNT_LEN) else { return 0 };
+        let mut count = 0u16;
+        for ((rank, silent), place) in
+            ranks.take(Self::MAX).zip(rest.chunks_exact_mut(Self::ENTRY_LEN))
+        {
+            let millis = u32::try_from(silent.as_millis()).unwrap_or(u32::MAX);
+            place[0..2].copy_from_slice(&rank.0.to_be_bytes());
+            place[2..6].copy_from_slice(&millis.to_be_bytes());
+            count += 1;
+        }
+        head.copy_from_slice(&count.to_be_bytes());
+        COUNT_LEN + usize::from(count) * Self::ENTRY_LEN
+    }
+}
+
+/// The body of a fail: two ranks whose descriptors differ.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Disagreement {
+    /// One rank and its descriptor.
+    pub one: (Rank, Descriptor),
+    /// Another rank and its descriptor.
+    pub other: (Rank, Descriptor),
+}
+
+impl Disagreement {
+    /// Bytes of the body.
+    pub const LEN: usize = 2 * (2 + Descriptor::LEN);
+
+    /// Writes the body.
+    pub fn encode(&self, out: &mut [u8; Self::LEN]) {
+        for ((rank, descriptor), half) in
+            [self.one, self.other].iter().zip(out.chunks_exact_mut(Self::LEN / 2))
+        {
+            half[..2].copy_from_slice(&rank.0.to_be_bytes());
+            if let Some(place) = half[2..].first_chunk_mut() {
+                descriptor.encode(place);
+            }
+        }
+    }
+
+    /// Reads the body of a fail.
+    ///
+    /// # Errors
+    /// The reason why it is none.
+    pub fn decode(body: &[u8]) -> Result<Self, Reject> {
+        // wire: W-19
+        let body: &[u8; Self::LEN] = body.try_into().map_err(|_| Reject::Body)?;
+        let half = |at: usize| {
+            let rank = Rank(read_u16(body, at).ok_or(Reject::Body)?);
+            let descriptor = body[at + 2..].first_chunk().ok_or(Reject::Body)?;
+            Ok((rank, Descriptor::decode(descriptor)?))
+        };
+        Ok(Self { one: half(0)?, other: half(Self::LEN / 2)? })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::vec::Vec;
+
+    use super::*;
+    use crate::dtype::DType;
+
+    #[test]
+    fn asks_round_trip_and_truncations_are_rejected() {
+        // wire: W-17
+        let entries =
+            [(1, 2, 3), (4, 5, u64::MAX), (6, 7, 0)].map(|(op, index, fragments)| AskEntry {
+                window: WindowId::new(OpId(op), index),
+                fragments,
+            });
+        let mut out = [0xa5; 128];
+        let len = AskEntries::encode(entries.into_iter(), &mut out);
+        assert_eq!(len, 2 + 3 * 16);
+        let read = AskEntries::decode(&out[..len]).unwrap();
+        assert_eq!(read.iter().collect::<Vec<_>>(), entries);
+        for short in 0..len {
+            assert!(AskEntries::decode(&out[..short]).is_err());
+        }
+        let many = core::iter::repeat_n(entries[0], 100);
+        assert_eq!(AskEntries::encode(many, &mut [0; 4096]), 2 + 64 * 16);
+    }
+
+    #[test]
+    fn waits_round_trip_and_truncations_are_rejected() {
+        // wire: W-18
+        let ranks = [(Rank(3), Span::from_millis(250)), (Rank(9), Span::ZERO)];
+        let mut out = [0xa5; 64];
+        let len = MissingRanks::encode(ranks.into_iter(), &mut out);
+        let read = MissingRanks::decode(&out[..len]).unwrap();
+        assert_eq!(read.iter().collect::<Vec<_>>(), ranks);
+        for short in 0..len {
+            assert!(MissingRanks::decode(&out[..short]).is_err());
+        }
+    }
+
+    #[test]
+    fn disagreements_round_trip_and_truncations_are_rejected() {
+        // wire: W-19
+        let disagreement = Disagreement {
+            one: (Rank(0), Descriptor::sum(10, DType::F32)),
+            other: (Rank(3), Descriptor::sum(11, DType::Bf16)),
+        };
+        let mut out = [0xa5; Disagreement::LEN];
+        disagreement.encode(&mut out);
+        assert_eq!(Disagreement::decode(&out), Ok(disagreement));
+        for short in 0..out.len() {
+            assert_eq!(Disagreement::decode(&out[..short]), Err(Reject::Body));
+        }
+    }
+}

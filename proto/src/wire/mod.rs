@@ -1,0 +1,31 @@
+//! The wire layout. `docs/wire.md` is its specification; `W-n` marks its numbered MUSTs.
+//!
+//! Headers and bodies are big-endian; tensor elements are little-endian, as they lie in memory.
+//! Decoding checks every length before it reads and never panics: what it returns is valid in
+//! itself, and the state machines check only what depends on their state.
+
+mod header;
+mod lists;
+mod open;
+
+pub use header::{Flags, Header, Kind, VERSION};
+pub use lists::{AskEntries, AskEntry, Disagreement, MissingRanks};
+pub use open::{Open, OpenEncoder};
+
+/// Bytes of a list that starts with a `u16` count.
+const COUNT_LEN: usize = 2;
+
+/// Reads a big-endian `u16` at `at`.
+fn read_u16(bytes: &[u8], at: usize) -> Option<u16> {
+    Some(u16::from_be_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
+}
+
+/// Reads a big-endian `u32` at `at`.
+fn read_u32(bytes: &[u8], at: usize) -> Option<u32> {
+    Some(u32::from_be_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
+}
+
+/// Reads a big-endian `u64` at `at`.
+fn read_u64(bytes: &[u8], at: usize) -> Option<u64> {
+    Some(u64::from_be_bytes(bytes.get(at..at + 8)?.try_into().ok()?))
+}

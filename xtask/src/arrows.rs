@@ -1,0 +1,178 @@
+//! Which crate may import which: the arrows between the rooms, over `cargo metadata`.
+//!
+//! Dependencies of every kind count, those of tests and build scripts too. The sans-IO crates
+//! are also kept from the packages that would give them a socket, a clock or the system's
+//! randomness.
+
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use cargo_metadata::{DependencyKind, MetadataCommand};
+
+/// What a crate may import of ours.
+#[derive(Debug, Clone, Copy)]
+enum MayImport {
+    Any,
+    Only(&'static [&'static str]),
+}
+
+/// The table of ARCHITECTURE.md. A crate without a row is a mistake.
+const ARROWS: [(&str, MayImport); 9] = [
+    ("racksum-proto", MayImport::Only(&[])),
+    ("racksum-net", MayImport::Only(&["racksum-proto"])),
+    ("racksum-aggregator", MayImport::Only(&["racksum-proto", "racksum-net"])),
+    ("racksum-worker", MayImport::Only(&["racksum-proto", "racksum-net"])),
+    ("racksum-sim", MayImport::Only(&["racksum-proto"])),
+    (
+        "racksum-cli",
+        MayImport::Only(&[
+            "racksum-proto",
+            "racksum-net",
+            "racksum-aggregator",
+            "racksum-worker",
+            "racksum-sim",
+        ]),
+    ),
+    ("racksum-benches", MayImport::Any),
+    ("racksum-tests", MayImport::Any),
+    ("racksum-xtask", MayImport::Only(&[])),
+];
+
+/// The crates that own no socket, clock, thread or randomness (invariant I8).
+const SANS_IO: [&str; 2] = ["racksum-proto", "racksum-sim"];
+
+/// The packages a sans-IO crate does without, outside its tests.
+const IO_PACKAGES: [&str; 8] =
+    ["getrandom", "libc", "mio", "quinn", "quinn-udp", "rustix", "socket2", "tokio"];
+
+/// A dependency of one of our crates.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Edge {
+    from: String,
+    to: String,
+    only_in_tests: bool,
+}
+
+/// Our crates and everything they name as a dependency.
+#[derive(Debug, Default)]
+pub(crate) struct Graph {
+    crates: Vec<String>,
+    edges: Vec<Edge>,
+}
+
+impl Graph {
+    /// Reads the workspace at `root`; needs no network.
+    pub(crate) fn load(root: &Path) -> Result<Self> {
+        let metadata = MetadataCommand::new()
+            .current_dir(root)
+            .no_deps()
+            .exec()
+            .context("cannot read cargo metadata")?;
+        let mut graph = Self::default();
+        for package in metadata.workspace_packages() {
+            graph.crates.push(package.name.to_string());
+            graph.edges.extend(package.dependencies.iter().map(|dependency| Edge {
+                from: package.name.to_string(),
+                to: dependency.name.clone(),
+                only_in_tests: dependency.kind == DependencyKind::Development,
+            }));
+        }
+        Ok(graph)
+    }
+
+    /// One sentence for each arrow that is not in the table.
+    pub(crate) fn problems(&self) -> Vec<String> {
+        let mut problems = Vec::new();
+        for name in &self.crates {
+            let Some((_, may_import)) = ARROWS.iter().find(|(row, _)| row == name) else {
+                problems.push(format!("{name} has no row in xtask/src/arrows.rs"));
+                continue;
+            };
+            for edge in self.edges.iter().filter(|edge| edge.from == *name) {
+                if self.crates.contains(&edge.to) && !may_import.allows(&edge.to) {
+                    problems.push(format!("{name} may not import {}", edge.to));
+                }
+                if SANS_IO.contains(&name.as_str())
+                    && IO_PACKAGES.contains(&edge.to.as_str())
+                    && !edge.only_in_tests
+                {
+                    problems.push(format!("{name} is sans-IO and may not import {}", edge.to));
+                }
+            }
+        }
+        problems
+    }
+}
+
+impl MayImport {
+    fn allows(self, name: &str) -> bool {
+        match self {
+            Self::Any => true,
+            Self::Only(names) => names.contains(&name),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn graph(edges: &[(&str, &str, bool)]) -> Graph {
+        let mut graph = Graph::default();
+        for &(from, to, only_in_tests) in edges {
+            for name in [from, to] {
+                if name.starts_with("racksum-") && !graph.crates.iter().any(|have| have == name) {
+                    graph.crates.push(name.to_owned());
+                }
+            }
+            graph.edges.push(Edge { from: from.to_owned(), to: to.to_owned(), only_in_tests });
+        }
+        graph
+    }
+
+    #[test]
+    fn import_arrows_hold() {
+        let graph = Graph::load(crate::root()).unwrap();
+        assert!(graph.crates.iter().any(|name| name == "racksum-xtask"));
+        assert!(graph.edges.iter().any(|edge| edge.from == "racksum-net"));
+        assert_eq!(graph.problems(), [""; 0]);
+    }
+
+    #[test]
+    fn arrows_in_the_table_are_no_problem() {
+        let graph = graph(&[
+            ("racksum-worker", "racksum-net", false),
+            ("racksum-worker", "tokio", false),
+            ("racksum-tests", "racksum-aggregator", true),
+            ("racksum-proto", "tokio", true),
+        ]);
+        assert_eq!(graph.problems(), [""; 0]);
+    }
+
+    #[test]
+    fn a_forbidden_arrow_is_a_problem_even_in_tests() {
+        let graph = graph(&[
+            ("racksum-worker", "racksum-aggregator", true),
+            ("racksum-proto", "racksum-net", false),
+        ]);
+        assert_eq!(
+            graph.problems(),
+            [
+                "racksum-worker may not import racksum-aggregator",
+                "racksum-proto may not import racksum-net",
+            ]
+        );
+    }
+
+    #[test]
+    fn a_sans_io_crate_may_not_import_io() {
+        let graph = graph(&[("racksum-sim", "tokio", false)]);
+        assert_eq!(graph.problems(), ["racksum-sim is sans-IO and may not import tokio"]);
+    }
+
+    #[test]
+    fn a_crate_without_a_row_is_a_problem() {
+        let graph = graph(&[("racksum-new", "serde", false)]);
+        assert_eq!(graph.problems(), ["racksum-new has no row in xtask/src/arrows.rs"]);
+    }
+}

@@ -1,0 +1,84 @@
+//! The project's chores behind one command: `cargo xtask test` is what a developer runs and what
+//! CI runs.
+//!
+//! Read [`steps`] for the steps of a test run and [`tidy`] for the rules that neither rustfmt nor
+//! clippy holds. A new chore is a module here and a variant of [`Chore`]; a new step of the test
+//! run is a variant of [`steps::Step`].
+
+mod arrows;
+mod machine;
+mod shell;
+mod source;
+mod steps;
+mod tidy;
+mod wire;
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Args, Parser, Subcommand};
+
+use crate::steps::Step;
+
+/// The project's chores.
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", version)]
+struct Cli {
+    #[command(subcommand)]
+    chore: Chore,
+}
+
+/// One chore.
+#[derive(Debug, Subcommand)]
+enum Chore {
+    /// Set the machine up, then lint, document, test, simulate and try the benches.
+    Test(TestArgs),
+    /// What CI runs: the same as `test`.
+    Ci(TestArgs),
+    /// Check the rules that neither rustfmt nor clippy holds.
+    Tidy,
+}
+
+/// Which part of the test run to do.
+#[derive(Debug, Args)]
+struct TestArgs {
+    /// Run this step alone; may be given more than once.
+    #[arg(long, value_name = "STEP")]
+    only: Vec<Step>,
+    /// Run the remaining steps after one has failed.
+    #[arg(long)]
+    keep_going: bool,
+}
+
+/// The workspace root: the folder that holds this crate.
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask is a folder of the workspace")
+}
+
+fn run(chore: &Chore) -> Result<ExitCode> {
+    let passed = match chore {
+        Chore::Test(args) | Chore::Ci(args) => steps::run(root(), &args.only, args.keep_going),
+        Chore::Tidy => tidy::report(root())?,
+    };
+    Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn main() -> ExitCode {
+    run(&Cli::parse().chore).unwrap_or_else(|error| {
+        eprintln!("error: {error:#}");
+        ExitCode::FAILURE
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::Cli;
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
+}

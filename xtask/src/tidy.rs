@@ -1,0 +1,386 @@
+//! The rules that neither rustfmt nor clippy holds, over every Rust file of ours.
+//!
+//! Each rule is a function from a file (or the whole tree) to problems; a new rule is one more
+//! function and a row in [`FILE_RULES`].
+
+use std::ffi::OsStr;
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use crate::arrows::Graph;
+use crate::source::{Source, has_word, is_in};
+use crate::wire;
+
+/// One broken rule at one place.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Problem {
+    path: PathBuf,
+    line: Option<usize>,
+    rule: &'static str,
+    message: String,
+}
+
+impl Problem {
+    /// A problem with `path`, at `line` (from 1) if it has one.
+    pub(crate) fn new(
+        path: impl AsRef<Path>,
+        line: Option<usize>,
+        rule: &'static str,
+        message: impl Into<String>,
+    ) -> Self {
+        Self { path: path.as_ref().to_owned(), line, rule, message: message.into() }
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.path.display())?;
+        if let Some(line) = self.line {
+            write!(f, ":{line}")?;
+        }
+        write!(f, ": [{}] {}", self.rule, self.message)
+    }
+}
+
+/// What a look over the tree found.
+#[derive(Debug, Default)]
+pub(crate) struct Findings {
+    /// Broken rules.
+    pub(crate) problems: Vec<Problem>,
+    /// What is about to break one.
+    pub(crate) warnings: Vec<Problem>,
+    /// Rules that were not applied, and why.
+    pub(crate) skipped: Vec<String>,
+    /// How many files were looked at.
+    pub(crate) files: usize,
+}
+
+/// Checks the tree at `root` and prints what it found; `true` when no rule is broken.
+pub(crate) fn report(root: &Path) -> Result<bool> {
+    let findings = check(root)?;
+    for warning in &findings.warnings {
+        println!("warning: {warning}");
+    }
+    for problem in &findings.problems {
+        println!("error: {problem}");
+    }
+    for skipped in &findings.skipped {
+        println!("skipped: {skipped}");
+    }
+    println!(
+        "tidy: {} files, {} errors, {} warnings",
+        findings.files,
+        findings.problems.len(),
+        findings.warnings.len()
+    );
+    Ok(findings.problems.is_empty())
+}
+
+/// Applies every rule to the tree at `root`.
+pub(crate) fn check(root: &Path) -> Result<Findings> {
+    let sources = sources(root)?;
+    let mut findings = Findings { files: sources.len(), ..Findings::default() };
+    for source in &sources {
+        for rule in FILE_RULES {
+            findings.problems.extend(rule(source));
+        }
+        match file_length(source) {
+            Some(Length::NearLimit(warning)) => findings.warnings.push(warning),
+            Some(Length::OverLimit(problem)) => findings.problems.push(problem),
+            None => {}
+        }
+    }
+    let spec = root.join(wire::SPEC);
+    if spec.exists() {
+        let spec = read(&spec)?;
+        findings.problems.extend(wire::check(&spec, &sources));
+    } else {
+        findings.skipped.push(format!("wire: there is no {} yet", wire::SPEC));
+    }
+    findings.problems.extend(shared_clippy_keys(root)?);
+    let arrows = Graph::load(root)?.problems().into_iter();
+    findings
+        .problems
+        .extend(arrows.map(|message| Problem::new("Cargo.toml", None, "arrows", message)));
+    Ok(findings)
+}
+
+/// The rules that look at one file.
+const FILE_RULES: [fn(&Source) -> Vec<Problem>; 4] =
+    [line_length, module_doc, leftovers, unsafe_place];
+
+/// The width rustfmt.toml sets, held for comments and strings too.
+const MAX_WIDTH: usize = 100;
+
+/// Lines a file may have before it should be split.
+const MAX_LINES: usize = 600;
+
+/// Lines a file may have at all: room to finish a change before splitting.
+const HARD_MAX_LINES: usize = 700;
+
+/// The rooms that may hold unsafe code, behind safe types.
+const UNSAFE_ROOMS: [&str; 5] =
+    ["net", "aggregator/src/kernel", "worker/src/kernel", "worker/src/shm", "worker/src/tensor"];
+
+/// Marks of unfinished work in a comment, split so that this file does not hold them.
+const COMMENT_MARKS: [&str; 4] =
+    [concat!("FIX", "ME"), concat!("TO", "DO"), concat!("XX", "X"), concat!("HA", "CK")];
+
+/// Macros of unfinished work.
+const MACRO_MARKS: [&str; 3] = ["dbg", "todo", "unimplemented"];
+
+fn line_length(source: &Source) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    for (index, line) in source.text.lines().enumerate() {
+        let width = line.chars().count();
+        // An address cannot be broken.
+        if width > MAX_WIDTH && !line.contains("://") && !source.is_generated() {
+            let message = format!("the line is {width} wide, over {MAX_WIDTH}");
+            problems.push(Problem::new(&source.path, Some(index + 1), "line-length", message));
+        }
+    }
+    problems
+}
+
+fn module_doc(source: &Source) -> Vec<Problem> {
+    let exempt = source.is_test_file()
+        || source.is_generated()
+        || source.path.file_name() == Some(OsStr::new("build.rs"));
+    if exempt || source.text.starts_with("//!") {
+        return Vec::new();
+    }
+    let message = "the file does not open with a `//!` that says why it exists";
+    vec![Problem::new(&source.path, Some(1), "module-doc", message)]
+}
+
+fn leftovers(source: &Source) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    for (index, line) in source.lines.iter().enumerate() {
+        let comment = COMMENT_MARKS.iter().filter(|mark| has_word(&line.comment, mark));
+        let code = MACRO_MARKS
+            .iter()
+            .filter(|mark| has_word(&line.code, mark) && line.code.contains(&format!("{mark}!")));
+        for mark in comment.chain(code) {
+            let message = format!("{mark} is left over");
+            problems.push(Problem::new(&source.path, Some(index + 1), "leftover", message));
+        }
+    }
+    problems
+}
+
+fn unsafe_place(source: &Source) -> Vec<Problem> {
+    if UNSAFE_ROOMS.iter().any(|room| is_in(&source.path, room)) {
+        return Vec::new();
+    }
+    let lines = source.lines.iter().enumerate();
+    lines
+        .filter(|(_, line)| has_word(&line.code, "unsafe"))
+        .map(|(index, _)| {
+            let message = format!("unsafe code belongs in {}", UNSAFE_ROOMS.join(", "));
+            Problem::new(&source.path, Some(index + 1), "unsafe", message)
+        })
+        .collect()
+}
+
+/// A file near the limit on its length, or over it.
+#[derive(Debug, PartialEq, Eq)]
+enum Length {
+    NearLimit(Problem),
+    OverLimit(Problem),
+}
+
+fn file_length(source: &Source) -> Option<Length> {
+    let count = source.lines.len();
+    if count <= MAX_LINES || source.is_generated() {
+        return None;
+    }
+    let message = format!("the file has {count} lines; split it near {MAX_LINES}");
+    let problem = Problem::new(&source.path, None, "file-length", message);
+    Some(if count > HARD_MAX_LINES {
+        Length::OverLimit(problem)
+    } else {
+        Length::NearLimit(problem)
+    })
+}
+
+/// A crate's own clippy.toml replaces the root one, so what both need must be the same in both.
+fn shared_clippy_keys(root: &Path) -> Result<Vec<Problem>> {
+    let shared = |text: &str| -> Vec<String> {
+        text.lines().filter(|line| line.starts_with("allow-")).map(str::to_owned).collect()
+    };
+    let of_root = shared(&read(&root.join("clippy.toml"))?);
+    let mut problems = Vec::new();
+    for room in rooms(root)? {
+        let path = room.join("clippy.toml");
+        if path.exists() && shared(&read(&path)?) != of_root {
+            let path = path.strip_prefix(root)?;
+            let message = "the `allow-` keys differ from those of the root clippy.toml";
+            problems.push(Problem::new(path, None, "clippy-keys", message));
+        }
+    }
+    Ok(problems)
+}
+
+/// Every Rust file below the rooms of `root`, in order of path.
+fn sources(root: &Path) -> Result<Vec<Source>> {
+    let mut paths = Vec::new();
+    for room in rooms(root)? {
+        rust_files(&room, &mut paths)?;
+    }
+    paths.sort();
+    paths.into_iter().map(|path| Ok(Source::new(path.strip_prefix(root)?, read(&path)?))).collect()
+}
+
+/// The folders of `root` that hold source: neither hidden nor build output.
+fn rooms(root: &Path) -> Result<Vec<PathBuf>> {
+    let mut rooms: Vec<_> = entries(root)?.into_iter().filter(|path| path.is_dir()).collect();
+    rooms.sort();
+    Ok(rooms)
+}
+
+fn rust_files(dir: &Path, found: &mut Vec<PathBuf>) -> Result<()> {
+    for path in entries(dir)? {
+        if path.is_dir() {
+            rust_files(&path, found)?;
+        } else if path.extension() == Some(OsStr::new("rs")) {
+            found.push(path);
+        }
+    }
+    Ok(())
+}
+
+/// What is in `dir` and ours: no links, nothing hidden, no build output.
+fn entries(dir: &Path) -> Result<Vec<PathBuf>> {
+    let mut paths = Vec::new();
+    let context = || format!("cannot list {}", dir.display());
+    for entry in fs::read_dir(dir).with_context(context)? {
+        let entry = entry.with_context(context)?;
+        let name = entry.file_name();
+        let is_hidden = name.as_encoded_bytes().starts_with(b".");
+        let is_link = entry.file_type().with_context(context)?.is_symlink();
+        if !is_hidden && !is_link && name != "target" {
+            paths.push(entry.path());
+        }
+    }
+    Ok(paths)
+}
+
+fn read(path: &Path) -> Result<String> {
+    fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rules(problems: &[Problem]) -> Vec<(Option<usize>, &'static str)> {
+        problems.iter().map(|problem| (problem.line, problem.rule)).collect()
+    }
+
+    #[test]
+    fn a_long_line_is_a_problem_unless_it_holds_an_address() {
+        let text = format!("//! D.\n// {}\n// https://{}\n", "é".repeat(98), "a".repeat(100));
+        assert_eq!(
+            rules(&line_length(&Source::new("a/src/a.rs", text))),
+            [(Some(2), "line-length")]
+        );
+        let fits = format!("// {}\n", "é".repeat(97));
+        assert_eq!(line_length(&Source::new("a/src/a.rs", fits)), []);
+    }
+
+    #[test]
+    fn a_file_without_a_module_doc_is_a_problem() {
+        for text in ["use a;\n", "\n//! D.\n", "/// D.\n", "// D.\n//! D.\n", ""] {
+            let problems = module_doc(&Source::new("a/src/a.rs", text));
+            assert_eq!(rules(&problems), [(Some(1), "module-doc")], "{text}");
+        }
+        assert_eq!(module_doc(&Source::new("a/src/a.rs", "//! D.\n")), []);
+        for path in ["a/build.rs", "a/src/b/tests.rs", "a/tests/b.rs"] {
+            assert_eq!(module_doc(&Source::new(path, "use a;\n")), [], "{path}");
+        }
+    }
+
+    #[test]
+    fn unfinished_work_is_a_problem() {
+        for mark in COMMENT_MARKS {
+            let text = format!("//! D.\nfn a() {{}} // {mark}: later\n");
+            let problems = leftovers(&Source::new("a/src/a.rs", text));
+            assert_eq!(rules(&problems), [(Some(2), "leftover")], "{mark}");
+        }
+        for mark in MACRO_MARKS {
+            let text = format!("fn a() {{\n    {mark}!();\n}}\n");
+            let problems = leftovers(&Source::new("a/tests/a.rs", text));
+            assert_eq!(rules(&problems), [(Some(2), "leftover")], "{mark}");
+        }
+        let fine = "// a list of dbg names\nlet todo = !dbg(\"todo!\"); // METHOD\n";
+        assert_eq!(leftovers(&Source::new("a/src/a.rs", fine)), []);
+    }
+
+    #[test]
+    fn unsafe_outside_its_rooms_is_a_problem() {
+        let text = "//! Not unsafe.\n#![forbid(unsafe_code)]\nunsafe fn a() {}\n";
+        for path in ["proto/src/a.rs", "worker/src/lib.rs", "aggregator/src/kernels.rs"] {
+            let problems = unsafe_place(&Source::new(path, text));
+            assert_eq!(rules(&problems), [(Some(3), "unsafe")], "{path}");
+        }
+        for path in ["net/src/gso.rs", "worker/src/shm.rs", "aggregator/src/kernel/avx2.rs"] {
+            assert_eq!(unsafe_place(&Source::new(path, text)), [], "{path}");
+        }
+    }
+
+    #[test]
+    fn a_long_file_is_a_warning_and_then_a_problem() {
+        let of = |lines: usize| file_length(&Source::new("a/src/a.rs", "//! D.\n".repeat(lines)));
+        assert_eq!(of(MAX_LINES), None);
+        assert!(matches!(of(MAX_LINES + 1), Some(Length::NearLimit(_))));
+        assert!(matches!(of(HARD_MAX_LINES), Some(Length::NearLimit(_))));
+        assert!(matches!(of(HARD_MAX_LINES + 1), Some(Length::OverLimit(_))));
+        let generated = format!("// @generated by x\n{}", "// l\n".repeat(2 * HARD_MAX_LINES));
+        assert_eq!(file_length(&Source::new("a/src/a.rs", generated)), None);
+    }
+
+    /// A workspace of one crate that breaks `rule` nowhere but in `text`.
+    fn workspace(text: &str) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        let put = |path: &str, text: &str| {
+            let path = dir.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        put("Cargo.toml", "[workspace]\nresolver = \"3\"\nmembers = [\"proto\"]\n");
+        put("proto/Cargo.toml", "[package]\nname = \"racksum-proto\"\nedition = \"2024\"\n");
+        put("proto/src/lib.rs", text);
+        put("target/debug/out.rs", "unsafe fn built() {}");
+        put(".venv/hidden.rs", "unsafe fn hidden() {}");
+        put("clippy.toml", "allow-unwrap-in-tests = true\n");
+        dir
+    }
+
+    #[test]
+    fn a_tidy_tree_passes_and_what_is_not_ours_is_not_read() {
+        let dir = workspace("//! D.\n");
+        let findings = check(dir.path()).unwrap();
+        assert_eq!(findings.problems, []);
+        assert_eq!(findings.files, 1);
+        assert_eq!(findings.skipped, ["wire: there is no docs/wire.md yet"]);
+        assert!(report(dir.path()).unwrap());
+    }
+
+    #[test]
+    fn every_kind_of_rule_is_applied_to_the_tree() {
+        let dir = workspace("unsafe fn a() {}\n");
+        fs::create_dir(dir.path().join("docs")).unwrap();
+        fs::write(dir.path().join("docs/wire.md"), "W-1 MUST\n").unwrap();
+        fs::write(dir.path().join("proto/clippy.toml"), "").unwrap();
+        let manifest = "[package]\nname = \"racksum-odd\"\nedition = \"2024\"\n";
+        fs::write(dir.path().join("proto/Cargo.toml"), manifest).unwrap();
+        let mut found: Vec<_> =
+            check(dir.path()).unwrap().problems.iter().map(|problem| problem.rule).collect();
+        found.dedup();
+        assert_eq!(found, ["module-doc", "unsafe", "wire", "clippy-keys", "arrows"]);
+        assert!(!report(dir.path()).unwrap());
+    }
+}
