@@ -112,6 +112,75 @@ impl Geometry {
         }
         (count - 1) * full + self.wire.block_len(self.block_elements_of(index, last))
     }
+
+    /// The wire type.
+    #[must_use]
+    pub const fn wire(&self) -> WireType {
+        self.wire
+    }
+
+    /// The blocks in `mask` of window `index`, in order: where each lies in the tensor and in
+    /// the packed payload.
+    pub fn packed(&self, index: u32, mask: u64) -> impl Iterator<Item = Packed> + use<> {
+        let geometry = *self;
+        let first = self.elements_of(index).start;
+        let mut rest = mask;
+        let mut offset = 0;
+        core::iter::from_fn(move || {
+            if rest == 0 {
+                return None;
+            }
+            let block = rest.trailing_zeros() as usize;
+            rest &= rest - 1;
+            let elements = geometry.block_elements_of(index, block);
+            let element = first + (block * geometry.block_elements) as u64;
+            let packed = Packed { element, elements, offset };
+            offset += geometry.wire.block_len(elements);
+            Some(packed)
+        })
+    }
+
+    /// The stretches of the tensor that the bytes `range` of window `index`'s packed payload
+    /// hold, in order; neighbouring blocks are one stretch. For wire types without a scale, and
+    /// ranges that split no element.
+    pub fn stretches(
+        &self,
+        index: u32,
+        mask: u64,
+        range: Range<usize>,
+    ) -> impl Iterator<Item = Packed> + use<> {
+        let size = self.wire.element_size();
+        let mut blocks = self.packed(index, mask).peekable();
+        core::iter::from_fn(move || {
+            let mut stretch = blocks.next()?;
+            while let Some(next) =
+                blocks.next_if(|next| next.element == stretch.element + stretch.elements as u64)
+            {
+                stretch.elements += next.elements;
+            }
+            Some(stretch)
+        })
+        .filter_map(move |stretch| {
+            let start = stretch.offset.max(range.start);
+            let end = (stretch.offset + stretch.elements * size).min(range.end);
+            (start < end).then(|| Packed {
+                element: stretch.element + ((start - stretch.offset) / size) as u64,
+                elements: (end - start) / size,
+                offset: start - range.start,
+            })
+        })
+    }
+}
+
+/// A stretch of elements and where it lies among packed bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Packed {
+    /// The first element, as a place in the tensor.
+    pub element: u64,
+    /// How many elements.
+    pub elements: usize,
+    /// Bytes before it.
+    pub offset: usize,
 }
 
 /// Which windows of an op a shard has: window `i` of op `o` lives on shard `(i + o) mod shards`,
@@ -256,6 +325,17 @@ mod tests {
         let geometry = f32s(0);
         assert_eq!((geometry.windows(), geometry.blocks_of(0)), (1, 0));
         assert_eq!(geometry.full_mask(0), 0);
+    }
+
+    #[test]
+    fn packed_blocks_lie_one_after_the_other() {
+        let geometry = f32s(60 * 256 + 256 * 3 + 10);
+        let packed: Vec<_> = geometry.packed(1, 0b1101).collect();
+        let base = 60 * 256u64;
+        let at = |element, elements, offset| Packed { element: base + element, elements, offset };
+        assert_eq!(packed, [at(0, 256, 0), at(512, 256, 1024), at(768, 10, 2048)]);
+        let stretches: Vec<_> = geometry.stretches(1, 0b1101, 1000..2052).collect();
+        assert_eq!(stretches, [at(250, 6, 0), at(512, 257, 24)]);
     }
 
     #[test]

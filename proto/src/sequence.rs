@@ -91,11 +91,6 @@ impl Sequence {
         }
     }
 
-    /// The unsettled ops, oldest first.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &StreamOp> {
-        self.ops.iter()
-    }
-
     /// The unsettled ops after `after`, oldest first.
     pub(crate) fn iter_after_mut(
         &mut self,

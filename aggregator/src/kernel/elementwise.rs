@@ -219,7 +219,7 @@ macro_rules! half {
                 x: Self::Numbers<S>,
                 y: Self::Numbers<S>,
             ) -> Self::Numbers<S> {
-                from_fn(|part| C::combine::<f32, S>(simd, x[part], y[part]))
+                [C::combine::<f32, S>(simd, x[0], y[0]), C::combine::<f32, S>(simd, x[1], y[1])]
             }
 
             #[inline(always)]
@@ -228,7 +228,7 @@ macro_rules! half {
                 x: Self::Numbers<S>,
                 y: Self::Numbers<S>,
             ) -> Self::Numbers<S> {
-                from_fn(|part| Lanes::<f32>::divide(simd, x[part], y[part]))
+                [Lanes::<f32>::divide(simd, x[0], y[0]), Lanes::<f32>::divide(simd, x[1], y[1])]
             }
         }
     };

@@ -252,51 +252,64 @@ impl Halves for Avx512 {
         // SAFETY: `self` proves that the machine has the instructions; each half is as long as
         // the load, which needs no alignment.
         unsafe {
-            [low, high].map(|half| _mm512_cvtph_ps(_mm256_loadu_si256(half.as_ptr().cast())))
+            let low = _mm512_cvtph_ps(_mm256_loadu_si256(low.as_ptr().cast()));
+            let high = _mm512_cvtph_ps(_mm256_loadu_si256(high.as_ptr().cast()));
+            [low, high]
         }
     }
 
     #[inline(always)]
-    fn store_f16(self, x: [__m512; 2], bytes: &mut [u8]) {
-        let (low, high) = bytes[..Self::BYTES].split_at_mut(Self::BYTES / 2);
-        for (x, half) in x.into_iter().zip([low, high]) {
-            // The quiet NaN of f32 becomes that of f16.
-            let x = self.canonical(x);
-            // SAFETY: as for `load_f16`.
-            unsafe {
-                let rounded = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x);
-                _mm256_storeu_si256(half.as_mut_ptr().cast(), rounded);
-            }
+    fn store_f16(self, [low, high]: [__m512; 2], bytes: &mut [u8]) {
+        // The quiet NaN of f32 becomes that of f16.
+        let low = Lanes::<f32>::canonical(self, low);
+        let high = Lanes::<f32>::canonical(self, high);
+        let (low_bytes, high_bytes) = bytes[..Self::BYTES].split_at_mut(Self::BYTES / 2);
+        // SAFETY: as for `load_f16`.
+        unsafe {
+            let low = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(low);
+            let high = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(high);
+            _mm256_storeu_si256(low_bytes.as_mut_ptr().cast(), low);
+            _mm256_storeu_si256(high_bytes.as_mut_ptr().cast(), high);
         }
     }
 
     #[inline(always)]
     fn load_bf16(self, bytes: &[u8]) -> [__m512; 2] {
-        let word = Lanes::<i32>::load(self, bytes);
+        let words = Lanes::<i32>::load(self, bytes);
         // SAFETY: as for `load_f16`.
         unsafe {
-            let odd = _mm512_and_epi32(word, _mm512_set1_epi32(HIGH));
-            [_mm512_castsi512_ps(_mm512_slli_epi32::<16>(word)), _mm512_castsi512_ps(odd)]
+            let even = _mm512_slli_epi32::<16>(words);
+            let odd = _mm512_and_si512(words, _mm512_set1_epi32(HIGH));
+            [_mm512_castsi512_ps(even), _mm512_castsi512_ps(odd)]
         }
     }
 
     #[inline(always)]
-    fn store_bf16(self, x: [__m512; 2], bytes: &mut [u8]) {
+    fn store_bf16(self, [even, odd]: [__m512; 2], bytes: &mut [u8]) {
+        let even = self.round_bf16(even);
+        let odd = self.round_bf16(odd);
         // SAFETY: as for `load_f16`.
-        let word = unsafe {
-            // In the upper half of each lane; see `f32_to_bf16`.
-            let [even, odd] = x.map(|x| {
-                let bits = _mm512_castps_si512(x);
-                let ties = _mm512_and_epi32(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-                let half = _mm512_add_epi32(ties, _mm512_set1_epi32(0x7fff));
-                let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
-                let rounded = _mm512_add_epi32(bits, half);
-                _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0_0000))
-            });
-            let odd = _mm512_and_epi32(odd, _mm512_set1_epi32(HIGH));
-            _mm512_or_epi32(_mm512_srli_epi32::<16>(even), odd)
+        let words = unsafe {
+            let odd = _mm512_and_si512(odd, _mm512_set1_epi32(HIGH));
+            _mm512_or_si512(_mm512_srli_epi32::<16>(even), odd)
         };
-        Lanes::<i32>::store(self, word, bytes);
+        Lanes::<i32>::store(self, words, bytes);
+    }
+}
+
+impl Avx512 {
+    /// The nearest bf16 in the upper half of each lane; see `f32_to_bf16`.
+    #[inline(always)]
+    fn round_bf16(self, x: __m512) -> __m512i {
+        // SAFETY: as for `load_f16`.
+        unsafe {
+            let bits = _mm512_castps_si512(x);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+            let rounded = _mm512_add_epi32(bits, half);
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
+            _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0_0000))
+        }
     }
 }
 
@@ -306,50 +319,65 @@ impl Halves for Avx2 {
         let (low, high) = bytes[..Self::BYTES].split_at(Self::BYTES / 2);
         // SAFETY: `self` proves that the machine has the instructions; each half is as long as
         // the load, which needs no alignment.
-        unsafe { [low, high].map(|half| _mm256_cvtph_ps(_mm_loadu_si128(half.as_ptr().cast()))) }
+        unsafe {
+            let low = _mm256_cvtph_ps(_mm_loadu_si128(low.as_ptr().cast()));
+            let high = _mm256_cvtph_ps(_mm_loadu_si128(high.as_ptr().cast()));
+            [low, high]
+        }
     }
 
     #[inline(always)]
-    fn store_f16(self, x: [__m256; 2], bytes: &mut [u8]) {
-        let (low, high) = bytes[..Self::BYTES].split_at_mut(Self::BYTES / 2);
-        for (x, half) in x.into_iter().zip([low, high]) {
-            // The quiet NaN of f32 becomes that of f16.
-            let x = self.canonical(x);
-            // SAFETY: as for `load_f16`.
-            unsafe {
-                let rounded = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x);
-                _mm_storeu_si128(half.as_mut_ptr().cast(), rounded);
-            }
+    fn store_f16(self, [low, high]: [__m256; 2], bytes: &mut [u8]) {
+        // The quiet NaN of f32 becomes that of f16.
+        let low = Lanes::<f32>::canonical(self, low);
+        let high = Lanes::<f32>::canonical(self, high);
+        let (low_bytes, high_bytes) = bytes[..Self::BYTES].split_at_mut(Self::BYTES / 2);
+        // SAFETY: as for `load_f16`.
+        unsafe {
+            let low = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(low);
+            let high = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(high);
+            _mm_storeu_si128(low_bytes.as_mut_ptr().cast(), low);
+            _mm_storeu_si128(high_bytes.as_mut_ptr().cast(), high);
         }
     }
 
     #[inline(always)]
     fn load_bf16(self, bytes: &[u8]) -> [__m256; 2] {
-        let word = Lanes::<i32>::load(self, bytes);
+        let words = Lanes::<i32>::load(self, bytes);
         // SAFETY: as for `load_f16`.
         unsafe {
-            let odd = _mm256_and_si256(word, _mm256_set1_epi32(HIGH));
-            [_mm256_castsi256_ps(_mm256_slli_epi32::<16>(word)), _mm256_castsi256_ps(odd)]
+            let even = _mm256_slli_epi32::<16>(words);
+            let odd = _mm256_and_si256(words, _mm256_set1_epi32(HIGH));
+            [_mm256_castsi256_ps(even), _mm256_castsi256_ps(odd)]
         }
     }
 
     #[inline(always)]
-    fn store_bf16(self, x: [__m256; 2], bytes: &mut [u8]) {
+    fn store_bf16(self, [even, odd]: [__m256; 2], bytes: &mut [u8]) {
+        let even = self.round_bf16(even);
+        let odd = self.round_bf16(odd);
         // SAFETY: as for `load_f16`.
-        let word = unsafe {
-            // In the upper half of each lane; see `f32_to_bf16`.
-            let [even, odd] = x.map(|x| {
-                let bits = _mm256_castps_si256(x);
-                let ties = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
-                let half = _mm256_add_epi32(ties, _mm256_set1_epi32(0x7fff));
-                let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
-                let rounded = _mm256_add_epi32(bits, half);
-                _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0_0000), nan)
-            });
+        let words = unsafe {
             let odd = _mm256_and_si256(odd, _mm256_set1_epi32(HIGH));
             _mm256_or_si256(_mm256_srli_epi32::<16>(even), odd)
         };
-        Lanes::<i32>::store(self, word, bytes);
+        Lanes::<i32>::store(self, words, bytes);
+    }
+}
+
+impl Avx2 {
+    /// The nearest bf16 in the upper half of each lane; see `f32_to_bf16`.
+    #[inline(always)]
+    fn round_bf16(self, x: __m256) -> __m256i {
+        // SAFETY: as for `load_f16`.
+        unsafe {
+            let bits = _mm256_castps_si256(x);
+            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+            let half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+            let rounded = _mm256_add_epi32(bits, half);
+            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
+            _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0_0000), nan)
+        }
     }
 }
 

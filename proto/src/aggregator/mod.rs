@@ -25,7 +25,7 @@ pub use occupancy::OPEN_AHEAD;
 use pool::Pool;
 use stream::{Ready, Stored, Stream};
 pub use transmit::{Recipient, ResultFragments, Transmit};
-use transmit::{Due, Queue};
+use transmit::Queue;
 
 use crate::congestion::Congestion;
 use crate::descriptor::Descriptor;

@@ -216,21 +216,22 @@ impl Aggregation {
             let entry = core::iter::once(AskEntry { window, fragments: 0 });
             return Some(self.write_ask(lane, rank, due, entry, out));
         }
-        if due.stalled || due.fragments || due.congested {
-            let stream = &self.streams[usize::from(lane)];
-            let entries: AskBatch = stream.missing_of(rank, due.stalled).collect();
-            if let Some(first) = entries.first() {
-                self.counters.asks += 1;
-                observer.on_event(&Event::Asked { of: rank, from: first.window });
-                self.streams[usize::from(lane)].note_asked(rank, now);
-            } else if due.stalled {
-                return Some(self.write_wait(now, lane, rank, out));
-            } else if !due.congested {
-                return None;
-            }
-            return Some(self.write_ask(lane, rank, due, entries.iter(), out));
+        let stream = &self.streams[usize::from(lane)];
+        // What others owe is what holds a stalled rank up; its own gaps show when it is its turn.
+        if due.stalled && !stream.waits_for(rank) {
+            return Some(self.write_wait(now, lane, rank, out));
         }
-        None
+        let entries: AskBatch = stream.missing_of(rank, due.stalled).collect();
+        if let Some(first) = entries.first() {
+            self.counters.asks += 1;
+            observer.on_event(&Event::Asked { of: rank, from: first.window });
+            self.streams[usize::from(lane)].note_asked(rank, now);
+        } else if due.stalled {
+            return Some(self.write_wait(now, lane, rank, out));
+        } else if !due.congested {
+            return None;
+        }
+        Some(self.write_ask(lane, rank, due, entries.iter(), out))
     }
 
     fn put_off(&mut self, lane: u8, rank: Rank, due: Due) {

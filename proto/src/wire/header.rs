@@ -137,6 +137,14 @@ impl Header {
         out[47] = self.flags.0;
     }
 
+    /// The header of one fragment, whose body has `length` bytes.
+    #[must_use]
+    pub fn of_fragment(&self, fragment: usize, length: usize) -> Self {
+        // A window has at most 64 fragments, and a datagram at most 64 KiB.
+        let fragment = u8::try_from(fragment).unwrap_or(u8::MAX);
+        Self { fragment, length: u16::try_from(length).unwrap_or(u16::MAX), ..*self }
+    }
+
     /// Reads the header that opens `datagram`, and the body behind it.
     ///
     /// # Errors

@@ -1,0 +1,411 @@
+//! The worker half of the sliding-window sum: one [`Worker`] a rank and job.
+//!
+//! The machine decides; the driver owns the tensors and the sockets. The calling order is:
+//! [`Worker::submit`] ops; then, as often as anything happens, [`Worker::handle_datagram`] for
+//! each datagram, [`Worker::handle_timeout`] once [`Worker::poll_timeout`] has passed,
+//! [`Worker::poll_scan`] with [`Worker::handle_scanned`] for windows whose non-zero blocks are to
+//! be found, [`Worker::poll_transmit`] until `None`, and [`Worker::poll_outcome`] until `None`.
+
+mod op;
+mod receive;
+mod stream;
+mod transmit;
+
+#[cfg(test)]
+mod tests;
+
+use alloc::boxed::Box;
+use alloc::collections::VecDeque;
+use alloc::vec;
+use alloc::vec::Vec;
+
+use op::Op;
+pub use receive::{Delivery, Verdict};
+use stream::Stream;
+pub use transmit::{DataFragments, Transmit};
+
+use crate::congestion::Congestion;
+use crate::descriptor::Descriptor;
+use crate::error::{OpError, Rejects, SubmitError};
+use crate::geometry::{Fragmentation, Geometry, Stripe, WINDOW_BYTES};
+use crate::ids::{Generation, JobId, OpId, Rank, WindowId};
+use crate::observer::{Event, Observer};
+use crate::rtt::Rtt;
+use crate::time::{Span, Time};
+use crate::wire::OpenEncoder;
+
+/// What a rank was granted at join.
+#[derive(Debug, Clone, Copy)]
+pub struct Config {
+    /// The job.
+    pub job: JobId,
+    /// Its life.
+    pub generation: Generation,
+    /// This worker's number.
+    pub rank: Rank,
+    /// How many lanes the job has.
+    pub lanes: u8,
+    /// How many shards the job's windows are spread over.
+    pub shards: u8,
+    /// Slots of each of the job's streams.
+    pub pool_slots: u32,
+    /// Ops that may be in flight.
+    pub max_ops: u16,
+    /// How windows are cut into datagrams.
+    pub cut: Fragmentation,
+    /// Bytes in flight to start from, a shard: its share of the shard's receive buffer.
+    pub in_flight: usize,
+}
+
+/// How an op ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Outcome {
+    /// The op.
+    pub op: OpId,
+    /// Its result is in place, or why there is none.
+    pub result: Result<(), OpError>,
+}
+
+/// A window whose non-zero blocks the driver is to find.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Scan {
+    /// The op.
+    pub op: OpId,
+    /// The window's place in the tensor.
+    pub index: u32,
+}
+
+/// What has happened at the worker half, in numbers.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Counters {
+    /// Fragments of data that were sent again.
+    pub fragments_again: u64,
+    /// Times results were asked for.
+    pub asks: u64,
+    /// Of those, how many because nothing was heard.
+    pub probes: u64,
+    /// Fragments that had arrived before.
+    pub duplicates: u64,
+    /// Datagrams that changed nothing, by reason.
+    pub rejects: Rejects,
+}
+
+/// The way to one shard.
+#[derive(Debug)]
+struct Path {
+    congestion: Congestion,
+    rtt: Rtt,
+}
+
+/// The worker half of one rank.
+#[derive(Debug)]
+pub struct Worker {
+    config: Config,
+    /// Ops in flight by number; ended ones go once they are the oldest.
+    ops: VecDeque<Op>,
+    next_op: u32,
+    /// Lane by lane, shard by shard.
+    streams: Box<[Stream]>,
+    paths: Box<[Path]>,
+    outcomes: VecDeque<Outcome>,
+    /// The ranks that the aggregator last said it waits for, and how long each was silent.
+    waited_for: Vec<(Rank, Span)>,
+    opens: OpenEncoder,
+    ended: Option<&'static str>,
+    counters: Counters,
+}
+
+impl Worker {
+    /// The half of a rank that has joined at `now`. But for the block masks of each op, all
+    /// memory it will ever use is allocated here.
+    #[must_use]
+    pub fn new(config: Config, now: Time) -> Self {
+        let streams = (0..config.lanes)
+            .flat_map(|lane| (0..config.shards).map(move |shard| (lane, shard)))
+            .map(|(lane, shard)| Stream::new(lane, shard, &config, now))
+            .collect::<Vec<_>>();
+        let max = config.pool_slots as usize * WINDOW_BYTES;
+        let path = || Path {
+            congestion: Congestion::new(config.in_flight, max),
+            rtt: Rtt::new(Span::from_millis(5)),
+        };
+        Self {
+            ops: VecDeque::with_capacity(usize::from(config.max_ops)),
+            next_op: 0,
+            streams: streams.into(),
+            paths: (0..config.shards).map(|_| path()).collect(),
+            outcomes: VecDeque::with_capacity(usize::from(config.max_ops)),
+            waited_for: Vec::with_capacity(crate::wire::MissingRanks::MAX),
+            opens: OpenEncoder::new(),
+            ended: None,
+            counters: Counters::default(),
+            config,
+        }
+    }
+
+    /// The configuration.
+    #[must_use]
+    pub const fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// What has happened so far.
+    #[must_use]
+    pub const fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// Whether no op is in flight.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        self.ops.is_empty()
+    }
+
+    /// Starts an op, whose windows are scanned as they are about to be sent.
+    ///
+    /// # Errors
+    /// When the descriptor cannot be, or no more ops may be started.
+    pub fn submit(
+        &mut self,
+        now: Time,
+        descriptor: Descriptor,
+        timeout: Span,
+    ) -> Result<OpId, SubmitError> {
+        let windows = self.check(&descriptor)?;
+        let masks = vec![0; windows as usize];
+        Ok(self.start(now, Op::new(descriptor, masks, 0, now, timeout)))
+    }
+
+    /// Starts an op whose non-zero blocks are known: one mask a window.
+    ///
+    /// # Errors
+    /// As [`Self::submit`].
+    ///
+    /// # Panics
+    /// When the masks are not as many as the op has windows.
+    pub fn submit_scanned(
+        &mut self,
+        now: Time,
+        descriptor: Descriptor,
+        masks: Vec<u64>,
+        timeout: Span,
+    ) -> Result<OpId, SubmitError> {
+        let windows = self.check(&descriptor)?;
+        assert_eq!(masks.len(), windows as usize, "one mask a window");
+        Ok(self.start(now, Op::new(descriptor, masks, windows, now, timeout)))
+    }
+
+    /// Whether an op may start; returns how many windows it has.
+    fn check(&self, descriptor: &Descriptor) -> Result<u32, SubmitError> {
+        descriptor.validate()?;
+        let (lane, lanes) = (descriptor.lane, self.config.lanes);
+        if lane >= lanes {
+            return Err(SubmitError::NoSuchLane { lane, lanes });
+        }
+        if self.ended.is_some() {
+            return Err(SubmitError::Ended);
+        }
+        let max = usize::from(self.config.max_ops);
+        if self.ops.len() >= max {
+            return Err(SubmitError::TooManyOps { max });
+        }
+        if self.next_op == u32::MAX {
+            return Err(SubmitError::OpsExhausted);
+        }
+        Ok(Geometry::new(descriptor).windows())
+    }
+
+    fn start(&mut self, now: Time, mut op: Op) -> OpId {
+        let id = OpId(self.next_op);
+        self.next_op += 1;
+        op.id = id;
+        for shard in 0..self.config.shards {
+            let stripe = Stripe::new(id, op.geometry.windows(), shard, self.config.shards);
+            if stripe.is_empty() {
+                continue;
+            }
+            op.streams_left += 1;
+            let stream = &mut self.streams[self.config.stream(op.descriptor.lane, shard)];
+            stream.push(now, id, &op.descriptor, stripe);
+        }
+        let lane = op.descriptor.lane;
+        self.ops.push_back(op);
+        self.note_scanned(lane);
+        id
+    }
+
+    /// The next window to scan, lanes in priority order; `None` when enough is scanned ahead.
+    #[must_use]
+    pub fn poll_scan(&self) -> Option<Scan> {
+        let due = |op: &&Op| !op.ended && op.scanned < op.geometry.windows();
+        // Within a lane ops are scanned one after the other, as they are sent.
+        (0..self.config.lanes).find_map(|lane| {
+            let op = self.ops.iter().filter(|op| op.descriptor.lane == lane).find(due)?;
+            let sent = op.sent.max(1);
+            (op.scanned < sent.saturating_add(Self::SCAN_AHEAD))
+                .then_some(Scan { op: op.id, index: op.scanned })
+        })
+    }
+
+    /// Takes the non-zero blocks of the window that [`Self::poll_scan`] named.
+    pub fn handle_scanned(&mut self, scan: Scan, mask: u64) {
+        let Some(op) = self.op_mut(scan.op) else { return };
+        debug_assert_eq!(scan.index, op.scanned, "windows are scanned in order");
+        op.masks[scan.index as usize] = mask;
+        op.scanned += 1;
+        let lane = op.descriptor.lane;
+        self.note_scanned(lane);
+    }
+
+    /// Tells the streams of a lane how far its ops are scanned.
+    fn note_scanned(&mut self, lane: u8) {
+        let Some(first) = self.ops.front().map(|op| op.id.0) else { return };
+        for shard in 0..self.config.shards {
+            let stream = &mut self.streams[self.config.stream(lane, shard)];
+            let ops = &self.ops;
+            stream.note_scanned(|op| {
+                ops.get((op.0 - first) as usize).map_or(u32::MAX, |op| op.scanned)
+            });
+        }
+    }
+
+    /// What an op in flight is.
+    #[must_use]
+    pub fn descriptor(&self, op: OpId) -> Option<Descriptor> {
+        self.op(op).map(|op| op.descriptor)
+    }
+
+    /// The blocks of a window that this rank contributes.
+    #[must_use]
+    pub fn mask(&self, window: WindowId) -> u64 {
+        self.op(window.op)
+            .and_then(|op| op.masks.get(window.index as usize))
+            .copied()
+            .unwrap_or(0)
+    }
+
+    /// The next op that ended.
+    pub fn poll_outcome(&mut self) -> Option<Outcome> {
+        self.outcomes.pop_front()
+    }
+
+    /// When [`Self::handle_timeout`] is due; [`Time::NEVER`] when nothing is awaited.
+    #[must_use]
+    pub fn poll_timeout(&self) -> Time {
+        let ops = self.ops.iter().filter(|op| !op.ended).map(|op| op.deadline);
+        let streams = self.streams.iter().map(|stream| {
+            let rtt = &self.paths[usize::from(stream.shard)].rtt;
+            stream.timeout(rtt)
+        });
+        ops.chain(streams).min().unwrap_or(Time::NEVER)
+    }
+
+    /// Acts on what did not happen in time.
+    pub fn handle_timeout(&mut self, now: Time, observer: &mut impl Observer) {
+        for stream in &mut self.streams {
+            let rtt = &self.paths[usize::from(stream.shard)].rtt;
+            stream.handle_timeout(now, rtt);
+        }
+        let late = self.ops.iter().find(|op| !op.ended && op.deadline <= now);
+        if let Some(op) = late {
+            let (id, after) = (op.id, now.since(op.started));
+            let missing = core::mem::take(&mut self.waited_for);
+            self.fail(id, OpError::Timeout { op: id, after, missing }, observer);
+            self.end("an earlier op timed out", observer);
+        }
+    }
+
+    /// Ends the session because ranks are gone: every op in flight fails.
+    pub fn handle_peers_lost(&mut self, ranks: &[Rank], observer: &mut impl Observer) {
+        while let Some(id) = self.ops.iter().find(|op| !op.ended).map(|op| op.id) {
+            self.fail(id, OpError::PeerLost { ranks: ranks.to_vec() }, observer);
+        }
+        self.end("a rank is gone", observer);
+    }
+
+    /// Ends the session: every op in flight fails, and none can be started any more.
+    pub fn end(&mut self, why: &'static str, observer: &mut impl Observer) {
+        self.ended.get_or_insert(why);
+        while let Some(id) = self.ops.iter().find(|op| !op.ended).map(|op| op.id) {
+            self.fail(id, OpError::Ended { why }, observer);
+        }
+    }
+
+    /// Notes that the result of `op` holds a block that overflowed. The op runs to its end, since
+    /// the other ranks need this one, and then fails.
+    pub fn handle_overflow(&mut self, op: OpId, element: u64) {
+        if let Some(op) = self.op_mut(op) {
+            let error = OpError::Overflow { op: op.id, element };
+            op.error.get_or_insert(error);
+        }
+    }
+
+    /// Ends an op with an error; its windows are skipped from now on.
+    fn fail(&mut self, id: OpId, error: OpError, observer: &mut impl Observer) {
+        let Some(op) = self.op_mut(id).filter(|op| !op.ended) else { return };
+        op.ended = true;
+        observer.on_event(&Event::Failed { op: id, error: Some(&error) });
+        self.outcomes.push_back(Outcome { op: id, result: Err(error) });
+        for stream in &mut self.streams {
+            stream.fail(id);
+        }
+        for at in 0..self.streams.len() {
+            self.forget(at);
+        }
+        self.drop_ended();
+    }
+
+    /// Notes that one more stream has all results of an op.
+    fn finish_stream(&mut self, id: OpId, observer: &mut impl Observer) {
+        let Some(op) = self.op_mut(id).filter(|op| !op.ended) else { return };
+        op.streams_left -= 1;
+        if op.streams_left > 0 {
+            return;
+        }
+        op.ended = true;
+        let result = op.error.take().map_or(Ok(()), Err);
+        match &result {
+            Ok(()) => observer.on_event(&Event::Done { op: id }),
+            Err(error) => observer.on_event(&Event::Failed { op: id, error: Some(error) }),
+        }
+        self.outcomes.push_back(Outcome { op: id, result });
+        self.drop_ended();
+    }
+
+    /// Forgets what is in flight for windows that were skipped.
+    fn forget(&mut self, at: usize) {
+        let stream = &mut self.streams[at];
+        let congestion = &mut self.paths[usize::from(stream.shard)].congestion;
+        while let Some(sent) = stream.in_flight.pop_front_if(|sent| sent.position < stream.cursor)
+        {
+            stream.repeats -= usize::from(sent.again != 0);
+            congestion.on_forgotten(sent.len);
+        }
+    }
+
+    fn drop_ended(&mut self) {
+        while self.ops.front().is_some_and(|op| op.ended) {
+            self.ops.pop_front();
+        }
+    }
+
+    fn op(&self, id: OpId) -> Option<&Op> {
+        let first = self.ops.front()?.id.0;
+        self.ops.get(id.0.checked_sub(first)? as usize)
+    }
+
+    fn op_mut(&mut self, id: OpId) -> Option<&mut Op> {
+        let first = self.ops.front()?.id.0;
+        self.ops.get_mut(id.0.checked_sub(first)? as usize)
+    }
+
+    /// How many windows an op is scanned ahead of being sent.
+    const SCAN_AHEAD: u32 = 1024;
+}
+
+impl Config {
+    /// The place of a stream in the table of streams.
+    fn stream(&self, lane: u8, shard: u8) -> usize {
+        usize::from(lane) * usize::from(self.shards) + usize::from(shard)
+    }
+}

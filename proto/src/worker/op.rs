@@ -1,0 +1,54 @@
+//! An op in flight at a worker.
+
+use alloc::vec::Vec;
+
+use crate::descriptor::Descriptor;
+use crate::error::OpError;
+use crate::geometry::Geometry;
+use crate::ids::OpId;
+use crate::time::{Span, Time};
+
+/// An op in flight.
+#[derive(Debug)]
+pub(super) struct Op {
+    pub(super) id: OpId,
+    pub(super) descriptor: Descriptor,
+    pub(super) geometry: Geometry,
+    /// The non-zero blocks of each window that has been scanned.
+    pub(super) masks: Vec<u64>,
+    /// Windows scanned, in the order of the tensor.
+    pub(super) scanned: u32,
+    /// The window after the last that was sent.
+    pub(super) sent: u32,
+    pub(super) started: Time,
+    pub(super) deadline: Time,
+    /// Streams that lack results.
+    pub(super) streams_left: u32,
+    /// What the op will fail with once all its results are in.
+    pub(super) error: Option<OpError>,
+    pub(super) ended: bool,
+}
+
+impl Op {
+    pub(super) fn new(
+        descriptor: Descriptor,
+        masks: Vec<u64>,
+        scanned: u32,
+        now: Time,
+        timeout: Span,
+    ) -> Self {
+        Self {
+            id: OpId(0),
+            geometry: Geometry::new(&descriptor),
+            descriptor,
+            masks,
+            scanned,
+            sent: 0,
+            started: now,
+            deadline: now + timeout,
+            streams_left: 0,
+            error: None,
+            ended: false,
+        }
+    }
+}

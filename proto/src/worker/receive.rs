@@ -1,0 +1,289 @@
+//! What a worker makes of the aggregator's datagrams.
+
+use super::stream::{Arrival, Stalled};
+use super::{Path, Worker};
+use crate::descriptor::Descriptor;
+use crate::error::{OpError, Reject};
+use crate::geometry::Geometry;
+use crate::ids::{OpId, Rank, WindowId};
+use crate::observer::{Event, Observer};
+use crate::time::Time;
+use crate::wire::{AskEntries, Disagreement, Flags, Header, Kind, MissingRanks};
+
+/// What a datagram means for its payload.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// Write the body to its place in the tensor.
+    Deliver(Delivery),
+    /// The fragment had arrived before.
+    Duplicate,
+    /// The datagram said something and has no payload.
+    Control,
+    /// The datagram changed nothing but a counter.
+    Reject(Reject),
+}
+
+/// A fragment of a window's packed sums.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Delivery {
+    /// The window.
+    pub window: WindowId,
+    /// What the op is.
+    pub descriptor: Descriptor,
+    /// How it is cut.
+    pub geometry: Geometry,
+    /// The blocks that the packed payload holds.
+    pub mask: u64,
+    /// Bytes of the whole packed payload.
+    pub len: usize,
+    /// The fragment's number.
+    pub fragment: u8,
+    /// Whether all fragments of the window have arrived with this one.
+    pub complete: bool,
+}
+
+impl Worker {
+    /// Takes one datagram. `congested` says that it carried an ECN congestion mark.
+    pub fn handle_datagram(
+        &mut self,
+        now: Time,
+        datagram: &[u8],
+        congested: bool,
+        observer: &mut impl Observer,
+    ) -> Verdict {
+        let verdict = match Header::decode(datagram) {
+            Ok((header, body)) => self.handle(now, &header, body, congested, observer),
+            Err(reject) => Err(reject),
+        };
+        let verdict = verdict.unwrap_or_else(Verdict::Reject);
+        match verdict {
+            Verdict::Reject(reject) => {
+                self.counters.rejects.count(reject);
+                observer.on_event(&Event::Rejected(reject));
+            }
+            Verdict::Duplicate => self.counters.duplicates += 1,
+            Verdict::Deliver(_) | Verdict::Control => {}
+        }
+        verdict
+    }
+
+    fn handle(
+        &mut self,
+        now: Time,
+        header: &Header,
+        body: &[u8],
+        congested: bool,
+        observer: &mut impl Observer,
+    ) -> Result<Verdict, Reject> {
+        let at = self.check_identity(header)?;
+        let stream = &mut self.streams[at];
+        stream.congested |= congested;
+        if header.flags.has(Flags::CONGESTED) {
+            self.paths[usize::from(header.shard)].congestion.on_congested();
+        }
+        let low = stream.sequence.position_from(header.ack);
+        stream.low = stream.low.max(low);
+        match header.kind {
+            Kind::Result => self.handle_result(now, header, body, observer),
+            Kind::Ask => self.handle_ask(at, body),
+            Kind::Credit | Kind::Probe if body.is_empty() => Ok(Verdict::Control),
+            Kind::Credit | Kind::Probe => Err(Reject::Body),
+            Kind::Wait => self.handle_wait(now, at, body),
+            Kind::Fail => self.handle_fail(header.window.op, body, observer),
+            Kind::Open | Kind::Data | Kind::Ack => Err(Reject::Kind),
+        }
+    }
+
+    /// Whether the datagram comes from this job's aggregator, for one of its streams; which.
+    fn check_identity(&self, header: &Header) -> Result<usize, Reject> {
+        // wire: W-7
+        if header.job != self.config.job {
+            return Err(Reject::Job);
+        }
+        // wire: W-8
+        if header.generation != self.config.generation {
+            return Err(Reject::Generation);
+        }
+        // wire: W-9
+        if header.sender != Rank::AGGREGATOR {
+            return Err(Reject::Sender);
+        }
+        // wire: W-10
+        if header.lane >= self.config.lanes || header.shard >= self.config.shards {
+            return Err(Reject::Stream);
+        }
+        Ok(self.config.stream(header.lane, header.shard))
+    }
+
+    fn handle_result(
+        &mut self,
+        now: Time,
+        header: &Header,
+        body: &[u8],
+        observer: &mut impl Observer,
+    ) -> Result<Verdict, Reject> {
+        let window = header.window;
+        let at = self.config.stream(header.lane, header.shard);
+        let stream = &mut self.streams[at];
+        let Some(position) = stream.sequence.position(window) else {
+            let settled = stream.sequence.is_settled(window.op);
+            return Err(if settled { Reject::Stale } else { Reject::Unopened });
+        };
+        if position < stream.cursor {
+            return Err(Reject::Stale);
+        }
+        if position >= stream.opened {
+            return Err(Reject::Unopened);
+        }
+        let arrival = self.place_arrival(at, position, header, body)?;
+        let stream = &mut self.streams[at];
+        let path = &mut self.paths[usize::from(header.shard)];
+        let arrival = &mut stream.arrivals[arrival];
+        let bit = 1 << header.fragment;
+        if arrival.have & bit != 0 {
+            let (from, fragment) = (Rank::AGGREGATOR, header.fragment);
+            observer.on_event(&Event::Duplicate { from, window, fragment });
+            return Ok(Verdict::Duplicate);
+        }
+        arrival.have |= bit;
+        let (complete, mask, len) = (arrival.complete(), arrival.mask, arrival.len);
+        if header.flags.has(Flags::AGAIN)
+            && let Some(asked_at) = stream.asked_at.take()
+        {
+            path.rtt.sample(now.since(asked_at));
+        }
+        let Some((descriptor, geometry)) =
+            self.op(window.op).map(|op| (op.descriptor, op.geometry))
+        else {
+            return Err(Reject::Stale);
+        };
+        if complete {
+            self.settle_results(now, at, observer);
+        }
+        let fragment = header.fragment;
+        let delivery = Delivery { window, descriptor, geometry, mask, len, fragment, complete };
+        Ok(Verdict::Deliver(delivery))
+    }
+
+    /// Checks a result's shape and finds or makes its entry among the arrivals.
+    fn place_arrival(
+        &mut self,
+        at: usize,
+        position: u64,
+        header: &Header,
+        body: &[u8],
+    ) -> Result<usize, Reject> {
+        let cut = self.config.cut;
+        let stream = &mut self.streams[at];
+        let entry = stream.sequence.at(position).ok_or(Reject::Stale)?;
+        let index = header.window.index;
+        // wire: W-11
+        if header.mask & !entry.geometry.full_mask(index) != 0 {
+            return Err(Reject::Shape);
+        }
+        let len = entry.geometry.payload_len(index, header.mask);
+        let fragment = usize::from(header.fragment);
+        // wire: W-21
+        if fragment >= cut.count(len) || cut.range(len, fragment).len() != body.len() {
+            return Err(Reject::Shape);
+        }
+        let start = if header.previous == Header::NO_PREVIOUS {
+            entry.base
+        } else {
+            let previous = WindowId::new(header.window.op, header.previous);
+            stream.sequence.position(previous).ok_or(Reject::Shape)? + 1
+        };
+        // wire: W-23
+        if start > position {
+            return Err(Reject::Shape);
+        }
+        match stream.arrivals.binary_search_by_key(&position, |arrival| arrival.position) {
+            Ok(i) if stream.arrivals[i].mask == header.mask => Ok(i),
+            Ok(_) => Err(Reject::Shape),
+            Err(_) if stream.arrivals.len() as u64 >= stream.pool() => Err(Reject::BeyondPool),
+            Err(i) => {
+                let (mask, all) = (header.mask, cut.all(len));
+                let arrival = Arrival { position, start, mask, have: 0, all, len };
+                stream.arrivals.insert(i, arrival);
+                Ok(i)
+            }
+        }
+    }
+
+    /// Moves on over results that are complete, frees what was in flight for them, and asks for
+    /// those that must have been lost.
+    fn settle_results(&mut self, now: Time, at: usize, observer: &mut impl Observer) {
+        while let Some(op) = self.streams[at].advance(now) {
+            self.finish_stream(op, observer);
+        }
+        self.release(now, at);
+        let stream = &mut self.streams[at];
+        let rtt = &self.paths[usize::from(stream.shard)].rtt;
+        // Results come in order, so a whole one beyond the cursor says that others were lost.
+        let gap = stream.arrivals.back().is_some_and(Arrival::complete);
+        if gap && !stream.awaits_answer(now, rtt) {
+            stream.ask.get_or_insert(Stalled(false));
+        }
+    }
+
+    /// Frees what was in flight for windows before the cursor.
+    pub(super) fn release(&mut self, now: Time, at: usize) {
+        let stream = &mut self.streams[at];
+        let path = &mut self.paths[usize::from(stream.shard)];
+        while let Some(sent) = stream.in_flight.pop_front_if(|sent| sent.position < stream.cursor)
+        {
+            stream.repeats -= usize::from(sent.again != 0);
+            path.congestion.on_delivered(sent.len);
+            if !sent.repeated {
+                path.rtt.sample(now.since(sent.at));
+            }
+        }
+    }
+
+    /// The aggregator lacks fragments or opens.
+    fn handle_ask(&mut self, at: usize, body: &[u8]) -> Result<Verdict, Reject> {
+        let entries = AskEntries::decode(body)?;
+        let stream = &mut self.streams[at];
+        let path: &mut Path = &mut self.paths[usize::from(stream.shard)];
+        for entry in entries.iter() {
+            if entry.fragments == 0 {
+                let from = stream.sequence.position_from(entry.window).min(stream.opened);
+                stream.reopen = Some(stream.reopen.map_or(from, |at| at.min(from)));
+                continue;
+            }
+            let Some(position) = stream.sequence.position(entry.window) else { continue };
+            let found = stream.in_flight.binary_search_by_key(&position, |sent| sent.position);
+            let Ok(i) = found else { continue };
+            let all = self.config.cut.all(stream.in_flight[i].len);
+            let sent = &mut stream.in_flight[i];
+            let wanted = entry.fragments & all & !sent.again;
+            stream.repeats += usize::from(sent.again == 0 && wanted != 0);
+            sent.again |= wanted;
+            sent.repeated = true;
+            let lost = self.config.cut.payload() * wanted.count_ones() as usize;
+            path.congestion.on_lost(lost.min(sent.len));
+        }
+        Ok(Verdict::Control)
+    }
+
+    /// The aggregator is there and waits for other ranks.
+    fn handle_wait(&mut self, now: Time, at: usize, body: &[u8]) -> Result<Verdict, Reject> {
+        let missing = MissingRanks::decode(body)?;
+        self.waited_for.clear();
+        self.waited_for.extend(missing.iter());
+        self.streams[at].quiet_since = now;
+        Ok(Verdict::Control)
+    }
+
+    /// The ranks disagree about an op.
+    fn handle_fail(
+        &mut self,
+        op: OpId,
+        body: &[u8],
+        observer: &mut impl Observer,
+    ) -> Result<Verdict, Reject> {
+        let Disagreement { one, other } = Disagreement::decode(body)?;
+        self.fail(op, OpError::Mismatch { op, one, other }, observer);
+        Ok(Verdict::Control)
+    }
+}

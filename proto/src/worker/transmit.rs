@@ -1,0 +1,229 @@
+//! What a worker has to say, and to which shard.
+
+use super::stream::{Sent, Stalled, Stream};
+use super::{Config, Worker};
+use crate::ids::{OpId, Rank, WindowId};
+use crate::observer::{Event, Observer};
+use crate::time::Time;
+use crate::wire::{AskEntries, Flags, Header, Kind};
+
+/// Something to send now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Transmit {
+    /// The first `len` bytes of the buffer.
+    Datagram {
+        /// The shard it is for.
+        shard: u8,
+        /// Its length.
+        len: usize,
+    },
+    /// Fragments of a window.
+    Data(DataFragments),
+}
+
+/// Fragments of a window's packed non-zero blocks, which the driver gathers from the tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DataFragments {
+    /// The shard they are for.
+    pub shard: u8,
+    /// Bytes of the whole packed payload.
+    pub len: usize,
+    /// The fragments to send.
+    pub fragments: u64,
+    /// Their header but for length and fragment number; it names the window and its blocks.
+    pub header: Header,
+}
+
+impl Worker {
+    /// The next thing to send, lanes in priority order. Datagrams are written into `out`, which
+    /// has room for one of the job's; poll until `None`.
+    pub fn poll_transmit(
+        &mut self,
+        now: Time,
+        out: &mut [u8],
+        observer: &mut impl Observer,
+    ) -> Option<Transmit> {
+        (0..self.streams.len()).find_map(|at| {
+            self.write_open(at, out)
+                .or_else(|| self.repeat(at, observer))
+                .or_else(|| self.send_next(now, at))
+                .or_else(|| self.write_ask(now, at, out, observer))
+                .or_else(|| self.write_ack(at, out))
+        })
+    }
+
+    /// An open: one asked for again, or the next stretch once it is long enough, or the op is
+    /// scanned to its end.
+    fn write_open(&mut self, at: usize, out: &mut [u8]) -> Option<Transmit> {
+        let stream = &mut self.streams[at];
+        let (from, to) = match stream.reopen {
+            Some(from) if from < stream.opened => (from, stream.opened),
+            _ => {
+                stream.reopen = None;
+                let from = stream.opened;
+                let entry = stream.sequence.at(from)?;
+                if from == entry.base {
+                    stream.stretch = Stream::MIN_STRETCH;
+                }
+                let reach = stream.low + crate::aggregator::OPEN_AHEAD;
+                let to = stream.scanned.min(entry.end()).min(reach);
+                let short = to < entry.end() && to < from + stream.stretch;
+                if short || to <= from {
+                    return None;
+                }
+                (from, to)
+            }
+        };
+        let entry = *stream.sequence.at(from)?;
+        let window = entry.window(from);
+        let to = to.min(entry.end());
+        let after = stream.sequence.before(entry.op);
+        let first = self.ops.front()?.id.0;
+        let op = self.ops.get(entry.op.0.checked_sub(first)? as usize)?;
+        let occupied =
+            (from..to).map(|position| op.masks[entry.window(position).index as usize] != 0);
+        let body = out.get_mut(Header::LEN..)?;
+        let (len, windows) = self.opens.encode(&op.descriptor, after, occupied, body);
+        let end = from + u64::from(windows);
+        stream.note_opened(end);
+        stream.reopen = stream.reopen.is_some().then_some(end).filter(|end| *end < stream.opened);
+        Some(self.finish(at, Kind::Open, window, len, out))
+    }
+
+    /// Fragments that the aggregator asked for again.
+    fn repeat(&mut self, at: usize, observer: &mut impl Observer) -> Option<Transmit> {
+        let stream = &mut self.streams[at];
+        if stream.repeats == 0 {
+            return None;
+        }
+        let sent = stream.in_flight.iter_mut().find(|sent| sent.again != 0)?;
+        let (position, fragments) = (sent.position, core::mem::take(&mut sent.again));
+        stream.repeats -= 1;
+        let window = stream.sequence.at(position).filter(|entry| !entry.failed)?.window(position);
+        self.counters.fragments_again += u64::from(fragments.count_ones());
+        observer.on_event(&Event::Again { window, fragments });
+        Some(self.data(at, window, fragments, Flags::AGAIN))
+    }
+
+    /// The next non-zero window, if the pool has a slot for it and the path room.
+    fn send_next(&mut self, now: Time, at: usize) -> Option<Transmit> {
+        let (window, len) = loop {
+            let stream = &mut self.streams[at];
+            if stream.sent >= stream.opened {
+                return None;
+            }
+            let entry = *stream.sequence.at(stream.sent)?;
+            if entry.failed {
+                stream.skip_failed();
+                continue;
+            }
+            let window = entry.window(stream.sent);
+            let position = stream.sent;
+            let (low, pool) = (stream.low, stream.pool());
+            let mask = self.mask(window);
+            if mask == 0 {
+                self.streams[at].sent += 1;
+                continue;
+            }
+            let len = entry.geometry.payload_len(window.index, mask);
+            let path = &self.paths[usize::from(self.streams[at].shard)];
+            if position >= low + pool || !path.congestion.admits(len) {
+                return None;
+            }
+            break (window, len);
+        };
+        let stream = &mut self.streams[at];
+        let position = stream.sent;
+        stream.sent += 1;
+        let sent = Sent { position, len, at: now, again: 0, repeated: false };
+        stream.in_flight.push_back(sent);
+        self.paths[usize::from(stream.shard)].congestion.on_sent(len);
+        if let Some(op) = self.op_mut(window.op) {
+            op.sent = op.sent.max(window.index + 1);
+        }
+        Some(self.data(at, window, u64::MAX, Flags::NONE))
+    }
+
+    fn data(&mut self, at: usize, window: WindowId, fragments: u64, flags: Flags) -> Transmit {
+        let mask = self.mask(window);
+        let geometry = self.op(window.op).map(|op| op.geometry);
+        let len = geometry.map_or(0, |geometry| geometry.payload_len(window.index, mask));
+        let flags = flags.with(self.congestion_flag(at));
+        let header = Header { window, mask, flags, ..self.header(at, Kind::Data) };
+        let fragments = fragments & self.config.cut.all(len);
+        Transmit::Data(DataFragments { shard: header.shard, len, fragments, header })
+    }
+
+    /// Asks for results that are missing, or for a word of what is awaited.
+    fn write_ask(
+        &mut self,
+        now: Time,
+        at: usize,
+        out: &mut [u8],
+        observer: &mut impl Observer,
+    ) -> Option<Transmit> {
+        let stream = &mut self.streams[at];
+        let Stalled(stalled) = stream.ask.take()?;
+        let body = out.get_mut(Header::LEN..)?;
+        let len = AskEntries::encode(stream.missing(stalled), body);
+        if len == 2 {
+            return None;
+        }
+        stream.asked_at = Some(now);
+        let window = stream.sequence.window(stream.cursor);
+        self.counters.asks += 1;
+        self.counters.probes += u64::from(stalled);
+        observer.on_event(&Event::Asked { of: Rank::AGGREGATOR, from: window });
+        Some(self.finish(at, Kind::Ask, window, len, out))
+    }
+
+    fn write_ack(&mut self, at: usize, out: &mut [u8]) -> Option<Transmit> {
+        if !self.streams[at].ack_due {
+            return None;
+        }
+        Some(self.finish(at, Kind::Ack, WindowId::new(OpId(0), 0), 0, out))
+    }
+
+    /// Writes the header before a body of `len` bytes.
+    fn finish(
+        &mut self,
+        at: usize,
+        kind: Kind,
+        window: WindowId,
+        len: usize,
+        out: &mut [u8],
+    ) -> Transmit {
+        let flags = self.congestion_flag(at);
+        let length = u16::try_from(len).unwrap_or(u16::MAX);
+        let header = Header { window, flags, length, ..self.header(at, kind) };
+        if let Some(place) = out.first_chunk_mut() {
+            header.encode(place);
+        }
+        Transmit::Datagram { shard: header.shard, len: Header::LEN + len }
+    }
+
+    fn congestion_flag(&mut self, at: usize) -> Flags {
+        let congested = core::mem::take(&mut self.streams[at].congested);
+        if congested { Flags::CONGESTED } else { Flags::NONE }
+    }
+
+    fn header(&mut self, at: usize, kind: Kind) -> Header {
+        let Config { job, generation, rank, .. } = self.config;
+        let stream = &mut self.streams[at];
+        Header {
+            kind,
+            job,
+            generation,
+            sender: rank,
+            lane: stream.lane,
+            shard: stream.shard,
+            window: WindowId::new(OpId(0), 0),
+            ack: stream.acknowledge(),
+            mask: 0,
+            previous: 0,
+            length: 0,
+            fragment: 0,
+            flags: Flags::NONE,
+        }
+    }
+}

@@ -1,0 +1,345 @@
+//! Nodes: the protocol's state machines with the bytes that their drivers would hold.
+
+use std::collections::BTreeMap;
+
+use racksum_proto::aggregator::{self, Aggregation, Place, Recipient};
+use racksum_proto::arith::{self, Fold};
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::error::{OpError, SubmitError};
+use racksum_proto::fold::FoldPlan;
+use racksum_proto::geometry::{Fragmentation, Geometry};
+use racksum_proto::ids::{OpId, Rank, WindowId};
+use racksum_proto::observer::Observer;
+use racksum_proto::time::{Span, Time};
+use racksum_proto::wire::Header;
+use racksum_proto::worker::{self, Delivery, Worker};
+
+/// A datagram on its way.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Datagram {
+    /// Who gets it.
+    pub to: Endpoint,
+    /// Its bytes.
+    pub bytes: Vec<u8>,
+}
+
+/// An end of a path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Endpoint {
+    /// A rank.
+    Worker(u16),
+    /// A shard.
+    Shard(u8),
+}
+
+/// A rank: its machine and its tensors, which are reduced in place.
+#[derive(Debug)]
+pub struct WorkerNode {
+    /// The protocol.
+    pub machine: Worker,
+    world: u32,
+    tensors: BTreeMap<OpId, Vec<u8>>,
+    /// Packed results of scaled windows that have arrived in part.
+    partial: BTreeMap<WindowId, Vec<u8>>,
+    /// Ops that ended, with their tensors.
+    pub done: Vec<(OpId, Result<Vec<u8>, OpError>)>,
+}
+
+impl WorkerNode {
+    /// A rank of a job of `world` ranks.
+    #[must_use]
+    pub fn new(config: worker::Config, world: u16, now: Time) -> Self {
+        Self {
+            machine: Worker::new(config, now),
+            world: u32::from(world),
+            tensors: BTreeMap::new(),
+            partial: BTreeMap::new(),
+            done: Vec::new(),
+        }
+    }
+
+    /// Starts an op on `tensor`.
+    ///
+    /// # Errors
+    /// As [`Worker::submit`].
+    pub fn submit(
+        &mut self,
+        now: Time,
+        descriptor: Descriptor,
+        tensor: Vec<u8>,
+        timeout: Span,
+    ) -> Result<OpId, SubmitError> {
+        let op = self.machine.submit(now, descriptor, timeout)?;
+        self.tensors.insert(op, tensor);
+        Ok(op)
+    }
+
+    /// Takes a datagram.
+    pub fn handle(
+        &mut self,
+        now: Time,
+        bytes: &[u8],
+        congested: bool,
+        observer: &mut impl Observer,
+    ) {
+        let verdict = self.machine.handle_datagram(now, bytes, congested, observer);
+        if let worker::Verdict::Deliver(delivery) = verdict {
+            self.deliver(&delivery, &bytes[Header::LEN..]);
+        }
+        self.collect();
+    }
+
+    /// Acts on what did not happen in time.
+    pub fn handle_timeout(&mut self, now: Time, observer: &mut impl Observer) {
+        self.machine.handle_timeout(now, observer);
+        self.collect();
+    }
+
+    /// Scans and sends all that is due; datagrams go to `out`.
+    pub fn drive(&mut self, now: Time, out: &mut Vec<Datagram>, observer: &mut impl Observer) {
+        let mut buffer = [0; 2048];
+        loop {
+            while let Some(transmit) = self.machine.poll_transmit(now, &mut buffer, observer) {
+                self.send(&transmit, &buffer, out);
+            }
+            let Some(scan) = self.machine.poll_scan() else { break };
+            self.scan(scan);
+        }
+        self.collect();
+    }
+
+    fn scan(&mut self, scan: worker::Scan) {
+        let tensor = self.tensors.get_mut(&scan.op).expect("an op in flight has its tensor");
+        let descriptor = self.machine.descriptor(scan.op).expect("the op is in flight");
+        let geometry = Geometry::new(&descriptor);
+        let window = bytes_of(&descriptor, geometry.elements_of(scan.index));
+        let mask = arith::scan_window(
+            descriptor.dtype,
+            geometry.block_elements(),
+            &mut tensor[window],
+        );
+        self.machine.handle_scanned(scan, mask);
+    }
+
+    fn send(&self, transmit: &worker::Transmit, buffer: &[u8], out: &mut Vec<Datagram>) {
+        match transmit {
+            worker::Transmit::Datagram { shard, len } => {
+                out.push(Datagram { to: Endpoint::Shard(*shard), bytes: buffer[..*len].to_vec() });
+            }
+            worker::Transmit::Data(data) => {
+                let payload = self.pack(data.header.window, data.header.mask);
+                let cut = self.machine.config().cut;
+                let to = Endpoint::Shard(data.shard);
+                fragments(cut, &data.header, data.fragments, &payload, |bytes| {
+                    out.push(Datagram { to, bytes });
+                });
+            }
+        }
+    }
+
+    /// A window's non-zero blocks as they travel.
+    fn pack(&self, window: WindowId, mask: u64) -> Vec<u8> {
+        let tensor = &self.tensors[&window.op];
+        let descriptor = self.machine.descriptor(window.op).expect("the op is in flight");
+        let Descriptor { dtype, wire, .. } = descriptor;
+        let geometry = Geometry::new(&descriptor);
+        let mut payload = vec![0; geometry.payload_len(window.index, mask)];
+        for packed in geometry.packed(window.index, mask) {
+            let src = &tensor[bytes_of(&descriptor, elements(packed.element, packed.elements))];
+            let out = &mut payload[packed.offset..][..wire.block_len(packed.elements)];
+            let encoded = if wire.is_scaled() {
+                arith::encode_block(dtype, wire, self.world, src, out)
+            } else {
+                arith::encode_run(dtype, wire, src, out)
+            };
+            encoded.expect("a valid descriptor has an encoding");
+        }
+        payload
+    }
+
+    /// Writes a fragment of a result into the tensor.
+    fn deliver(&mut self, delivery: &Delivery, body: &[u8]) {
+        let descriptor = delivery.descriptor;
+        let Some(tensor) = self.tensors.get_mut(&delivery.window.op) else { return };
+        let range =
+            self.machine.config().cut.range(delivery.len, usize::from(delivery.fragment));
+        let index = delivery.window.index;
+        if !descriptor.wire.is_scaled() {
+            let size = descriptor.wire.element_size();
+            for stretch in delivery.geometry.stretches(index, delivery.mask, range) {
+                let dst =
+                    &mut tensor[bytes_of(&descriptor, elements(stretch.element, stretch.elements))];
+                let src = &body[stretch.offset..][..stretch.elements * size];
+                arith::decode_run(descriptor.wire, descriptor.dtype, src, dst)
+                    .expect("a valid descriptor has a decoding");
+            }
+            return;
+        }
+        let payload =
+            self.partial.entry(delivery.window).or_insert_with(|| vec![0; delivery.len]);
+        payload[range].copy_from_slice(body);
+        if !delivery.complete {
+            return;
+        }
+        for packed in delivery.geometry.packed(index, delivery.mask) {
+            let len = descriptor.wire.block_len(packed.elements);
+            let src = &payload[packed.offset..][..len];
+            let dst =
+                &mut tensor[bytes_of(&descriptor, elements(packed.element, packed.elements))];
+            arith::decode_block(descriptor.wire, descriptor.dtype, src, dst)
+                .expect("a valid descriptor has a decoding");
+            let fixed = descriptor.wire == racksum_proto::dtype::WireType::Fixed32;
+            if fixed && arith::fixed32_overflowed(src) {
+                self.machine.handle_overflow(delivery.window.op, packed.element);
+            }
+        }
+        self.partial.remove(&delivery.window);
+    }
+
+    fn collect(&mut self) {
+        while let Some(outcome) = self.machine.poll_outcome() {
+            let tensor = self.tensors.remove(&outcome.op).unwrap_or_default();
+            self.done.push((outcome.op, outcome.result.map(|()| tensor)));
+        }
+    }
+}
+
+/// A shard: its machine and the payloads in its slots.
+#[derive(Debug)]
+pub struct ShardNode {
+    /// The protocol.
+    pub machine: Aggregation,
+    plan: FoldPlan,
+    /// Fragments by lane, slot, rank and fragment.
+    slots: BTreeMap<(u8, u32, u16, u8), Vec<u8>>,
+    results: BTreeMap<(u8, u32), Vec<u8>>,
+}
+
+impl ShardNode {
+    /// A shard of a job.
+    #[must_use]
+    pub fn new(config: aggregator::Config, now: Time) -> Self {
+        Self {
+            plan: FoldPlan::new(usize::from(config.world)),
+            machine: Aggregation::new(config, now),
+            slots: BTreeMap::new(),
+            results: BTreeMap::new(),
+        }
+    }
+
+    /// Takes a datagram.
+    pub fn handle(
+        &mut self,
+        now: Time,
+        bytes: &[u8],
+        congested: bool,
+        observer: &mut impl Observer,
+    ) {
+        let verdict = self.machine.handle_datagram(now, bytes, congested, observer);
+        if let aggregator::Verdict::Store(Place { lane, slot, rank, fragment, .. }) = verdict {
+            let body = bytes[Header::LEN..].to_vec();
+            self.slots.insert((lane, slot, rank.0, fragment), body);
+        }
+    }
+
+    /// Folds and sends all that is due; datagrams go to `out`.
+    pub fn drive(&mut self, now: Time, out: &mut Vec<Datagram>, observer: &mut impl Observer) {
+        let mut buffer = [0; 2048];
+        loop {
+            while let Some(transmit) = self.machine.poll_transmit(now, &mut buffer, observer) {
+                self.send(&transmit, &buffer, out);
+            }
+            let Some(fold) = self.machine.poll_fold() else { break };
+            self.fold(&fold);
+            self.machine.handle_folded(&fold, observer);
+        }
+    }
+
+    fn fold(&mut self, fold: &aggregator::Fold) {
+        let world = self.machine.config().world;
+        let masks: Vec<u64> =
+            (0..world).map(|rank| self.machine.contribution(fold, Rank(rank))).collect();
+        let contributions: Vec<Vec<u8>> =
+            (0..world).map(|rank| self.take(fold.lane, fold.slot, rank)).collect();
+        let mut out = vec![0xa5; fold.len];
+        let Descriptor { wire, reduction, .. } = fold.descriptor;
+        let index = fold.window.index;
+        self.plan.runs(&fold.geometry, index, masks.iter().copied(), |run| {
+            let inputs: Vec<&[u8]> = run
+                .inputs
+                .iter()
+                .map(|input| {
+                    &contributions[input.rank.index()][input.offset..][..run.out.len()]
+                })
+                .collect();
+            let of = Fold { world: u32::from(world), absent: run.absent };
+            arith::fold_run(wire, reduction, of, &inputs, &mut out[run.out])
+                .expect("the plan's runs fit");
+        });
+        self.results.insert((fold.lane, fold.slot), out);
+    }
+
+    /// A rank's packed payload, out of its fragments; the slot is free for the next window.
+    fn take(&mut self, lane: u8, slot: u32, rank: u16) -> Vec<u8> {
+        let range = (lane, slot, rank, 0)..=(lane, slot, rank, u8::MAX);
+        let fragments: Vec<_> = self.slots.range(range).map(|(key, _)| *key).collect();
+        fragments.iter().filter_map(|key| self.slots.remove(key)).flatten().collect()
+    }
+
+    fn send(&self, transmit: &aggregator::Transmit, buffer: &[u8], out: &mut Vec<Datagram>) {
+        let config = self.machine.config();
+        let world = config.world;
+        let recipients = |to: Recipient| match to {
+            Recipient::All => 0..world,
+            Recipient::Rank(rank) => rank.0..rank.0 + 1,
+        };
+        match transmit {
+            aggregator::Transmit::Datagram { to, len } => {
+                let bytes = buffer[..*len].to_vec();
+                out.extend(recipients(*to).map(|rank| Datagram {
+                    to: Endpoint::Worker(rank),
+                    bytes: bytes.clone(),
+                }));
+            }
+            aggregator::Transmit::Result { to, result } => {
+                let payload = &self.results[&(result.lane, result.slot)];
+                fragments(config.cut, &result.header, result.fragments, payload, |bytes| {
+                    out.extend(recipients(*to).map(|rank| Datagram {
+                        to: Endpoint::Worker(rank),
+                        bytes: bytes.clone(),
+                    }));
+                });
+            }
+        }
+    }
+}
+
+/// The datagrams of a window's fragments.
+fn fragments(
+    cut: Fragmentation,
+    header: &Header,
+    wanted: u64,
+    payload: &[u8],
+    mut send: impl FnMut(Vec<u8>),
+) {
+    for fragment in (0..cut.count(payload.len())).filter(|i| wanted >> i & 1 == 1) {
+        let range = cut.range(payload.len(), fragment);
+        let mut bytes = vec![0xa5; Header::LEN + range.len()];
+        let (head, body) = bytes.split_first_chunk_mut().expect("a header fits");
+        header.of_fragment(fragment, range.len()).encode(head);
+        body.copy_from_slice(&payload[range]);
+        send(bytes);
+    }
+}
+
+fn elements(first: u64, count: usize) -> std::ops::Range<u64> {
+    first..first + count as u64
+}
+
+/// The bytes of a tensor that hold `elements`.
+fn bytes_of(descriptor: &Descriptor, elements: std::ops::Range<u64>) -> std::ops::Range<usize> {
+    let at = |element: u64| {
+        usize::try_from(element).expect("a tensor fits memory") * descriptor.dtype.size()
+    };
+    at(elements.start)..at(elements.end)
+}

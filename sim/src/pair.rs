@@ -1,0 +1,301 @@
+//! In-memory clusters without links: every datagram may be lost, doubled or delayed by chance.
+
+use racksum_proto::aggregator;
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::{DType, Reduction, WireType};
+use racksum_proto::error::OpError;
+use racksum_proto::geometry::Fragmentation;
+use racksum_proto::ids::{Generation, JobId, OpId, Rank};
+use racksum_proto::time::{Span, Time};
+use racksum_proto::worker;
+
+use crate::node::{Datagram, Endpoint, ShardNode, WorkerNode};
+
+/// A small generator, so that a failure replays from its seed alone.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn chance(&mut self, percent: u64) -> bool {
+        self.roll() % 100 < percent
+    }
+}
+
+struct Cluster {
+    workers: Vec<WorkerNode>,
+    shards: Vec<ShardNode>,
+    dice: Dice,
+    /// Datagrams by when they arrive and in which order they were sent.
+    wire: std::collections::BTreeMap<(u64, u64), Datagram>,
+    sent: u64,
+    now: Time,
+    faults: Faults,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Faults {
+    drop: u64,
+    double: u64,
+    delay: u64,
+}
+
+impl Cluster {
+    fn new(world: u16, shards: u8, lanes: u8, seed: u64, faults: Faults) -> Self {
+        let cut = Fragmentation::new(1424).unwrap();
+        let (job, generation, pool_slots, max_ops) = (JobId(7), Generation(3), 8, 4);
+        let worker = |rank| worker::Config {
+            job,
+            generation,
+            rank: Rank(rank),
+            lanes,
+            shards,
+            pool_slots,
+            max_ops,
+            cut,
+            in_flight: 1 << 18,
+        };
+        let shard = |shard| aggregator::Config {
+            job,
+            generation,
+            world,
+            lanes,
+            shard,
+            shards,
+            pool_slots,
+            max_ops,
+            cut,
+            results_in_flight: 1 << 20,
+        };
+        Self {
+            workers: (0..world)
+                .map(|rank| WorkerNode::new(worker(rank), world, Time(0)))
+                .collect(),
+            shards: (0..shards).map(|i| ShardNode::new(shard(i), Time(0))).collect(),
+            dice: Dice(seed),
+            wire: std::collections::BTreeMap::new(),
+            sent: 0,
+            now: Time(0),
+            faults,
+        }
+    }
+
+    fn post(&mut self, datagrams: Vec<Datagram>) {
+        for datagram in datagrams {
+            let copies = if self.dice.chance(self.faults.double) { 2 } else { 1 };
+            for _ in 0..copies {
+                if self.dice.chance(self.faults.drop) {
+                    continue;
+                }
+                let spike = if self.dice.chance(self.faults.delay) {
+                    self.dice.roll() % 20_000_000
+                } else {
+                    0
+                };
+                self.sent += 1;
+                let at = self.now.0 + 50_000 + spike;
+                self.wire.insert((at, self.sent), datagram.clone());
+            }
+        }
+    }
+
+    fn drive(&mut self) {
+        let mut out = Vec::new();
+        for worker in &mut self.workers {
+            worker.drive(self.now, &mut out, &mut ());
+        }
+        for shard in &mut self.shards {
+            shard.drive(self.now, &mut out, &mut ());
+        }
+        self.post(out);
+    }
+
+    /// Runs until every op has ended everywhere.
+    fn run(&mut self, ops: usize) {
+        self.drive();
+        while self.workers.iter().any(|worker| worker.done.len() < ops) {
+            let timer = self.workers.iter().map(|w| w.machine.poll_timeout()).min().unwrap();
+            let arrival = self.wire.first_key_value().map_or(u64::MAX, |((at, _), _)| *at);
+            self.now = Time(timer.0.min(arrival).max(self.now.0));
+            assert!(self.now < Time::NEVER, "nothing is due and nothing is done");
+            if arrival <= timer.0 {
+                let ((_, _), datagram) = self.wire.pop_first().unwrap();
+                match datagram.to {
+                    Endpoint::Worker(rank) => self.workers[usize::from(rank)].handle(
+                        self.now,
+                        &datagram.bytes,
+                        false,
+                        &mut (),
+                    ),
+                    Endpoint::Shard(shard) => self.shards[usize::from(shard)].handle(
+                        self.now,
+                        &datagram.bytes,
+                        false,
+                        &mut (),
+                    ),
+                }
+            } else {
+                for worker in &mut self.workers {
+                    worker.handle_timeout(self.now, &mut ());
+                }
+            }
+            self.drive();
+        }
+    }
+}
+
+/// A tensor of small integers in which about `density` percent of the blocks are non-zero.
+fn tensor(dice: &mut Dice, elements: usize, density: u64) -> Vec<i32> {
+    let mut tensor = vec![0; elements];
+    for block in tensor.chunks_mut(256) {
+        if dice.chance(density) {
+            for element in block {
+                *element = i32::try_from(dice.roll() % 2000).unwrap() - 1000;
+            }
+        }
+    }
+    tensor
+}
+
+fn bytes(tensor: &[i32]) -> Vec<u8> {
+    tensor.iter().flat_map(|element| element.to_le_bytes()).collect()
+}
+
+const TIMEOUT: Span = Span::from_secs(60);
+
+fn check_sums(seed: u64, world: u16, shards: u8, sizes: &[(usize, u64)], faults: Faults) {
+    let mut cluster = Cluster::new(world, shards, 1, seed, faults);
+    let mut dice = Dice(seed ^ 0xabcd);
+    let mut expected = Vec::new();
+    for (elements, density) in sizes {
+        let mut sum = vec![0; *elements];
+        for worker in &mut cluster.workers {
+            let tensor = tensor(&mut dice, *elements, *density);
+            sum.iter_mut().zip(&tensor).for_each(|(sum, element)| *sum += element);
+            let descriptor = Descriptor::sum(*elements as u64, DType::I32);
+            worker.submit(Time(0), descriptor, bytes(&tensor), TIMEOUT).unwrap();
+        }
+        expected.push(bytes(&sum));
+    }
+    cluster.run(sizes.len());
+    for (rank, worker) in cluster.workers.iter().enumerate() {
+        for (op, result) in &worker.done {
+            let expected = &expected[op.0 as usize];
+            assert!(result.as_ref() == Ok(expected), "seed {seed}, rank {rank}, {op:?}");
+        }
+    }
+}
+
+#[test]
+fn sums_are_right_without_faults() {
+    let sizes = [(1, 100), (300, 100), (60 * 256 * 20 + 5, 100), (60 * 256 * 40, 3)];
+    for (world, shards) in [(1, 1), (2, 1), (3, 2), (5, 3)] {
+        check_sums(1, world, shards, &sizes, Faults::default());
+    }
+}
+
+#[test]
+fn all_zero_and_empty_tensors_end() {
+    check_sums(1, 3, 2, &[(60 * 256 * 100, 0), (0, 0), (1, 0), (100, 100)], Faults::default());
+}
+
+#[test]
+fn sums_are_right_under_loss_duplication_and_reordering() {
+    for seed in 0..60 {
+        let faults = Faults { drop: seed % 31, double: seed % 7 * 5, delay: seed % 5 * 8 };
+        let density = [100, 40, 5, 1][usize::try_from(seed % 4).unwrap()];
+        let world = 1 + u16::try_from(seed % 5).unwrap();
+        let shards = 1 + u8::try_from(seed % 3).unwrap();
+        let sizes = [(60 * 256 * 9 + 17, density), (700, 100), (60 * 256 * 30, density)];
+        check_sums(seed, world, shards, &sizes, faults);
+    }
+}
+
+#[test]
+fn a_disagreement_fails_the_op_at_every_rank_and_the_job_goes_on() {
+    for seed in 0..20 {
+        let faults = Faults { drop: seed, double: 5, delay: 5 };
+        let mut cluster = Cluster::new(3, 2, 2, seed, faults);
+        let good = Descriptor::sum(60 * 256 * 12, DType::I32);
+        let bad = match seed % 3 {
+            0 => Descriptor::sum(60 * 256 * 3, DType::I32),
+            1 => Descriptor { reduction: Reduction::Max, ..good },
+            _ => Descriptor { lane: 1, ..good },
+        };
+        let ones = bytes(&vec![1; 60 * 256 * 12]);
+        for (rank, worker) in cluster.workers.iter_mut().enumerate() {
+            let len = |d: &Descriptor| usize::try_from(d.elements).unwrap() * 4;
+            worker.submit(Time(0), good, ones.clone(), TIMEOUT).unwrap();
+            let second = if rank == 1 { bad } else { good };
+            worker.submit(Time(0), second, ones[..len(&second)].to_vec(), TIMEOUT).unwrap();
+            worker.submit(Time(0), good, ones.clone(), TIMEOUT).unwrap();
+        }
+        cluster.run(3);
+        let threes = bytes(&vec![3; 60 * 256 * 12]);
+        for worker in &mut cluster.workers {
+            worker.done.sort_by_key(|(op, _)| *op);
+            assert!(worker.done[0].1.as_ref() == Ok(&threes));
+            assert!(worker.done[2].1.as_ref() == Ok(&threes), "seed {seed}");
+            let Err(OpError::Mismatch { op, one, other }) = &worker.done[1].1 else {
+                panic!("seed {seed}: {:?}", worker.done[1].1)
+            };
+            assert_eq!(*op, OpId(1));
+            let mut both = [*one, *other];
+            both.sort_by_key(|(_, descriptor)| *descriptor == good);
+            assert_eq!(both[0], (Rank(1), bad));
+            assert_eq!(both[1].1, good);
+        }
+    }
+}
+
+#[test]
+fn a_missing_rank_is_named_at_the_timeout() {
+    let mut cluster = Cluster::new(3, 1, 1, 1, Faults::default());
+    let descriptor = Descriptor::sum(10, DType::I32);
+    for rank in [0, 2] {
+        let tensor = bytes(&[1; 10]);
+        cluster.workers[rank]
+            .submit(Time(0), descriptor, tensor, Span::from_millis(300))
+            .unwrap();
+    }
+    cluster.workers[1].done.push((OpId(0), Ok(Vec::new())));
+    cluster.run(1);
+    for rank in [0, 2] {
+        let Err(OpError::Timeout { missing, .. }) = &cluster.workers[rank].done[0].1 else {
+            panic!("{:?}", cluster.workers[rank].done)
+        };
+        assert_eq!(missing.len(), 1, "{missing:?}");
+        assert_eq!(missing[0].0, Rank(1));
+        assert!(missing[0].1 > Span::from_millis(100));
+    }
+}
+
+#[test]
+fn fixed32_overflow_fails_at_every_rank_and_the_job_goes_on() {
+    let mut cluster = Cluster::new(2, 1, 1, 1, Faults::default());
+    let wire = WireType::Fixed32;
+    let descriptor = Descriptor { wire, ..Descriptor::sum(600, DType::F32) };
+    let floats = |value: f32| -> Vec<u8> {
+        (0..600)
+            .flat_map(|i| if i == 300 { value } else { 1.0 }.to_le_bytes())
+            .collect()
+    };
+    for (rank, worker) in cluster.workers.iter_mut().enumerate() {
+        let value = if rank == 0 { f32::INFINITY } else { 1.0 };
+        worker.submit(Time(0), descriptor, floats(value), TIMEOUT).unwrap();
+        worker.submit(Time(0), descriptor, floats(1.0), TIMEOUT).unwrap();
+    }
+    cluster.run(2);
+    for worker in &cluster.workers {
+        let error = OpError::Overflow { op: OpId(0), element: 256 };
+        assert_eq!(worker.done[0].1.as_ref(), Err(&error));
+        let twos: Vec<u8> = (0..600).flat_map(|_| 2f32.to_le_bytes()).collect();
+        assert!(worker.done[1].1.as_ref() == Ok(&twos));
+    }
+}
