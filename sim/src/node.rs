@@ -85,6 +85,9 @@ impl WorkerNode {
         let verdict = self.machine.handle_datagram(now, bytes, congested, observer);
         if let worker::Verdict::Deliver(delivery) = verdict {
             self.deliver(&delivery, &bytes[Header::LEN..]);
+            if delivery.complete {
+                self.machine.handle_delivered(now, &delivery, observer);
+            }
         }
         self.collect();
     }

@@ -2,7 +2,8 @@
 //!
 //! The machine decides; the driver owns the tensors and the sockets. The calling order is:
 //! [`Worker::submit`] ops; then, as often as anything happens, [`Worker::handle_datagram`] for
-//! each datagram, [`Worker::handle_timeout`] once [`Worker::poll_timeout`] has passed,
+//! each datagram (and [`Worker::handle_delivered`] once a window is written),
+//! [`Worker::handle_timeout`] once [`Worker::poll_timeout`] has passed,
 //! [`Worker::poll_scan`] with [`Worker::handle_scanned`] for windows whose non-zero blocks are to
 //! be found, [`Worker::poll_transmit`] until `None`, and [`Worker::poll_outcome`] until `None`.
 

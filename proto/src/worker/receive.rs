@@ -26,6 +26,8 @@ pub enum Verdict {
 /// A fragment of a window's packed sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Delivery {
+    /// The shard it comes from.
+    pub shard: u8,
     /// The window.
     pub window: WindowId,
     /// What the op is.
@@ -38,7 +40,8 @@ pub struct Delivery {
     pub len: usize,
     /// The fragment's number.
     pub fragment: u8,
-    /// Whether all fragments of the window have arrived with this one.
+    /// Whether all fragments of the window have arrived with this one: once it is written, call
+    /// [`Worker::handle_delivered`].
     pub complete: bool,
 }
 
@@ -85,7 +88,7 @@ impl Worker {
         stream.low = stream.low.max(low);
         match header.kind {
             Kind::Result => self.handle_result(now, header, body, observer),
-            Kind::Ask => self.handle_ask(at, body),
+            Kind::Ask => self.handle_ask(now, at, body),
             Kind::Credit | Kind::Probe if body.is_empty() => Ok(Verdict::Control),
             Kind::Credit | Kind::Probe => Err(Reject::Body),
             Kind::Wait => self.handle_wait(now, at, body),
@@ -137,7 +140,6 @@ impl Worker {
         }
         let arrival = self.place_arrival(at, position, header, body)?;
         let stream = &mut self.streams[at];
-        let path = &mut self.paths[usize::from(header.shard)];
         let arrival = &mut stream.arrivals[arrival];
         let bit = 1 << header.fragment;
         if arrival.have & bit != 0 {
@@ -146,22 +148,21 @@ impl Worker {
             return Ok(Verdict::Duplicate);
         }
         arrival.have |= bit;
+        stream.quiet_since = now;
+        stream.probes = 0;
         let (complete, mask, len) = (arrival.complete(), arrival.mask, arrival.len);
         if header.flags.has(Flags::AGAIN)
             && let Some(asked_at) = stream.asked_at.take()
         {
-            path.rtt.sample(now.since(asked_at));
+            self.paths[usize::from(header.shard)].rtt.sample(now.since(asked_at));
         }
         let Some((descriptor, geometry)) =
             self.op(window.op).map(|op| (op.descriptor, op.geometry))
         else {
             return Err(Reject::Stale);
         };
-        if complete {
-            self.settle_results(now, at, observer);
-        }
-        let fragment = header.fragment;
-        let delivery = Delivery { window, descriptor, geometry, mask, len, fragment, complete };
+        let Header { shard, fragment, .. } = *header;
+        let delivery = Delivery { shard, window, descriptor, geometry, mask, len, fragment, complete };
         Ok(Verdict::Deliver(delivery))
     }
 
@@ -210,6 +211,18 @@ impl Worker {
         }
     }
 
+    /// Notes that the driver has written a delivery that completes its window: acknowledges it,
+    /// and asks for results that must have been lost.
+    pub fn handle_delivered(
+        &mut self,
+        now: Time,
+        delivery: &Delivery,
+        observer: &mut impl Observer,
+    ) {
+        let at = self.config.stream(delivery.descriptor.lane, delivery.shard);
+        self.settle_results(now, at, observer);
+    }
+
     /// Moves on over results that are complete, frees what was in flight for them, and asks for
     /// those that must have been lost.
     fn settle_results(&mut self, now: Time, at: usize, observer: &mut impl Observer) {
@@ -241,7 +254,7 @@ impl Worker {
     }
 
     /// The aggregator lacks fragments or opens.
-    fn handle_ask(&mut self, at: usize, body: &[u8]) -> Result<Verdict, Reject> {
+    fn handle_ask(&mut self, now: Time, at: usize, body: &[u8]) -> Result<Verdict, Reject> {
         let entries = AskEntries::decode(body)?;
         let stream = &mut self.streams[at];
         let path: &mut Path = &mut self.paths[usize::from(stream.shard)];
@@ -259,6 +272,8 @@ impl Worker {
             let wanted = entry.fragments & all & !sent.again;
             stream.repeats += usize::from(sent.again == 0 && wanted != 0);
             sent.again |= wanted;
+            stream.quiet_since = now;
+            stream.probes = 0;
             sent.repeated = true;
             let lost = self.config.cut.payload() * wanted.count_ones() as usize;
             path.congestion.on_lost(lost.min(sent.len));
