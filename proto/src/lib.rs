@@ -18,6 +18,7 @@ extern crate std;
 pub mod aggregator;
 pub mod arith;
 pub mod congestion;
+pub mod control;
 pub mod descriptor;
 pub mod dtype;
 pub mod error;

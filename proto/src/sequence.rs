@@ -22,6 +22,8 @@ pub(crate) struct StreamOp {
     pub(crate) geometry: Geometry,
     /// The op failed: its positions are skipped.
     pub(crate) failed: bool,
+    /// At a worker: some of it was opened.
+    pub(crate) opened: bool,
 }
 
 impl StreamOp {
@@ -47,12 +49,14 @@ pub(crate) struct Sequence {
     end: u64,
     /// The last op that was dropped from the front.
     settled: Option<OpId>,
+    /// The last of those that was opened.
+    opened: Option<OpId>,
 }
 
 impl Sequence {
     /// An empty sequence for at most `capacity` ops.
     pub(crate) fn new(capacity: usize) -> Self {
-        Self { ops: VecDeque::with_capacity(capacity), end: 0, settled: None }
+        Self { ops: VecDeque::with_capacity(capacity), end: 0, settled: None, opened: None }
     }
 
     /// Appends an op and returns its first position.
@@ -60,8 +64,18 @@ impl Sequence {
         let base = self.end;
         let geometry = Geometry::new(descriptor);
         self.end += u64::from(stripe.len());
-        self.ops.push_back(StreamOp { op, base, stripe, geometry, failed: false });
+        self.ops.push_back(StreamOp { op, base, stripe, geometry, failed: false, opened: false });
         base
+    }
+
+    /// Puts a failed op without windows among the others.
+    pub(crate) fn insert_failed(&mut self, op: OpId, descriptor: &Descriptor) {
+        let i = self.ops.partition_point(|entry| entry.op < op);
+        let base = self.ops.get(i).map_or(self.end, |next| next.base);
+        let stripe = Stripe::new(op, 0, 0, 1);
+        let geometry = Geometry::new(descriptor);
+        let entry = StreamOp { op, base, stripe, geometry, failed: true, opened: false };
+        self.ops.insert(i, entry);
     }
 
     /// The position after the last op.
@@ -83,11 +97,17 @@ impl Sequence {
         self.ops.binary_search_by_key(&op, |entry| entry.op).ok().map(|i| &self.ops[i])
     }
 
-    /// The op that comes right before `op` in this stream.
+    /// The op that was opened right before `op` in this stream.
     pub(crate) fn before(&self, op: OpId) -> Option<OpId> {
-        match self.ops.partition_point(|entry| entry.op < op) {
-            0 => self.settled,
-            i => Some(self.ops[i - 1].op),
+        let earlier = self.ops.iter().rev().skip_while(|entry| entry.op >= op);
+        // An op that failed before it was opened is none that the aggregator could know of.
+        earlier.filter(|entry| entry.opened).map(|entry| entry.op).next().or(self.opened)
+    }
+
+    /// Notes that some of `op` was opened.
+    pub(crate) fn note_opened(&mut self, op: OpId) {
+        if let Ok(i) = self.ops.binary_search_by_key(&op, |entry| entry.op) {
+            self.ops[i].opened = true;
         }
     }
 
@@ -145,6 +165,9 @@ impl Sequence {
         self.ops.front().filter(|entry| entry.end() <= position)?;
         let entry = self.ops.pop_front()?;
         self.settled = Some(entry.op);
+        if entry.opened {
+            self.opened = Some(entry.op);
+        }
         Some(entry)
     }
 }
@@ -172,6 +195,8 @@ mod tests {
         assert_eq!(sequence.position_from(window(4, 9)), 5);
         assert_eq!(sequence.position_from(window(3, 2)), 2);
         assert_eq!(sequence.position_from(window(9, 0)), 7);
+        assert_eq!(sequence.before(OpId(7)), None);
+        sequence.note_opened(OpId(3));
         assert_eq!(sequence.before(OpId(7)), Some(OpId(3)));
     }
 
@@ -180,6 +205,7 @@ mod tests {
         let mut sequence = Sequence::new(4);
         push(&mut sequence, 0, 2);
         push(&mut sequence, 1, 2);
+        sequence.note_opened(OpId(0));
         assert!(sequence.settle_before(1).is_none());
         assert_eq!(sequence.settle_before(3).map(|entry| entry.op), Some(OpId(0)));
         assert!(sequence.settle_before(3).is_none());

@@ -1,9 +1,9 @@
 //! The fold of elementwise wire types: one pass that reads every input once and keeps the sums
 //! in registers.
 
-use std::array::from_fn;
 use std::marker::PhantomData;
 
+use super::combine::Combine;
 use super::level::Task;
 use super::number::Number;
 use super::simd::{Halves, Lanes, Simd};
@@ -48,22 +48,6 @@ pub(super) trait Wire {
     fn divide<S: Simd>(simd: S, x: Self::Numbers<S>, y: Self::Numbers<S>) -> Self::Numbers<S>;
 }
 
-/// How two numbers become one.
-pub(super) trait Combine {
-    /// Whether an absent rank's zero takes part.
-    const COUNTS_ABSENT: bool;
-
-    /// Combines two vectors.
-    fn combine<N, S: Lanes<N>>(simd: S, x: S::Vector, y: S::Vector) -> S::Vector;
-}
-
-/// Sums, also those to be averaged.
-pub(super) struct Add;
-/// Least values.
-pub(super) struct Minimum;
-/// Greatest values.
-pub(super) struct Maximum;
-
 impl<W: Wire, C: Combine> Task for Run<'_, W, C> {
     type Output = ();
 
@@ -94,23 +78,31 @@ impl<W: Wire, C: Combine> Run<'_, W, C> {
     /// Folds `VECTORS` vectors from the byte `at` on.
     #[inline(always)]
     fn span<S: Simd, const VECTORS: usize>(&mut self, simd: S, at: usize) {
-        let load = |input: &[u8]| {
-            let bytes = &input[at..][..VECTORS * S::BYTES];
-            from_fn(|v| W::load(simd, &bytes[v * S::BYTES..]))
-        };
+        // No closures here: they would be compiled without the instructions of `simd`.
         let (first, rest) = self.inputs.split_first().expect("check_fold refuses no input");
-        let mut sums: [W::Numbers<S>; VECTORS] = load(first);
+        let first = &first[at..][..VECTORS * S::BYTES];
+        let mut sums = [W::splat(simd, W::Number::ZERO); VECTORS];
+        for v in 0..VECTORS {
+            sums[v] = W::load(simd, &first[v * S::BYTES..]);
+        }
         for input in rest {
-            let numbers = load(input);
-            sums = from_fn(|v| W::combine::<S, C>(simd, sums[v], numbers[v]));
+            let input = &input[at..][..VECTORS * S::BYTES];
+            for v in 0..VECTORS {
+                let numbers = W::load(simd, &input[v * S::BYTES..]);
+                sums[v] = W::combine::<S, C>(simd, sums[v], numbers);
+            }
         }
         if let Some(divisor) = self.divisor {
             let divisor = W::splat(simd, divisor);
-            sums = sums.map(|x| W::divide(simd, x, divisor));
+            for sum in &mut sums {
+                *sum = W::divide(simd, *sum, divisor);
+            }
         }
         if C::COUNTS_ABSENT && self.absent {
             let zero = W::splat(simd, W::Number::ZERO);
-            sums = sums.map(|x| W::combine::<S, C>(simd, x, zero));
+            for sum in &mut sums {
+                *sum = W::combine::<S, C>(simd, *sum, zero);
+            }
         }
         let out = &mut self.out[at..][..VECTORS * S::BYTES];
         for v in 0..VECTORS {
@@ -118,23 +110,6 @@ impl<W: Wire, C: Combine> Run<'_, W, C> {
         }
     }
 }
-
-macro_rules! combine {
-    ($name:ident, $counts_absent:literal, $method:ident) => {
-        impl Combine for $name {
-            const COUNTS_ABSENT: bool = $counts_absent;
-
-            #[inline(always)]
-            fn combine<N, S: Lanes<N>>(simd: S, x: S::Vector, y: S::Vector) -> S::Vector {
-                simd.$method(x, y)
-            }
-        }
-    };
-}
-
-combine!(Add, false, add);
-combine!(Minimum, true, minimum);
-combine!(Maximum, true, maximum);
 
 /// Elements that are the numbers they are folded in.
 macro_rules! whole {
@@ -168,7 +143,7 @@ macro_rules! whole {
                 x: Self::Numbers<S>,
                 y: Self::Numbers<S>,
             ) -> Self::Numbers<S> {
-                C::combine::<$number, S>(simd, x, y)
+                C::vectors::<$number, S>(simd, x, y)
             }
 
             #[inline(always)]
@@ -219,7 +194,7 @@ macro_rules! half {
                 x: Self::Numbers<S>,
                 y: Self::Numbers<S>,
             ) -> Self::Numbers<S> {
-                [C::combine::<f32, S>(simd, x[0], y[0]), C::combine::<f32, S>(simd, x[1], y[1])]
+                [C::vectors::<f32, S>(simd, x[0], y[0]), C::vectors::<f32, S>(simd, x[1], y[1])]
             }
 
             #[inline(always)]

@@ -76,7 +76,8 @@ impl Level {
         }
     }
 
-    /// This level, or the widest below whose vectors `len` bytes fill; the narrowest if none.
+    /// This level, or the widest below it of which a vector fits in `len` bytes, no less than
+    /// [`MIN_LEN`].
     pub(super) fn within(self, len: usize) -> Self {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
@@ -114,3 +115,6 @@ fn run_avx512<T: Task>(task: T) -> T::Output {
     // SAFETY: this function is only called where its instructions exist.
     task.run(unsafe { Avx512::assume() })
 }
+
+/// The length of the shortest vectors.
+pub(super) const MIN_LEN: usize = Portable::BYTES;

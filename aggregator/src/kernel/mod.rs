@@ -1,9 +1,19 @@
-//! Folds at the speed of memory, bit-equal to [`racksum_proto::arith`].
+//! Folds at the speed of memory: what [`racksum_proto::arith`] defines, in wide registers.
+//!
+//! [`fold_run`] is the one thing here. It takes the contributions of a run of elements as they
+//! were received and writes their reduction, reading every byte once and allocating nothing. The
+//! bits are those of [`racksum_proto::arith::fold_run`] at every [`Level`] and however a window
+//! was cut into runs.
 
+mod combine;
 mod elementwise;
+mod fixed32;
+mod int8;
 mod level;
 mod number;
 mod simd;
+#[cfg(test)]
+mod tests;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
@@ -12,10 +22,19 @@ use std::marker::PhantomData;
 use racksum_proto::arith::{self, ArithError, Fold, check_fold};
 use racksum_proto::dtype::{Reduction, WireType};
 
-use self::elementwise::{Add, Bf16, Combine, F16, F32, F64, I32, I64, Maximum, Minimum, Run, Wire};
+use self::combine::{Add, Combine, Maximum, Minimum};
+use self::elementwise::{Bf16, F16, F32, F64, I32, I64, Wire};
 pub use self::level::Level;
 use self::number::Number;
 
+/// Reduces the contributions `inputs`, in rank order, to `out`.
+///
+/// As [`racksum_proto::arith::fold_run`], which defines the result: each input and `out` hold the
+/// same run of elements in wire form; of a scaled wire type, exactly one block.
+///
+/// # Errors
+///
+/// As [`check_fold`]; `out` is then untouched.
 pub fn fold_run(
     wire: WireType,
     reduction: Reduction,
@@ -26,6 +45,11 @@ pub fn fold_run(
     fold_run_at(Level::best(), wire, reduction, fold, inputs, out)
 }
 
+/// [`fold_run`] with the instructions of `level`: to compare levels.
+///
+/// # Errors
+///
+/// As [`check_fold`]; `out` is then untouched.
 pub fn fold_run_at(
     level: Level,
     wire: WireType,
@@ -35,46 +59,62 @@ pub fn fold_run_at(
     out: &mut [u8],
 ) -> Result<(), ArithError> {
     check_fold(wire, reduction, fold, inputs, out.len())?;
-    if out.len() < 16 {
+    if !wire.is_scaled() && out.len() < level::MIN_LEN {
+        // Less than any vector: a few elements at the end of a fragment.
         return arith::fold_run(wire, reduction, fold, inputs, out);
     }
-    let level = level.within(out.len());
-    match wire {
-        WireType::F32 => fold_elements::<F32>(level, reduction, fold, inputs, out),
-        WireType::F64 => fold_elements::<F64>(level, reduction, fold, inputs, out),
-        WireType::F16 => fold_elements::<F16>(level, reduction, fold, inputs, out),
-        WireType::Bf16 => fold_elements::<Bf16>(level, reduction, fold, inputs, out),
-        WireType::I32 => fold_elements::<I32>(level, reduction, fold, inputs, out),
-        WireType::I64 => fold_elements::<I64>(level, reduction, fold, inputs, out),
-        WireType::Int8 => todo!(),
-        WireType::Fixed32 => todo!(),
+    let job = Job { level, wire, fold, inputs, out };
+    match reduction {
+        Reduction::Sum => job.run::<Add>(false),
+        Reduction::Avg => job.run::<Add>(true),
+        Reduction::Min => job.run::<Minimum>(false),
+        Reduction::Max => job.run::<Maximum>(false),
     }
     Ok(())
 }
 
-fn fold_elements<W: Wire>(
+/// The checked arguments of a fold.
+struct Job<'a> {
     level: Level,
-    reduction: Reduction,
+    wire: WireType,
     fold: Fold,
-    inputs: &[&[u8]],
-    out: &mut [u8],
-) {
-    let divisor = (reduction == Reduction::Avg).then(|| W::Number::of_world(fold.world));
-    match reduction {
-        Reduction::Sum | Reduction::Avg => {
-            run::<W, Add>(level, inputs, out, divisor, false);
-        }
-        Reduction::Min => run::<W, Minimum>(level, inputs, out, None, fold.absent),
-        Reduction::Max => run::<W, Maximum>(level, inputs, out, None, fold.absent),
-    }
+    inputs: &'a [&'a [u8]],
+    out: &'a mut [u8],
 }
 
-fn run<W: Wire, C: Combine>(
-    level: Level,
-    inputs: &[&[u8]],
-    out: &mut [u8],
-    divisor: Option<W::Number>,
-    absent: bool,
-) {
-    level.run(Run::<W, C> { inputs, out, divisor, absent, combine: PhantomData });
+impl Job<'_> {
+    fn run<C: Combine>(self, average: bool) {
+        match self.wire {
+            WireType::F32 => self.elementwise::<F32, C>(average),
+            WireType::F64 => self.elementwise::<F64, C>(average),
+            WireType::F16 => self.elementwise::<F16, C>(average),
+            WireType::Bf16 => self.elementwise::<Bf16, C>(average),
+            WireType::I32 => self.elementwise::<I32, C>(average),
+            WireType::I64 => self.elementwise::<I64, C>(average),
+            WireType::Int8 => self.level.run(int8::Run::<C> {
+                inputs: self.inputs,
+                out: self.out,
+                divisor: average.then(|| f32::of_world(self.fold.world)),
+                absent: self.fold.absent,
+                combine: PhantomData,
+            }),
+            WireType::Fixed32 => self.level.run(fixed32::Run::<C> {
+                inputs: self.inputs,
+                out: self.out,
+                divisor: average.then(|| f64::of_world(self.fold.world)),
+                absent: self.fold.absent,
+                combine: PhantomData,
+            }),
+        }
+    }
+
+    fn elementwise<W: Wire, C: Combine>(self, average: bool) {
+        self.level.within(self.out.len()).run(elementwise::Run::<W, C> {
+            inputs: self.inputs,
+            out: self.out,
+            divisor: average.then(|| W::Number::of_world(self.fold.world)),
+            absent: self.fold.absent,
+            combine: PhantomData,
+        });
+    }
 }

@@ -46,11 +46,19 @@ impl Simd for Avx512 {
     const BYTES: usize = 64;
 }
 
-/// Implements [`Lanes`] with expressions over intrinsics.
+/// Implements [`Lanes`]. What looks like closures is none: they would be compiled without the
+/// instructions, and may then not be inlined.
 macro_rules! lanes {
     (
-        $simd:ident, $number:ident, $vector:ident, $splat:expr, $load:expr, $store:expr,
-        $add:expr, $divide:expr, $minimum:expr, $maximum:expr, $canonical:expr $(,)?
+        $simd:ident, $number:ident, $vector:ident,
+        splat: $splat:ident,
+        load: $load:ident,
+        store: $store:ident,
+        add: $add:ident,
+        divide: |$dx:ident, $dy:ident| $divide:expr,
+        minimum: |$lx:ident, $ly:ident| $minimum:expr,
+        maximum: |$gx:ident, $gy:ident| $maximum:expr,
+        canonical: |$cx:ident| $canonical:expr,
     ) => {
         impl Lanes<$number> for $simd {
             type Vector = $vector;
@@ -83,27 +91,27 @@ macro_rules! lanes {
             }
 
             #[inline(always)]
-            fn divide(self, x: $vector, y: $vector) -> $vector {
+            fn divide(self, $dx: $vector, $dy: $vector) -> $vector {
                 // SAFETY: as for `splat`.
-                unsafe { $divide(x, y) }
+                unsafe { $divide }
             }
 
             #[inline(always)]
-            fn minimum(self, x: $vector, y: $vector) -> $vector {
+            fn minimum(self, $lx: $vector, $ly: $vector) -> $vector {
                 // SAFETY: as for `splat`.
-                unsafe { $minimum(x, y) }
+                unsafe { $minimum }
             }
 
             #[inline(always)]
-            fn maximum(self, x: $vector, y: $vector) -> $vector {
+            fn maximum(self, $gx: $vector, $gy: $vector) -> $vector {
                 // SAFETY: as for `splat`.
-                unsafe { $maximum(x, y) }
+                unsafe { $maximum }
             }
 
             #[inline(always)]
-            fn canonical(self, x: $vector) -> $vector {
+            fn canonical(self, $cx: $vector) -> $vector {
                 // SAFETY: as for `splat`.
-                unsafe { $canonical(x) }
+                unsafe { $canonical }
             }
         }
     };
@@ -114,135 +122,120 @@ macro_rules! lanes {
 // sign of a zero. For the maximum, those both have, and a NaN from elsewhere.
 
 lanes!(
-    Avx512,
-    f32,
-    __m512,
-    _mm512_set1_ps,
-    _mm512_loadu_ps,
-    _mm512_storeu_ps,
-    _mm512_add_ps,
-    _mm512_div_ps,
-    |x, y| _mm512_or_ps(_mm512_min_ps(x, y), _mm512_min_ps(y, x)),
-    |x, y| {
+    Avx512, f32, __m512,
+    splat: _mm512_set1_ps,
+    load: _mm512_loadu_ps,
+    store: _mm512_storeu_ps,
+    add: _mm512_add_ps,
+    divide: |x, y| _mm512_div_ps(x, y),
+    minimum: |x, y| _mm512_or_ps(_mm512_min_ps(x, y), _mm512_min_ps(y, x)),
+    maximum: |x, y| {
         let greatest = _mm512_and_ps(_mm512_max_ps(x, y), _mm512_max_ps(y, x));
         let unordered = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, y);
         _mm512_mask_mov_ps(greatest, unordered, _mm512_set1_ps(f32::NAN))
     },
-    |x| {
+    canonical: |x| {
         let nan = _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc0_0000));
         _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x), nan)
     },
 );
 lanes!(
-    Avx512,
-    f64,
-    __m512d,
-    _mm512_set1_pd,
-    _mm512_loadu_pd,
-    _mm512_storeu_pd,
-    _mm512_add_pd,
-    _mm512_div_pd,
-    |x, y| _mm512_or_pd(_mm512_min_pd(x, y), _mm512_min_pd(y, x)),
-    |x, y| {
+    Avx512, f64, __m512d,
+    splat: _mm512_set1_pd,
+    load: _mm512_loadu_pd,
+    store: _mm512_storeu_pd,
+    add: _mm512_add_pd,
+    divide: |x, y| _mm512_div_pd(x, y),
+    minimum: |x, y| _mm512_or_pd(_mm512_min_pd(x, y), _mm512_min_pd(y, x)),
+    maximum: |x, y| {
         let greatest = _mm512_and_pd(_mm512_max_pd(x, y), _mm512_max_pd(y, x));
         let unordered = _mm512_cmp_pd_mask::<_CMP_UNORD_Q>(x, y);
         _mm512_mask_mov_pd(greatest, unordered, _mm512_set1_pd(f64::NAN))
     },
-    |x| {
+    canonical: |x| {
         let nan = _mm512_castsi512_pd(_mm512_set1_epi64(0x7ff8_0000_0000_0000));
         _mm512_mask_mov_pd(x, _mm512_cmp_pd_mask::<_CMP_UNORD_Q>(x, x), nan)
     },
 );
 lanes!(
-    Avx512,
-    i32,
-    __m512i,
-    _mm512_set1_epi32,
-    _mm512_loadu_epi32,
-    _mm512_storeu_epi32,
-    _mm512_add_epi32,
-    |x, _| x,
-    _mm512_min_epi32,
-    _mm512_max_epi32,
-    |x| x,
+    Avx512, i32, __m512i,
+    splat: _mm512_set1_epi32,
+    load: _mm512_loadu_epi32,
+    store: _mm512_storeu_epi32,
+    add: _mm512_add_epi32,
+    divide: |x, _y| x,
+    minimum: |x, y| _mm512_min_epi32(x, y),
+    maximum: |x, y| _mm512_max_epi32(x, y),
+    canonical: |x| x,
 );
 lanes!(
-    Avx512,
-    i64,
-    __m512i,
-    _mm512_set1_epi64,
-    _mm512_loadu_epi64,
-    _mm512_storeu_epi64,
-    _mm512_add_epi64,
-    |x, _| x,
-    _mm512_min_epi64,
-    _mm512_max_epi64,
-    |x| x,
+    Avx512, i64, __m512i,
+    splat: _mm512_set1_epi64,
+    load: _mm512_loadu_epi64,
+    store: _mm512_storeu_epi64,
+    add: _mm512_add_epi64,
+    divide: |x, _y| x,
+    minimum: |x, y| _mm512_min_epi64(x, y),
+    maximum: |x, y| _mm512_max_epi64(x, y),
+    canonical: |x| x,
 );
 lanes!(
-    Avx2,
-    f32,
-    __m256,
-    _mm256_set1_ps,
-    _mm256_loadu_ps,
-    _mm256_storeu_ps,
-    _mm256_add_ps,
-    _mm256_div_ps,
-    |x, y| _mm256_or_ps(_mm256_min_ps(x, y), _mm256_min_ps(y, x)),
-    |x, y| {
+    Avx2, f32, __m256,
+    splat: _mm256_set1_ps,
+    load: _mm256_loadu_ps,
+    store: _mm256_storeu_ps,
+    add: _mm256_add_ps,
+    divide: |x, y| _mm256_div_ps(x, y),
+    minimum: |x, y| _mm256_or_ps(_mm256_min_ps(x, y), _mm256_min_ps(y, x)),
+    maximum: |x, y| {
         let greatest = _mm256_and_ps(_mm256_max_ps(x, y), _mm256_max_ps(y, x));
         // All bits set is a NaN, too.
         _mm256_or_ps(greatest, _mm256_cmp_ps::<_CMP_UNORD_Q>(x, y))
     },
-    |x| {
+    canonical: |x| {
         let nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc0_0000));
         _mm256_blendv_ps(x, nan, _mm256_cmp_ps::<_CMP_UNORD_Q>(x, x))
     },
 );
 lanes!(
-    Avx2,
-    f64,
-    __m256d,
-    _mm256_set1_pd,
-    _mm256_loadu_pd,
-    _mm256_storeu_pd,
-    _mm256_add_pd,
-    _mm256_div_pd,
-    |x, y| _mm256_or_pd(_mm256_min_pd(x, y), _mm256_min_pd(y, x)),
-    |x, y| {
+    Avx2, f64, __m256d,
+    splat: _mm256_set1_pd,
+    load: _mm256_loadu_pd,
+    store: _mm256_storeu_pd,
+    add: _mm256_add_pd,
+    divide: |x, y| _mm256_div_pd(x, y),
+    minimum: |x, y| _mm256_or_pd(_mm256_min_pd(x, y), _mm256_min_pd(y, x)),
+    maximum: |x, y| {
         let greatest = _mm256_and_pd(_mm256_max_pd(x, y), _mm256_max_pd(y, x));
+        // All bits set is a NaN, too.
         _mm256_or_pd(greatest, _mm256_cmp_pd::<_CMP_UNORD_Q>(x, y))
     },
-    |x| {
+    canonical: |x| {
         let nan = _mm256_castsi256_pd(_mm256_set1_epi64x(0x7ff8_0000_0000_0000));
         _mm256_blendv_pd(x, nan, _mm256_cmp_pd::<_CMP_UNORD_Q>(x, x))
     },
 );
 lanes!(
-    Avx2,
-    i32,
-    __m256i,
-    _mm256_set1_epi32,
-    _mm256_loadu_si256,
-    _mm256_storeu_si256,
-    _mm256_add_epi32,
-    |x, _| x,
-    _mm256_min_epi32,
-    _mm256_max_epi32,
-    |x| x,
+    Avx2, i32, __m256i,
+    splat: _mm256_set1_epi32,
+    load: _mm256_loadu_si256,
+    store: _mm256_storeu_si256,
+    add: _mm256_add_epi32,
+    divide: |x, _y| x,
+    minimum: |x, y| _mm256_min_epi32(x, y),
+    maximum: |x, y| _mm256_max_epi32(x, y),
+    canonical: |x| x,
 );
 lanes!(
-    Avx2,
-    i64,
-    __m256i,
-    _mm256_set1_epi64x,
-    _mm256_loadu_si256,
-    _mm256_storeu_si256,
-    _mm256_add_epi64,
-    |x, _| x,
-    |x, y| _mm256_blendv_epi8(x, y, _mm256_cmpgt_epi64(x, y)),
-    |x, y| _mm256_blendv_epi8(y, x, _mm256_cmpgt_epi64(x, y)),
-    |x| x,
+    Avx2, i64, __m256i,
+    splat: _mm256_set1_epi64x,
+    load: _mm256_loadu_si256,
+    store: _mm256_storeu_si256,
+    add: _mm256_add_epi64,
+    divide: |x, _y| x,
+    minimum: |x, y| _mm256_blendv_epi8(x, y, _mm256_cmpgt_epi64(x, y)),
+    maximum: |x, y| _mm256_blendv_epi8(y, x, _mm256_cmpgt_epi64(x, y)),
+    canonical: |x| x,
 );
 
 impl Halves for Avx512 {

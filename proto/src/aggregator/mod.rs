@@ -23,7 +23,7 @@ use alloc::vec::Vec;
 use agreement::Agreement;
 pub use occupancy::OPEN_AHEAD;
 use pool::Pool;
-use stream::{Ready, Stored, Stream};
+use stream::{Placed, Ready, Stored, Stream};
 pub use transmit::{Recipient, ResultFragments, Transmit};
 use transmit::Queue;
 
@@ -188,19 +188,36 @@ impl Aggregation {
         congested: bool,
         observer: &mut impl Observer,
     ) -> Verdict {
-        let verdict = match Header::decode(datagram) {
-            Ok((header, body)) => self.handle(now, &header, body, congested, observer),
-            Err(reject) => Verdict::Reject(reject),
-        };
-        match verdict {
-            Verdict::Reject(reject) => {
-                self.counters.rejects.count(reject);
-                observer.on_event(&Event::Rejected(reject));
-            }
-            Verdict::Duplicate => self.counters.duplicates += 1,
-            Verdict::Store(_) | Verdict::Control => {}
+        match Header::decode(datagram) {
+            Ok((header, body)) => self.handle_decoded(now, &header, body, congested, observer),
+            Err(reject) => self.reject(reject, observer),
         }
-        verdict
+    }
+
+    /// Takes one datagram whose header the driver has decoded, to find the job by.
+    pub fn handle_decoded(
+        &mut self,
+        now: Time,
+        header: &Header,
+        body: &[u8],
+        congested: bool,
+        observer: &mut impl Observer,
+    ) -> Verdict {
+        match self.handle(now, header, body, congested, observer) {
+            Verdict::Reject(reject) => self.reject(reject, observer),
+            Verdict::Duplicate => {
+                self.counters.duplicates += 1;
+                Verdict::Duplicate
+            }
+            verdict @ (Verdict::Store(_) | Verdict::Control) => verdict,
+        }
+    }
+
+    /// Counts a datagram that changed nothing.
+    pub fn reject(&mut self, reject: Reject, observer: &mut impl Observer) -> Verdict {
+        self.counters.rejects.count(reject);
+        observer.on_event(&Event::Rejected(reject));
+        Verdict::Reject(reject)
     }
 
     fn handle(
@@ -331,20 +348,15 @@ impl Aggregation {
             Err(reject) => return Verdict::Reject(reject),
         };
         let (lane, rank, op) = (header.lane, header.sender, header.window.op);
+        let failed = match self.check_agreement(op, rank, &open.descriptor, observer) {
+            Ok(failed) => failed,
+            Err(reject) => return Verdict::Reject(reject),
+        };
+        if failed {
+            self.queue.note(lane, rank, |due| due.failed = Some(op));
+        }
         if self.streams[usize::from(lane)].sequence.is_settled(op) {
             return Verdict::Reject(Reject::Stale);
-        }
-        match self.agreement.check(op, rank, open.descriptor) {
-            agreement::Verdict::Agrees => {}
-            agreement::Verdict::Disagrees(disagreement) => {
-                self.fail(op, disagreement, observer);
-                return Verdict::Control;
-            }
-            agreement::Verdict::Failed => {
-                self.queue.note(lane, rank, |due| due.failed = Some(op));
-                return Verdict::Control;
-            }
-            agreement::Verdict::TooMany => return Verdict::Reject(Reject::BeyondOps),
         }
         let (shard, shards) = (self.config.shard, self.config.shards);
         let stripe = Stripe::new(op, Geometry::new(&open.descriptor).windows(), shard, shards);
@@ -357,13 +369,40 @@ impl Aggregation {
         }
         let stream = &mut self.streams[usize::from(lane)];
         match stream.place(op, &open, rank, stripe) {
-            Ok(Some(base)) if stream.handle_stretch(rank, base + u64::from(nth), &open) => {
+            // Its place matters all the same: the rank's next op comes after it.
+            Placed::At(_) if failed => {
+                stream.sequence.fail(op);
+            }
+            Placed::Failed => {}
+            Placed::At(base) if stream.handle_stretch(rank, base + u64::from(nth), &open) => {
                 observer.on_event(&Event::Opened { rank, op });
             }
-            Ok(_) => self.queue.note(lane, rank, |due| due.open = true),
-            Err(reject) => return Verdict::Reject(reject),
+            Placed::At(_) | Placed::Missing => self.queue.note(lane, rank, |due| due.open = true),
         }
         Verdict::Control
+    }
+
+    /// Takes a rank's descriptor of an op; returns whether the op has failed.
+    fn check_agreement(
+        &mut self,
+        op: OpId,
+        rank: Rank,
+        descriptor: &Descriptor,
+        observer: &mut impl Observer,
+    ) -> Result<bool, Reject> {
+        let lane = &self.streams[usize::from(descriptor.lane)];
+        if lane.sequence.is_settled(op) {
+            return Ok(self.agreement.disagreement(op).is_some());
+        }
+        match self.agreement.check(op, rank, *descriptor) {
+            agreement::Verdict::Agrees => Ok(false),
+            agreement::Verdict::Failed => Ok(true),
+            agreement::Verdict::TooMany => Err(Reject::BeyondOps),
+            agreement::Verdict::Disagrees(disagreement) => {
+                self.fail(op, disagreement, observer);
+                Ok(true)
+            }
+        }
     }
 
     /// Fails an op at every rank: in all lanes, since the lane may be what they disagree on.

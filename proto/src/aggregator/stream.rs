@@ -28,6 +28,8 @@ pub(super) struct Progress {
     newest_complete: u64,
     /// When the rank was last asked for fragments, until it answers.
     asked_at: Option<Time>,
+    /// When the rank was last asked for opens, until it moves on.
+    open_asked_at: Option<Time>,
     /// Round trips from an ask to what it brought.
     rtt: Rtt,
 }
@@ -39,6 +41,7 @@ impl Progress {
         oldest_missing: 0,
         newest_complete: 0,
         asked_at: None,
+        open_asked_at: None,
         rtt: Rtt::new(Span::from_millis(1)),
     };
 
@@ -55,6 +58,17 @@ pub(super) struct Ready {
     pub(super) entry: StreamOp,
     pub(super) union: u64,
     pub(super) contributors: u32,
+}
+
+/// Where an op that a rank opens belongs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Placed {
+    /// At this position.
+    At(u64),
+    /// After an op whose open is missing.
+    Missing,
+    /// Nowhere: it failed.
+    Failed,
 }
 
 /// What a stored fragment means for the rank that sent it.
@@ -156,32 +170,30 @@ impl Stream {
     }
 
     /// Finds a place for an op that a rank opens, given the op it names before it.
-    ///
-    /// Returns the first position of the op, or `None` if an open before this one is missing.
-    pub(super) fn place(
-        &mut self,
-        op: OpId,
-        open: &Open,
-        rank: Rank,
-        stripe: Stripe,
-    ) -> Result<Option<u64>, Reject> {
+    pub(super) fn place(&mut self, op: OpId, open: &Open, rank: Rank, stripe: Stripe) -> Placed {
         if let Some(entry) = self.sequence.get(op) {
-            let base = entry.base;
-            return Ok(self.joined_up(rank, open.after, op, base).then_some(base));
+            let (base, failed) = (entry.base, entry.failed);
+            return match self.joined_up(rank, open.after, op, base) {
+                false => Placed::Missing,
+                true if failed => Placed::Failed,
+                true => Placed::At(base),
+            };
         }
         let last = self.sequence.last();
-        if last.is_some_and(|last| op < last) {
-            // Others have gone past an op that they do not have in this stream: a disagreement,
-            // which the shard of the op's first window reports.
-            return Err(Reject::Stale);
+        if last < Some(op) {
+            if open.after > last || !self.joined_up(rank, open.after, op, self.sequence.end()) {
+                return Placed::Missing;
+            }
+            return Placed::At(self.sequence.push(op, &open.descriptor, stripe));
         }
-        if open.after > last {
-            return Ok(None);
+        // Others have gone past an op that they do not have in this stream: a disagreement, which
+        // the shard of the op's first window reports. Here it fails without a word.
+        let base = self.sequence.position_from(WindowId::new(op, 0));
+        if !self.joined_up(rank, open.after, op, base) {
+            return Placed::Missing;
         }
-        if !self.joined_up(rank, open.after, op, self.sequence.end()) {
-            return Ok(None);
-        }
-        Ok(Some(self.sequence.push(op, &open.descriptor, stripe)))
+        self.sequence.insert_failed(op, &open.descriptor);
+        Placed::Failed
     }
 
     /// Whether the rank has opened all that it has in this stream before `op` at `base`. Ops that
@@ -191,9 +203,11 @@ impl Stream {
         if opened >= base {
             return true;
         }
-        let before = after.and_then(|after| self.sequence.get(after));
-        if before.is_some_and(|entry| !entry.failed && opened < entry.end()) {
-            return false;
+        if let Some(after) = after.filter(|after| !self.sequence.is_settled(*after)) {
+            let Some(before) = self.sequence.get(after) else { return false };
+            if opened < if before.failed { before.base } else { before.end() } {
+                return false;
+            }
         }
         for skipped in self.sequence.iter_after_mut(after) {
             if skipped.op < op && skipped.end() > opened {
@@ -216,6 +230,7 @@ impl Stream {
             let [from, to] = [opened, end].map(|at| usize::try_from(at - position).unwrap_or(0));
             self.occupancy.set(rank, opened, &open.occupancy()[from..to]);
             self.ranks[rank.index()].opened = end;
+            self.ranks[rank.index()].open_asked_at = None;
             self.update_agreed();
         }
         true
@@ -326,6 +341,17 @@ impl Stream {
             .map_or(0, |entry| entry.geometry.payload_len(window.index, contribution.mask));
         let all = if contribution.mask == 0 { u64::MAX } else { self.cut.all(len) };
         AskEntry { window, fragments: all & !contribution.have }
+    }
+
+    /// Whether to ask `rank` for its opens: once a round trip, or answers would breed questions.
+    pub(super) fn may_ask_open(&mut self, rank: Rank, now: Time) -> bool {
+        let progress = &mut self.ranks[rank.index()];
+        let patience = progress.rtt.timeout();
+        if progress.open_asked_at.is_some_and(|at| now.since(at) < patience) {
+            return false;
+        }
+        progress.open_asked_at = Some(now);
+        true
     }
 
     /// Notes that `rank` has been asked for fragments.

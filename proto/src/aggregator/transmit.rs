@@ -209,7 +209,9 @@ impl Aggregation {
             self.put_off(lane, rank, due);
             return self.write_failure(op, lane, Recipient::Rank(rank), out);
         }
-        if core::mem::take(&mut due.open) {
+        let may_ask = due.open && self.streams[usize::from(lane)].may_ask_open(rank, now);
+        due.open = false;
+        if may_ask {
             self.put_off(lane, rank, due);
             let stream = &self.streams[usize::from(lane)];
             let window = stream.sequence.window(stream.ranks[rank.index()].opened);

@@ -85,6 +85,7 @@ impl Worker {
         let body = out.get_mut(Header::LEN..)?;
         let (len, windows) = self.opens.encode(&op.descriptor, after, occupied, body);
         let end = from + u64::from(windows);
+        stream.sequence.note_opened(entry.op);
         stream.note_opened(end);
         stream.reopen = stream.reopen.is_some().then_some(end).filter(|end| *end < stream.opened);
         Some(self.finish(at, Kind::Open, window, len, out))

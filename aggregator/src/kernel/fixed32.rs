@@ -1,0 +1,180 @@
+//! The fold of [`WireType::Fixed32`](racksum_proto::dtype::WireType::Fixed32) blocks: rescale to
+//! one exponent, fold the integers in 64 bits.
+
+use std::marker::PhantomData;
+
+use racksum_proto::arith::{FIXED32_OVERFLOW, fixed32_overflowed};
+
+use super::combine::Combine;
+use super::level::Task;
+use super::simd::Simd;
+
+/// A fold of the blocks `inputs` to the block `out`, all of one length.
+pub(super) struct Run<'a, C> {
+    pub(super) inputs: &'a [&'a [u8]],
+    pub(super) out: &'a mut [u8],
+    /// What to divide by at the end, for an average.
+    pub(super) divisor: Option<f64>,
+    /// Whether a zero takes part, where it can matter.
+    pub(super) absent: bool,
+    pub(super) combine: PhantomData<C>,
+}
+
+impl<C: Combine> Task for Run<'_, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _simd: S) {
+        let (head, words) =
+            self.out.split_first_chunk_mut().expect("check_fold refuses a short block");
+        let words = words.as_chunks_mut().0;
+        let exponent = common_exponent(self.inputs);
+        let mut overflow = self.inputs.iter().any(|block| fixed32_overflowed(block));
+        let mut start = 0;
+        for words in words.chunks_mut(CHUNK) {
+            let sums = &mut [0; CHUNK][..words.len()];
+            fold::<C>(self.inputs, exponent, start, sums);
+            if let Some(divisor) = self.divisor {
+                for sum in sums.iter_mut() {
+                    *sum = divide(*sum, divisor);
+                }
+            }
+            if C::COUNTS_ABSENT && self.absent {
+                for sum in sums.iter_mut() {
+                    *sum = C::numbers(*sum, 0);
+                }
+            }
+            overflow |= store(sums, words);
+            start += words.len();
+        }
+        if overflow {
+            *head = FIXED32_OVERFLOW.to_le_bytes();
+            words.fill([0; 4]);
+        } else {
+            *head = exponent.to_le_bytes();
+        }
+    }
+}
+
+/// Folds the elements from `start` on, as many as `sums` has, at the exponent `common`.
+#[inline(always)]
+fn fold<C: Combine>(inputs: &[&[u8]], common: i32, start: usize, sums: &mut [i64]) {
+    let (first, rest) = inputs.split_first().expect("check_fold refuses no input");
+    let (exponent, words) = split(first);
+    let scaling = Rescale::new(common, exponent);
+    for (sum, word) in sums.iter_mut().zip(&words[start..]) {
+        *sum = scaling.apply(i32::from_le_bytes(*word));
+    }
+    for block in rest {
+        let (exponent, words) = split(block);
+        if exponent >= common {
+            // The usual case. A greater exponent is that of a block of zeros.
+            for (sum, word) in sums.iter_mut().zip(&words[start..]) {
+                *sum = C::numbers(*sum, i64::from(i32::from_le_bytes(*word)));
+            }
+        } else {
+            let scaling = Rescale::new(common, exponent);
+            for (sum, word) in sums.iter_mut().zip(&words[start..]) {
+                *sum = C::numbers(*sum, scaling.apply(i32::from_le_bytes(*word)));
+            }
+        }
+    }
+}
+
+/// Writes `sums` to `words`; returns whether one of them does not fit.
+#[inline(always)]
+fn store(sums: &[i64], words: &mut [[u8; 4]]) -> bool {
+    let mut excess = 0;
+    for (sum, word) in sums.iter().zip(words) {
+        let low = low_half(*sum);
+        excess |= *sum ^ i64::from(low);
+        *word = low.to_le_bytes();
+    }
+    excess != 0
+}
+
+/// Division of an i32 by a power of two, ties to even.
+#[derive(Clone, Copy)]
+struct Rescale {
+    shift: u32,
+    /// The bits that are shifted out.
+    mask: u32,
+    /// What these are at a tie.
+    tie: u32,
+    /// All bits, or none if every quotient is zero.
+    keep: i32,
+}
+
+impl Rescale {
+    /// From one exponent to another. If that is less, the block is one of zeros.
+    #[inline(always)]
+    fn new(to: i32, from: i32) -> Self {
+        let shift = u32::try_from(i64::from(to) - i64::from(from)).unwrap_or(0);
+        if shift == 0 {
+            // No remainder ever exceeds the tie.
+            Self { shift: 0, mask: 0, tie: u32::MAX, keep: -1 }
+        } else if shift < 32 {
+            Self { shift, mask: (1 << shift) - 1, tie: 1 << (shift - 1), keep: -1 }
+        } else {
+            // At most a half in magnitude, and a tie goes to zero.
+            Self { shift: 0, mask: 0, tie: u32::MAX, keep: 0 }
+        }
+    }
+
+    #[inline(always)]
+    fn apply(self, q: i32) -> i64 {
+        let floor = q >> self.shift;
+        let remainder = q.cast_unsigned() & self.mask;
+        // Up from above the tie, and from an odd number at it.
+        let up = remainder + (floor & 1).cast_unsigned() > self.tie;
+        i64::from((floor + i32::from(up)) & self.keep)
+    }
+}
+
+/// The quotient, ties to even.
+///
+/// It is exact: a sum of 2^16 i32 fits f64, and the division errs by less than the distance
+/// between a tie and the nearest quotient that is none.
+#[inline(always)]
+fn divide(sum: i64, divisor: f64) -> i64 {
+    // The neighbours of 1.5 * 2^52 are one apart, and their bits are, too.
+    const SHIFT: f64 = 6_755_399_441_055_744.0;
+    const SHIFT_BITS: i64 = SHIFT.to_bits().cast_signed();
+    let sum = f64::from_bits((sum + SHIFT_BITS).cast_unsigned()) - SHIFT;
+    (sum / divisor + SHIFT).to_bits().cast_signed() - SHIFT_BITS
+}
+
+/// The greatest exponent of the blocks that are not all zero; of all, if all are.
+#[inline(always)]
+fn common_exponent(inputs: &[&[u8]]) -> i32 {
+    let (first, _) = split(inputs[0]);
+    if inputs.iter().all(|block| split(block).0 == first) {
+        return first;
+    }
+    let mut common = None;
+    for block in inputs {
+        let (exponent, words) = split(block);
+        if common.is_none_or(|common| exponent > common) && words.iter().any(|word| *word != [0; 4])
+        {
+            common = Some(exponent);
+        }
+    }
+    let greatest = || inputs.iter().map(|block| split(block).0).max().unwrap_or(first);
+    common.unwrap_or_else(greatest)
+}
+
+/// The exponent and the words of a block.
+#[inline(always)]
+fn split(block: &[u8]) -> (i32, &[[u8; 4]]) {
+    let (exponent, words) = block.split_first_chunk().expect("check_fold refuses a short block");
+    (i32::from_le_bytes(*exponent), words.as_chunks().0)
+}
+
+#[inline(always)]
+#[expect(clippy::cast_possible_truncation, reason = "the lower half is wanted")]
+fn low_half(x: i64) -> i32 {
+    x as i32
+}
+
+/// Elements folded at a time.
+const CHUNK: usize = 256;

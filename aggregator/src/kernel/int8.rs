@@ -1,0 +1,110 @@
+//! The fold of [`WireType::Int8`](racksum_proto::dtype::WireType::Int8) blocks: decode, fold as
+//! f32, encode anew.
+
+use std::marker::PhantomData;
+
+use racksum_proto::arith::{INT8_MAX, MAX_BLOCK_ELEMENTS, int8_scale};
+use racksum_proto::dtype::SCALE_LEN;
+
+use super::combine::Combine;
+use super::level::Task;
+use super::number::Number;
+use super::simd::Simd;
+
+/// A fold of the blocks `inputs` to the block `out`, all of one length.
+pub(super) struct Run<'a, C> {
+    pub(super) inputs: &'a [&'a [u8]],
+    pub(super) out: &'a mut [u8],
+    /// What to divide by at the end, for an average.
+    pub(super) divisor: Option<f32>,
+    /// Whether a zero takes part, where it can matter.
+    pub(super) absent: bool,
+    pub(super) combine: PhantomData<C>,
+}
+
+impl<C: Combine> Task for Run<'_, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _simd: S) {
+        let elements = self.out.len() - SCALE_LEN;
+        // Clearing the values of the longest block would take as long as a short one's fold.
+        if elements <= COMMON_ELEMENTS {
+            self.fold(&mut [0.0; COMMON_ELEMENTS][..elements]);
+        } else {
+            self.fold(&mut [0.0; MAX_BLOCK_ELEMENTS][..elements]);
+        }
+    }
+}
+
+impl<C: Combine> Run<'_, C> {
+    #[inline(always)]
+    fn fold(self, values: &mut [f32]) {
+        let (first, rest) = self.inputs.split_first().expect("check_fold refuses no input");
+        let (scale, bytes) = split(first);
+        for (value, byte) in values.iter_mut().zip(bytes) {
+            *value = decode(*byte, scale);
+        }
+        for block in rest {
+            let (scale, bytes) = split(block);
+            for (value, byte) in values.iter_mut().zip(bytes) {
+                *value = C::numbers(*value, decode(*byte, scale));
+            }
+        }
+        if let Some(divisor) = self.divisor {
+            for value in values.iter_mut() {
+                *value /= divisor;
+            }
+        }
+        if C::COUNTS_ABSENT && self.absent {
+            for value in values.iter_mut() {
+                *value = C::numbers(*value, f32::ZERO);
+            }
+        }
+        encode(values, self.out);
+    }
+}
+
+/// The scale and the bytes of a block.
+#[inline(always)]
+fn split(block: &[u8]) -> (f32, &[u8]) {
+    let (scale, bytes) = block.split_first_chunk().expect("check_fold refuses a short block");
+    (f32::from_le_bytes(*scale), bytes)
+}
+
+#[inline(always)]
+fn decode(byte: u8, scale: f32) -> f32 {
+    f32::from(byte.cast_signed()) * scale
+}
+
+/// Writes `values` as the block `out`.
+#[inline(always)]
+fn encode(values: &[f32], out: &mut [u8]) {
+    // Magnitudes are in the order of their bits, with the infinity and the NaNs at the end.
+    let mut max_bits = 0;
+    for value in values {
+        max_bits = Ord::max(max_bits, value.to_bits() & 0x7fff_ffff);
+    }
+    let scale = int8_scale(f32::from_bits(max_bits));
+    let (head, bytes) = out.split_first_chunk_mut().expect("check_fold refuses a short block");
+    *head = scale.canonical().to_le_bytes();
+    if scale > 0.0 {
+        for (value, byte) in values.iter().zip(bytes) {
+            *byte = quantise(*value, scale);
+        }
+    } else {
+        bytes.fill(0);
+    }
+}
+
+#[inline(always)]
+fn quantise(value: f32, scale: f32) -> u8 {
+    // The neighbours of 1.5 * 2^23 are one apart, so that the sum rounds to a whole number, ties
+    // to even, and has it in its low bits.
+    const SHIFT: f32 = 12_582_912.0;
+    let [byte, ..] = ((value / scale).clamp(-INT8_MAX, INT8_MAX) + SHIFT).to_bits().to_le_bytes();
+    byte
+}
+
+/// Blocks up to this are folded in a small buffer: the default size of a block.
+const COMMON_ELEMENTS: usize = 256;

@@ -1,0 +1,105 @@
+//! The messages of the control plane: how a rank joins and leaves a job.
+//!
+//! They travel as JSON frames on one QUIC stream that lives as long as the rank does. A worker
+//! says [`FromWorker::Join`] and hears [`FromAggregator::Waiting`] until all ranks are there,
+//! then [`FromAggregator::Welcome`]. With a multicast group it says [`FromWorker::Heard`] once a
+//! probe arrives. [`FromAggregator::Ready`] starts the ops.
+
+use alloc::string::String;
+use alloc::vec::Vec;
+use core::net::SocketAddr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::ids::{Generation, JobId};
+
+/// The control protocol's version: a join of another is refused.
+pub const CONTROL_VERSION: u16 = 1;
+
+/// What a worker says.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FromWorker {
+    /// It wants to be a rank of a job. The first message.
+    Join(Join),
+    /// A multicast probe arrived.
+    Heard,
+    /// It is done with the job.
+    Leave,
+}
+
+/// A worker's wish to be a rank of a job.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Join {
+    /// [`CONTROL_VERSION`] of the worker.
+    pub version: u16,
+    /// The job's name.
+    pub job: String,
+    /// The job's life.
+    pub generation: Generation,
+    /// The worker's number.
+    pub rank: u16,
+    /// How many ranks the job has.
+    pub world: u16,
+    /// How many lanes the job wants.
+    pub lanes: u8,
+    /// The UDP port on which the worker sends and receives data.
+    pub data_port: u16,
+    /// Bytes that its receive buffer holds.
+    pub receive_buffer: u32,
+    /// Bytes of the largest datagram that its interface takes.
+    pub max_datagram: u16,
+    /// Whether it would listen to a multicast group.
+    pub multicast: bool,
+    /// How many slots a stream it asks for at most; 0 leaves it to the aggregator.
+    pub pool_slots: u32,
+}
+
+/// What an aggregator says.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FromAggregator {
+    /// The worker cannot be that rank, and why.
+    Refused {
+        /// A sentence for the user.
+        reason: String,
+    },
+    /// The world is incomplete.
+    Waiting {
+        /// The ranks that have not joined.
+        missing: Vec<u16>,
+        /// Milliseconds since this rank joined.
+        waited_ms: u64,
+    },
+    /// All ranks are there; this is what they are granted.
+    Welcome(Welcome),
+    /// Ops may start.
+    Ready {
+        /// Whether results come by multicast to this rank.
+        multicast: bool,
+    },
+    /// Ranks are gone without having left.
+    PeerLost {
+        /// Which.
+        ranks: Vec<u16>,
+    },
+}
+
+/// What a job is granted.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Welcome {
+    /// The job's number in datagrams.
+    pub job: JobId,
+    /// The UDP port of each shard, at the aggregator's address.
+    pub data_ports: Vec<u16>,
+    /// Slots of each of the job's streams.
+    pub pool_slots: u32,
+    /// Ops that each rank may have in flight.
+    pub max_ops: u16,
+    /// Bytes of payload of a fragment.
+    pub fragment_payload: u16,
+    /// Bytes in flight to start from, towards each shard.
+    pub in_flight: u32,
+    /// The group that results are multicast to, if the rank should listen.
+    pub group: Option<SocketAddr>,
+}
