@@ -1,3 +1,148 @@
-//! Placeholder.
+//! The aggregator: takes the ranks' block-sparse streams over UDP, folds them window by window
+//! in rank order, and sends the sums back.
+//!
+//! A shard is one thread with one socket; each runs the aggregator half of `racksum-proto` for
+//! every job and owns all packet buffers, which are allocated at start. The control server joins
+//! ranks over QUIC. What is not here: the protocol's decisions (`racksum-proto`) and the packet
+//! system calls (`racksum-net`). Read [`Aggregator`] and [`Config`] first.
 
+mod arena;
+mod config;
 pub mod kernel;
+mod registry;
+mod server;
+mod shard;
+mod slots;
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+pub use config::{Config, ConfigError, Fanout};
+use racksum_net::NetError;
+use racksum_net::clock::Clock;
+use racksum_net::quic::{Identity, Trust, quinn, server as endpoint};
+use registry::Registry;
+pub use registry::MAX_LANES;
+use server::Shared;
+pub use shard::ShardStats;
+use shard::ShardHandle;
+pub use slots::MAX_WORLD;
+
+/// Why an aggregator did not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The configuration cannot be.
+    #[error("{0}")]
+    Config(#[from] ConfigError),
+    /// A socket or an identity could not be had.
+    #[error("{0}")]
+    Net(#[from] NetError),
+    /// A thread could not be started.
+    #[error("cannot start a thread: {0}")]
+    Thread(#[from] io::Error),
+    /// Multicast was demanded and cannot be.
+    #[error("--fanout multicast needs --bind with the address of one interface; {0} is none")]
+    NoMulticast(std::net::IpAddr),
+}
+
+/// A running aggregator. Dropping it stops it.
+#[derive(Debug)]
+pub struct Aggregator {
+    addr: SocketAddr,
+    registry: Shared,
+    endpoint: quinn::Endpoint,
+    control: Option<JoinHandle<()>>,
+}
+
+impl Aggregator {
+    /// Starts the shards and the control server; returns once they serve.
+    ///
+    /// # Errors
+    /// A sentence that says what could not be had.
+    pub fn start(config: Config) -> Result<Self, StartError> {
+        config.validate()?;
+        let clock = Clock::start();
+        let interface = racksum_net::interface::interface_of(config.bind);
+        if config.fanout == Fanout::Multicast && interface.is_none() {
+            return Err(StartError::NoMulticast(config.bind));
+        }
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let trust = if config.insecure { Trust::Insecure } else { Trust::Loopback };
+        let identity = Identity::ephemeral()?;
+        let bind = SocketAddr::new(config.bind, config.port);
+        let endpoint = {
+            let _entered = runtime.enter();
+            endpoint(bind, &identity, &trust)?
+        };
+        let addr = endpoint.local_addr()?;
+        let shards = start_shards(&config, clock)?;
+        let can_multicast = interface.is_some_and(|interface| {
+            shards.iter().all(|shard| shard.set_multicast(&interface))
+        });
+        let registry =
+            Arc::new(Mutex::new(Registry::new(config, shards, can_multicast)));
+        let serving = server::serve(endpoint.clone(), Arc::clone(&registry));
+        let control = std::thread::Builder::new().name("control".into()).spawn(move || {
+            runtime.block_on(serving);
+        })?;
+        Ok(Self { addr, registry, endpoint, control: Some(control) })
+    }
+
+    /// The address of the control plane, which workers connect to.
+    #[must_use]
+    pub const fn addr(&self) -> SocketAddr {
+        self.addr
+    }
+
+    /// What each shard has counted, up to a moment ago.
+    #[must_use]
+    pub fn stats(&self) -> Vec<ShardStats> {
+        server::lock(&self.registry).shards().iter().map(ShardHandle::stats).collect()
+    }
+
+    /// The addresses of the shards' data sockets.
+    #[must_use]
+    pub fn data_addrs(&self) -> Vec<SocketAddr> {
+        server::lock(&self.registry).shards().iter().map(|shard| shard.addr).collect()
+    }
+
+    /// How many jobs there are.
+    #[must_use]
+    pub fn jobs(&self) -> usize {
+        server::lock(&self.registry).jobs()
+    }
+
+    /// Sentences about what is less than it should be: receive buffers, say.
+    #[must_use]
+    pub fn warnings(&self) -> Vec<String> {
+        let registry = server::lock(&self.registry);
+        registry.shards().iter().filter_map(|shard| shard.shortfall.clone()).collect()
+    }
+}
+
+impl Drop for Aggregator {
+    fn drop(&mut self) {
+        self.endpoint.close(0u32.into(), b"the aggregator stops");
+        if let Some(control) = self.control.take() {
+            // A panic in the control server was printed where it happened.
+            drop(control.join());
+        }
+    }
+}
+
+/// Starts the shards on the ports after the control port, or on any.
+fn start_shards(config: &Config, clock: Clock) -> Result<Vec<ShardHandle>, StartError> {
+    (0..config.shards)
+        .map(|shard| {
+            let port = match config.port {
+                0 => 0,
+                port => port + 1 + u16::from(shard),
+            };
+            let bind = SocketAddr::new(config.bind, port);
+            let number = usize::from(shard);
+            Ok(ShardHandle::start(bind, number, config.buffers(), clock)?)
+        })
+        .collect()
+}

@@ -1,6 +1,7 @@
 //! Nodes: the protocol's state machines with the bytes that their drivers would hold.
 
 use std::collections::BTreeMap;
+use std::rc::Rc;
 
 use racksum_proto::aggregator::{self, Aggregation, Place, Recipient};
 use racksum_proto::arith::{self, Fold};
@@ -20,7 +21,7 @@ pub struct Datagram {
     /// Who gets it.
     pub to: Endpoint,
     /// Its bytes.
-    pub bytes: Vec<u8>,
+    pub bytes: Rc<[u8]>,
 }
 
 /// An end of a path.
@@ -28,6 +29,8 @@ pub struct Datagram {
 pub enum Endpoint {
     /// A rank.
     Worker(u16),
+    /// Every rank of the job: a multicast.
+    Workers,
     /// A shard.
     Shard(u8),
 }
@@ -41,6 +44,7 @@ pub struct WorkerNode {
     tensors: BTreeMap<OpId, Vec<u8>>,
     /// Packed results of scaled windows that have arrived in part.
     partial: BTreeMap<WindowId, Vec<u8>>,
+    buffer: Box<[u8]>,
     /// Ops that ended, with their tensors.
     pub done: Vec<(OpId, Result<Vec<u8>, OpError>)>,
 }
@@ -50,6 +54,7 @@ impl WorkerNode {
     #[must_use]
     pub fn new(config: worker::Config, world: u16, now: Time) -> Self {
         Self {
+            buffer: buffer(config.cut),
             machine: Worker::new(config, now),
             world: u32::from(world),
             tensors: BTreeMap::new(),
@@ -100,10 +105,11 @@ impl WorkerNode {
 
     /// Scans and sends all that is due; datagrams go to `out`.
     pub fn drive(&mut self, now: Time, out: &mut Vec<Datagram>, observer: &mut impl Observer) {
-        let mut buffer = [0; 2048];
         loop {
-            while let Some(transmit) = self.machine.poll_transmit(now, &mut buffer, observer) {
-                self.send(&transmit, &buffer, out);
+            while let Some(transmit) =
+                self.machine.poll_transmit(now, &mut self.buffer, observer)
+            {
+                self.send(&transmit, out);
             }
             let Some(scan) = self.machine.poll_scan() else { break };
             self.scan(scan);
@@ -124,10 +130,11 @@ impl WorkerNode {
         self.machine.handle_scanned(scan, mask);
     }
 
-    fn send(&self, transmit: &worker::Transmit, buffer: &[u8], out: &mut Vec<Datagram>) {
+    fn send(&self, transmit: &worker::Transmit, out: &mut Vec<Datagram>) {
         match transmit {
             worker::Transmit::Datagram { shard, len } => {
-                out.push(Datagram { to: Endpoint::Shard(*shard), bytes: buffer[..*len].to_vec() });
+                let bytes = Rc::from(&self.buffer[..*len]);
+                out.push(Datagram { to: Endpoint::Shard(*shard), bytes });
             }
             worker::Transmit::Data(data) => {
                 let payload = self.pack(data.header.window, data.header.mask);
@@ -207,7 +214,7 @@ impl WorkerNode {
     }
 }
 
-/// A shard: its machine and the payloads in its slots.
+/// A shard's part in a job: its machine and the payloads in its slots.
 #[derive(Debug)]
 pub struct ShardNode {
     /// The protocol.
@@ -216,18 +223,28 @@ pub struct ShardNode {
     /// Fragments by lane, slot, rank and fragment.
     slots: BTreeMap<(u8, u32, u16, u8), Vec<u8>>,
     results: BTreeMap<(u8, u32), Vec<u8>>,
+    multicast: bool,
+    buffer: Box<[u8]>,
 }
 
 impl ShardNode {
-    /// A shard of a job.
+    /// A shard of a job. Without multicast, what is for every rank goes to each of them.
     #[must_use]
-    pub fn new(config: aggregator::Config, now: Time) -> Self {
+    pub fn new(config: aggregator::Config, multicast: bool, now: Time) -> Self {
         Self {
             plan: FoldPlan::new(usize::from(config.world)),
+            buffer: buffer(config.cut),
             machine: Aggregation::new(config, now),
             slots: BTreeMap::new(),
             results: BTreeMap::new(),
+            multicast,
         }
+    }
+
+    /// How many fragments are held.
+    #[must_use]
+    pub fn held(&self) -> usize {
+        self.slots.len()
     }
 
     /// Takes a datagram.
@@ -247,10 +264,11 @@ impl ShardNode {
 
     /// Folds and sends all that is due; datagrams go to `out`.
     pub fn drive(&mut self, now: Time, out: &mut Vec<Datagram>, observer: &mut impl Observer) {
-        let mut buffer = [0; 2048];
         loop {
-            while let Some(transmit) = self.machine.poll_transmit(now, &mut buffer, observer) {
-                self.send(&transmit, &buffer, out);
+            while let Some(transmit) =
+                self.machine.poll_transmit(now, &mut self.buffer, observer)
+            {
+                self.send(&transmit, out);
             }
             let Some(fold) = self.machine.poll_fold() else { break };
             self.fold(&fold);
@@ -260,13 +278,18 @@ impl ShardNode {
 
     fn fold(&mut self, fold: &aggregator::Fold) {
         let world = self.machine.config().world;
+        let index = fold.window.index;
         let masks: Vec<u64> =
             (0..world).map(|rank| self.machine.contribution(fold, Rank(rank))).collect();
-        let contributions: Vec<Vec<u8>> =
-            (0..world).map(|rank| self.take(fold.lane, fold.slot, rank)).collect();
+        let contributions: Vec<Vec<u8>> = (0..world)
+            .zip(&masks)
+            .map(|(rank, mask)| {
+                let len = fold.geometry.payload_len(index, *mask);
+                self.take(fold.lane, fold.slot, rank, len)
+            })
+            .collect();
         let mut out = vec![0xa5; fold.len];
         let Descriptor { wire, reduction, .. } = fold.descriptor;
-        let index = fold.window.index;
         self.plan.runs(&fold.geometry, index, masks.iter().copied(), |run| {
             let inputs: Vec<&[u8]> = run
                 .inputs
@@ -282,39 +305,54 @@ impl ShardNode {
         self.results.insert((fold.lane, fold.slot), out);
     }
 
-    /// A rank's packed payload, out of its fragments; the slot is free for the next window.
-    fn take(&mut self, lane: u8, slot: u32, rank: u16) -> Vec<u8> {
+    /// A rank's packed payload of `len` bytes, out of its fragments; the slot is free for the
+    /// next window. An op that failed may have left more fragments in the slot than are due.
+    fn take(&mut self, lane: u8, slot: u32, rank: u16, len: usize) -> Vec<u8> {
         let range = (lane, slot, rank, 0)..=(lane, slot, rank, u8::MAX);
         let fragments: Vec<_> = self.slots.range(range).map(|(key, _)| *key).collect();
-        fragments.iter().filter_map(|key| self.slots.remove(key)).flatten().collect()
+        let mut payload = Vec::with_capacity(len);
+        for fragment in fragments.iter().filter_map(|key| self.slots.remove(key)) {
+            payload.extend(fragment);
+        }
+        payload.truncate(len);
+        payload
     }
 
-    fn send(&self, transmit: &aggregator::Transmit, buffer: &[u8], out: &mut Vec<Datagram>) {
-        let config = self.machine.config();
-        let world = config.world;
-        let recipients = |to: Recipient| match to {
-            Recipient::All => 0..world,
-            Recipient::Rank(rank) => rank.0..rank.0 + 1,
-        };
+    fn send(&self, transmit: &aggregator::Transmit, out: &mut Vec<Datagram>) {
+        let cut = self.machine.config().cut;
         match transmit {
             aggregator::Transmit::Datagram { to, len } => {
-                let bytes = buffer[..*len].to_vec();
-                out.extend(recipients(*to).map(|rank| Datagram {
-                    to: Endpoint::Worker(rank),
-                    bytes: bytes.clone(),
-                }));
+                let bytes = Rc::from(&self.buffer[..*len]);
+                out.extend(self.addressed(*to, &bytes));
             }
             aggregator::Transmit::Result { to, result } => {
                 let payload = &self.results[&(result.lane, result.slot)];
-                fragments(config.cut, &result.header, result.fragments, payload, |bytes| {
-                    out.extend(recipients(*to).map(|rank| Datagram {
-                        to: Endpoint::Worker(rank),
-                        bytes: bytes.clone(),
-                    }));
+                fragments(cut, &result.header, result.fragments, payload, |bytes| {
+                    out.extend(self.addressed(*to, &bytes));
                 });
             }
         }
     }
+
+    /// The datagrams that bring `bytes` to a recipient.
+    fn addressed(&self, to: Recipient, bytes: &Rc<[u8]>) -> impl Iterator<Item = Datagram> {
+        let world = self.machine.config().world;
+        let (group, ranks) = match to {
+            Recipient::All if self.multicast => (Some(Endpoint::Workers), 0..0),
+            Recipient::All => (None, 0..world),
+            Recipient::Rank(rank) => (None, rank.0..rank.0 + 1),
+        };
+        let bytes = Rc::clone(bytes);
+        group
+            .into_iter()
+            .chain(ranks.map(Endpoint::Worker))
+            .map(move |to| Datagram { to, bytes: Rc::clone(&bytes) })
+    }
+}
+
+/// Room for the longest datagram of a job.
+fn buffer(cut: Fragmentation) -> Box<[u8]> {
+    vec![0xa5; Header::LEN + cut.payload()].into()
 }
 
 /// The datagrams of a window's fragments.
@@ -323,7 +361,7 @@ fn fragments(
     header: &Header,
     wanted: u64,
     payload: &[u8],
-    mut send: impl FnMut(Vec<u8>),
+    mut send: impl FnMut(Rc<[u8]>),
 ) {
     for fragment in (0..cut.count(payload.len())).filter(|i| wanted >> i & 1 == 1) {
         let range = cut.range(payload.len(), fragment);
@@ -331,7 +369,7 @@ fn fragments(
         let (head, body) = bytes.split_first_chunk_mut().expect("a header fits");
         header.of_fragment(fragment, range.len()).encode(head);
         body.copy_from_slice(&payload[range]);
-        send(bytes);
+        send(bytes.into());
     }
 }
 

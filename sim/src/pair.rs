@@ -78,7 +78,7 @@ impl Cluster {
             workers: (0..world)
                 .map(|rank| WorkerNode::new(worker(rank), world, Time(0)))
                 .collect(),
-            shards: (0..shards).map(|i| ShardNode::new(shard(i), Time(0))).collect(),
+            shards: (0..shards).map(|i| ShardNode::new(shard(i), false, Time(0))).collect(),
             dice: Dice(seed),
             wire: std::collections::BTreeMap::new(),
             sent: 0,
@@ -142,6 +142,7 @@ impl Cluster {
                         false,
                         &mut (),
                     ),
+                    Endpoint::Workers => unreachable!("these shards do not multicast"),
                 }
             } else {
                 for worker in &mut self.workers {

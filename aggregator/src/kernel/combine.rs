@@ -18,9 +18,9 @@ pub(super) trait Combine {
 /// Sums, also those to be averaged.
 pub(super) struct Add;
 /// Least values.
-pub(super) struct Minimum;
+pub(super) struct Least;
 /// Greatest values.
-pub(super) struct Maximum;
+pub(super) struct Greatest;
 
 macro_rules! combine {
     ($name:ident, $counts_absent:literal, $method:ident) => {
@@ -41,5 +41,5 @@ macro_rules! combine {
 }
 
 combine!(Add, false, add);
-combine!(Minimum, true, minimum);
-combine!(Maximum, true, maximum);
+combine!(Least, true, least);
+combine!(Greatest, true, greatest);

@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 use super::combine::Combine;
 use super::level::Task;
 use super::number::Number;
-use super::simd::{Halves, Lanes, Simd};
+use super::simd::{Lanes, Simd};
 
 /// A fold of `inputs` to `out`, all of one length: whole elements of `W`, and no less than a
 /// vector of the level it is run at.

@@ -22,7 +22,7 @@ use std::marker::PhantomData;
 use racksum_proto::arith::{self, ArithError, Fold, check_fold};
 use racksum_proto::dtype::{Reduction, WireType};
 
-use self::combine::{Add, Combine, Maximum, Minimum};
+use self::combine::{Add, Combine, Greatest, Least};
 use self::elementwise::{Bf16, F16, F32, F64, I32, I64, Wire};
 pub use self::level::Level;
 use self::number::Number;
@@ -42,35 +42,37 @@ pub fn fold_run(
     inputs: &[&[u8]],
     out: &mut [u8],
 ) -> Result<(), ArithError> {
-    fold_run_at(Level::best(), wire, reduction, fold, inputs, out)
+    Level::best().fold_run(wire, reduction, fold, inputs, out)
 }
 
-/// [`fold_run`] with the instructions of `level`: to compare levels.
-///
-/// # Errors
-///
-/// As [`check_fold`]; `out` is then untouched.
-pub fn fold_run_at(
-    level: Level,
-    wire: WireType,
-    reduction: Reduction,
-    fold: Fold,
-    inputs: &[&[u8]],
-    out: &mut [u8],
-) -> Result<(), ArithError> {
-    check_fold(wire, reduction, fold, inputs, out.len())?;
-    if !wire.is_scaled() && out.len() < level::MIN_LEN {
-        // Less than any vector: a few elements at the end of a fragment.
-        return arith::fold_run(wire, reduction, fold, inputs, out);
+impl Level {
+    /// [`fold_run`] with the instructions of this level: to compare levels.
+    ///
+    /// # Errors
+    ///
+    /// As [`check_fold`]; `out` is then untouched.
+    pub fn fold_run(
+        self,
+        wire: WireType,
+        reduction: Reduction,
+        fold: Fold,
+        inputs: &[&[u8]],
+        out: &mut [u8],
+    ) -> Result<(), ArithError> {
+        check_fold(wire, reduction, fold, inputs, out.len())?;
+        if !wire.is_scaled() && out.len() < level::MIN_LEN {
+            // Less than any vector: a few elements at the end of a fragment.
+            return arith::fold_run(wire, reduction, fold, inputs, out);
+        }
+        let job = Job { level: self, wire, fold, inputs, out };
+        match reduction {
+            Reduction::Sum => job.run::<Add>(false),
+            Reduction::Avg => job.run::<Add>(true),
+            Reduction::Min => job.run::<Least>(false),
+            Reduction::Max => job.run::<Greatest>(false),
+        }
+        Ok(())
     }
-    let job = Job { level, wire, fold, inputs, out };
-    match reduction {
-        Reduction::Sum => job.run::<Add>(false),
-        Reduction::Avg => job.run::<Add>(true),
-        Reduction::Min => job.run::<Minimum>(false),
-        Reduction::Max => job.run::<Maximum>(false),
-    }
-    Ok(())
 }
 
 /// The checked arguments of a fold.

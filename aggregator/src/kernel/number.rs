@@ -12,10 +12,10 @@ pub(super) trait Number: Copy {
     fn divide(self, divisor: Self) -> Self;
 
     /// The lesser value; a NaN if either is one.
-    fn minimum(self, other: Self) -> Self;
+    fn least(self, other: Self) -> Self;
 
     /// The greater value; a NaN if either is one.
-    fn maximum(self, other: Self) -> Self;
+    fn greatest(self, other: Self) -> Self;
 
     /// This, with *the* quiet NaN for any NaN.
     fn canonical(self) -> Self;
@@ -40,20 +40,20 @@ macro_rules! float_number {
             }
 
             #[inline(always)]
-            fn minimum(self, other: Self) -> Self {
+            fn least(self, other: Self) -> Self {
                 // Of two zeros, the bits of either sign. A NaN in `other` fails both tests.
                 let either = Self::from_bits(self.to_bits() | other.to_bits());
-                let least = if self < other { self } else { other };
-                let least = if self == other { either } else { least };
-                if self.is_nan() { self } else { least }
+                let lesser = if self < other { self } else { other };
+                let lesser = if self == other { either } else { lesser };
+                if self.is_nan() { self } else { lesser }
             }
 
             #[inline(always)]
-            fn maximum(self, other: Self) -> Self {
+            fn greatest(self, other: Self) -> Self {
                 let both = Self::from_bits(self.to_bits() & other.to_bits());
-                let greatest = if self > other { self } else { other };
-                let greatest = if self == other { both } else { greatest };
-                if self.is_nan() { self } else { greatest }
+                let greater = if self > other { self } else { other };
+                let greater = if self == other { both } else { greater };
+                if self.is_nan() { self } else { greater }
             }
 
             #[inline(always)]
@@ -88,12 +88,12 @@ macro_rules! integer_number {
             }
 
             #[inline(always)]
-            fn minimum(self, other: Self) -> Self {
+            fn least(self, other: Self) -> Self {
                 Ord::min(self, other)
             }
 
             #[inline(always)]
-            fn maximum(self, other: Self) -> Self {
+            fn greatest(self, other: Self) -> Self {
                 Ord::max(self, other)
             }
 

@@ -29,17 +29,23 @@ pub(super) trait Lanes<N>: Copy {
     /// The sums; of integers, wrapped.
     fn add(self, x: Self::Vector, y: Self::Vector) -> Self::Vector;
 
-    /// The quotients. Integers are not divided: they stay what they are.
-    fn divide(self, x: Self::Vector, y: Self::Vector) -> Self::Vector;
-
     /// The lesser values; a NaN if either is one.
-    fn minimum(self, x: Self::Vector, y: Self::Vector) -> Self::Vector;
+    fn least(self, x: Self::Vector, y: Self::Vector) -> Self::Vector;
 
     /// The greater values; a NaN if either is one.
-    fn maximum(self, x: Self::Vector, y: Self::Vector) -> Self::Vector;
+    fn greatest(self, x: Self::Vector, y: Self::Vector) -> Self::Vector;
+
+    /// The quotients. Integers are not divided: they stay what they are.
+    #[inline(always)]
+    fn divide(self, x: Self::Vector, _y: Self::Vector) -> Self::Vector {
+        x
+    }
 
     /// The vector with *the* quiet NaN for any NaN.
-    fn canonical(self, x: Self::Vector) -> Self::Vector;
+    #[inline(always)]
+    fn canonical(self, x: Self::Vector) -> Self::Vector {
+        x
+    }
 }
 
 /// Vectors of 16-bit floats, each taken apart into two of f32.
@@ -103,13 +109,13 @@ macro_rules! portable_lanes {
             }
 
             #[inline(always)]
-            fn minimum(self, x: Self::Vector, y: Self::Vector) -> Self::Vector {
-                from_fn(|i| x[i].minimum(y[i]))
+            fn least(self, x: Self::Vector, y: Self::Vector) -> Self::Vector {
+                from_fn(|i| x[i].least(y[i]))
             }
 
             #[inline(always)]
-            fn maximum(self, x: Self::Vector, y: Self::Vector) -> Self::Vector {
-                from_fn(|i| x[i].maximum(y[i]))
+            fn greatest(self, x: Self::Vector, y: Self::Vector) -> Self::Vector {
+                from_fn(|i| x[i].greatest(y[i]))
             }
 
             #[inline(always)]

@@ -55,10 +55,12 @@ macro_rules! lanes {
         load: $load:ident,
         store: $store:ident,
         add: $add:ident,
-        divide: |$dx:ident, $dy:ident| $divide:expr,
-        minimum: |$lx:ident, $ly:ident| $minimum:expr,
-        maximum: |$gx:ident, $gy:ident| $maximum:expr,
-        canonical: |$cx:ident| $canonical:expr,
+        least: |$lx:ident, $ly:ident| $least:expr,
+        greatest: |$gx:ident, $gy:ident| $greatest:expr,
+        $(
+            divide: $divide:ident,
+            canonical: |$cx:ident| $canonical:expr,
+        )?
     ) => {
         impl Lanes<$number> for $simd {
             type Vector = $vector;
@@ -91,28 +93,30 @@ macro_rules! lanes {
             }
 
             #[inline(always)]
-            fn divide(self, $dx: $vector, $dy: $vector) -> $vector {
+            fn least(self, $lx: $vector, $ly: $vector) -> $vector {
                 // SAFETY: as for `splat`.
-                unsafe { $divide }
+                unsafe { $least }
             }
 
             #[inline(always)]
-            fn minimum(self, $lx: $vector, $ly: $vector) -> $vector {
+            fn greatest(self, $gx: $vector, $gy: $vector) -> $vector {
                 // SAFETY: as for `splat`.
-                unsafe { $minimum }
+                unsafe { $greatest }
             }
 
-            #[inline(always)]
-            fn maximum(self, $gx: $vector, $gy: $vector) -> $vector {
-                // SAFETY: as for `splat`.
-                unsafe { $maximum }
-            }
+            $(
+                #[inline(always)]
+                fn divide(self, x: $vector, y: $vector) -> $vector {
+                    // SAFETY: as for `splat`.
+                    unsafe { $divide(x, y) }
+                }
 
-            #[inline(always)]
-            fn canonical(self, $cx: $vector) -> $vector {
-                // SAFETY: as for `splat`.
-                unsafe { $canonical }
-            }
+                #[inline(always)]
+                fn canonical(self, $cx: $vector) -> $vector {
+                    // SAFETY: as for `splat`.
+                    unsafe { $canonical }
+                }
+            )?
         }
     };
 }
@@ -127,13 +131,13 @@ lanes!(
     load: _mm512_loadu_ps,
     store: _mm512_storeu_ps,
     add: _mm512_add_ps,
-    divide: |x, y| _mm512_div_ps(x, y),
-    minimum: |x, y| _mm512_or_ps(_mm512_min_ps(x, y), _mm512_min_ps(y, x)),
-    maximum: |x, y| {
-        let greatest = _mm512_and_ps(_mm512_max_ps(x, y), _mm512_max_ps(y, x));
+    least: |x, y| _mm512_or_ps(_mm512_min_ps(x, y), _mm512_min_ps(y, x)),
+    greatest: |x, y| {
+        let greater = _mm512_and_ps(_mm512_max_ps(x, y), _mm512_max_ps(y, x));
         let unordered = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, y);
-        _mm512_mask_mov_ps(greatest, unordered, _mm512_set1_ps(f32::NAN))
+        _mm512_mask_mov_ps(greater, unordered, _mm512_set1_ps(f32::NAN))
     },
+    divide: _mm512_div_ps,
     canonical: |x| {
         let nan = _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc0_0000));
         _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x), nan)
@@ -145,13 +149,13 @@ lanes!(
     load: _mm512_loadu_pd,
     store: _mm512_storeu_pd,
     add: _mm512_add_pd,
-    divide: |x, y| _mm512_div_pd(x, y),
-    minimum: |x, y| _mm512_or_pd(_mm512_min_pd(x, y), _mm512_min_pd(y, x)),
-    maximum: |x, y| {
-        let greatest = _mm512_and_pd(_mm512_max_pd(x, y), _mm512_max_pd(y, x));
+    least: |x, y| _mm512_or_pd(_mm512_min_pd(x, y), _mm512_min_pd(y, x)),
+    greatest: |x, y| {
+        let greater = _mm512_and_pd(_mm512_max_pd(x, y), _mm512_max_pd(y, x));
         let unordered = _mm512_cmp_pd_mask::<_CMP_UNORD_Q>(x, y);
-        _mm512_mask_mov_pd(greatest, unordered, _mm512_set1_pd(f64::NAN))
+        _mm512_mask_mov_pd(greater, unordered, _mm512_set1_pd(f64::NAN))
     },
+    divide: _mm512_div_pd,
     canonical: |x| {
         let nan = _mm512_castsi512_pd(_mm512_set1_epi64(0x7ff8_0000_0000_0000));
         _mm512_mask_mov_pd(x, _mm512_cmp_pd_mask::<_CMP_UNORD_Q>(x, x), nan)
@@ -163,10 +167,8 @@ lanes!(
     load: _mm512_loadu_epi32,
     store: _mm512_storeu_epi32,
     add: _mm512_add_epi32,
-    divide: |x, _y| x,
-    minimum: |x, y| _mm512_min_epi32(x, y),
-    maximum: |x, y| _mm512_max_epi32(x, y),
-    canonical: |x| x,
+    least: |x, y| _mm512_min_epi32(x, y),
+    greatest: |x, y| _mm512_max_epi32(x, y),
 );
 lanes!(
     Avx512, i64, __m512i,
@@ -174,10 +176,8 @@ lanes!(
     load: _mm512_loadu_epi64,
     store: _mm512_storeu_epi64,
     add: _mm512_add_epi64,
-    divide: |x, _y| x,
-    minimum: |x, y| _mm512_min_epi64(x, y),
-    maximum: |x, y| _mm512_max_epi64(x, y),
-    canonical: |x| x,
+    least: |x, y| _mm512_min_epi64(x, y),
+    greatest: |x, y| _mm512_max_epi64(x, y),
 );
 lanes!(
     Avx2, f32, __m256,
@@ -185,13 +185,13 @@ lanes!(
     load: _mm256_loadu_ps,
     store: _mm256_storeu_ps,
     add: _mm256_add_ps,
-    divide: |x, y| _mm256_div_ps(x, y),
-    minimum: |x, y| _mm256_or_ps(_mm256_min_ps(x, y), _mm256_min_ps(y, x)),
-    maximum: |x, y| {
-        let greatest = _mm256_and_ps(_mm256_max_ps(x, y), _mm256_max_ps(y, x));
+    least: |x, y| _mm256_or_ps(_mm256_min_ps(x, y), _mm256_min_ps(y, x)),
+    greatest: |x, y| {
+        let greater = _mm256_and_ps(_mm256_max_ps(x, y), _mm256_max_ps(y, x));
         // All bits set is a NaN, too.
-        _mm256_or_ps(greatest, _mm256_cmp_ps::<_CMP_UNORD_Q>(x, y))
+        _mm256_or_ps(greater, _mm256_cmp_ps::<_CMP_UNORD_Q>(x, y))
     },
+    divide: _mm256_div_ps,
     canonical: |x| {
         let nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc0_0000));
         _mm256_blendv_ps(x, nan, _mm256_cmp_ps::<_CMP_UNORD_Q>(x, x))
@@ -203,13 +203,13 @@ lanes!(
     load: _mm256_loadu_pd,
     store: _mm256_storeu_pd,
     add: _mm256_add_pd,
-    divide: |x, y| _mm256_div_pd(x, y),
-    minimum: |x, y| _mm256_or_pd(_mm256_min_pd(x, y), _mm256_min_pd(y, x)),
-    maximum: |x, y| {
-        let greatest = _mm256_and_pd(_mm256_max_pd(x, y), _mm256_max_pd(y, x));
+    least: |x, y| _mm256_or_pd(_mm256_min_pd(x, y), _mm256_min_pd(y, x)),
+    greatest: |x, y| {
+        let greater = _mm256_and_pd(_mm256_max_pd(x, y), _mm256_max_pd(y, x));
         // All bits set is a NaN, too.
-        _mm256_or_pd(greatest, _mm256_cmp_pd::<_CMP_UNORD_Q>(x, y))
+        _mm256_or_pd(greater, _mm256_cmp_pd::<_CMP_UNORD_Q>(x, y))
     },
+    divide: _mm256_div_pd,
     canonical: |x| {
         let nan = _mm256_castsi256_pd(_mm256_set1_epi64x(0x7ff8_0000_0000_0000));
         _mm256_blendv_pd(x, nan, _mm256_cmp_pd::<_CMP_UNORD_Q>(x, x))
@@ -221,10 +221,8 @@ lanes!(
     load: _mm256_loadu_si256,
     store: _mm256_storeu_si256,
     add: _mm256_add_epi32,
-    divide: |x, _y| x,
-    minimum: |x, y| _mm256_min_epi32(x, y),
-    maximum: |x, y| _mm256_max_epi32(x, y),
-    canonical: |x| x,
+    least: |x, y| _mm256_min_epi32(x, y),
+    greatest: |x, y| _mm256_max_epi32(x, y),
 );
 lanes!(
     Avx2, i64, __m256i,
@@ -232,10 +230,8 @@ lanes!(
     load: _mm256_loadu_si256,
     store: _mm256_storeu_si256,
     add: _mm256_add_epi64,
-    divide: |x, _y| x,
-    minimum: |x, y| _mm256_blendv_epi8(x, y, _mm256_cmpgt_epi64(x, y)),
-    maximum: |x, y| _mm256_blendv_epi8(y, x, _mm256_cmpgt_epi64(x, y)),
-    canonical: |x| x,
+    least: |x, y| _mm256_blendv_epi8(x, y, _mm256_cmpgt_epi64(x, y)),
+    greatest: |x, y| _mm256_blendv_epi8(y, x, _mm256_cmpgt_epi64(x, y)),
 );
 
 impl Halves for Avx512 {

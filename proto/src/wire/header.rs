@@ -137,6 +137,27 @@ impl Header {
         out[47] = self.flags.0;
     }
 
+    /// The header of a probe, which the aggregator sends to a job's multicast group.
+    #[must_use]
+    pub const fn probe(job: JobId, generation: Generation, shard: u8) -> Self {
+        let none = WindowId::new(OpId(0), 0);
+        Self {
+            kind: Kind::Probe,
+            job,
+            generation,
+            sender: Rank::AGGREGATOR,
+            lane: 0,
+            shard,
+            window: none,
+            ack: none,
+            mask: 0,
+            previous: 0,
+            length: 0,
+            fragment: 0,
+            flags: Flags::NONE,
+        }
+    }
+
     /// The header of one fragment, whose body has `length` bytes.
     #[must_use]
     pub fn of_fragment(&self, fragment: usize, length: usize) -> Self {

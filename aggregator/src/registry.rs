@@ -1,0 +1,421 @@
+//! Admission: which jobs there are, who has joined them, what they are granted.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use racksum_proto::aggregator::Config as JobConfig;
+use racksum_proto::control::{CONTROL_VERSION, FromAggregator, Join, Welcome};
+use racksum_proto::geometry::{Fragmentation, WINDOW_BYTES};
+use racksum_proto::ids::{Generation, JobId};
+use racksum_proto::wire::Header;
+use tokio::sync::mpsc::Sender;
+
+use crate::config::{Config, Fanout};
+use crate::shard::{Command, NewJob, ShardHandle};
+use crate::slots::MAX_WORLD;
+
+/// Most lanes of a job.
+pub const MAX_LANES: u8 = 8;
+/// Most bytes of a job's name.
+const MAX_NAME: usize = 128;
+/// Ops that each rank may have in flight.
+const MAX_OPS: u16 = 64;
+/// From this many ranks on, `auto` tries multicast: for fewer, copies cost less than the care.
+const MULTICAST_WORLD: u16 = 3;
+
+/// A rank that has joined.
+#[derive(Debug)]
+struct Member {
+    join: Join,
+    addr: IpAddr,
+    tell: Sender<FromAggregator>,
+    hears: bool,
+}
+
+/// A job, gathering its ranks or running.
+#[derive(Debug)]
+struct Job {
+    id: JobId,
+    generation: Generation,
+    world: u16,
+    lanes: u8,
+    members: Vec<Option<Member>>,
+    state: State,
+}
+
+/// How far a job is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// Ranks are missing.
+    Gathering,
+    /// Finding out who hears the multicast group.
+    Probing,
+    /// Ops may run.
+    Running,
+}
+
+/// All jobs of an aggregator.
+#[derive(Debug)]
+pub(crate) struct Registry {
+    config: Config,
+    shards: Vec<ShardHandle>,
+    jobs: BTreeMap<String, Job>,
+    last_id: u32,
+    /// Whether the shards' sockets can send to a group.
+    can_multicast: bool,
+}
+
+/// What a join led to.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Joined {
+    /// Ranks are missing.
+    Waiting,
+    /// All ranks are there; the group is to be probed.
+    Probe,
+    /// All ranks are there and told to go.
+    Ready,
+}
+
+impl Registry {
+    pub(crate) fn new(config: Config, shards: Vec<ShardHandle>, can_multicast: bool) -> Self {
+        Self { config, shards, jobs: BTreeMap::new(), last_id: 0, can_multicast }
+    }
+
+    pub(crate) fn shards(&self) -> &[ShardHandle] {
+        &self.shards
+    }
+
+    /// How many jobs there are.
+    pub(crate) fn jobs(&self) -> usize {
+        self.jobs.len()
+    }
+
+    /// Takes a rank into its job.
+    ///
+    /// # Errors
+    /// A sentence for the user that says why not.
+    pub(crate) fn join(
+        &mut self,
+        join: Join,
+        addr: IpAddr,
+        tell: Sender<FromAggregator>,
+    ) -> Result<Joined, String> {
+        self.check(&join)?;
+        let name = join.job.clone();
+        if !self.jobs.contains_key(&name) {
+            self.open(&join)?;
+        }
+        let job = self.jobs.get_mut(&name).ok_or("the job vanished while it was opened")?;
+        job.check(&join)?;
+        let place = &mut job.members[usize::from(join.rank)];
+        if let Some(member) = place {
+            let (rank, there, port) = (join.rank, member.addr, member.join.data_port);
+            return Err(format!(
+                "rank {rank} of job {name:?} has already joined from {there} (data port {port}); \
+                 give each worker its own --rank"
+            ));
+        }
+        *place = Some(Member { join, addr, tell, hears: false });
+        if job.members.iter().any(Option::is_none) {
+            return Ok(Joined::Waiting);
+        }
+        self.start(&name)
+    }
+
+    /// Checks what does not depend on the job.
+    fn check(&self, join: &Join) -> Result<(), String> {
+        if join.version != CONTROL_VERSION {
+            return Err(format!(
+                "this aggregator speaks version {CONTROL_VERSION} of the protocol, the worker \
+                 version {}; install the same release on both",
+                join.version
+            ));
+        }
+        let (rank, world) = (join.rank, join.world);
+        if world == 0 || world > MAX_WORLD {
+            return Err(format!("a job has 1 to {MAX_WORLD} ranks, not {world}"));
+        }
+        if rank >= world {
+            return Err(format!("rank {rank} is not below the world of {world}"));
+        }
+        if join.lanes == 0 || join.lanes > MAX_LANES {
+            return Err(format!("a job has 1 to {MAX_LANES} lanes, not {}", join.lanes));
+        }
+        if join.job.is_empty() || join.job.len() > MAX_NAME {
+            return Err(format!("a job's name has 1 to {MAX_NAME} bytes, not {}", join.job.len()));
+        }
+        Ok(())
+    }
+
+    /// Opens a job for its first rank.
+    fn open(&mut self, join: &Join) -> Result<(), String> {
+        if self.jobs.len() >= usize::from(self.config.max_jobs) {
+            return Err(format!(
+                "this aggregator has {} jobs, as many as --max-jobs allows; try again when one \
+                 has ended",
+                self.jobs.len()
+            ));
+        }
+        self.last_id = self.last_id.wrapping_add(1).max(1);
+        let job = Job {
+            id: JobId(self.last_id),
+            generation: join.generation,
+            world: join.world,
+            lanes: join.lanes,
+            members: (0..join.world).map(|_| None).collect(),
+            state: State::Gathering,
+        };
+        self.jobs.insert(join.job.clone(), job);
+        Ok(())
+    }
+
+    /// Grants a complete job its share and tells everyone.
+    fn start(&mut self, name: &str) -> Result<Joined, String> {
+        let slots = self.jobs.get(name).map(|job| self.slots(job)).unwrap_or(0);
+        let job = self.jobs.get_mut(name).ok_or("the job vanished before it could start")?;
+        let granted = job.grant(slots, self.shards.len(), &self.shards);
+        let (welcome, configs) = match granted {
+            Ok(granted) => granted,
+            Err(reason) => {
+                self.refuse_all(name, &reason);
+                return Err(reason);
+            }
+        };
+        let fanout = match self.config.fanout {
+            Fanout::Auto if job.world < MULTICAST_WORLD => Fanout::Unicast,
+            fanout => fanout,
+        };
+        let group = (fanout != Fanout::Unicast && self.can_multicast)
+            .then(|| group_of(job.id, self.shards[0].addr));
+        let ranks: Vec<SocketAddr> = job.data_addrs().collect();
+        for (shard, config) in self.shards.iter().zip(configs) {
+            let new = NewJob { config, ranks: ranks.clone(), group };
+            shard.tell(Command::Add(Box::new(new)));
+        }
+        for member in job.members.iter().flatten() {
+            let group = group.filter(|_| member.join.multicast);
+            member.tell(FromAggregator::Welcome(Welcome { group, ..welcome.clone() }));
+        }
+        if group.is_some() {
+            job.state = State::Probing;
+            return Ok(Joined::Probe);
+        }
+        self.run(name);
+        Ok(Joined::Ready)
+    }
+
+    /// Slots that each stream of a job is granted: its share of the packet buffers, at most what
+    /// it asks for.
+    fn slots(&self, job: &Job) -> u32 {
+        let share = self.config.buffers() / usize::from(self.config.max_jobs);
+        let per_slot = usize::from(job.lanes) * (usize::from(job.world) + 1);
+        let affordable = u32::try_from(share / per_slot).unwrap_or(u32::MAX);
+        let asked = job.members.iter().flatten().map(|member| member.join.pool_slots);
+        let asked = asked.filter(|slots| *slots > 0).min().unwrap_or(u32::MAX);
+        affordable.min(asked).min(self.config.pool_slots)
+    }
+
+    /// Sends one probe to the group of a job that is being probed. Returns false once it is not.
+    pub(crate) fn probe(&self, name: &str) -> bool {
+        let Some(job) = self.jobs.get(name).filter(|job| job.state == State::Probing) else {
+            return false;
+        };
+        if let Some(shard) = self.shards.first() {
+            shard.tell(Command::Probe(job.id));
+        }
+        true
+    }
+
+    /// Notes that a rank hears the group; the job runs once all do.
+    pub(crate) fn heard(&mut self, name: &str, rank: u16) {
+        let Some(job) = self.jobs.get_mut(name) else { return };
+        if let Some(Some(member)) = job.members.get_mut(usize::from(rank)) {
+            member.hears = true;
+        }
+        if job.state == State::Probing && job.members.iter().flatten().all(|m| m.hears) {
+            self.run(name);
+        }
+    }
+
+    /// Ends the probing of a job: who has not heard the group is sent copies, or refused.
+    pub(crate) fn end_probe(&mut self, name: &str) {
+        let Some(job) = self.jobs.get(name).filter(|job| job.state == State::Probing) else {
+            return;
+        };
+        let deaf = job.members.iter().flatten().find(|member| !member.hears);
+        if let (Fanout::Multicast, Some(deaf)) = (self.config.fanout, deaf) {
+            let reason = format!(
+                "multicast does not reach rank {} at {}; start the aggregator with --fanout auto \
+                 or unicast",
+                deaf.join.rank, deaf.addr
+            );
+            self.refuse_all(name, &reason);
+            return;
+        }
+        self.run(name);
+    }
+
+    fn run(&mut self, name: &str) {
+        let Some(job) = self.jobs.get_mut(name) else { return };
+        job.state = State::Running;
+        let hears: Vec<bool> = job.members.iter().flatten().map(|member| member.hears).collect();
+        for shard in &self.shards {
+            shard.tell(Command::Listeners(job.id, hears.clone()));
+        }
+        for member in job.members.iter().flatten() {
+            member.tell(FromAggregator::Ready { multicast: member.hears });
+        }
+        tracing::info!(job = name, world = job.world, id = job.id.0, "job runs");
+    }
+
+    fn refuse_all(&mut self, name: &str, reason: &str) {
+        if let Some(job) = self.jobs.remove(name) {
+            for member in job.members.iter().flatten() {
+                member.tell(FromAggregator::Refused { reason: reason.to_owned() });
+            }
+            self.forget(job.id);
+        }
+    }
+
+    /// The ranks that a job lacks; empty when it has started.
+    pub(crate) fn missing(&self, name: &str) -> Vec<u16> {
+        let members = self.jobs.get(name).map(|job| &job.members);
+        let absent = members.into_iter().flatten().zip(0..).filter(|(m, _)| m.is_none());
+        absent.map(|(_, rank)| rank).collect()
+    }
+
+    /// A rank is gone: cleanly, or lost. A running job that loses a rank is over for all.
+    pub(crate) fn leave(&mut self, name: &str, id: Option<JobId>, rank: u16, clean: bool) {
+        let Some(job) = self.jobs.get_mut(name).filter(|job| Some(job.id) == id) else { return };
+        job.members[usize::from(rank)] = None;
+        if !clean && job.state != State::Gathering {
+            for member in job.members.iter().flatten() {
+                member.tell(FromAggregator::PeerLost { ranks: vec![rank] });
+            }
+            tracing::warn!(job = name, rank, "rank lost");
+        }
+        if job.members.iter().all(Option::is_none) {
+            let id = job.id;
+            self.jobs.remove(name);
+            self.forget(id);
+            tracing::info!(job = name, "job ended");
+        }
+    }
+
+    /// The number of a job, by its name.
+    pub(crate) fn id(&self, name: &str) -> Option<JobId> {
+        self.jobs.get(name).map(|job| job.id)
+    }
+
+    fn forget(&self, id: JobId) {
+        for shard in &self.shards {
+            shard.tell(Command::Remove(id));
+        }
+    }
+}
+
+impl Job {
+    /// Checks that a join fits what the job was opened with.
+    fn check(&self, join: &Join) -> Result<(), String> {
+        let name = &join.job;
+        if self.state != State::Gathering {
+            return Err(format!(
+                "job {name:?} is running with all its {} ranks; choose another --job",
+                self.world
+            ));
+        }
+        for (what, mine, theirs) in [
+            ("world", u64::from(self.world), u64::from(join.world)),
+            ("lanes", u64::from(self.lanes), u64::from(join.lanes)),
+            ("generation", u64::from(self.generation.0), u64::from(join.generation.0)),
+        ] {
+            if mine != theirs {
+                return Err(format!(
+                    "job {name:?} was opened with {what} {mine}, but rank {} says {theirs}",
+                    join.rank
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn data_addrs(&self) -> impl Iterator<Item = SocketAddr> + '_ {
+        let members = self.members.iter().flatten();
+        members.map(|member| SocketAddr::new(member.addr, member.join.data_port))
+    }
+
+    /// What the job is granted: for its ranks, and for each shard.
+    fn grant(
+        &self,
+        pool_slots: u32,
+        shards: usize,
+        handles: &[ShardHandle],
+    ) -> Result<(Welcome, Vec<JobConfig>), String> {
+        if pool_slots < 2 {
+            return Err(format!(
+                "{} ranks with {} lanes need more packet buffers than a job's share; raise \
+                 --pool-mib or lower --max-jobs at the aggregator",
+                self.world, self.lanes
+            ));
+        }
+        let joins = || self.members.iter().flatten().map(|member| &member.join);
+        let datagram = joins().map(|join| usize::from(join.max_datagram)).min().unwrap_or(0);
+        let payload = datagram.saturating_sub(Header::LEN + Header::MAC_ROOM);
+        let payload = payload.min(WINDOW_BYTES);
+        let cut = Fragmentation::new(payload).ok_or_else(|| {
+            format!("datagrams of {datagram} bytes are too small; the MTU must be 1280 or more")
+        })?;
+        let lowest = joins().map(|join| join.receive_buffer).min().unwrap_or(0) as usize;
+        let receive = handles.iter().map(|shard| shard.receive_buffer).min().unwrap_or(0);
+        let in_flight = (receive / usize::from(self.world)).max(2 * WINDOW_BYTES);
+        let shards = u8::try_from(shards).unwrap_or(u8::MAX);
+        let welcome = Welcome {
+            job: self.id,
+            data_ports: handles.iter().map(|shard| shard.addr.port()).collect(),
+            pool_slots,
+            max_ops: MAX_OPS,
+            fragment_payload: u16::try_from(cut.payload()).unwrap_or(u16::MAX),
+            in_flight: u32::try_from(in_flight).unwrap_or(u32::MAX),
+            group: None,
+        };
+        let config = |shard| JobConfig {
+            job: self.id,
+            generation: self.generation,
+            world: self.world,
+            lanes: self.lanes,
+            shard,
+            shards,
+            pool_slots,
+            max_ops: MAX_OPS,
+            cut,
+            // All shards' results meet in each rank's receive buffer.
+            results_in_flight: lowest / usize::from(shards) / 2,
+        };
+        Ok((welcome, (0..shards).map(config).collect()))
+    }
+}
+
+impl Member {
+    /// Tells the rank something. One that does not read is cut off by its connection's timeout.
+    fn tell(&self, message: FromAggregator) {
+        if self.tell.try_send(message).is_err() {
+            tracing::warn!(rank = self.join.rank, "the rank does not read its messages");
+        }
+    }
+}
+
+/// The group that a job's results are multicast to: by job within an aggregator, by port between
+/// aggregators of one network.
+fn group_of(id: JobId, shard: SocketAddr) -> SocketAddr {
+    let [_, b, c, d] = id.0.to_be_bytes();
+    let ip = match shard.ip() {
+        // Organisation-local scope, RFC 2365.
+        IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::new(239, 192 + b % 4, c, d)),
+        // Link-local scope, transient, RFC 4291.
+        IpAddr::V6(_) => {
+            let [high, low] = [id.0 >> 16, id.0 & 0xffff].map(|half| half as u16);
+            IpAddr::V6(Ipv6Addr::new(0xff12, 0, 0, 0, 0, 0x7273, high, low))
+        }
+    };
+    SocketAddr::new(ip, shard.port())
+}

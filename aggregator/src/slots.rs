@@ -1,0 +1,252 @@
+//! The payloads of a job at a shard: what its ranks contributed, and the sums that came of it.
+//!
+//! A contribution lies in its buffer as it came: fragment after fragment, each with its header.
+//! A buffer that holds a whole window is swapped in; fragments that come alone are copied to the
+//! place they would have had. Results are laid out the same way, so that a buffer is sent as one
+//! segmented message.
+
+use bytes::BytesMut;
+use racksum_proto::aggregator::{Aggregation, Config, Fold, Place};
+use racksum_proto::arith::Fold as Terms;
+use racksum_proto::dtype::WireType;
+use racksum_proto::fold::{FoldPlan, Run};
+use racksum_proto::geometry::Fragmentation;
+use racksum_proto::ids::Rank;
+use racksum_proto::wire::Header;
+
+use crate::arena::Arena;
+use crate::kernel;
+
+/// Most ranks of a job.
+pub const MAX_WORLD: u16 = 256;
+
+/// Most bytes of a scaled block.
+const MAX_SCALED: usize = WireType::Fixed32.block_len(1024);
+
+/// The buffers of one job's slots.
+#[derive(Debug)]
+pub(crate) struct Slots {
+    layout: Layout,
+    world: usize,
+    pool: usize,
+    /// By lane, slot and rank.
+    contributions: Box<[Option<BytesMut>]>,
+    /// By lane and slot.
+    results: Box<[BytesMut]>,
+    plan: FoldPlan,
+    /// Room to put a scaled contribution together in, and its result.
+    linear: Box<[u8]>,
+}
+
+/// How a window's payload lies in a buffer.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Layout {
+    cut: Fragmentation,
+}
+
+impl Layout {
+    pub(crate) const fn new(cut: Fragmentation) -> Self {
+        Self { cut }
+    }
+
+    /// Bytes from one datagram to the next.
+    pub(crate) const fn stride(&self) -> usize {
+        Header::LEN + self.cut.payload()
+    }
+
+    /// The stretch of the buffer that holds payload byte `offset`, and how many bytes of the
+    /// payload from there on lie in one piece.
+    fn locate(&self, offset: usize) -> (usize, usize) {
+        let fragment = offset / self.cut.payload();
+        let within = offset % self.cut.payload();
+        (fragment * self.stride() + Header::LEN + within, self.cut.payload() - within)
+    }
+
+    /// Bytes of the datagrams of a payload of `len` bytes.
+    pub(crate) const fn total(&self, len: usize) -> usize {
+        self.cut.count(len) * Header::LEN + len
+    }
+}
+
+impl Slots {
+    /// Takes the buffers for results out of the arena; admission saw to it that it has them.
+    pub(crate) fn new(config: &Config, arena: &mut Arena) -> Self {
+        let world = usize::from(config.world);
+        let pool = config.pool_slots as usize;
+        let slots = pool * usize::from(config.lanes);
+        Self {
+            layout: Layout::new(config.cut),
+            world,
+            pool,
+            contributions: (0..slots * world).map(|_| None).collect(),
+            results: (0..slots).filter_map(|_| arena.take()).collect(),
+            plan: FoldPlan::new(world),
+            linear: vec![0; MAX_SCALED * (world + 1)].into(),
+        }
+    }
+
+    /// Gives every buffer back.
+    pub(crate) fn release(&mut self, arena: &mut Arena) {
+        for buffer in self.contributions.iter_mut().filter_map(Option::take) {
+            arena.give(buffer);
+        }
+        for buffer in std::mem::take(&mut self.results) {
+            arena.give(buffer);
+        }
+    }
+
+    fn contribution(&mut self, lane: u8, slot: u32, rank: Rank) -> &mut Option<BytesMut> {
+        let slot = usize::from(lane) * self.pool + slot as usize;
+        &mut self.contributions[slot * self.world + rank.index()]
+    }
+
+    /// Whether a buffer of datagrams `stride` apart can serve as the contribution it holds whole.
+    pub(crate) const fn fits(&self, fragments: u8, stride: usize) -> bool {
+        fragments == 1 || stride == self.layout.stride()
+    }
+
+    /// Keeps a buffer that holds a whole contribution; returns the one it replaces.
+    pub(crate) fn keep(&mut self, place: Place, buffer: BytesMut) -> Option<BytesMut> {
+        self.contribution(place.lane, place.slot, place.rank).replace(buffer)
+    }
+
+    /// Copies one fragment to its place. Returns false when the arena is empty: the fragment is
+    /// lost, and asked for again.
+    pub(crate) fn copy(&mut self, place: Place, datagram: &[u8], arena: &mut Arena) -> bool {
+        let start = usize::from(place.fragment) * self.layout.stride();
+        let held = self.contribution(place.lane, place.slot, place.rank);
+        if held.is_none() {
+            *held = arena.take();
+        }
+        let Some(buffer) = held else { return false };
+        let end = start + datagram.len();
+        if buffer.len() < end {
+            buffer.resize(end, 0);
+        }
+        buffer[start..end].copy_from_slice(datagram);
+        true
+    }
+
+    /// Folds a window into its result, and gives the contributions back.
+    pub(crate) fn fold(&mut self, fold: &Fold, machine: &Aggregation, arena: &mut Arena) {
+        let slot = usize::from(fold.lane) * self.pool + fold.slot as usize;
+        let Self { layout, plan, contributions, results, world, linear, .. } = self;
+        let contributions = &mut contributions[slot * *world..][..*world];
+        let result = &mut results[slot];
+        let total = layout.total(fold.len);
+        if result.len() < total {
+            result.resize(total, 0);
+        }
+        let masks = (0..machine.config().world).map(|r| machine.contribution(fold, Rank(r)));
+        let scaled = fold.descriptor.wire.is_scaled();
+        let mut pieces = Pieces { layout: *layout, fold, contributions, world: *world as u32 };
+        plan.runs(&fold.geometry, fold.window.index, masks, |run| {
+            if scaled {
+                pieces.fold_block(&run, result, linear);
+            } else {
+                pieces.fold_run(&run, result);
+            }
+        });
+        for buffer in contributions.iter_mut().filter_map(Option::take) {
+            arena.give(buffer);
+        }
+    }
+
+    /// The datagrams of a result, with their headers written.
+    pub(crate) fn result(
+        &mut self,
+        lane: u8,
+        slot: u32,
+        len: usize,
+        header: &Header,
+    ) -> (&[u8], usize) {
+        let slot = usize::from(lane) * self.pool + slot as usize;
+        let Self { layout, results, .. } = self;
+        let result = &mut results[slot];
+        for fragment in 0..layout.cut.count(len) {
+            let body = layout.cut.range(len, fragment).len();
+            let place = result[fragment * layout.stride()..].first_chunk_mut();
+            header.of_fragment(fragment, body).encode(place.expect("a folded result has room"));
+        }
+        (&result[..layout.total(len)], layout.stride())
+    }
+}
+
+/// The buffers of one fold.
+struct Pieces<'a> {
+    layout: Layout,
+    fold: &'a Fold,
+    contributions: &'a [Option<BytesMut>],
+    world: u32,
+}
+
+impl Pieces<'_> {
+    /// Folds a run piece by piece: as far as it lies in one fragment of the result and of each
+    /// contribution.
+    fn fold_run(&mut self, run: &Run<'_>, result: &mut BytesMut) {
+        let mut inputs: [&[u8]; MAX_WORLD as usize] = [&[]; MAX_WORLD as usize];
+        let mut done = 0;
+        while done < run.out.len() {
+            let (out, mut len) = self.layout.locate(run.out.start + done);
+            len = len.min(run.out.len() - done);
+            for input in run.inputs {
+                len = len.min(self.layout.locate(input.offset + done).1);
+            }
+            for (slice, input) in inputs.iter_mut().zip(run.inputs) {
+                let (at, _) = self.layout.locate(input.offset + done);
+                *slice = &self.held(input.rank)[at..at + len];
+            }
+            let out = &mut result[out..out + len];
+            self.apply(run, &inputs[..run.inputs.len()], out);
+            done += len;
+        }
+    }
+
+    /// Folds one scaled block, put together first: fragments may cut it anywhere.
+    fn fold_block(&mut self, run: &Run<'_>, result: &mut BytesMut, linear: &mut [u8]) {
+        let len = run.out.len();
+        let (out, ins) = linear.split_at_mut(len);
+        for (input, whole) in run.inputs.iter().zip(ins.chunks_exact_mut(len)) {
+            let held = self.held(input.rank);
+            self.each_piece(input.offset, len, |at, range| {
+                whole[range.clone()].copy_from_slice(&held[at..at + range.len()]);
+            });
+        }
+        let mut inputs: [&[u8]; MAX_WORLD as usize] = [&[]; MAX_WORLD as usize];
+        for (slice, whole) in inputs.iter_mut().zip(ins.chunks_exact(len)).take(run.inputs.len()) {
+            *slice = whole;
+        }
+        self.apply(run, &inputs[..run.inputs.len()], out);
+        self.each_piece(run.out.start, len, |at, range| {
+            result[at..at + range.len()].copy_from_slice(&out[range]);
+        });
+    }
+
+    /// Visits the pieces of `len` payload bytes from `offset` on: where each lies in a buffer,
+    /// and which of the bytes it is.
+    fn each_piece(
+        &self,
+        offset: usize,
+        len: usize,
+        mut visit: impl FnMut(usize, std::ops::Range<usize>),
+    ) {
+        let mut done = 0;
+        while done < len {
+            let (at, piece) = self.layout.locate(offset + done);
+            let piece = piece.min(len - done);
+            visit(at, done..done + piece);
+            done += piece;
+        }
+    }
+
+    fn apply(&self, run: &Run<'_>, inputs: &[&[u8]], out: &mut [u8]) {
+        let terms = Terms { world: self.world, absent: run.absent };
+        let descriptor = &self.fold.descriptor;
+        kernel::fold_run(descriptor.wire, descriptor.reduction, terms, inputs, out)
+            .expect("the plan gives runs of one length, of a descriptor that is valid");
+    }
+
+    fn held(&self, rank: Rank) -> &[u8] {
+        self.contributions[rank.index()].as_ref().expect("a complete contribution is held")
+    }
+}

@@ -1,0 +1,121 @@
+//! Links: a rate, a delay, a finite queue that drops at its tail, and a mark where it grows long.
+//!
+//! A link holds no datagrams. When one enters, all that matters is when the link is next free:
+//! what it still has to send then is its queue.
+
+use crate::engine::Picos;
+
+/// One direction of a cable and the queue before it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LinkConfig {
+    /// Bits a second.
+    pub rate_bps: u64,
+    /// From the last bit sent to the last bit received.
+    pub delay: Picos,
+    /// Bytes that may wait.
+    pub queue_bytes: u64,
+    /// Datagrams that find more bytes than this waiting are marked.
+    pub mark_bytes: u64,
+}
+
+impl LinkConfig {
+    /// A link that neither drops nor marks.
+    #[must_use]
+    pub const fn lossless(rate_bps: u64, delay: Picos) -> Self {
+        Self { rate_bps, delay, queue_bytes: u64::MAX, mark_bytes: u64::MAX }
+    }
+}
+
+/// What a link makes of a datagram.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Passage {
+    /// It arrives.
+    Arrives {
+        /// When.
+        at: Picos,
+        /// Whether it carries a congestion mark.
+        marked: bool,
+    },
+    /// The queue was full.
+    Dropped,
+}
+
+/// A link at work.
+#[derive(Debug)]
+pub struct Link {
+    config: LinkConfig,
+    free_at: Picos,
+    busy: Picos,
+}
+
+impl Link {
+    /// An idle link.
+    #[must_use]
+    pub const fn new(config: LinkConfig) -> Self {
+        Self { config, free_at: Picos::ZERO, busy: Picos::ZERO }
+    }
+
+    /// How long the link was sending, in all.
+    #[must_use]
+    pub const fn busy(&self) -> Picos {
+        self.busy
+    }
+
+    /// Bytes that wait at `now`, with what is left of the datagram on its way.
+    #[must_use]
+    pub fn queued(&self, now: Picos) -> u64 {
+        let left = u128::from(self.free_at.since(now).0);
+        let bytes = left * u128::from(self.config.rate_bps) / PICOS_PER_SECOND_BITS;
+        u64::try_from(bytes).unwrap_or(u64::MAX)
+    }
+
+    /// Sends a datagram of `len_bytes`, which enters the queue at `now`.
+    pub fn send(&mut self, now: Picos, len_bytes: u64) -> Passage {
+        let queued = self.queued(now);
+        if queued.saturating_add(len_bytes) > self.config.queue_bytes {
+            return Passage::Dropped;
+        }
+        let takes = Picos(len_bytes * 8 * 1_000_000_000_000 / self.config.rate_bps);
+        self.busy = self.busy + takes;
+        self.free_at = self.free_at.max(now) + takes;
+        let marked = queued > self.config.mark_bytes;
+        Passage::Arrives { at: self.free_at + self.config.delay, marked }
+    }
+}
+
+/// Picoseconds a second, by bits a byte.
+const PICOS_PER_SECOND_BITS: u128 = 8 * 1_000_000_000_000;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn link(queue_bytes: u64, mark_bytes: u64) -> Link {
+        let delay = Picos::from_micros(10);
+        Link::new(LinkConfig { rate_bps: 1_000_000_000, delay, queue_bytes, mark_bytes })
+    }
+
+    fn micros(at: u64, marked: bool) -> Passage {
+        Passage::Arrives { at: Picos::from_micros(at), marked }
+    }
+
+    #[test]
+    fn datagrams_leave_one_after_the_other_at_the_links_rate() {
+        let mut link = link(u64::MAX, u64::MAX);
+        // 1250 bytes at 1 Gbit/s are ten microseconds.
+        assert_eq!(link.send(Picos::ZERO, 1250), micros(20, false));
+        assert_eq!(link.send(Picos::ZERO, 1250), micros(30, false));
+        assert_eq!(link.send(Picos::from_micros(50), 1250), micros(70, false));
+        assert_eq!(link.busy(), Picos::from_micros(30));
+    }
+
+    #[test]
+    fn a_full_queue_drops_and_a_long_one_marks() {
+        let mut link = link(3000, 1000);
+        assert_eq!(link.send(Picos::ZERO, 1250), micros(20, false));
+        assert_eq!(link.send(Picos::ZERO, 1250), micros(30, true));
+        assert_eq!(link.send(Picos::ZERO, 1250), Passage::Dropped);
+        assert_eq!(link.queued(Picos::from_micros(10)), 1250);
+        assert_eq!(link.send(Picos::from_micros(10), 1250), micros(40, true));
+    }
+}

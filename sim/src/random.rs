@@ -1,0 +1,124 @@
+//! Randomness from a seed and nothing else: one generator, with named children.
+
+use std::ops::RangeInclusive;
+
+/// A SplitMix64 generator.
+///
+/// Whoever draws takes a child of its own by name: then a draw more or less in one place changes
+/// nothing in the others.
+#[derive(Debug, Clone)]
+pub struct Random {
+    seed: u64,
+    state: u64,
+}
+
+impl Random {
+    /// The generator of `seed`.
+    #[must_use]
+    pub const fn new(seed: u64) -> Self {
+        Self { seed, state: seed }
+    }
+
+    /// The child `name`, which depends on the seed and not on what was drawn.
+    #[must_use]
+    pub fn child(&self, name: &str) -> Self {
+        let name = name.bytes().fold(FNV_OFFSET, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(FNV_PRIME)
+        });
+        Self::new(mix(self.seed ^ mix(name)))
+    }
+
+    /// The child `number` of those that are alike.
+    #[must_use]
+    pub const fn nth(&self, number: u64) -> Self {
+        Self::new(mix(self.seed ^ mix(number.wrapping_add(GOLDEN))))
+    }
+
+    /// The next 64 bits.
+    pub const fn bits(&mut self) -> u64 {
+        self.state = self.state.wrapping_add(GOLDEN);
+        mix(self.state)
+    }
+
+    /// A number below `end`, which is not zero.
+    pub const fn below(&mut self, end: u64) -> u64 {
+        // The bias of the remainder is below 2^-30 for the ranges drawn here.
+        self.bits() % end
+    }
+
+    /// A number in `range`.
+    pub fn within(&mut self, range: RangeInclusive<u64>) -> u64 {
+        range.start() + self.below((range.end() - range.start()).saturating_add(1))
+    }
+
+    /// A number in `range`, each power of two as likely as the others.
+    pub fn across(&mut self, range: RangeInclusive<u64>) -> u64 {
+        let (first, last) = ((*range.start()).max(1), (*range.end()).max(1));
+        let log2 = self.within(u64::from(first.ilog2())..=u64::from(last.ilog2()));
+        let low = (1 << log2).max(first);
+        let high = ((1 << log2) * 2 - 1).min(last);
+        self.within(low..=high)
+    }
+
+    /// Whether something happens that has `ppm` chances in a million.
+    pub const fn chance(&mut self, ppm: u32) -> bool {
+        self.below(1_000_000) < ppm as u64
+    }
+
+    /// Whether something happens once in `n` times.
+    pub const fn once_in(&mut self, n: u64) -> bool {
+        self.below(n) == 0
+    }
+
+    /// One of `options`, which are not empty.
+    pub fn pick<T: Copy>(&mut self, options: &[T]) -> T {
+        options[usize::try_from(self.below(options.len() as u64)).expect("below a length")]
+    }
+}
+
+/// Scrambles 64 bits, one to one.
+#[must_use]
+pub const fn mix(mut bits: u64) -> u64 {
+    bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    bits ^ (bits >> 31)
+}
+
+const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
+const FNV_PRIME: u64 = 0x0000_0100_0000_01b3;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_generator_is_splitmix64() {
+        // The first outputs of the reference implementation for this seed.
+        let mut random = Random::new(1_234_567);
+        assert_eq!(random.bits(), 6_457_827_717_110_365_317);
+        assert_eq!(random.bits(), 3_203_168_211_198_807_973);
+    }
+
+    #[test]
+    fn children_depend_on_the_seed_and_the_name_alone() {
+        let mut parent = Random::new(7);
+        let before = parent.child("faults").bits();
+        parent.bits();
+        assert_eq!(parent.child("faults").bits(), before);
+        assert_ne!(parent.child("links").bits(), before);
+        assert_ne!(Random::new(8).child("faults").bits(), before);
+        assert_ne!(parent.nth(0).bits(), parent.nth(1).bits());
+    }
+
+    #[test]
+    fn draws_stay_in_their_range() {
+        let mut random = Random::new(1);
+        for _ in 0..1000 {
+            assert!((3..=9).contains(&random.within(3..=9)));
+            assert!((5..=1000).contains(&random.across(5..=1000)));
+        }
+        assert_eq!(random.across(6..=6), 6);
+        assert!(!random.chance(0) && random.chance(1_000_000));
+    }
+}
