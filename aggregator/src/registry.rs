@@ -39,6 +39,8 @@ struct Job {
     generation: Generation,
     world: u16,
     lanes: u8,
+    /// Which of how many aggregators this one is for the job.
+    stripe: (u8, u8),
     members: Vec<Option<Member>>,
     state: State,
 }
@@ -141,6 +143,10 @@ impl Registry {
         if join.lanes == 0 || join.lanes > MAX_LANES {
             return Err(format!("a job has 1 to {MAX_LANES} lanes, not {}", join.lanes));
         }
+        let (place, aggregators) = join.stripe;
+        if place >= aggregators {
+            return Err(format!("aggregator {place} is not one of {aggregators}"));
+        }
         if join.job.is_empty() || join.job.len() > MAX_NAME {
             return Err(format!("a job's name has 1 to {MAX_NAME} bytes, not {}", join.job.len()));
         }
@@ -162,6 +168,7 @@ impl Registry {
             generation: join.generation,
             world: join.world,
             lanes: join.lanes,
+            stripe: join.stripe,
             members: (0..join.world).map(|_| None).collect(),
             state: State::Gathering,
         };
@@ -327,6 +334,8 @@ impl Job {
         for (what, mine, theirs) in [
             ("world", u64::from(self.world), u64::from(join.world)),
             ("lanes", u64::from(self.lanes), u64::from(join.lanes)),
+            ("aggregators", u64::from(self.stripe.1), u64::from(join.stripe.1)),
+            ("place among aggregators", u64::from(self.stripe.0), u64::from(join.stripe.0)),
             ("generation", u64::from(self.generation.0), u64::from(join.generation.0)),
         ] {
             if mine != theirs {
@@ -368,7 +377,12 @@ impl Job {
         let lowest = joins().map(|join| join.receive_buffer).min().unwrap_or(0) as usize;
         let receive = handles.iter().map(|shard| shard.receive_buffer).min().unwrap_or(0);
         let in_flight = (receive / usize::from(self.world)).max(2 * WINDOW_BYTES);
-        let shards = u8::try_from(shards).unwrap_or(u8::MAX);
+        let mine = u8::try_from(shards).unwrap_or(u8::MAX);
+        let (place, aggregators) = self.stripe;
+        let shards = mine.checked_mul(aggregators).ok_or_else(|| {
+            format!("{aggregators} aggregators of {mine} shards are more shards than 255")
+        })?;
+        let first = mine * place;
         let welcome = Welcome {
             job: self.id,
             data_ports: handles.iter().map(|shard| shard.addr.port()).collect(),
@@ -391,7 +405,7 @@ impl Job {
             // All shards' results meet in each rank's receive buffer.
             results_in_flight: lowest / usize::from(shards) / 2,
         };
-        Ok((welcome, (0..shards).map(config).collect()))
+        Ok((welcome, (first..first + mine).map(config).collect()))
     }
 }
 

@@ -1,1 +1,202 @@
-fn main() {}
+//! The kernels, in bytes a second, beside the machine's own memory copy.
+//!
+//! A fold counts the bytes of its inputs, a scan those of the tensor, a conversion those of the
+//! f32 tensor, and a copy the bytes copied. `cargo bench --bench kernels -- fold/f32` runs a part.
+
+use std::hint::black_box;
+use std::time::Duration;
+
+use criterion::{BenchmarkId, Criterion, Throughput};
+use racksum_aggregator::kernel as fold_kernel;
+use racksum_benches::{WORLD, contribution, gradient, sparse};
+use racksum_proto::arith::Fold;
+use racksum_proto::dtype::{DType, Reduction, WireType};
+use racksum_worker::kernel as worker_kernel;
+
+fn main() {
+    let mut criterion = Criterion::default()
+        .sample_size(30)
+        .warm_up_time(Duration::from_millis(300))
+        .measurement_time(Duration::from_secs(1))
+        .configure_from_args();
+    copies(&mut criterion);
+    scans(&mut criterion);
+    folds(&mut criterion);
+    short_folds(&mut criterion);
+    elementwise_conversions(&mut criterion);
+    scaled_conversions(&mut criterion);
+    criterion.final_summary();
+}
+
+/// What the other figures are to be read against.
+fn copies(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("memcpy");
+    for (name, len) in SIZES {
+        let src = gradient(len, 1);
+        let mut dst = vec![0; len];
+        group.throughput(Throughput::Bytes(len as u64));
+        group.bench_function(name, |bencher| {
+            bencher.iter(|| {
+                dst.copy_from_slice(black_box(&src));
+                black_box(&mut dst);
+            });
+        });
+    }
+    group.finish();
+}
+
+fn scans(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("scan");
+    let block_len = BLOCK_ELEMENTS * DType::F32.size();
+    for (name, len) in SIZES {
+        for (density, every) in [("dense", 1), ("1 %", 100), ("zero", 0)] {
+            let mut tensor = sparse(len, block_len, every);
+            group.throughput(Throughput::Bytes(len as u64));
+            group.bench_function(BenchmarkId::new(density, name), |bencher| {
+                bencher.iter(|| {
+                    for window in tensor.chunks_mut(WINDOW_LEN) {
+                        let window = black_box(window);
+                        let occupancy =
+                            worker_kernel::scan_window(DType::F32, BLOCK_ELEMENTS, window);
+                        black_box(occupancy);
+                    }
+                });
+            });
+        }
+    }
+    group.finish();
+}
+
+fn folds(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("fold");
+    for (wire, reduction) in [
+        (WireType::F32, Reduction::Sum),
+        (WireType::F32, Reduction::Avg),
+        (WireType::F32, Reduction::Max),
+        (WireType::Bf16, Reduction::Sum),
+        (WireType::Bf16, Reduction::Avg),
+        (WireType::F16, Reduction::Sum),
+        (WireType::F64, Reduction::Sum),
+        (WireType::I32, Reduction::Sum),
+        (WireType::Int8, Reduction::Sum),
+        (WireType::Fixed32, Reduction::Sum),
+    ] {
+        for ranks in [2, 4, 8] {
+            let name = format!("{} {}", wire.name(), reduction.name());
+            bench_fold(&mut group, &name, (wire, reduction), ranks, CACHED_LEN);
+        }
+    }
+    group.finish();
+}
+
+/// Runs as fragments cut them: a few elements, a small block, a datagram.
+fn short_folds(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("short fold");
+    for wire in [WireType::F32, WireType::Bf16] {
+        for len in [32, 128, 1424] {
+            let name = format!("{} of {len} B", wire.name());
+            bench_fold(&mut group, &name, (wire, Reduction::Sum), 8, len);
+        }
+    }
+    group.finish();
+}
+
+/// A fold of `ranks` contributions of about `len` bytes; of scaled ones, block by block.
+fn bench_fold(
+    group: &mut criterion::BenchmarkGroup<'_, criterion::measurement::WallTime>,
+    name: &str,
+    (wire, reduction): (WireType, Reduction),
+    ranks: u64,
+    len: usize,
+) {
+    let fold = Fold { world: WORLD, absent: false };
+    let buffers: Vec<Vec<u8>> =
+        (0..ranks).map(|rank| contribution(wire, BLOCK_ELEMENTS, len, rank)).collect();
+    let len = buffers[0].len();
+    let step = if wire.is_scaled() { wire.block_len(BLOCK_ELEMENTS) } else { len };
+    let runs: Vec<Vec<&[u8]>> = (0..len / step)
+        .map(|run| buffers.iter().map(|buffer| &buffer[run * step..][..step]).collect())
+        .collect();
+    let mut out = vec![0; len];
+    group.throughput(Throughput::Bytes(ranks * len as u64));
+    group.bench_function(BenchmarkId::new(name, ranks), |bencher| {
+        bencher.iter(|| {
+            for (inputs, out) in runs.iter().zip(out.chunks_mut(step)) {
+                let inputs = black_box(inputs.as_slice());
+                fold_kernel::fold_run(wire, reduction, fold, inputs, out)
+                    .expect("the inputs are alike");
+            }
+            black_box(&mut out);
+        });
+    });
+}
+
+fn elementwise_conversions(criterion: &mut Criterion) {
+    let src = gradient(CACHED_LEN, 1);
+    for wire in [WireType::Bf16, WireType::F16] {
+        let mut encoded = vec![0; wire.block_len(CACHED_LEN / 4)];
+        let mut group = criterion.benchmark_group("convert");
+        group.throughput(Throughput::Bytes(CACHED_LEN as u64));
+        group.bench_function(BenchmarkId::new("encode", wire.name()), |bencher| {
+            bencher.iter(|| {
+                worker_kernel::encode_run(DType::F32, wire, black_box(&src), &mut encoded)
+                    .expect("f32 travels as the wire type");
+                black_box(&mut encoded);
+            });
+        });
+        let mut decoded = vec![0; CACHED_LEN];
+        group.bench_function(BenchmarkId::new("decode", wire.name()), |bencher| {
+            bencher.iter(|| {
+                worker_kernel::decode_run(wire, DType::F32, black_box(&encoded), &mut decoded)
+                    .expect("f32 travels as the wire type");
+                black_box(&mut decoded);
+            });
+        });
+        group.finish();
+    }
+}
+
+fn scaled_conversions(criterion: &mut Criterion) {
+    let src = gradient(CACHED_LEN, 1);
+    let tensor_block = BLOCK_ELEMENTS * DType::F32.size();
+    for wire in [WireType::Int8, WireType::Fixed32] {
+        let wire_block = wire.block_len(BLOCK_ELEMENTS);
+        let mut encoded = vec![0; CACHED_LEN / tensor_block * wire_block];
+        let mut group = criterion.benchmark_group("convert");
+        group.throughput(Throughput::Bytes(CACHED_LEN as u64));
+        group.bench_function(BenchmarkId::new("encode", wire.name()), |bencher| {
+            bencher.iter(|| {
+                let blocks = black_box(&src).chunks(tensor_block);
+                for (x, block) in blocks.zip(encoded.chunks_mut(wire_block)) {
+                    worker_kernel::encode_block(DType::F32, wire, WORLD, x, block)
+                        .expect("f32 travels as the wire type");
+                }
+                black_box(&mut encoded);
+            });
+        });
+        let mut decoded = vec![0; CACHED_LEN];
+        group.bench_function(BenchmarkId::new("decode", wire.name()), |bencher| {
+            bencher.iter(|| {
+                let blocks = black_box(&encoded).chunks(wire_block);
+                for (block, y) in blocks.zip(decoded.chunks_mut(tensor_block)) {
+                    worker_kernel::decode_block(wire, DType::F32, block, y)
+                        .expect("f32 travels as the wire type");
+                }
+                black_box(&mut decoded);
+            });
+        });
+        group.finish();
+    }
+}
+
+/// Elements of a block: the default.
+const BLOCK_ELEMENTS: usize = 256;
+
+/// Bytes of a window of f32.
+const WINDOW_LEN: usize = 64 * BLOCK_ELEMENTS * 4;
+
+/// Bytes that stay in the caches of a core.
+const CACHED_LEN: usize = 32 * 1024;
+
+/// Buffers in cache and out of it.
+const SIZES: [(&str, usize); 2] = [("32 KiB", CACHED_LEN), ("64 MiB", 64 * 1024 * 1024)];

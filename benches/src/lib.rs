@@ -1,1 +1,81 @@
-//! Placeholder.
+//! Inputs for the benches: tensors and blocks that look like gradients, the same in every run.
+//!
+//! The benches themselves are in `benches/`: `kernels` measures the folds, scans and conversions
+//! beside the machine's own memory copy.
+
+use racksum_proto::arith;
+use racksum_proto::dtype::{DType, WireType};
+
+/// `len` bytes of f32 with the spread of a gradient, none of them zero.
+#[must_use]
+pub fn gradient(len: usize, seed: u64) -> Vec<u8> {
+    let mut random = Random(seed);
+    let mut bytes = Vec::with_capacity(len);
+    while bytes.len() < len {
+        bytes.extend(random.value().to_le_bytes());
+    }
+    bytes.truncate(len);
+    bytes
+}
+
+/// `len` bytes of f32 of which one block of `block_len` bytes in `every` is not zero; none is,
+/// if that is zero.
+#[must_use]
+pub fn sparse(len: usize, block_len: usize, every: usize) -> Vec<u8> {
+    // Written to, so that it has pages of its own.
+    let mut bytes = vec![1; len];
+    bytes.fill(0);
+    if every > 0 {
+        for (i, block) in bytes.chunks_mut(block_len).step_by(every).enumerate() {
+            let values = gradient(block.len(), i as u64);
+            block.copy_from_slice(&values);
+        }
+    }
+    bytes
+}
+
+/// A gradient in wire form: `len` bytes of an elementwise wire type, or the blocks of
+/// `block_elements` elements that fit in them of a scaled one. Integers have any bits.
+///
+/// # Panics
+///
+/// If `len` is not a number of whole elements.
+#[must_use]
+pub fn contribution(wire: WireType, block_elements: usize, len: usize, seed: u64) -> Vec<u8> {
+    let tensor = |elements: usize| gradient(elements * DType::F32.size(), seed);
+    let mut out = vec![0; len];
+    let made = match wire {
+        WireType::F32 | WireType::I32 | WireType::I64 => return gradient(len, seed),
+        WireType::F64 => arith::decode_run(WireType::F32, DType::F64, &tensor(len / 8), &mut out),
+        WireType::F16 | WireType::Bf16 => {
+            arith::encode_run(DType::F32, wire, &tensor(len / 2), &mut out)
+        }
+        WireType::Int8 | WireType::Fixed32 => {
+            let block_len = wire.block_len(block_elements);
+            out.truncate(len / block_len * block_len);
+            let src = tensor(len / block_len * block_elements);
+            let values = src.chunks(block_elements * DType::F32.size());
+            values.zip(out.chunks_mut(block_len)).try_for_each(|(values, block)| {
+                arith::encode_block(DType::F32, wire, WORLD, values, block)
+            })
+        }
+    };
+    made.expect("whole elements, of a type that f32 travels as");
+    out
+}
+
+/// SplitMix64: enough to make values from a seed.
+struct Random(u64);
+
+impl Random {
+    /// A value within about ±1, small ones more often.
+    fn value(&mut self) -> f32 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let [a, b, c, ..] = (x ^ (x >> 27)).to_le_bytes();
+        (f32::from(i16::from_le_bytes([a, b])) + 0.5) / 32_768.0 / f32::from(1 + c % 16)
+    }
+}
+
+/// The ranks the benches assume.
+pub const WORLD: u32 = 8;

@@ -51,6 +51,9 @@ pub struct Join {
     pub max_datagram: u16,
     /// Whether it would listen to a multicast group.
     pub multicast: bool,
+    /// Which of how many aggregators this one is for the job, whose windows are spread over the
+    /// shards of all of them.
+    pub stripe: (u8, u8),
     /// How many slots a stream it asks for at most; 0 leaves it to the aggregator.
     pub pool_slots: u32,
 }

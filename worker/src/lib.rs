@@ -1,1 +1,24 @@
-//! Placeholder.
+//! The worker: what a training process holds to sum its gradients with those of other ranks.
+//!
+//! [`Client`] joins a job at an aggregator and reduces tensors: [`Client::allreduce`] in place,
+//! [`Client::submit`] for several at a time, [`Client::submit_blocks`] for tensors of which only
+//! some blocks exist. Tensors are scanned, encoded and sent window by window as credit allows,
+//! never copied whole. The decisions are `racksum-proto`'s, the packets `racksum-net`'s.
+
+mod blocks;
+mod client;
+mod engine;
+mod error;
+mod fault;
+mod join;
+pub mod kernel;
+mod options;
+mod payload;
+pub mod tensor;
+
+pub use blocks::Blocks;
+pub use client::{Client, Handle};
+pub use engine::Stats;
+pub use error::{ConnectError, Error};
+pub use fault::Faults;
+pub use options::ConnectOptions;

@@ -3,7 +3,10 @@
 //! A kernel is a [`Task`], generic over the instruction set and always inlined. [`Level::run`]
 //! inlines it into a function that may use the instructions of a level; plain loops in it become
 //! vectors of that width, too.
-#![expect(unsafe_code, reason = "calling a function compiled for instructions found at run time")]
+#![cfg_attr(
+    target_arch = "x86_64",
+    expect(unsafe_code, reason = "calls functions compiled for instructions found at run time")
+)]
 
 use std::sync::OnceLock;
 
@@ -79,12 +82,25 @@ impl Level {
     /// This level, or the widest below it of which a vector fits in `len` bytes, no less than
     /// [`MIN_LEN`].
     pub(super) fn within(self, len: usize) -> Self {
+        if len >= self.vector_len() {
+            return self;
+        }
         match self.0 {
+            Isa::Baseline => self,
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 if len < Avx512::BYTES => Self(Isa::Avx2).within(len),
+            Isa::Avx2 => Self(Isa::Baseline),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 if len < Avx2::BYTES => Self(Isa::Baseline),
-            _ => self,
+            Isa::Avx512 => Self(Isa::Avx2).within(len),
+        }
+    }
+
+    fn vector_len(self) -> usize {
+        match self.0 {
+            Isa::Baseline => Portable::BYTES,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => Avx2::BYTES,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => Avx512::BYTES,
         }
     }
 

@@ -94,6 +94,8 @@ pub struct Counters {
 /// The way to one shard.
 #[derive(Debug)]
 struct Path {
+    /// The job's number at the shard's aggregator.
+    job: JobId,
     congestion: Congestion,
     rtt: Rtt,
 }
@@ -127,6 +129,7 @@ impl Worker {
             .collect::<Vec<_>>();
         let max = config.pool_slots as usize * WINDOW_BYTES;
         let path = || Path {
+            job: config.job,
             congestion: Congestion::new(config.in_flight, max),
             rtt: Rtt::new(Span::from_millis(5)),
         };
@@ -148,6 +151,13 @@ impl Worker {
     #[must_use]
     pub const fn config(&self) -> &Config {
         &self.config
+    }
+
+    /// Sets the job's number at one shard, where an aggregator of its own gave it another.
+    pub fn set_shard_job(&mut self, shard: u8, job: JobId) {
+        if let Some(path) = self.paths.get_mut(usize::from(shard)) {
+            path.job = job;
+        }
     }
 
     /// What has happened so far.

@@ -99,8 +99,12 @@ impl Worker {
 
     /// Whether the datagram comes from this job's aggregator, for one of its streams; which.
     fn check_identity(&self, header: &Header) -> Result<usize, Reject> {
+        // wire: W-10
+        if header.lane >= self.config.lanes || header.shard >= self.config.shards {
+            return Err(Reject::Stream);
+        }
         // wire: W-7
-        if header.job != self.config.job {
+        if header.job != self.paths[usize::from(header.shard)].job {
             return Err(Reject::Job);
         }
         // wire: W-8
@@ -110,10 +114,6 @@ impl Worker {
         // wire: W-9
         if header.sender != Rank::AGGREGATOR {
             return Err(Reject::Sender);
-        }
-        // wire: W-10
-        if header.lane >= self.config.lanes || header.shard >= self.config.shards {
-            return Err(Reject::Stream);
         }
         Ok(self.config.stream(header.lane, header.shard))
     }

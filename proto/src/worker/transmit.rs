@@ -209,8 +209,9 @@ impl Worker {
     }
 
     fn header(&mut self, at: usize, kind: Kind) -> Header {
-        let Config { job, generation, rank, .. } = self.config;
+        let Config { generation, rank, .. } = self.config;
         let stream = &mut self.streams[at];
+        let job = self.paths[usize::from(stream.shard)].job;
         Header {
             kind,
             job,

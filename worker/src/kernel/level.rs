@@ -3,7 +3,10 @@
 //! A kernel is plain code in a [`Task`], always inlined. [`Level::run`] inlines it into a
 //! function that may use the instructions of a level, so that its loops become vectors of that
 //! width.
-#![expect(unsafe_code, reason = "calling functions compiled for instructions found at run time")]
+#![cfg_attr(
+    target_arch = "x86_64",
+    expect(unsafe_code, reason = "calls functions compiled for instructions found at run time")
+)]
 
 use std::sync::OnceLock;
 

@@ -34,10 +34,14 @@ impl Task for Scan<'_> {
 /// test of each line would allow.
 #[inline(always)]
 fn union(block: &[u8], mask: u64) -> u64 {
-    let (first, rest) = block.split_at_checked(LINE).unwrap_or((block, &[]));
-    let mut bits = union_of_bytes(first);
-    if bits & mask != 0 {
-        return bits;
+    let mut bits = 0;
+    let mut rest = block;
+    if let Some((line, after)) = block.split_first_chunk::<LINE>() {
+        bits = union_of_words(line.as_chunks().0);
+        if bits & mask != 0 {
+            return bits;
+        }
+        rest = after;
     }
     let (steps, rest) = rest.as_chunks::<STEP>();
     for step in steps {
@@ -46,15 +50,14 @@ fn union(block: &[u8], mask: u64) -> u64 {
             return bits;
         }
     }
-    bits | union_of_bytes(rest)
-}
-
-#[inline(always)]
-fn union_of_bytes(bytes: &[u8]) -> u64 {
-    let (words, rest) = bytes.as_chunks();
+    let (lines, rest) = rest.as_chunks::<LINE>();
+    for line in lines {
+        bits |= union_of_words(line.as_chunks().0);
+    }
+    let (words, rest) = rest.as_chunks();
     let mut last = [0; 8];
     last[..rest.len()].copy_from_slice(rest);
-    union_of_words(words) | u64::from_le_bytes(last)
+    bits | union_of_words(words) | u64::from_le_bytes(last)
 }
 
 #[inline(always)]

@@ -1,0 +1,51 @@
+//! I2: same inputs, same result bits.
+
+use std::collections::BTreeMap;
+
+use racksum_proto::ids::OpId;
+
+use super::{Checker, Invariant, Machine, Sight, Violation};
+use crate::cluster::Run;
+use crate::engine::Picos;
+
+/// Compares the results of an op at all ranks, and the results of whole runs.
+#[derive(Debug, Default)]
+pub struct SameBits {
+    /// By job and op: the first rank that had a result, and what it was.
+    first: BTreeMap<(usize, OpId), (Machine, Vec<u8>)>,
+}
+
+impl SameBits {
+    /// Compares the results of two runs with the same inputs.
+    ///
+    /// # Errors
+    /// What differs.
+    pub fn compare(one: &Run, other: &Run) -> Result<(), Violation> {
+        for ((machine, op), ended) in &one.ended {
+            let theirs = other.ended.get(&(*machine, *op));
+            if theirs.is_none_or(|theirs| theirs.result != ended.result) {
+                return Invariant::I2.broken(format!(
+                    "op {} at {machine} ended differently in two runs with the same inputs",
+                    op.0
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Checker for SameBits {
+    fn see(&mut self, _: Picos, machine: Machine, sight: &Sight<'_>) -> Result<(), Violation> {
+        let Sight::Ended(op, Ok(tensor)) = sight else { return Ok(()) };
+        let first = self.first.entry((machine.job(), *op));
+        let (rank, theirs) = first.or_insert_with(|| (machine, tensor.clone()));
+        if theirs == tensor {
+            return Ok(());
+        }
+        let byte = theirs.iter().zip(tensor).take_while(|(one, other)| one == other).count();
+        Invariant::I2.broken(format!(
+            "the results of op {} at {rank} and at {machine} differ from byte {byte} on",
+            op.0
+        ))
+    }
+}

@@ -1,0 +1,86 @@
+//! I3: a rank sends at most its own non-zero bytes, and receives at most the union's, plus 6 %
+//! and one datagram an op and stream.
+
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+use racksum_proto::geometry::Stripe;
+use racksum_proto::ids::{OpId, Rank};
+use racksum_proto::wire::Header;
+
+use super::oracle::{Oracle, Truth};
+use super::{Checker, Invariant, Machine, Sight, Violation};
+use crate::engine::Picos;
+use crate::plan::Plan;
+
+/// Weighs what every rank sends and receives. For runs without loss or disagreement only: what is
+/// sent again is not what the invariant is about.
+#[derive(Debug)]
+pub struct FewBytes {
+    plan: Plan,
+    oracle: Rc<Oracle>,
+    /// Bytes of datagrams, headers and all, sent and received by each rank.
+    traffic: BTreeMap<(usize, Rank), (u64, u64)>,
+}
+
+impl FewBytes {
+    /// A checker of `plan`.
+    #[must_use]
+    pub fn new(plan: &Plan, oracle: Rc<Oracle>) -> Self {
+        Self { plan: plan.clone(), oracle, traffic: BTreeMap::new() }
+    }
+
+    /// Bytes that all ops of a job have to move, by `mask` of each window.
+    fn due(&self, job: usize, mask: impl Fn(&Truth, u32) -> u64) -> u64 {
+        let truths = (0..).map_while(|op| self.oracle.truth(job, OpId(op)));
+        let windows = truths.flat_map(|truth| (0..truth.windows()).map(move |i| (truth, i)));
+        windows.map(|(truth, i)| truth.payload_len(i, mask(truth, i)) as u64).sum()
+    }
+
+    /// What else is allowed: a datagram for each op and stream.
+    fn allowance(&self, job: usize) -> u64 {
+        let shards = self.plan.network.shards;
+        let datagram = (Header::LEN + self.plan.jobs[job].cut.payload()) as u64;
+        let truths = (0..).map_while(|op| Some((op, self.oracle.truth(job, OpId(op))?)));
+        let streams = truths.flat_map(|(op, truth)| {
+            (0..shards).map(move |i| Stripe::new(OpId(op), truth.windows(), i, shards))
+        });
+        datagram * streams.filter(|stripe| !stripe.is_empty()).count() as u64
+    }
+}
+
+impl Checker for FewBytes {
+    fn see(&mut self, _: Picos, machine: Machine, sight: &Sight<'_>) -> Result<(), Violation> {
+        if let Machine::Worker { job, rank } = machine {
+            let (sent, received) = self.traffic.entry((job, rank)).or_default();
+            match sight {
+                Sight::Sent(datagram) => *sent += datagram.len() as u64,
+                Sight::Received(datagram) => *received += datagram.len() as u64,
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn conclude(&mut self) -> Result<(), Violation> {
+        for ((job, rank), (sent, received)) in &self.traffic {
+            let allowance = self.allowance(*job);
+            let own = self.due(*job, |truth, window| truth.mask(*rank, window));
+            let union = self.due(*job, Truth::union);
+            for (what, moved, due) in [("sent", *sent, own), ("received", *received, union)] {
+                let most = due + due * PERCENT / 100 + allowance;
+                if moved > most {
+                    return Invariant::I3.broken(format!(
+                        "rank {} of job {job} {what} {moved} bytes; {due} are due, so at most \
+                         {most}",
+                        rank.0
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What headers and control datagrams may add.
+const PERCENT: u64 = 6;

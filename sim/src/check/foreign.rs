@@ -1,0 +1,66 @@
+//! I6: a datagram of another job, generation or sender changes nothing but a counter.
+
+use racksum_proto::error::Reject;
+use racksum_proto::observer::Event;
+
+use super::{Checker, Invariant, Machine, Sight, Violation};
+use crate::cluster::Run;
+use crate::engine::Picos;
+use crate::plan::Plan;
+
+/// Watches that strangers' datagrams do nothing but be rejected, that genuine ones are not taken
+/// for strangers', and compares runs with and without strangers.
+#[derive(Debug)]
+pub struct Foreign {
+    /// By job: whether the ranks may number windows differently for a while, since an op failed.
+    diverges: Vec<bool>,
+}
+
+impl Foreign {
+    /// A checker of `plan`.
+    #[must_use]
+    pub fn new(plan: &Plan) -> Self {
+        let diverges = |ops: &[_]| ops.iter().any(|op: &crate::plan::OpPlan| op.odd.is_some());
+        Self { diverges: plan.jobs.iter().map(|job| diverges(&job.ops)).collect() }
+    }
+
+    /// Compares two runs of the same plan but for strangers.
+    ///
+    /// # Errors
+    /// When anything differs.
+    pub fn compare(quiet: &Run, noisy: &Run) -> Result<(), Violation> {
+        if quiet.trace != noisy.trace {
+            let sentence = "strangers' datagrams changed what the machines sent, or when";
+            return Invariant::I6.broken(sentence);
+        }
+        Ok(())
+    }
+
+    fn judge(&self, job: usize, reject: Reject) -> bool {
+        match reject {
+            Reject::Stale | Reject::Unopened => true,
+            Reject::Unowed | Reject::BeyondPool | Reject::BeyondOps | Reject::Shape => {
+                self.diverges[job]
+            }
+            _ => false,
+        }
+    }
+}
+
+impl Checker for Foreign {
+    fn see(&mut self, _: Picos, machine: Machine, sight: &Sight<'_>) -> Result<(), Violation> {
+        match sight {
+            Sight::Event(Event::Rejected(reject)) if !self.judge(machine.job(), *reject) => {
+                Invariant::I6.broken(format!(
+                    "{machine} rejected a datagram of its own job as {}",
+                    reject.name()
+                ))
+            }
+            Sight::Foreign(event) if !matches!(event, Event::Rejected(_)) => {
+                Invariant::I6
+                    .broken(format!("a stranger's datagram did this at {machine}: {event:?}"))
+            }
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,343 @@
+//! A host: its links, its socket and the machines behind it.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::rc::Rc;
+
+use racksum_proto::error::SubmitError;
+use racksum_proto::ids::{OpId, Rank};
+use racksum_proto::time::Time;
+use racksum_proto::wire::Header;
+
+use super::Ended;
+use crate::check::{Checkers, Machine, Sight, Watch};
+use crate::engine::Picos;
+use crate::link::Link;
+use crate::node::{Datagram, ShardNode, WorkerNode};
+use crate::plan::{Host, JobPlan, Plan, PortPlan};
+use crate::random::mix;
+
+/// A host at work.
+#[derive(Debug)]
+pub(super) struct HostState {
+    pub(super) host: Host,
+    pub(super) up: Link,
+    pub(super) down: Link,
+    port: PortPlan,
+    /// Datagrams that wait for the host, and whether they carry a congestion mark.
+    socket: VecDeque<(Rc<[u8]>, bool)>,
+    socket_bytes: usize,
+    /// When the host can do something again.
+    free_at: Picos,
+    /// From when on it never can.
+    dies_at: Picos,
+    /// When it is to look around next.
+    pub(super) wakes_at: Option<Picos>,
+    pub(super) role: Role,
+    /// The last genuine datagram, which strangers imitate.
+    pub(super) last: Option<Rc<[u8]>>,
+}
+
+/// What a host is there for.
+#[derive(Debug)]
+pub(super) enum Role {
+    Worker(Box<WorkerHost>),
+    /// One machine a job.
+    Shard {
+        shard: u8,
+        jobs: Vec<ShardNode>,
+    },
+}
+
+/// A rank and the ops it still has to call.
+#[derive(Debug)]
+pub(super) struct WorkerHost {
+    pub(super) job: usize,
+    pub(super) rank: Rank,
+    pub(super) node: WorkerNode,
+    called: usize,
+    calls: usize,
+    /// Ops called that have not ended, and when they were.
+    open: BTreeMap<OpId, Picos>,
+    pub(super) ended: Vec<(OpId, Ended)>,
+    /// How often in a row the machine asked to be woken at once.
+    spins: u32,
+}
+
+impl HostState {
+    pub(super) fn new(host: Host, port: PortPlan, dies_at: Picos, role: Role) -> Self {
+        Self {
+            host,
+            up: Link::new(port.up),
+            down: Link::new(port.down),
+            port,
+            socket: VecDeque::new(),
+            socket_bytes: 0,
+            free_at: Picos::ZERO,
+            dies_at,
+            wakes_at: None,
+            role,
+            last: None,
+        }
+    }
+
+    /// Puts a datagram into the socket; returns false when it has no room.
+    pub(super) fn receive(&mut self, bytes: Rc<[u8]>, marked: bool) -> bool {
+        let room = self.port.receive_buffer - self.socket_bytes;
+        if bytes.len() > room {
+            return false;
+        }
+        self.socket_bytes += bytes.len();
+        self.socket.push_back((bytes, marked));
+        true
+    }
+
+    /// Keeps the host from doing anything before `at`.
+    pub(super) fn occupy(&mut self, at: Picos) {
+        self.free_at = self.free_at.max(at);
+    }
+
+    /// When the host can act on something that happens at `at`.
+    pub(super) fn acts_at(&self, at: Picos) -> Picos {
+        let at = at.max(self.free_at);
+        if at < self.dies_at { at } else { Picos::NEVER }
+    }
+
+    /// Whether nothing more is to be expected of the host.
+    pub(super) fn is_done(&self) -> bool {
+        match &self.role {
+            Role::Worker(worker) => worker.is_done() || self.dies_at < Picos::NEVER,
+            Role::Shard { .. } => true,
+        }
+    }
+
+    /// Takes what is in the socket, a batch at most, and does all that is due. Datagrams that are
+    /// to be sent go to `out`, with the job they belong to.
+    pub(super) fn act(
+        &mut self,
+        now: Picos,
+        plan: &Plan,
+        out: &mut Vec<(usize, Datagram)>,
+        checkers: &mut Checkers,
+    ) {
+        let batch: Vec<_> = self.socket.drain(..self.socket.len().min(BATCH)).collect();
+        self.socket_bytes -= batch.iter().map(|(bytes, _)| bytes.len()).sum::<usize>();
+        self.occupy(now + Picos(self.port.service.0 * batch.len() as u64));
+        if let Some((bytes, _)) = batch.last() {
+            self.last = Some(Rc::clone(bytes));
+        }
+        match &mut self.role {
+            Role::Worker(worker) => {
+                for (bytes, marked) in batch {
+                    worker.handle(now, &bytes, marked, checkers);
+                }
+                worker.drive(now, &plan.jobs[worker.job], out, checkers);
+            }
+            Role::Shard { shard, jobs } => {
+                for (bytes, marked) in batch {
+                    handle_at_shard(now, *shard, jobs, &bytes, marked, checkers);
+                }
+                drive_shard(now, *shard, jobs, out, checkers);
+            }
+        }
+    }
+
+    /// When there is something to do next, as far as the host knows.
+    pub(super) fn next_due(&self, plan: &Plan) -> Picos {
+        if !self.socket.is_empty() {
+            return self.free_at;
+        }
+        match &self.role {
+            Role::Worker(worker) => worker.next_due(&plan.jobs[worker.job]),
+            Role::Shard { .. } => Picos::NEVER,
+        }
+    }
+
+    /// Takes a stranger's datagram, past the socket, and does what it gives reason for.
+    pub(super) fn act_foreign(
+        &mut self,
+        now: Picos,
+        bytes: &[u8],
+        out: &mut Vec<(usize, Datagram)>,
+        checkers: &mut Checkers,
+    ) {
+        match &mut self.role {
+            Role::Worker(worker) => {
+                let mut watch = worker.watch(now, checkers);
+                watch.foreign = true;
+                worker.node.handle(now.time(), bytes, false, &mut watch);
+                let mut sent = Vec::new();
+                worker.node.drive(now.time(), &mut sent, &mut worker.watch(now, checkers));
+                out.extend(sent.into_iter().map(|datagram| (worker.job, datagram)));
+            }
+            Role::Shard { shard, jobs } => {
+                for (job, node) in jobs.iter_mut().enumerate() {
+                    let machine = Machine::Shard { job, shard: *shard };
+                    let mut watch = Watch { at: now, machine, foreign: true, checkers };
+                    node.handle(now.time(), bytes, false, &mut watch);
+                }
+                drive_shard(now, *shard, jobs, out, checkers);
+            }
+        }
+    }
+}
+
+impl WorkerHost {
+    pub(super) fn new(plan: &Plan, job: usize, rank: Rank) -> Self {
+        let of_job = &plan.jobs[job];
+        Self {
+            job,
+            rank,
+            node: WorkerNode::new(plan.worker(job, rank), of_job.world, Time(0)),
+            called: 0,
+            calls: of_job.calls(rank),
+            open: BTreeMap::new(),
+            ended: Vec::new(),
+            spins: 0,
+        }
+    }
+
+    /// Whether all ops that the rank calls have ended.
+    pub(super) fn is_done(&self) -> bool {
+        self.called == self.calls && self.open.is_empty()
+    }
+
+    /// Whether the machine has asked to be woken at once for too long.
+    pub(super) fn spins(&self) -> bool {
+        self.spins > MAX_SPINS
+    }
+
+    pub(super) fn machine(&self) -> Machine {
+        Machine::Worker { job: self.job, rank: self.rank }
+    }
+
+    fn watch<'a>(&self, at: Picos, checkers: &'a mut Checkers) -> Watch<'a> {
+        Watch { at, machine: self.machine(), foreign: false, checkers }
+    }
+
+    fn handle(&mut self, now: Picos, bytes: &[u8], marked: bool, checkers: &mut Checkers) {
+        checkers.see(now, self.machine(), &Sight::Received(bytes));
+        let mut watch = self.watch(now, checkers);
+        self.node.handle(now.time(), bytes, marked, &mut watch);
+    }
+
+    /// Calls ops, acts on timeouts and sends, until nothing is due.
+    fn drive(
+        &mut self,
+        now: Picos,
+        plan: &JobPlan,
+        out: &mut Vec<(usize, Datagram)>,
+        checkers: &mut Checkers,
+    ) {
+        self.call(now, plan, checkers);
+        let mut sent = Vec::new();
+        let mut watch = self.watch(now, checkers);
+        if self.node.machine.poll_timeout() <= now.time() {
+            self.node.handle_timeout(now.time(), &mut watch);
+        }
+        self.node.drive(now.time(), &mut sent, &mut watch);
+        if self.call(now, plan, checkers) {
+            let mut watch = self.watch(now, checkers);
+            self.node.drive(now.time(), &mut sent, &mut watch);
+        }
+        let due_at_once = self.node.machine.poll_timeout() <= now.time();
+        self.spins = if due_at_once { self.spins + 1 } else { 0 };
+        for datagram in sent {
+            checkers.see(now, self.machine(), &Sight::Sent(&datagram.bytes));
+            out.push((self.job, datagram));
+        }
+    }
+
+    /// Reports ops that ended, and calls those whose time has come while the job's limit lets it.
+    /// Returns whether it called any.
+    fn call(&mut self, now: Picos, plan: &JobPlan, checkers: &mut Checkers) -> bool {
+        let machine = self.machine();
+        for (op, result) in self.node.done.drain(..) {
+            checkers.see(now, machine, &Sight::Ended(op, &result));
+            let called = self.open.remove(&op).unwrap_or(Picos::NEVER);
+            let result = result.map(|tensor| hash(&tensor));
+            self.ended.push((op, Ended { called, at: now, result }));
+        }
+        let before = self.called;
+        while self.called < self.calls && self.open.len() < usize::from(plan.max_ops) {
+            let op = &plan.ops[self.called];
+            if op.starts[self.rank.index()] > now {
+                break;
+            }
+            let id = OpId(u32::try_from(self.called).unwrap_or(u32::MAX));
+            let descriptor = op.descriptor(self.rank);
+            let tensor = op.tensor(self.rank);
+            let called = self.node.submit(now.time(), descriptor, tensor, op.timeout);
+            match called {
+                Ok(given) => {
+                    assert_eq!(given, id, "ops are numbered in the order of the calls");
+                    self.open.insert(id, now);
+                    checkers.see(now, machine, &Sight::Called(id));
+                }
+                // An op that ended is still the machine's while an older one is open.
+                Err(SubmitError::TooManyOps { .. }) => break,
+                Err(_) => checkers.see(now, machine, &Sight::Refused(id)),
+            }
+            self.called += 1;
+        }
+        self.called > before
+    }
+
+    fn next_due(&self, plan: &JobPlan) -> Picos {
+        let timer = Picos::from(self.node.machine.poll_timeout());
+        let call = if self.called < self.calls && self.open.len() < usize::from(plan.max_ops) {
+            plan.ops[self.called].starts[self.rank.index()]
+        } else {
+            Picos::NEVER
+        };
+        timer.min(call)
+    }
+}
+
+/// Hands a datagram to the machine of its job.
+fn handle_at_shard(
+    now: Picos,
+    shard: u8,
+    jobs: &mut [ShardNode],
+    bytes: &[u8],
+    marked: bool,
+    checkers: &mut Checkers,
+) {
+    let Ok((header, _)) = Header::decode(bytes) else { return };
+    let mine = jobs.iter_mut().enumerate().find(|(job, _)| Plan::job_id(*job) == header.job);
+    let Some((job, node)) = mine else { return };
+    let machine = Machine::Shard { job, shard };
+    checkers.see(now, machine, &Sight::Received(bytes));
+    let mut watch = Watch { at: now, machine, foreign: false, checkers };
+    node.handle(now.time(), bytes, marked, &mut watch);
+}
+
+fn drive_shard(
+    now: Picos,
+    shard: u8,
+    jobs: &mut [ShardNode],
+    out: &mut Vec<(usize, Datagram)>,
+    checkers: &mut Checkers,
+) {
+    let mut sent = Vec::new();
+    for (job, node) in jobs.iter_mut().enumerate() {
+        let machine = Machine::Shard { job, shard };
+        let mut watch = Watch { at: now, machine, foreign: false, checkers };
+        node.drive(now.time(), &mut sent, &mut watch);
+        for datagram in sent.drain(..) {
+            checkers.see(now, machine, &Sight::Sent(&datagram.bytes));
+            out.push((job, datagram));
+        }
+        checkers.see(now, machine, &Sight::Driven { held: node.held() });
+    }
+}
+
+fn hash(tensor: &[u8]) -> u64 {
+    let (words, rest) = tensor.as_chunks();
+    let hash = words.iter().fold(1, |hash, word| mix(hash ^ u64::from_le_bytes(*word)));
+    rest.iter().fold(hash, |hash, byte| mix(hash ^ u64::from(*byte)))
+}
+
+/// Datagrams that a host takes at once, as a driver does.
+const BATCH: usize = 64;
+/// How often a machine may ask to be woken at once before that is a livelock.
+const MAX_SPINS: u32 = 1_000;

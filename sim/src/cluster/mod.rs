@@ -1,0 +1,424 @@
+//! A cluster: hosts and links in the engine, and the protocol's machines on the hosts.
+//!
+//! Everything is joined to one switch. A datagram leaves its host through the uplink, may meet a
+//! fault, is copied by the switch if it is a multicast, may meet a fault again, and enters the
+//! downlink of each host it is for; then it waits in the socket until the host takes it.
+
+mod host;
+mod strangers;
+
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+use racksum_proto::error::OpError;
+use racksum_proto::ids::{OpId, Rank};
+use racksum_proto::wire::Header;
+
+use self::host::{HostState, Role, WorkerHost};
+use self::strangers::Strangers;
+use crate::check::{Checkers, Invariant, Machine, Violation};
+use crate::engine::{Engine, Picos};
+use crate::fault::{Faults, Leg};
+use crate::link::Passage;
+use crate::node::{Datagram, Endpoint, ShardNode};
+use crate::plan::{Host, Plan};
+use crate::random::{Random, mix};
+
+/// What a run came to.
+#[derive(Debug, Clone)]
+pub struct Run {
+    /// A hash of all that was sent, when and by whom: runs with the same trace are the same.
+    pub trace: u64,
+    /// How each op ended at each rank.
+    pub ended: BTreeMap<(Machine, OpId), Ended>,
+    /// When the last op ended.
+    pub took: Picos,
+    /// What the network and the machines counted.
+    pub totals: Totals,
+}
+
+/// How an op ended at a rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ended {
+    /// When the rank called it.
+    pub called: Picos,
+    /// When it ended.
+    pub at: Picos,
+    /// A hash of its result, or why there is none.
+    pub result: Result<u64, OpError>,
+}
+
+/// What was counted in a run, over all hosts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+pub struct Totals {
+    /// Events of the engine.
+    pub events: u64,
+    /// Datagrams that hosts sent.
+    pub sent: u64,
+    /// Datagrams that hosts took.
+    pub received: u64,
+    /// Datagrams lost to faults.
+    pub lost: u64,
+    /// Datagrams that came twice.
+    pub doubled: u64,
+    /// Datagrams that were held up.
+    pub delayed: u64,
+    /// Datagrams that found a queue or a socket full.
+    pub dropped: u64,
+    /// Datagrams with a congestion mark.
+    pub marked: u64,
+    /// Datagrams of strangers.
+    pub foreign: u64,
+    /// Windows folded.
+    pub folds: u64,
+    /// Fragments sent again, by ranks and shards.
+    pub again: u64,
+    /// Fragments that had arrived before.
+    pub duplicates: u64,
+    /// Times ranks asked for results, and shards for fragments.
+    pub asks: u64,
+    /// Of the ranks' asks, those because nothing was heard.
+    pub probes: u64,
+}
+
+impl Totals {
+    /// Adds another run's counts to these.
+    pub fn add(&mut self, other: &Self) {
+        let Self { events, sent, received, lost, doubled, delayed, dropped, .. } = *other;
+        self.events += events;
+        self.sent += sent;
+        self.received += received;
+        self.lost += lost;
+        self.doubled += doubled;
+        self.delayed += delayed;
+        self.dropped += dropped;
+        let Self { marked, foreign, folds, again, duplicates, asks, probes, .. } = *other;
+        self.marked += marked;
+        self.foreign += foreign;
+        self.folds += folds;
+        self.again += again;
+        self.duplicates += duplicates;
+        self.asks += asks;
+        self.probes += probes;
+    }
+}
+
+/// A run under way.
+#[derive(Debug)]
+pub struct Cluster<'a> {
+    plan: &'a Plan,
+    engine: Engine<Event>,
+    hosts: Vec<HostState>,
+    faults: Faults,
+    strangers: Strangers,
+    checkers: Checkers,
+    trace: u64,
+    totals: Totals,
+}
+
+#[derive(Debug)]
+enum Event {
+    /// A datagram has reached the switch.
+    AtSwitch { from: Host, job: usize, datagram: Datagram, marked: bool },
+    /// A datagram is copied to those it is for.
+    Spread { job: usize, datagram: Datagram, marked: bool },
+    /// A datagram enters the downlink of the host at this place.
+    Enter { to: usize, bytes: Rc<[u8]>, marked: bool },
+    /// A datagram has reached the socket of the host at this place.
+    Arrive { to: usize, bytes: Rc<[u8]>, marked: bool },
+    /// The host at this place looks around.
+    Wake(usize),
+    /// A pause begins.
+    Pause(usize),
+    /// A stranger's datagram arrives somewhere.
+    Foreign,
+}
+
+impl<'a> Cluster<'a> {
+    /// The cluster of `plan`, judged by `checkers`.
+    #[must_use]
+    pub fn new(plan: &'a Plan, checkers: Checkers) -> Self {
+        let random = Random::new(plan.seed);
+        Self {
+            plan,
+            engine: Engine::default(),
+            hosts: plan.hosts().map(|host| state(plan, host)).collect(),
+            faults: Faults::new(plan.faults.clone(), random.child("faults")),
+            strangers: Strangers::new(plan.noise, random.child("strangers")),
+            checkers,
+            trace: mix(plan.seed),
+            totals: Totals::default(),
+        }
+    }
+
+    /// Runs `plan` under all checkers.
+    ///
+    /// # Errors
+    /// The first violation of an invariant.
+    pub fn check(plan: &'a Plan) -> Result<Run, Violation> {
+        Cluster::new(plan, Checkers::of(plan)).run()
+    }
+
+    /// Runs until every op has ended and every datagram has arrived.
+    ///
+    /// # Errors
+    /// The first violation of an invariant.
+    pub fn run(mut self) -> Result<Run, Violation> {
+        self.begin();
+        let mut done_at = None;
+        while let Some(event) = self.engine.next_event() {
+            self.happen(event)?;
+            self.checkers.verdict()?;
+            let now = self.engine.now();
+            if self.engine.scheduled() > MAX_EVENTS {
+                return Invariant::I5.broken(format!("no end after {MAX_EVENTS} events"));
+            }
+            if done_at.is_none() && self.is_done() {
+                done_at = Some(now);
+            }
+            if done_at.is_some_and(|done_at| now > done_at + MAX_AFTERMATH) {
+                return Invariant::I5.broken("all ops have ended, but something goes on");
+            }
+        }
+        self.checkers.conclude()?;
+        Ok(self.conclude(done_at))
+    }
+
+    fn begin(&mut self) {
+        for at in 0..self.hosts.len() {
+            self.rouse(at, Picos::ZERO);
+        }
+        for (number, pause) in self.plan.pauses.iter().enumerate() {
+            self.engine.schedule(pause.at, Event::Pause(number));
+        }
+        if let Some(pause) = self.strangers.next_pause() {
+            self.engine.schedule(pause, Event::Foreign);
+        }
+    }
+
+    fn happen(&mut self, event: Event) -> Result<(), Violation> {
+        let now = self.engine.now();
+        match event {
+            Event::AtSwitch { from, job, datagram, marked } => {
+                self.at_switch(from, job, datagram, marked);
+            }
+            Event::Spread { job, datagram, marked } => self.spread(job, &datagram, marked),
+            Event::Enter { to, bytes, marked } => self.enter(to, bytes, marked),
+            Event::Arrive { to, bytes, marked } => {
+                self.totals.marked += u64::from(marked);
+                if self.hosts[to].receive(bytes, marked) {
+                    self.totals.received += 1;
+                    self.rouse(to, now);
+                } else {
+                    self.totals.dropped += 1;
+                }
+            }
+            Event::Wake(at) => return self.wake(at),
+            Event::Pause(number) => {
+                let pause = self.plan.pauses[number];
+                self.hosts[self.plan.place(pause.host)].occupy(now + pause.lasts);
+            }
+            Event::Foreign => self.foreign(),
+        }
+        Ok(())
+    }
+
+    /// Makes the host at a place look around at `when`, or as soon after it as it can.
+    fn rouse(&mut self, at: usize, when: Picos) {
+        let host = &mut self.hosts[at];
+        let when = host.acts_at(when);
+        if when < Picos::NEVER && host.wakes_at.is_none_or(|wakes_at| when < wakes_at) {
+            host.wakes_at = Some(when);
+            self.engine.schedule(when, Event::Wake(at));
+        }
+    }
+
+    fn wake(&mut self, at: usize) -> Result<(), Violation> {
+        let now = self.engine.now();
+        let host = &mut self.hosts[at];
+        if host.wakes_at != Some(now) {
+            return Ok(());
+        }
+        host.wakes_at = None;
+        if host.acts_at(now) == now {
+            let mut out = Vec::new();
+            host.act(now, self.plan, &mut out, &mut self.checkers);
+            if let Role::Worker(worker) = &host.role
+                && worker.spins()
+            {
+                return Invariant::I5.broken("a rank's timer is due again at once, for ever");
+            }
+            self.post(at, out);
+        }
+        let due = self.hosts[at].next_due(self.plan);
+        self.rouse(at, due.max(now));
+        Ok(())
+    }
+
+    /// Sends datagrams from the host at a place.
+    fn post(&mut self, at: usize, out: Vec<(usize, Datagram)>) {
+        let now = self.engine.now();
+        let from = self.hosts[at].host;
+        for (job, datagram) in out {
+            self.totals.sent += 1;
+            self.trace = trace(self.trace, now, at, &datagram);
+            let len = datagram.bytes.len() as u64 + OVERHEAD_BYTES;
+            match self.hosts[at].up.send(now, len) {
+                Passage::Dropped => self.totals.dropped += 1,
+                Passage::Arrives { at, marked } => {
+                    self.engine.schedule(at, Event::AtSwitch { from, job, datagram, marked });
+                }
+            }
+        }
+    }
+
+    fn at_switch(&mut self, from: Host, job: usize, datagram: Datagram, marked: bool) {
+        let now = self.engine.now();
+        let Some(fate) = self.faults.judge(now, Leg::Up, from, &datagram.bytes) else {
+            self.totals.lost += 1;
+            return;
+        };
+        if let Some(late) = fate.copy {
+            self.totals.doubled += 1;
+            let datagram = datagram.clone();
+            self.engine.schedule(now + late, Event::Spread { job, datagram, marked });
+        }
+        if fate.late == Picos::ZERO {
+            return self.spread(job, &datagram, marked);
+        }
+        self.totals.delayed += 1;
+        self.engine.schedule(now + fate.late, Event::Spread { job, datagram, marked });
+    }
+
+    fn spread(&mut self, job: usize, datagram: &Datagram, marked: bool) {
+        let worker = |rank| Host::Worker { job, rank: Rank(rank) };
+        match datagram.to {
+            Endpoint::Worker(rank) => self.forward(worker(rank), &datagram.bytes, marked),
+            Endpoint::Shard(shard) => self.forward(Host::Shard(shard), &datagram.bytes, marked),
+            Endpoint::Workers => {
+                for rank in 0..self.plan.jobs[job].world {
+                    self.forward(worker(rank), &datagram.bytes, marked);
+                }
+            }
+        }
+    }
+
+    fn forward(&mut self, host: Host, bytes: &Rc<[u8]>, marked: bool) {
+        let now = self.engine.now();
+        let to = self.plan.place(host);
+        let Some(fate) = self.faults.judge(now, Leg::Down, host, bytes) else {
+            self.totals.lost += 1;
+            return;
+        };
+        if let Some(late) = fate.copy {
+            self.totals.doubled += 1;
+            let bytes = Rc::clone(bytes);
+            self.engine.schedule(now + late, Event::Enter { to, bytes, marked });
+        }
+        if fate.late == Picos::ZERO {
+            return self.enter(to, Rc::clone(bytes), marked);
+        }
+        self.totals.delayed += 1;
+        let bytes = Rc::clone(bytes);
+        self.engine.schedule(now + fate.late, Event::Enter { to, bytes, marked });
+    }
+
+    fn enter(&mut self, to: usize, bytes: Rc<[u8]>, marked: bool) {
+        let len = bytes.len() as u64 + OVERHEAD_BYTES;
+        match self.hosts[to].down.send(self.engine.now(), len) {
+            Passage::Dropped => self.totals.dropped += 1,
+            Passage::Arrives { at, marked: here } => {
+                let marked = marked || here;
+                self.engine.schedule(at, Event::Arrive { to, bytes, marked });
+            }
+        }
+    }
+
+    /// A stranger's datagram arrives, past links and socket so that it takes no one's room.
+    fn foreign(&mut self) {
+        if self.is_done() {
+            return;
+        }
+        let now = self.engine.now();
+        let at = self.strangers.victim(self.hosts.len());
+        let host = &mut self.hosts[at];
+        if host.acts_at(now) == now {
+            self.totals.foreign += 1;
+            let bytes = self.strangers.imitate(host.last.as_ref());
+            let mut out = Vec::new();
+            host.act_foreign(now, &bytes, &mut out, &mut self.checkers);
+            self.post(at, out);
+        }
+        if let Some(pause) = self.strangers.next_pause() {
+            self.engine.schedule(now + pause, Event::Foreign);
+        }
+    }
+
+    /// Whether every op has ended at every rank that lives.
+    fn is_done(&self) -> bool {
+        self.hosts.iter().all(HostState::is_done)
+    }
+
+    fn conclude(mut self, done_at: Option<Picos>) -> Run {
+        let mut totals = Totals { events: self.engine.scheduled(), ..self.totals };
+        let mut ended = BTreeMap::new();
+        for host in &mut self.hosts {
+            match &mut host.role {
+                Role::Worker(worker) => {
+                    let counters = worker.node.machine.counters();
+                    totals.again += counters.fragments_again;
+                    totals.duplicates += counters.duplicates;
+                    totals.asks += counters.asks;
+                    totals.probes += counters.probes;
+                    let machine = worker.machine();
+                    let ops = worker.ended.drain(..);
+                    ended.extend(ops.map(|(op, ended)| ((machine, op), ended)));
+                }
+                Role::Shard { jobs, .. } => {
+                    for counters in jobs.iter().map(|node| node.machine.counters()) {
+                        totals.folds += counters.folds;
+                        totals.again += counters.fragments_again;
+                        totals.duplicates += counters.duplicates;
+                        totals.asks += counters.asks;
+                    }
+                }
+            }
+        }
+        let took = done_at.unwrap_or_else(|| self.engine.now());
+        Run { trace: self.trace, ended, took, totals }
+    }
+}
+
+fn state(plan: &Plan, host: Host) -> HostState {
+    let network = &plan.network;
+    match host {
+        Host::Worker { job, rank } => {
+            let role = Role::Worker(Box::new(WorkerHost::new(plan, job, rank)));
+            let dies_at = plan.jobs[job].dies(rank).unwrap_or(Picos::NEVER);
+            HostState::new(host, network.worker, dies_at, role)
+        }
+        Host::Shard(shard) => {
+            let node = |job| {
+                let config = plan.aggregator(job, shard);
+                ShardNode::new(config, network.multicast, Picos::ZERO.time())
+            };
+            let jobs = (0..plan.jobs.len()).map(node).collect();
+            HostState::new(host, network.shard, Picos::NEVER, Role::Shard { shard, jobs })
+        }
+    }
+}
+
+/// Goes on with a trace: `datagram` was sent at `now` by the host at a place.
+fn trace(hash: u64, now: Picos, at: usize, datagram: &Datagram) -> u64 {
+    let bytes = datagram.bytes.len() as u64;
+    let words = datagram.bytes.as_chunks().0.iter().take(Header::LEN / 8);
+    let header = words.fold(0, |hash, word| mix(hash ^ u64::from_le_bytes(*word)));
+    [now.0, at as u64, bytes, header].iter().fold(hash, |hash, word| mix(hash ^ word))
+}
+
+/// What Ethernet, IP and UDP add to a datagram, with preamble and gap.
+pub const OVERHEAD_BYTES: u64 = 66;
+/// More events than any sensible run has.
+const MAX_EVENTS: u64 = 5_000_000;
+/// How long after the last op something may still be on its way.
+const MAX_AFTERMATH: Picos = Picos::from_millis(30_000);

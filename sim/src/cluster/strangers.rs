@@ -1,0 +1,85 @@
+//! Strangers: datagrams of other jobs, other lives, other senders, other protocols, and garbage.
+
+use std::rc::Rc;
+
+use crate::engine::Picos;
+use crate::random::Random;
+
+/// Sends datagrams that are none of a host's business.
+#[derive(Debug)]
+pub(super) struct Strangers {
+    left: u32,
+    random: Random,
+}
+
+impl Strangers {
+    pub(super) const fn new(datagrams: u32, random: Random) -> Self {
+        Self { left: datagrams, random }
+    }
+
+    /// How long until the next datagram, if there is one.
+    pub(super) fn next_pause(&mut self) -> Option<Picos> {
+        self.left = self.left.checked_sub(1)?;
+        Some(Picos(self.random.across(1_000..=MAX_PAUSE.0)))
+    }
+
+    /// The place of the host that gets it, of `hosts`.
+    pub(super) fn victim(&mut self, hosts: usize) -> usize {
+        usize::try_from(self.random.below(hosts as u64)).expect("below a length")
+    }
+
+    /// A datagram for a host that last took `genuine`.
+    pub(super) fn imitate(&mut self, genuine: Option<&Rc<[u8]>>) -> Vec<u8> {
+        let Some(genuine) = genuine.filter(|_| !self.random.once_in(8)) else {
+            return self.garbage();
+        };
+        let mut bytes = genuine.to_vec();
+        let bit = 1 << self.random.below(7);
+        let mut other = |at: usize| bytes[at] ^= bit;
+        match self.random.below(9) {
+            // Another protocol, version or kind.
+            0 => other(0),
+            1 => other(2),
+            2 => bytes[3] = 10,
+            // Another job, another life, no such rank.
+            3 => other(4),
+            4 => other(8),
+            5 => bytes[12..14].copy_from_slice(&[0x7f, 0xff]),
+            // No such lane, and a bit that must be zero.
+            6 => bytes[14] = 0x80,
+            7 => bytes[47] |= 0x80,
+            _ => {
+                let len = self.random.below(bytes.len() as u64);
+                bytes.truncate(usize::try_from(len).expect("below a length"));
+            }
+        }
+        bytes
+    }
+
+    fn garbage(&mut self) -> Vec<u8> {
+        let len = self.random.below(200);
+        (0..len).map(|_| self.random.bits().to_le_bytes()[0]).collect()
+    }
+}
+
+/// The longest that strangers keep quiet.
+const MAX_PAUSE: Picos = Picos::from_millis(2);
+
+#[cfg(test)]
+mod tests {
+    use racksum_proto::descriptor::Descriptor;
+    use racksum_proto::dtype::DType;
+
+    use super::*;
+
+    #[test]
+    fn no_imitation_is_the_genuine_datagram() {
+        let mut strangers = Strangers::new(1, Random::new(1));
+        let mut body = [0; Descriptor::LEN];
+        Descriptor::sum(1, DType::F32).encode(&mut body);
+        let genuine: Rc<[u8]> = Rc::from([&[7; 48][..], &body].concat());
+        for _ in 0..1000 {
+            assert_ne!(strangers.imitate(Some(&genuine)), genuine.to_vec());
+        }
+    }
+}

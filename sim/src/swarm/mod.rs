@@ -1,0 +1,168 @@
+//! Swarms: a plan from every seed, each with its own mix of sizes, links and faults, and every
+//! run judged by all checkers. A seed that fails fails again wherever it is run.
+
+mod draw;
+
+use std::ops::Range;
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc;
+use std::thread;
+
+use serde::Serialize;
+
+pub use self::draw::plan;
+use crate::check::{Foreign, Invariant, SameBits, Violation};
+use crate::cluster::{Cluster, Run, Totals};
+use crate::plan::Plan;
+use crate::random::Random;
+
+/// What a seed came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Report {
+    /// The seed.
+    pub seed: u64,
+    /// The trace of its run.
+    pub trace: u64,
+    /// Simulated microseconds until the last op ended.
+    pub took_us: u64,
+    /// Ops, each counted at every rank.
+    pub ops: u64,
+    /// What was counted.
+    pub totals: Totals,
+}
+
+/// A seed whose run broke an invariant.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, thiserror::Error)]
+#[error("seed {seed}: {invariant}: {sentence}; replay with `{replay}`")]
+pub struct Failure {
+    /// The seed.
+    pub seed: u64,
+    /// The invariant.
+    pub invariant: Invariant,
+    /// What was seen.
+    pub sentence: String,
+    /// The command that runs this seed again.
+    pub replay: String,
+}
+
+/// What a swarm came to.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct Summary {
+    /// Seeds that were run.
+    pub seeds: u64,
+    /// How many of them failed.
+    pub failed: u64,
+    /// The first of them, in the order in which they failed.
+    pub failures: Vec<Failure>,
+    /// Ops, each counted at every rank.
+    pub ops: u64,
+    /// Simulated microseconds.
+    pub took_us: u64,
+    /// What was counted.
+    pub totals: Totals,
+}
+
+/// Runs the plan of one seed.
+///
+/// # Errors
+/// The invariant that does not hold. A panic counts as one: nothing may abort the process.
+pub fn run_seed(seed: u64) -> Result<Report, Failure> {
+    let run = panic::catch_unwind(AssertUnwindSafe(|| judge(seed)));
+    let violation = match run {
+        Ok(Ok(report)) => return Ok(report),
+        Ok(Err(violation)) => violation,
+        Err(panic) => {
+            let message = panic
+                .downcast_ref::<String>()
+                .map(String::as_str)
+                .or_else(|| panic.downcast_ref::<&str>().copied())
+                .unwrap_or("no message");
+            let sentence = format!("panicked: {message}");
+            Violation { invariant: Invariant::I5, sentence }
+        }
+    };
+    let Violation { invariant, sentence } = violation;
+    let replay = format!("racksum sim swarm --seeds {seed}..{}", seed.saturating_add(1));
+    Err(Failure { seed, invariant, sentence, replay })
+}
+
+/// Runs the plans of many seeds on `threads` threads, and tells `progress` after each.
+pub fn run(seeds: Range<u64>, threads: usize, mut progress: impl FnMut(&Summary)) -> Summary {
+    let next = AtomicU64::new(seeds.start);
+    let mut summary = Summary::default();
+    thread::scope(|scope| {
+        let (results, collected) = mpsc::channel();
+        for _ in 0..threads.max(1) {
+            let (next, results) = (&next, results.clone());
+            scope.spawn(move || {
+                loop {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    // The receiver is there until every sender has gone.
+                    if seed >= seeds.end || results.send(run_seed(seed)).is_err() {
+                        break;
+                    }
+                }
+            });
+        }
+        drop(results);
+        for result in collected {
+            summary.add(result);
+            progress(&summary);
+        }
+    });
+    summary.failures.sort_by_key(|failure| failure.seed);
+    summary
+}
+
+/// Runs the plan of `seed`, and once more where another run must come to the same.
+fn judge(seed: u64) -> Result<Report, Violation> {
+    let plan = plan(seed);
+    let run = Cluster::check(&plan)?;
+    if plan.noise > 0 {
+        let quiet = Plan { noise: 0, ..plan.clone() };
+        Foreign::compare(&Cluster::check(&quiet)?, &run)?;
+    }
+    let mut random = Random::new(seed).child("again");
+    if random.once_in(AGAIN_ONCE_IN) {
+        let again = Cluster::check(&plan)?;
+        if again.trace != run.trace {
+            return Invariant::I2.broken("the same seed gave another trace");
+        }
+    }
+    if plan.jobs.iter().all(|job| job.missing.is_none()) && random.once_in(AGAIN_ONCE_IN) {
+        let other = draw::other(&plan, &mut random);
+        SameBits::compare(&run, &Cluster::check(&other)?)?;
+    }
+    Ok(report(seed, &run))
+}
+
+fn report(seed: u64, run: &Run) -> Report {
+    let Run { trace, took, totals, .. } = *run;
+    let ops = run.ended.len() as u64;
+    Report { seed, trace, took_us: took.as_micros(), ops, totals }
+}
+
+impl Summary {
+    fn add(&mut self, result: Result<Report, Failure>) {
+        self.seeds += 1;
+        match result {
+            Ok(report) => {
+                self.ops += report.ops;
+                self.took_us += report.took_us;
+                self.totals.add(&report.totals);
+            }
+            Err(failure) => {
+                self.failed += 1;
+                if self.failures.len() < MAX_FAILURES {
+                    self.failures.push(failure);
+                }
+            }
+        }
+    }
+}
+
+/// One seed in so many is run again to see that it comes to the same.
+const AGAIN_ONCE_IN: u64 = 16;
+/// Failures that are kept.
+const MAX_FAILURES: usize = 100;

@@ -1,0 +1,383 @@
+//! The client: what a training process holds.
+
+use std::marker::PhantomData;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use racksum_net::udp::{self, UdpSocket, Waker};
+use racksum_proto::control::{FromAggregator, Welcome};
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::error::SubmitError;
+use racksum_proto::geometry::Fragmentation;
+use racksum_proto::ids::{OpId, Rank};
+use racksum_proto::time::Span;
+use racksum_proto::worker::Config;
+
+use crate::blocks::{BlockSet, Blocks};
+use crate::engine::{Engine, Links, Stats};
+use crate::error::{ConnectError, Error};
+use crate::join::{Control, Event, Session, join};
+use crate::options::ConnectOptions;
+use crate::payload::{Data, Payload, bytes_of};
+use crate::tensor::Region;
+
+/// A rank of a job. Ops end in any order; each rank must start the same ops in the same order.
+///
+/// The thread that waits for an op drives the sockets, so that a blocking call costs no hand-over
+/// between threads; a thread of the client drives ops that nobody waits for.
+#[derive(Debug)]
+pub struct Client {
+    shared: Arc<Shared>,
+    welcome: Welcome,
+    shards: usize,
+    multicast: bool,
+    op_timeout: Span,
+    /// Dropped last: the aggregator takes the rank for gone once they are.
+    _controls: Vec<Control>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+/// What the client's threads share.
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    /// An op ended, or nobody drives any more.
+    changed: Condvar,
+    /// There is something to drive in the background.
+    work: Condvar,
+    socket: Arc<UdpSocket>,
+    groups: Arc<[UdpSocket]>,
+    waker: Waker,
+}
+
+#[derive(Debug)]
+struct State {
+    engine: Engine,
+    /// Some thread drives the sockets.
+    driving: bool,
+    closed: bool,
+}
+
+/// An op in flight.
+#[derive(Debug)]
+#[must_use = "an op's result is had by waiting for it"]
+pub struct Handle<T> {
+    op: OpId,
+    result: PhantomData<T>,
+}
+
+impl Client {
+    /// Joins a job; returns once all its ranks have.
+    ///
+    /// # Errors
+    /// Why the job could not be joined, or did not become complete in time.
+    pub fn connect(options: &ConnectOptions) -> Result<Self, ConnectError> {
+        let session = join(options)?;
+        let (config, links) = grant(options, &session)?;
+        let Session { controls, events, socket, groups, welcomes, clock } = session;
+        let (socket, groups) = (Arc::new(socket), Arc::<[UdpSocket]>::from(groups));
+        let multicast = !groups.is_empty();
+        let links =
+            Links { socket: Arc::clone(&socket), groups: Arc::clone(&groups), shards: links };
+        let shards = links.shards.len();
+        let engine = Engine::new(config, options.world, links, clock, &options.faults);
+        let state = Mutex::new(State { engine, driving: false, closed: false });
+        let shared = Arc::new(Shared {
+            state,
+            changed: Condvar::new(),
+            work: Condvar::new(),
+            socket,
+            groups,
+            waker: Waker::new()?,
+        });
+        let mut threads = Vec::new();
+        let driver = Arc::clone(&shared);
+        threads.push(spawn("racksum-drive", move || driver.drive_in_background())?);
+        for events in events {
+            let listener = Arc::clone(&shared);
+            threads.push(spawn("racksum-listen", move || listener.listen(&events))?);
+        }
+        let welcome = welcomes
+            .into_iter()
+            .next()
+            .map(|(_, welcome)| welcome)
+            .ok_or_else(|| ConnectError::Protocol("nobody welcomed the rank".into()))?;
+        let op_timeout = span(options.op_timeout);
+        Ok(Self { shared, welcome, shards, multicast, op_timeout, _controls: controls, threads })
+    }
+
+    /// Reduces `tensor` in place with the same tensors of all other ranks, and waits for it.
+    ///
+    /// # Errors
+    /// Why there is no result; the tensor then holds sums in some places and not in others.
+    pub fn allreduce(&self, tensor: &mut [u8], descriptor: Descriptor) -> Result<(), Error> {
+        check_len(tensor.len(), &descriptor)?;
+        let mut state = self.shared.lock();
+        // SAFETY: the region lives in the engine until the op has ended, which is waited for
+        // below, and is dropped with what `take` returns, all while `tensor` is borrowed.
+        #[expect(unsafe_code, reason = "the op borrows the caller's tensor while it runs")]
+        let region = unsafe { Region::new(tensor) };
+        let op = state.engine.submit(descriptor, Data::Borrowed(region), self.op_timeout)?;
+        let mut state = self.shared.drive(state, |state| state.engine.has_ended(op));
+        let taken = state.engine.take(op);
+        drop(state);
+        let (result, _) = taken.ok_or(SubmitError::Ended)?;
+        Ok(result?)
+    }
+
+    /// Starts reducing a tensor, which is handed over until the op is waited for.
+    ///
+    /// # Errors
+    /// Why the op was not taken.
+    pub fn submit(
+        &self,
+        tensor: Vec<u8>,
+        descriptor: Descriptor,
+    ) -> Result<Handle<Vec<u8>>, Error> {
+        check_len(tensor.len(), &descriptor)?;
+        let mut state = self.shared.lock();
+        let op = state.engine.submit(descriptor, Data::Owned(tensor), self.op_timeout)?;
+        self.shared.set_off(state);
+        Ok(Handle { op, result: PhantomData })
+    }
+
+    /// Starts reducing some blocks of a tensor, and no others.
+    ///
+    /// # Errors
+    /// Why the op was not taken.
+    pub fn submit_blocks(
+        &self,
+        blocks: Blocks,
+        descriptor: Descriptor,
+    ) -> Result<Handle<Blocks>, Error> {
+        let blocks = BlockSet::new(&descriptor, blocks)?;
+        let mut state = self.shared.lock();
+        let op = state.engine.submit_blocks(descriptor, blocks, self.op_timeout)?;
+        self.shared.set_off(state);
+        Ok(Handle { op, result: PhantomData })
+    }
+
+    /// Waits for a tensor to be reduced.
+    ///
+    /// # Errors
+    /// Why there is no result.
+    pub fn wait(&self, handle: Handle<Vec<u8>>) -> Result<Vec<u8>, Error> {
+        match self.await_op(&handle)?.data {
+            Data::Owned(tensor) => Ok(tensor),
+            Data::Borrowed(_) | Data::Blocks(_) => Err(SubmitError::Ended.into()),
+        }
+    }
+
+    /// Waits for blocks to be reduced: those of the union, sorted.
+    ///
+    /// # Errors
+    /// Why there is no result.
+    pub fn wait_blocks(&self, handle: Handle<Blocks>) -> Result<Blocks, Error> {
+        let Payload { data, geometry, descriptor, .. } = self.await_op(&handle)?;
+        match data {
+            Data::Blocks(blocks) => Ok(blocks.into_result(&geometry, &descriptor)),
+            Data::Borrowed(_) | Data::Owned(_) => Err(SubmitError::Ended.into()),
+        }
+    }
+
+    /// Waits for an op to end, and takes what it worked on.
+    fn await_op<T>(&self, handle: &Handle<T>) -> Result<Payload, Error> {
+        let op = handle.op;
+        let mut state = self.shared.drive(self.shared.lock(), |state| state.engine.has_ended(op));
+        let (result, payload) = state.engine.take(op).ok_or(SubmitError::Ended)?;
+        drop(state);
+        result?;
+        Ok(payload)
+    }
+
+    /// What has been sent and received so far.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        self.shared.lock().engine.stats()
+    }
+
+    /// What the first aggregator granted.
+    #[must_use]
+    pub const fn welcome(&self) -> &Welcome {
+        &self.welcome
+    }
+
+    /// How many shards the job's windows are spread over.
+    #[must_use]
+    pub const fn shards(&self) -> usize {
+        self.shards
+    }
+
+    /// Whether results come by multicast.
+    #[must_use]
+    pub const fn multicast(&self) -> bool {
+        self.multicast
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        let mut state = self.shared.lock();
+        state.closed = true;
+        state.engine.end("the client was closed");
+        drop(state);
+        self.shared.changed.notify_all();
+        self.shared.work.notify_all();
+        self.shared.waker.wake();
+        self._controls.clear();
+        for thread in self.threads.drain(..) {
+            // A panic was printed where it happened.
+            drop(thread.join());
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Drives the sockets until `done`, or waits while another thread does.
+    fn drive<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        done: impl Fn(&State) -> bool,
+    ) -> MutexGuard<'a, State> {
+        while !done(&state) {
+            if state.driving {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            }
+            state.driving = true;
+            while !done(&state) {
+                state = self.step(state);
+            }
+            state.driving = false;
+            self.changed.notify_all();
+            if !state.engine.is_idle() {
+                self.work.notify_one();
+            }
+        }
+        state
+    }
+
+    /// Does what is due, or waits for something to happen. The lock is free while it waits.
+    fn step<'a>(&'a self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        if state.engine.step() {
+            self.changed.notify_all();
+            return state;
+        }
+        let patience = state.engine.patience();
+        drop(state);
+        let mut fds: Vec<BorrowedFd<'_>> = vec![self.waker.as_fd(), self.socket.as_fd()];
+        fds.extend(self.groups.iter().map(AsFd::as_fd));
+        // An error is as good as readiness: the next step finds out.
+        let ready = udp::wait(&fds, patience).unwrap_or(1);
+        if ready & 1 != 0 {
+            self.waker.drain();
+        }
+        self.lock()
+    }
+
+    /// Sends the first of an op that was just submitted, and sees to it that somebody drives.
+    fn set_off(&self, mut state: MutexGuard<'_, State>) {
+        state.engine.step();
+        let driving = state.driving;
+        drop(state);
+        if driving {
+            self.waker.wake();
+        } else {
+            self.work.notify_one();
+        }
+    }
+
+    /// Drives ops that nobody waits for.
+    fn drive_in_background(&self) {
+        let mut state = self.lock();
+        while !state.closed {
+            if state.driving || state.engine.is_idle() {
+                state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
+            } else {
+                state = self.drive(state, |state| state.closed || state.engine.is_idle());
+            }
+        }
+    }
+
+    /// Takes what an aggregator says while ops run.
+    fn listen(&self, events: &std::sync::mpsc::Receiver<Event>) {
+        while let Ok(event) = events.recv() {
+            let mut state = self.lock();
+            match event {
+                Event::Said(FromAggregator::PeerLost { ranks }) => {
+                    let ranks: Vec<Rank> = ranks.into_iter().map(Rank).collect();
+                    state.engine.lose(&ranks);
+                }
+                Event::Closed(_) => state.engine.end("the aggregator is gone"),
+                Event::Said(_) => continue,
+            }
+            drop(state);
+            self.changed.notify_all();
+            self.waker.wake();
+        }
+    }
+}
+
+/// Puts together what the aggregators granted.
+fn grant(
+    options: &ConnectOptions,
+    session: &Session,
+) -> Result<(Config, Vec<(std::net::SocketAddr, racksum_proto::ids::JobId)>), ConnectError> {
+    let welcomes = || session.welcomes.iter().map(|(_, welcome)| welcome);
+    let first =
+        welcomes().next().ok_or_else(|| ConnectError::Protocol("nobody welcomed the rank".into()))?;
+    if welcomes().any(|other| {
+        other.data_ports.len() != first.data_ports.len()
+            || other.fragment_payload != first.fragment_payload
+    }) {
+        return Err(ConnectError::Arguments(
+            "the aggregators differ in --shards; start them alike".into(),
+        ));
+    }
+    let shards: Vec<_> = session
+        .welcomes
+        .iter()
+        .flat_map(|(addr, welcome)| {
+            let at = move |port: &u16| std::net::SocketAddr::new(addr.ip(), *port);
+            welcome.data_ports.iter().map(move |port| (at(port), welcome.job))
+        })
+        .collect();
+    let cut = Fragmentation::new(usize::from(first.fragment_payload))
+        .ok_or_else(|| ConnectError::Protocol("fragments too small for a window".into()))?;
+    let config = Config {
+        job: first.job,
+        generation: options.generation,
+        rank: Rank(options.rank),
+        lanes: options.lanes,
+        shards: u8::try_from(shards.len())
+            .map_err(|_| ConnectError::Protocol("more than 255 shards".into()))?,
+        pool_slots: welcomes().map(|welcome| welcome.pool_slots).min().unwrap_or(0),
+        max_ops: welcomes().map(|welcome| welcome.max_ops).min().unwrap_or(0),
+        cut,
+        in_flight: welcomes().map(|welcome| welcome.in_flight).min().unwrap_or(0) as usize,
+    };
+    Ok((config, shards))
+}
+
+fn check_len(have: usize, descriptor: &Descriptor) -> Result<(), Error> {
+    let need = descriptor.elements.saturating_mul(descriptor.dtype.size() as u64);
+    if have as u64 == need && bytes_of(descriptor, 0..descriptor.elements).len() == have {
+        return Ok(());
+    }
+    let Descriptor { elements, dtype, .. } = *descriptor;
+    Err(Error::Length { have, elements, dtype: dtype.name(), need })
+}
+
+fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> std::io::Result<JoinHandle<()>> {
+    std::thread::Builder::new().name(name.into()).spawn(run)
+}
+
+fn span(duration: Duration) -> Span {
+    Span(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX))
+}

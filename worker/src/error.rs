@@ -1,0 +1,72 @@
+//! What can go wrong for a caller, one enum per call.
+
+use std::io;
+use std::time::Duration;
+
+use racksum_net::NetError;
+use racksum_proto::error::{OpError, SubmitError};
+
+/// Why a worker could not connect.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectError {
+    /// The arguments contradict each other.
+    #[error("{0}")]
+    Arguments(String),
+    /// A socket could not be had, or nobody is there.
+    #[error("{0}")]
+    Net(#[from] NetError),
+    /// The aggregator refused the rank.
+    #[error("the aggregator refused: {0}")]
+    Refused(String),
+    /// The world stayed incomplete.
+    #[error("after {} s rank{} {} had not joined", waited.as_secs(), plural(missing), list(missing))]
+    Incomplete {
+        /// The ranks that are missing.
+        missing: Vec<u16>,
+        /// How long the others were waited for.
+        waited: Duration,
+    },
+    /// The connection broke before the job was complete.
+    #[error("the aggregator closed the connection: {0}")]
+    Closed(String),
+    /// The aggregator said something out of turn.
+    #[error("the aggregator does not keep to the protocol: {0}")]
+    Protocol(String),
+    /// A thread or a socket of this host.
+    #[error("{0}")]
+    Io(#[from] io::Error),
+}
+
+/// Why an op gave no result.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// The op was not taken.
+    #[error("{0}")]
+    Submit(#[from] SubmitError),
+    /// The tensor does not have the bytes that the descriptor says.
+    #[error("the tensor has {have} bytes, but {elements} elements of {dtype} have {need}")]
+    Length {
+        /// Bytes of the tensor.
+        have: usize,
+        /// Elements of the descriptor.
+        elements: u64,
+        /// The dtype's name.
+        dtype: &'static str,
+        /// Bytes that they take.
+        need: u64,
+    },
+    /// A block list that cannot be.
+    #[error("{0}")]
+    Blocks(String),
+    /// The op ended without a result.
+    #[error("{0}")]
+    Op(#[from] OpError),
+}
+
+fn plural(missing: &[u16]) -> &'static str {
+    if missing.len() == 1 { "" } else { "s" }
+}
+
+fn list(missing: &[u16]) -> String {
+    missing.iter().map(u16::to_string).collect::<Vec<_>>().join(", ")
+}

@@ -1,0 +1,302 @@
+//! Joining a job: one control connection to each aggregator, for as long as the worker lives.
+
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::os::fd::AsFd;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use bytes::BytesMut;
+use racksum_net::clock::Clock;
+use racksum_net::interface::{interface_of, local_addr_towards, max_datagram};
+use racksum_net::multicast::{Multicast, open_member};
+use racksum_net::quic::{Identity, Trust, connect, frames};
+use racksum_net::udp::{self, RECV_CAPACITY, RecvRing, UdpConfig, UdpSocket};
+use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Welcome};
+use racksum_proto::time::Span;
+use racksum_proto::wire::{Header, Kind};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+use crate::error::ConnectError;
+use crate::options::ConnectOptions;
+
+/// How long an aggregator may take to answer a connection.
+const CONNECT_PATIENCE: Span = Span::from_secs(5);
+/// How often a worker looks for multicast probes while it joins.
+const PROBE_POLL: Duration = Duration::from_millis(2);
+
+/// What a control connection tells the worker.
+#[derive(Debug)]
+pub(crate) enum Event {
+    /// A message.
+    Said(FromAggregator),
+    /// The connection is over.
+    Closed(ConnectError),
+}
+
+/// A control connection, served by a thread of its own.
+#[derive(Debug)]
+pub(crate) struct Control {
+    say: UnboundedSender<FromWorker>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Control {
+    /// Connects and joins; what is heard goes to `events`.
+    fn start(
+        to: SocketAddr,
+        join: Join,
+        insecure: bool,
+        events: Sender<Event>,
+    ) -> Result<Self, ConnectError> {
+        let (say, words) = unbounded_channel();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let thread = std::thread::Builder::new().name("control".into()).spawn(move || {
+            runtime.block_on(async {
+                let closed = converse(to, join, insecure, words, &events).await;
+                // Nobody listens any more once the worker is gone.
+                drop(events.send(Event::Closed(closed)));
+            });
+        })?;
+        Ok(Self { say, thread: Some(thread) })
+    }
+
+    fn say(&self, word: FromWorker) {
+        // A connection that is closed has said so.
+        drop(self.say.send(word));
+    }
+}
+
+impl Drop for Control {
+    fn drop(&mut self) {
+        self.say(FromWorker::Leave);
+        if let Some(thread) = self.thread.take() {
+            drop(thread.join());
+        }
+    }
+}
+
+/// The conversation of one control connection; returns why it ended.
+async fn converse(
+    to: SocketAddr,
+    join: Join,
+    insecure: bool,
+    mut words: UnboundedReceiver<FromWorker>,
+    events: &Sender<Event>,
+) -> ConnectError {
+    let trust = if insecure { Trust::Insecure } else { Trust::Loopback };
+    let connection = match Identity::ephemeral() {
+        Ok(identity) => connect(to, &identity, &trust, CONNECT_PATIENCE).await,
+        Err(error) => Err(error),
+    };
+    let connection = match connection {
+        Ok(connection) => connection,
+        Err(error) => return error.into(),
+    };
+    let closed = |why: String| ConnectError::Closed(why);
+    let (mut send, mut recv) = match connection.quic().open_bi().await {
+        Ok(streams) => streams,
+        Err(error) => return closed(error.to_string()),
+    };
+    if let Err(error) = frames::send(&mut send, &FromWorker::Join(join)).await {
+        return closed(error.to_string());
+    }
+    let hear = events.clone();
+    // A task of its own, since reading a frame must not be cancelled half-way.
+    let mut reader = tokio::spawn(async move {
+        loop {
+            match frames::recv::<FromAggregator>(&mut recv).await {
+                Ok(Some(message)) => {
+                    if hear.send(Event::Said(message)).is_err() {
+                        return "the worker is gone".to_owned();
+                    }
+                }
+                Ok(None) => return "it ended the conversation".to_owned(),
+                Err(error) => return error.to_string(),
+            }
+        }
+    });
+    loop {
+        tokio::select! {
+            why = &mut reader => return closed(why.unwrap_or_else(|error| error.to_string())),
+            word = words.recv() => {
+                let word = word.unwrap_or(FromWorker::Leave);
+                let last = word == FromWorker::Leave;
+                let sent = frames::send(&mut send, &word).await;
+                if last || sent.is_err() {
+                    drop(send.finish());
+                    // The aggregator's end of the stream says that it has read the last word.
+                    drop(tokio::time::timeout(Duration::from_secs(1), &mut reader).await);
+                    connection.close("left").await;
+                    return closed("left".into());
+                }
+            }
+        }
+    }
+}
+
+/// All that a worker has once its job is complete.
+#[derive(Debug)]
+pub(crate) struct Session {
+    pub(crate) controls: Vec<Control>,
+    pub(crate) events: Vec<Receiver<Event>>,
+    pub(crate) socket: UdpSocket,
+    /// Members of the groups that results come by.
+    pub(crate) groups: Vec<UdpSocket>,
+    /// What each aggregator granted, and its address.
+    pub(crate) welcomes: Vec<(SocketAddr, Welcome)>,
+    pub(crate) clock: Clock,
+}
+
+/// Joins a job at all its aggregators; returns once every rank is there.
+pub(crate) fn join(options: &ConnectOptions) -> Result<Session, ConnectError> {
+    check(options)?;
+    let clock = Clock::start();
+    let addrs = options.aggregators.iter().map(|host| resolve(host)).collect::<Result<Vec<_>, _>>()?;
+    let local = local_addr_towards(addrs[0])?;
+    let interface = interface_of(local);
+    let mtu = options.mtu.or_else(|| interface.as_ref().map(|i| i.mtu)).unwrap_or(1500);
+    let datagram = max_datagram(mtu, local.is_ipv6())?;
+    let socket = UdpSocket::open(&UdpConfig::new(SocketAddr::new(local, 0)))?;
+    if let Some(shortfall) = socket.report().shortfall() {
+        tracing::warn!("{shortfall}");
+    }
+    let stripes = u8::try_from(addrs.len())
+        .map_err(|_| ConnectError::Arguments("more than 255 aggregators".into()))?;
+    let (mut controls, mut events) = (Vec::new(), Vec::new());
+    for (place, addr) in (0..).zip(&addrs) {
+        let join = Join {
+            version: CONTROL_VERSION,
+            job: options.job.clone(),
+            generation: options.generation,
+            rank: options.rank,
+            world: options.world,
+            lanes: options.lanes,
+            data_port: socket.local_addr().port(),
+            receive_buffer: u32::try_from(socket.report().got_receive).unwrap_or(u32::MAX),
+            max_datagram: u16::try_from(datagram).unwrap_or(u16::MAX),
+            multicast: options.multicast && interface.is_some(),
+            stripe: (place, stripes),
+            pool_slots: options.pool_slots,
+        };
+        let (tell, hear) = channel();
+        controls.push(Control::start(*addr, join, options.insecure, tell)?);
+        events.push(hear);
+    }
+    let mut session =
+        Session { controls, events, socket, groups: Vec::new(), welcomes: Vec::new(), clock };
+    for (place, addr) in addrs.iter().enumerate() {
+        let mut joining = Joining { options, clock, group: None, heard: false, missing: vec![] };
+        let welcome = joining.wait(&session, place, &interface)?;
+        session.welcomes.push((*addr, welcome));
+        session.groups.extend(joining.group);
+    }
+    Ok(session)
+}
+
+fn check(options: &ConnectOptions) -> Result<(), ConnectError> {
+    if options.aggregators.is_empty() {
+        return Err(ConnectError::Arguments("no aggregator is named".into()));
+    }
+    if options.rank >= options.world {
+        return Err(ConnectError::Arguments(format!(
+            "rank {} is not below the world of {}; ranks count from 0",
+            options.rank, options.world
+        )));
+    }
+    Ok(())
+}
+
+/// The address of `HOST:PORT`.
+fn resolve(host: &str) -> Result<SocketAddr, ConnectError> {
+    let unknown = |why: String| {
+        ConnectError::Arguments(format!("{host:?} is no address of an aggregator (HOST:PORT): {why}"))
+    };
+    let mut addrs = host.to_socket_addrs().map_err(|error| unknown(error.to_string()))?;
+    addrs.next().ok_or_else(|| unknown("the name has no address".into()))
+}
+
+/// One aggregator's part of joining.
+struct Joining<'a> {
+    options: &'a ConnectOptions,
+    clock: Clock,
+    group: Option<UdpSocket>,
+    heard: bool,
+    missing: Vec<u16>,
+}
+
+impl Joining<'_> {
+    /// Waits until the aggregator says that ops may start.
+    fn wait(
+        &mut self,
+        session: &Session,
+        place: usize,
+        interface: &Option<racksum_net::interface::Interface>,
+    ) -> Result<Welcome, ConnectError> {
+        let started = self.clock.now();
+        let (control, events) = (&session.controls[place], &session.events[place]);
+        let mut welcome = None;
+        loop {
+            let event = match events.recv_timeout(PROBE_POLL) {
+                Ok(event) => Some(event),
+                Err(RecvTimeoutError::Timeout) => None,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(ConnectError::Closed("its thread ended".into()));
+                }
+            };
+            match event {
+                None => {}
+                Some(Event::Closed(error)) => return Err(error),
+                Some(Event::Said(FromAggregator::Refused { reason })) => {
+                    return Err(ConnectError::Refused(reason));
+                }
+                Some(Event::Said(FromAggregator::Waiting { missing, .. })) => {
+                    if missing != self.missing {
+                        tracing::info!(?missing, "waiting for ranks");
+                    }
+                    self.missing = missing;
+                }
+                Some(Event::Said(FromAggregator::Welcome(granted))) => {
+                    if let (Some(group), Some(interface)) = (granted.group, interface) {
+                        let group = Multicast { group, interface: interface.clone() };
+                        let buffer = session.socket.report().asked_receive;
+                        // Without the group this rank is sent copies.
+                        self.group = open_member(&group, buffer).ok();
+                    }
+                    welcome = Some(granted);
+                }
+                Some(Event::Said(FromAggregator::Ready { multicast })) => {
+                    if !multicast {
+                        self.group = None;
+                    }
+                    return welcome
+                        .ok_or_else(|| ConnectError::Protocol("ready before welcome".into()));
+                }
+                Some(Event::Said(FromAggregator::PeerLost { ranks })) => {
+                    return Err(ConnectError::Closed(format!("ranks {ranks:?} were lost")));
+                }
+            }
+            if !self.heard && self.probed() {
+                self.heard = true;
+                control.say(FromWorker::Heard);
+            }
+            let waited = Duration::from_nanos(self.clock.now().since(started).0);
+            if waited > self.options.join_timeout {
+                let missing = std::mem::take(&mut self.missing);
+                return Err(ConnectError::Incomplete { missing, waited });
+            }
+        }
+    }
+
+    /// Whether a multicast probe has arrived.
+    fn probed(&self) -> bool {
+        let Some(group) = &self.group else { return false };
+        if udp::wait(&[group.as_fd()], Some(Span::ZERO)).unwrap_or(0) == 0 {
+            return false;
+        }
+        let mut buffers = [BytesMut::with_capacity(RECV_CAPACITY)];
+        let got = group.recv(&mut RecvRing::new(), &mut buffers).unwrap_or(0);
+        let header = Header::decode(&buffers[0]);
+        got > 0 && header.is_ok_and(|(header, _)| header.kind == Kind::Probe)
+    }
+}

@@ -1,0 +1,60 @@
+//! What a worker connects with.
+
+use std::time::Duration;
+
+use racksum_proto::ids::Generation;
+
+use crate::fault::Faults;
+
+/// Who a worker is, and where its aggregators are.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ConnectOptions {
+    /// The aggregators, `HOST:PORT`; the job's windows are spread over the shards of all.
+    pub aggregators: Vec<String>,
+    /// The job's name.
+    pub job: String,
+    /// The job's life.
+    pub generation: Generation,
+    /// This worker's number, from 0.
+    pub rank: u16,
+    /// How many ranks the job has.
+    pub world: u16,
+    /// Priority classes; an op of a lower lane goes first.
+    pub lanes: u8,
+    /// Most slots a stream; 0 leaves it to the aggregator.
+    pub pool_slots: u32,
+    /// Whether to listen to a multicast group, if the aggregator has one.
+    pub multicast: bool,
+    /// Connect beyond loopback without identities.
+    pub insecure: bool,
+    /// How long to wait for the other ranks.
+    pub join_timeout: Duration,
+    /// How long an op may take.
+    pub op_timeout: Duration,
+    /// The path's MTU; `None` takes the interface's.
+    pub mtu: Option<usize>,
+    /// Faults on purpose.
+    pub faults: Faults,
+}
+
+impl ConnectOptions {
+    /// A rank of a job at one aggregator; the rest are defaults.
+    #[must_use]
+    pub fn new(aggregator: impl Into<String>, job: impl Into<String>) -> Self {
+        Self {
+            aggregators: vec![aggregator.into()],
+            job: job.into(),
+            generation: Generation(0),
+            rank: 0,
+            world: 1,
+            lanes: 1,
+            pool_slots: 0,
+            multicast: true,
+            insecure: false,
+            join_timeout: Duration::from_secs(300),
+            op_timeout: Duration::from_secs(60),
+            mtu: None,
+            faults: Faults::default(),
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! The bytes of an op in flight: gathered from its tensor as they are sent, scattered into it as
+//! results arrive.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use racksum_proto::arith;
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::WireType;
+use racksum_proto::geometry::{Fragmentation, Geometry, Packed};
+use racksum_proto::ids::WindowId;
+use racksum_proto::wire::Header;
+use racksum_proto::worker::Delivery;
+
+use crate::blocks::BlockSet;
+use crate::kernel;
+use crate::tensor::Region;
+
+/// What an op reads and writes.
+#[derive(Debug)]
+pub(crate) enum Data {
+    /// A tensor that its caller lent for a blocking call, reduced in place.
+    Borrowed(Region),
+    /// A tensor that was handed over, reduced in place.
+    Owned(Vec<u8>),
+    /// Some blocks of one.
+    Blocks(BlockSet),
+}
+
+/// An op's data, and results of scaled windows that have arrived in part.
+#[derive(Debug)]
+pub(crate) struct Payload {
+    pub(crate) descriptor: Descriptor,
+    pub(crate) geometry: Geometry,
+    pub(crate) data: Data,
+    world: u32,
+    partial: BTreeMap<u32, Vec<u8>>,
+}
+
+impl Payload {
+    pub(crate) fn new(descriptor: Descriptor, data: Data, world: u16) -> Self {
+        let geometry = Geometry::new(&descriptor);
+        let world = u32::from(world);
+        Self { descriptor, geometry, data, world, partial: BTreeMap::new() }
+    }
+
+    /// Finds the non-zero blocks of a window. A block of zeros becomes +0.0 throughout: no rank
+    /// will write it, and all must end with the same bits.
+    pub(crate) fn scan(&mut self, index: u32) -> u64 {
+        let Descriptor { dtype, .. } = self.descriptor;
+        let range = self.bytes_of(self.geometry.elements_of(index));
+        // A list of blocks says itself which there are, and is never scanned.
+        let window = match &mut self.data {
+            Data::Borrowed(region) => region.bytes_mut(range),
+            Data::Owned(tensor) => &mut tensor[range],
+            Data::Blocks(_) => return 0,
+        };
+        kernel::scan_window(dtype, self.geometry.block_elements(), window)
+    }
+
+    /// Writes the datagrams of a window's packed non-zero blocks, `stride` apart, and returns
+    /// their length.
+    pub(crate) fn gather(
+        &self,
+        header: &Header,
+        cut: Fragmentation,
+        len: usize,
+        out: &mut [u8],
+    ) -> usize {
+        let stride = Header::LEN + cut.payload();
+        let index = header.window.index;
+        let count = cut.count(len);
+        for fragment in 0..count {
+            let range = cut.range(len, fragment);
+            let datagram = &mut out[fragment * stride..][..Header::LEN + range.len()];
+            let Some((head, body)) = datagram.split_first_chunk_mut() else { continue };
+            header.of_fragment(fragment, range.len()).encode(head);
+            if !self.descriptor.wire.is_scaled() {
+                self.gather_run(index, header.mask, range, body);
+            }
+        }
+        if self.descriptor.wire.is_scaled() {
+            self.gather_blocks(index, header.mask, cut, out);
+        }
+        count * Header::LEN + len
+    }
+
+    /// Encodes the elements that bytes `range` of the packed payload hold.
+    fn gather_run(&self, index: u32, mask: u64, range: Range<usize>, body: &mut [u8]) {
+        let Descriptor { dtype, wire, .. } = self.descriptor;
+        for stretch in self.geometry.stretches(index, mask, range) {
+            self.each_source(stretch, |src, offset| {
+                let len = src.len() / dtype.size() * wire.element_size();
+                let out = &mut body[offset..offset + len];
+                kernel::encode_run(dtype, wire, src, out).expect("a valid descriptor encodes");
+            });
+        }
+    }
+
+    /// Encodes scaled blocks one by one; a fragment's end may cut one.
+    fn gather_blocks(&self, index: u32, mask: u64, cut: Fragmentation, out: &mut [u8]) {
+        let Descriptor { dtype, wire, .. } = self.descriptor;
+        let mut whole = [0; MAX_SCALED];
+        for packed in self.geometry.packed(index, mask) {
+            let block = &mut whole[..wire.block_len(packed.elements)];
+            self.each_source(packed, |src, _| {
+                kernel::encode_block(dtype, wire, self.world, src, block)
+                    .expect("a valid descriptor encodes");
+            });
+            let mut done = 0;
+            while done < block.len() {
+                let (at, piece) = locate(cut, packed.offset + done);
+                let piece = piece.min(block.len() - done);
+                out[at..at + piece].copy_from_slice(&block[done..done + piece]);
+                done += piece;
+            }
+        }
+    }
+
+    /// Visits the memory of a stretch: whole for a tensor, block by block for a list of blocks.
+    fn each_source(&self, stretch: Packed, mut visit: impl FnMut(&[u8], usize)) {
+        let range = self.bytes_of(stretch.element..stretch.element + stretch.elements as u64);
+        match &self.data {
+            Data::Borrowed(region) => visit(region.bytes(range), stretch.offset),
+            Data::Owned(tensor) => visit(&tensor[range], stretch.offset),
+            Data::Blocks(blocks) => blocks.each_source(&self.descriptor, stretch, visit),
+        }
+    }
+
+    /// Writes a fragment of a window's sums. Returns the first element of a block that
+    /// overflowed, if one did.
+    pub(crate) fn scatter(
+        &mut self,
+        delivery: &Delivery,
+        cut: Fragmentation,
+        body: &[u8],
+    ) -> Option<u64> {
+        let range = cut.range(delivery.len, usize::from(delivery.fragment));
+        if let Data::Blocks(blocks) = &mut self.data {
+            blocks.expect_window(&self.descriptor, &self.geometry, delivery);
+        }
+        if !self.descriptor.wire.is_scaled() {
+            self.scatter_run(delivery, range, body);
+            return None;
+        }
+        let index = delivery.window.index;
+        if delivery.complete && delivery.fragment == 0 {
+            return self.scatter_blocks(delivery.window, delivery.mask, body);
+        }
+        let payload = self.partial.entry(index).or_insert_with(|| vec![0; delivery.len]);
+        payload[range].copy_from_slice(body);
+        if !delivery.complete {
+            return None;
+        }
+        let payload = self.partial.remove(&index)?;
+        self.scatter_blocks(delivery.window, delivery.mask, &payload)
+    }
+
+    fn scatter_run(&mut self, delivery: &Delivery, range: Range<usize>, body: &[u8]) {
+        let Descriptor { dtype, wire, .. } = self.descriptor;
+        let size = wire.element_size();
+        for stretch in self.geometry.stretches(delivery.window.index, delivery.mask, range) {
+            let src = &body[stretch.offset..][..stretch.elements * size];
+            self.each_target(delivery.window, stretch, |dst, offset| {
+                let len = dst.len() / dtype.size() * size;
+                kernel::decode_run(wire, dtype, &src[offset..offset + len], dst)
+                    .expect("a valid descriptor decodes");
+            });
+        }
+    }
+
+    fn scatter_blocks(&mut self, window: WindowId, mask: u64, payload: &[u8]) -> Option<u64> {
+        let Descriptor { dtype, wire, .. } = self.descriptor;
+        let mut overflow = None;
+        for packed in self.geometry.packed(window.index, mask) {
+            let src = &payload[packed.offset..][..wire.block_len(packed.elements)];
+            if wire == WireType::Fixed32 && arith::fixed32_overflowed(src) {
+                overflow.get_or_insert(packed.element);
+            }
+            self.each_target(window, packed, |dst, _| {
+                kernel::decode_block(wire, dtype, src, dst).expect("a valid descriptor decodes");
+            });
+        }
+        overflow
+    }
+
+    /// Visits the memory that a stretch of sums goes to, with its bytes before in the stretch.
+    fn each_target(
+        &mut self,
+        window: WindowId,
+        stretch: Packed,
+        mut visit: impl FnMut(&mut [u8], usize),
+    ) {
+        let range = self.bytes_of(stretch.element..stretch.element + stretch.elements as u64);
+        match &mut self.data {
+            Data::Borrowed(region) => visit(region.bytes_mut(range), 0),
+            Data::Owned(tensor) => visit(&mut tensor[range], 0),
+            Data::Blocks(blocks) => {
+                blocks.each_target(&self.descriptor, &self.geometry, window.index, stretch, visit);
+            }
+        }
+    }
+
+    fn bytes_of(&self, elements: Range<u64>) -> Range<usize> {
+        bytes_of(&self.descriptor, elements)
+    }
+}
+
+/// The bytes of a tensor that hold `elements`.
+pub(crate) fn bytes_of(descriptor: &Descriptor, elements: Range<u64>) -> Range<usize> {
+    // A tensor lies in memory, so its bytes are counted by a usize.
+    let at = |element: u64| {
+        usize::try_from(element).unwrap_or(usize::MAX).saturating_mul(descriptor.dtype.size())
+    };
+    at(elements.start)..at(elements.end)
+}
+
+/// Where byte `offset` of a packed payload lies among datagrams laid out one after the other,
+/// and how many bytes from there on are in the same one.
+fn locate(cut: Fragmentation, offset: usize) -> (usize, usize) {
+    let (fragment, within) = (offset / cut.payload(), offset % cut.payload());
+    let at = fragment * (Header::LEN + cut.payload()) + Header::LEN + within;
+    (at, cut.payload() - within)
+}
+
+/// Bytes of the largest scaled block.
+const MAX_SCALED: usize = WireType::Fixed32.block_len(1024);
