@@ -1,1 +1,66 @@
-fn main() {}
+//! The one binary of racksum: each module is a subcommand.
+
+mod aggregator;
+mod args;
+mod bench;
+mod exit;
+
+use clap::{Parser, Subcommand};
+use exit::{Exit, Failure};
+
+/// Sums the gradients of training jobs near the rack.
+///
+/// Exit codes: 0 success; 1 the work failed (a wrong sum, a lost rank, a timeout); 2 the command
+/// line or an input is wrong; 3 the network or the aggregator could not be had.
+#[derive(Debug, Parser)]
+#[command(name = "racksum", version, propagate_version = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    /// What to log, as in RUST_LOG: error, warn, info, debug, or module=level.
+    #[arg(long, global = true, default_value = "warn", env = "RACKSUM_LOG")]
+    log: String,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Serve jobs: take their gradients over UDP, sum them, send the sums back.
+    Aggregator(aggregator::Args),
+    /// Measure allreduce, and check it: alone on this host, or as one rank of many.
+    Bench(Box<bench::Args>),
+}
+
+fn main() -> Exit {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            // Help and version are no failures.
+            let code = if error.use_stderr() { Exit::USAGE } else { Exit::OK };
+            drop(error.print());
+            return code;
+        }
+    };
+    let filter = tracing_subscriber::EnvFilter::try_new(&cli.log);
+    let started = match filter {
+        Ok(filter) => {
+            tracing_subscriber::fmt()
+                .with_env_filter(filter)
+                .with_writer(std::io::stderr)
+                .with_target(false)
+                .init();
+            Ok(())
+        }
+        Err(error) => Err(Failure::usage(format!("--log {:?}: {error}", cli.log))),
+    };
+    let done = started.and_then(|()| match cli.command {
+        Command::Aggregator(args) => aggregator::run(&args),
+        Command::Bench(args) => bench::run(&args),
+    });
+    match done {
+        Ok(()) => Exit::OK,
+        Err(failure) => {
+            eprintln!("racksum: {failure}");
+            failure.exit
+        }
+    }
+}

@@ -448,10 +448,11 @@ impl Aggregation {
         let failed = self.agreement.disagreement(asked).is_some();
         let at = stream.sequence.position_from(header.window);
         let opened = stream.ranks[rank.index()].opened;
+        let next = stream.next;
         let has_results = stream.folded.back().is_some_and(|last| *last >= at);
         self.queue.note(lane, rank, |due| {
             due.failed = failed.then_some(asked).or(due.failed);
-            due.open |= !failed && opened <= at;
+            due.open |= !failed && opened <= at.max(next);
             due.stalled |= !has_results;
         });
         Verdict::Control

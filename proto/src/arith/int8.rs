@@ -61,11 +61,7 @@ pub(super) fn fold_block(reduction: Reduction, fold: Fold, inputs: &[&[u8]], out
 
 #[expect(clippy::cast_possible_truncation, reason = "a whole number within ±127")]
 fn quantise(x: f32, scale: f32) -> i8 {
-    if scale > 0.0 {
-        round_ties_even_f32((x / scale).clamp(-INT8_MAX, INT8_MAX)) as i8
-    } else {
-        0
-    }
+    if scale > 0.0 { round_ties_even_f32((x / scale).clamp(-INT8_MAX, INT8_MAX)) as i8 } else { 0 }
 }
 
 /// The quotient is rounded up here, and 127 times as much is infinite; the next lower is not.

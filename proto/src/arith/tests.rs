@@ -56,9 +56,7 @@ fn fixed_block(exponent: i32, q: &[i32]) -> Vec<u8> {
 
 #[test]
 fn f32_sums_run_from_left_to_right() {
-    let sum = |values: [f32; 3]| {
-        folded(WireType::F32, SUM, full(3), &values.map(|x| f32s(&[x])))
-    };
+    let sum = |values: [f32; 3]| folded(WireType::F32, SUM, full(3), &values.map(|x| f32s(&[x])));
     assert_eq!(sum([1e8, 1.0, -1e8]), f32s(&[0.0]));
     assert_eq!(sum([1e8, -1e8, 1.0]), f32s(&[1.0]));
 }

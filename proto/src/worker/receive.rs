@@ -84,8 +84,7 @@ impl Worker {
         if header.flags.has(Flags::CONGESTED) {
             self.paths[usize::from(header.shard)].congestion.on_congested();
         }
-        let low = stream.sequence.position_from(header.ack);
-        stream.low = stream.low.max(low);
+        stream.handle_low(header.ack);
         match header.kind {
             Kind::Result => self.handle_result(now, header, body, observer),
             Kind::Ask => self.handle_ask(now, at, body),

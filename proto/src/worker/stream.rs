@@ -103,7 +103,8 @@ impl Stream {
         Self {
             lane,
             shard,
-            sequence: Sequence::new(usize::from(config.max_ops)),
+            // Between the credit and the cursor each op has a result, and so a slot.
+            sequence: Sequence::new(usize::from(config.max_ops) + slots),
             scanned: 0,
             opened: 0,
             sent: 0,
@@ -182,12 +183,23 @@ impl Stream {
         self.settle();
     }
 
-    /// Drops results and ops that lie before the cursor.
+    /// Drops results that lie before the cursor, and ops that lie before the credit as well: its
+    /// base may still be named by a window of an op that ended here.
     fn settle(&mut self) {
         while self.arrivals.front().is_some_and(|arrival| arrival.position < self.cursor) {
             self.arrivals.pop_front();
         }
-        while self.sequence.settle_before(self.cursor).is_some() {}
+        let done = self.cursor.min(self.low);
+        while self.sequence.settle_before(done).is_some() {}
+    }
+
+    /// Takes the lowest window that some rank has not acknowledged.
+    pub(super) fn handle_low(&mut self, low: WindowId) {
+        let low = self.sequence.position_from(low);
+        if low > self.low {
+            self.low = low;
+            self.settle();
+        }
     }
 
     /// Moves the cursor over results that are complete. Returns the op whose last window it

@@ -56,7 +56,8 @@ impl Worker {
     /// scanned to its end.
     fn write_open(&mut self, at: usize, out: &mut [u8]) -> Option<Transmit> {
         let stream = &mut self.streams[at];
-        let (from, to) = match stream.reopen {
+        // The results of windows before the cursor are here: their opens were heard.
+        let (from, to) = match stream.reopen.map(|from| from.max(stream.cursor)) {
             Some(from) if from < stream.opened => (from, stream.opened),
             _ => {
                 stream.reopen = None;

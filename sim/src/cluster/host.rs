@@ -56,6 +56,8 @@ pub(super) struct WorkerHost {
     pub(super) node: WorkerNode,
     called: usize,
     calls: usize,
+    /// Whether the next call must wait for an op to end.
+    full: bool,
     /// Ops called that have not ended, and when they were.
     open: BTreeMap<OpId, Picos>,
     pub(super) ended: Vec<(OpId, Ended)>,
@@ -190,6 +192,7 @@ impl WorkerHost {
             node: WorkerNode::new(plan.worker(job, rank), of_job.world, Time(0)),
             called: 0,
             calls: of_job.calls(rank),
+            full: false,
             open: BTreeMap::new(),
             ended: Vec::new(),
             spins: 0,
@@ -251,6 +254,7 @@ impl WorkerHost {
     /// Returns whether it called any.
     fn call(&mut self, now: Picos, plan: &JobPlan, checkers: &mut Checkers) -> bool {
         let machine = self.machine();
+        self.full &= self.node.done.is_empty();
         for (op, result) in self.node.done.drain(..) {
             checkers.see(now, machine, &Sight::Ended(op, &result));
             let called = self.open.remove(&op).unwrap_or(Picos::NEVER);
@@ -258,7 +262,7 @@ impl WorkerHost {
             self.ended.push((op, Ended { called, at: now, result }));
         }
         let before = self.called;
-        while self.called < self.calls && self.open.len() < usize::from(plan.max_ops) {
+        while self.called < self.calls && !self.full {
             let op = &plan.ops[self.called];
             if op.starts[self.rank.index()] > now {
                 break;
@@ -273,8 +277,10 @@ impl WorkerHost {
                     self.open.insert(id, now);
                     checkers.see(now, machine, &Sight::Called(id));
                 }
-                // An op that ended is still the machine's while an older one is open.
-                Err(SubmitError::TooManyOps { .. }) => break,
+                Err(SubmitError::TooManyOps { .. }) => {
+                    self.full = true;
+                    break;
+                }
                 Err(_) => checkers.see(now, machine, &Sight::Refused(id)),
             }
             self.called += 1;
@@ -284,7 +290,7 @@ impl WorkerHost {
 
     fn next_due(&self, plan: &JobPlan) -> Picos {
         let timer = Picos::from(self.node.machine.poll_timeout());
-        let call = if self.called < self.calls && self.open.len() < usize::from(plan.max_ops) {
+        let call = if self.called < self.calls && !self.full {
             plan.ops[self.called].starts[self.rank.index()]
         } else {
             Picos::NEVER

@@ -103,7 +103,8 @@ fn job(random: &mut Random, network: &Network) -> JobPlan {
         // Who is missing cannot disagree.
         if job.missing.is_none() && world > 1 && number < 3 && random.once_in(16) {
             let rank = Rank(u16::try_from(random.below(u64::from(world))).expect("a rank"));
-            op.odd = Some((rank, odd(random, &job, op.descriptor)));
+            let other = odd(random, &job, op.descriptor);
+            op.odd = (other != op.descriptor).then_some((rank, other));
         }
         job.ops.push(op);
         start = start + Picos(random.below(Picos::from_millis(3).0));
@@ -175,7 +176,7 @@ fn elements(random: &mut Random, descriptor: &Descriptor, world: u16) -> u64 {
 fn odd(random: &mut Random, job: &JobPlan, descriptor: Descriptor) -> Descriptor {
     match random.below(4) {
         0 => Descriptor { tag: descriptor.tag + 1, ..descriptor },
-        1 => Descriptor { elements: descriptor.elements / 3 + 1, ..descriptor },
+        1 => Descriptor { elements: descriptor.elements / 3 + 2, ..descriptor },
         2 if job.lanes > 1 => Descriptor { lane: (descriptor.lane + 1) % job.lanes, ..descriptor },
         _ => Descriptor {
             reduction: match descriptor.reduction {

@@ -1,0 +1,109 @@
+//! `racksum aggregator`: serve jobs until told to stop.
+
+use std::net::IpAddr;
+use std::path::PathBuf;
+
+use racksum_aggregator::{Aggregator, Config};
+
+use crate::args::Fanout;
+use crate::exit::Failure;
+
+/// Flags override the configuration file, which overrides the defaults.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// The address to serve on.
+    #[arg(long, value_name = "IP")]
+    bind: Option<IpAddr>,
+    /// UDP port of the control plane; shard i takes the port i + 1 after it.
+    #[arg(long, value_name = "PORT")]
+    port: Option<u16>,
+    /// Threads, each with a socket of its own.
+    #[arg(long, value_name = "K")]
+    shards: Option<u8>,
+    /// Most slots that a stream of a job is granted.
+    #[arg(long, value_name = "P")]
+    pool_slots: Option<u32>,
+    /// MiB of packet buffers that each shard allocates at start, shared equally by the jobs.
+    #[arg(long, value_name = "MIB")]
+    pool_mib: Option<u32>,
+    /// Most jobs at a time.
+    #[arg(long, value_name = "N")]
+    max_jobs: Option<u16>,
+    /// How results reach the ranks.
+    #[arg(long, value_enum)]
+    fanout: Option<Fanout>,
+    /// Serve beyond loopback without identities.
+    #[arg(long)]
+    insecure: bool,
+    /// Read the configuration from a TOML file with the same keys.
+    #[arg(long, value_name = "F.toml")]
+    config: Option<PathBuf>,
+}
+
+impl Args {
+    fn config(&self) -> Result<Config, Failure> {
+        let mut config = match &self.config {
+            None => Config::default(),
+            Some(path) => {
+                let text = std::fs::read_to_string(path).map_err(|error| {
+                    Failure::usage(format!("cannot read {}: {error}", path.display()))
+                })?;
+                Config::from_toml(&text)
+                    .map_err(|error| Failure::usage(format!("{}: {error}", path.display())))?
+            }
+        };
+        config.bind = self.bind.unwrap_or(config.bind);
+        config.port = self.port.unwrap_or(config.port);
+        config.shards = self.shards.unwrap_or(config.shards);
+        config.pool_slots = self.pool_slots.unwrap_or(config.pool_slots);
+        config.pool_mib = self.pool_mib.unwrap_or(config.pool_mib);
+        config.max_jobs = self.max_jobs.unwrap_or(config.max_jobs);
+        config.fanout = self.fanout.map_or(config.fanout, Into::into);
+        config.insecure |= self.insecure;
+        Ok(config)
+    }
+}
+
+/// Serves until a signal ends the process.
+pub(crate) fn run(args: &Args) -> Result<(), Failure> {
+    let config = args.config()?;
+    let aggregator = Aggregator::start(config.clone())?;
+    for warning in aggregator.warnings() {
+        eprintln!("racksum: warning: {warning}");
+    }
+    if config.insecure {
+        eprintln!("racksum: warning: --insecure: whoever reaches this port may join any job");
+    }
+    let ports: Vec<_> =
+        aggregator.data_addrs().iter().map(|addr| addr.port().to_string()).collect();
+    println!(
+        "racksum aggregator on {}: {} shard(s) on UDP {}, {} MiB of packet buffers each, at most \
+         {} jobs",
+        aggregator.addr(),
+        config.shards,
+        ports.join(" "),
+        config.pool_mib,
+        config.max_jobs
+    );
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|error| Failure::unavailable(format!("cannot wait for signals: {error}")))?;
+    runtime
+        .block_on(stopped())
+        .map_err(|error| Failure::unavailable(format!("cannot wait for signals: {error}")))?;
+    println!("racksum aggregator stops");
+    Ok(())
+}
+
+/// Returns at SIGINT or SIGTERM.
+async fn stopped() -> std::io::Result<()> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut terminate = signal(SignalKind::terminate())?;
+    tokio::select! {
+        _ = interrupt.recv() => {}
+        _ = terminate.recv() => {}
+    }
+    Ok(())
+}

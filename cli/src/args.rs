@@ -1,0 +1,100 @@
+//! Arguments that more than one subcommand takes, and how they are read.
+
+use clap::ValueEnum;
+use racksum_proto::dtype::{DType, Reduction, WireType};
+
+/// Reads a size: plain bytes, or with K, M or G for powers of 1024.
+pub(crate) fn size(text: &str) -> Result<u64, String> {
+    let bad = || format!("{text:?} is no size: give bytes, or a number with K, M or G");
+    let (digits, unit) = match text.trim().to_ascii_uppercase() {
+        upper if upper.ends_with('K') => (text.len() - 1, 1 << 10),
+        upper if upper.ends_with('M') => (text.len() - 1, 1 << 20),
+        upper if upper.ends_with('G') => (text.len() - 1, 1 << 30),
+        _ => (text.len(), 1),
+    };
+    let number: u64 = text.get(..digits).ok_or_else(bad)?.trim().parse().map_err(|_| bad())?;
+    number.checked_mul(unit).ok_or_else(bad)
+}
+
+/// Reads a share from 0 to 1.
+pub(crate) fn share(text: &str) -> Result<f64, String> {
+    let share: f64 = text.parse().map_err(|_| format!("{text:?} is no number"))?;
+    if (0.0..=1.0).contains(&share) { Ok(share) } else { Err(format!("{share} is not in 0..1")) }
+}
+
+pub(crate) fn dtype(text: &str) -> Result<DType, String> {
+    by_name(text, "dtype", DType::ALL.map(|dtype| (dtype.name(), dtype)))
+}
+
+pub(crate) fn wire(text: &str) -> Result<WireType, String> {
+    by_name(text, "wire type", WireType::ALL.map(|wire| (wire.name(), wire)))
+}
+
+pub(crate) fn reduction(text: &str) -> Result<Reduction, String> {
+    by_name(text, "reduction", Reduction::ALL.map(|op| (op.name(), op)))
+}
+
+/// Finds a value by its name, or says which names there are.
+fn by_name<T: Copy, const N: usize>(
+    text: &str,
+    what: &str,
+    all: [(&str, T); N],
+) -> Result<T, String> {
+    let found = all.iter().find(|(name, _)| text.eq_ignore_ascii_case(name));
+    found.map(|(_, value)| *value).ok_or_else(|| {
+        let names: Vec<_> = all.iter().map(|(name, _)| *name).collect();
+        format!("there is no {what} {text:?}; there are {}", names.join(", "))
+    })
+}
+
+/// How results are printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Format {
+    /// For people.
+    Text,
+    /// For programs: one JSON object a line.
+    Json,
+}
+
+/// How results reach the ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Fanout {
+    /// Multicast where a probe gets through, copies elsewhere.
+    Auto,
+    /// Multicast only; a rank that it does not reach is refused.
+    Multicast,
+    /// One copy each.
+    Unicast,
+}
+
+impl From<Fanout> for racksum_aggregator::Fanout {
+    fn from(fanout: Fanout) -> Self {
+        match fanout {
+            Fanout::Auto => Self::Auto,
+            Fanout::Multicast => Self::Multicast,
+            Fanout::Unicast => Self::Unicast,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_bytes_or_binary_units() {
+        assert_eq!(size("100"), Ok(100));
+        assert_eq!(size("4k"), Ok(4096));
+        assert_eq!(size("100M"), Ok(100 << 20));
+        for bad in ["", "K", "-1", "1.5M", "5T", "99999999999G"] {
+            assert!(size(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn an_unknown_name_lists_the_known() {
+        assert_eq!(dtype("BF16"), Ok(DType::Bf16));
+        let error = dtype("f8").unwrap_err();
+        assert_eq!(error, "there is no dtype \"f8\"; there are f32, f64, f16, bf16, i32, i64");
+    }
+}

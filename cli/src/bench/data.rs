@@ -1,0 +1,202 @@
+//! The numbers that a benchmark reduces, the same for every peer that is measured beside it, and
+//! what their reduction must be.
+
+use clap::ValueEnum;
+use half::{bf16, f16};
+use racksum_proto::dtype::{DType, Reduction, WireType};
+
+/// Where the non-zero blocks of the ranks lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Overlap {
+    /// Each rank draws its own.
+    Random,
+    /// All ranks have the same.
+    All,
+    /// No two ranks have the same block.
+    None,
+}
+
+/// What a rank's tensor holds.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Pattern {
+    pub(crate) world: u16,
+    pub(crate) block: usize,
+    pub(crate) density: f64,
+    pub(crate) overlap: Overlap,
+    pub(crate) seed: u64,
+}
+
+impl Pattern {
+    /// Whether a block of a rank is non-zero.
+    pub(crate) fn holds(&self, rank: u16, block: u64) -> bool {
+        if self.density >= 1.0 {
+            return true;
+        }
+        let world = u64::from(self.world);
+        let (stream, density) = match self.overlap {
+            Overlap::Random => (u64::from(rank), self.density),
+            Overlap::All => (0, self.density),
+            Overlap::None if block % world != u64::from(rank) => return false,
+            Overlap::None => (0, (self.density * world as f64).min(1.0)),
+        };
+        let start = mix((self.seed << 32) | stream);
+        let draw = mix(start.wrapping_add((block + 1).wrapping_mul(GOLDEN))) >> 11;
+        (draw as f64) < (density * (1u64 << 53) as f64).floor()
+    }
+
+    /// Element `i` of a rank: a small integer, so that sums are exact in most types.
+    pub(crate) fn element(&self, rank: u16, i: u64) -> i32 {
+        if !self.holds(rank, i / self.block as u64) {
+            return 0;
+        }
+        let value = (i + 3 * u64::from(rank) + self.seed) % 7;
+        i32::try_from(value).unwrap_or(0) + 1
+    }
+
+    /// Fills a rank's tensor.
+    pub(crate) fn fill(&self, rank: u16, dtype: DType, tensor: &mut [u8]) {
+        let size = dtype.size();
+        for (block, bytes) in (0..).zip(tensor.chunks_mut(self.block * size)) {
+            if !self.holds(rank, block) {
+                bytes.fill(0);
+                continue;
+            }
+            for (i, element) in (block * self.block as u64..).zip(bytes.chunks_exact_mut(size)) {
+                write(dtype, f64::from(self.element(rank, i)), element);
+            }
+        }
+    }
+
+    /// What the reduction of element `i` is.
+    fn expected(&self, op: Reduction, i: u64) -> f64 {
+        let elements = (0..self.world).map(|rank| f64::from(self.element(rank, i)));
+        match op {
+            Reduction::Sum => elements.sum(),
+            Reduction::Avg => elements.sum::<f64>() / f64::from(self.world),
+            Reduction::Min => elements.fold(f64::INFINITY, f64::min),
+            Reduction::Max => elements.fold(f64::NEG_INFINITY, f64::max),
+        }
+    }
+
+    /// How many elements of a result are wrong.
+    pub(crate) fn wrong(
+        &self,
+        dtype: DType,
+        wire: WireType,
+        op: Reduction,
+        tensor: &[u8],
+    ) -> u64 {
+        let size = dtype.size();
+        let tolerance = self.tolerance(wire);
+        let mut wrong = 0;
+        for (block, bytes) in (0..).zip(tensor.chunks(self.block * size)) {
+            let first = block * self.block as u64;
+            if !(0..self.world).any(|rank| self.holds(rank, block)) {
+                // Nobody holds it, so its bytes must be zero.
+                wrong += bytes.chunks_exact(size).filter(|e| e.iter().any(|b| *b != 0)).count();
+                continue;
+            }
+            let elements = (first..).zip(bytes.chunks_exact(size));
+            let off = elements.filter(|(i, element)| {
+                let expected = self.expected(op, *i);
+                let error = (read(dtype, element) - expected).abs();
+                error.is_nan() || error > tolerance * expected.abs().max(1.0)
+            });
+            wrong += off.count();
+        }
+        wrong as u64
+    }
+
+    /// The relative error that a wire type may bring; none where small integers are exact.
+    fn tolerance(&self, wire: WireType) -> f64 {
+        let world = f64::from(self.world);
+        match wire {
+            WireType::I32 | WireType::I64 => 0.0,
+            WireType::F64 => 1e-15,
+            WireType::F32 => 1e-6,
+            // The rounding of the sum, to 11 and 8 significant bits.
+            WireType::F16 => 1.0 / 1024.0,
+            WireType::Bf16 => 1.0 / 128.0,
+            // A quantum of each rank's scale, and one of the sum's.
+            WireType::Int8 => (world + 1.0) * 7.0 / 127.0,
+            WireType::Fixed32 => 1e-6 * world,
+        }
+    }
+}
+
+/// Writes a number as an element.
+fn write(dtype: DType, value: f64, out: &mut [u8]) {
+    match dtype {
+        DType::F32 => out.copy_from_slice(&(value as f32).to_le_bytes()),
+        DType::F64 => out.copy_from_slice(&value.to_le_bytes()),
+        DType::F16 => out.copy_from_slice(&f16::from_f64(value).to_le_bytes()),
+        DType::Bf16 => out.copy_from_slice(&bf16::from_f64(value).to_le_bytes()),
+        DType::I32 => out.copy_from_slice(&(value as i32).to_le_bytes()),
+        DType::I64 => out.copy_from_slice(&(value as i64).to_le_bytes()),
+    }
+}
+
+/// Reads an element as a number; NaN when it has not the dtype's size.
+fn read(dtype: DType, element: &[u8]) -> f64 {
+    let number = match dtype {
+        DType::F32 => element.try_into().ok().map(|b| f64::from(f32::from_le_bytes(b))),
+        DType::F64 => element.try_into().ok().map(f64::from_le_bytes),
+        DType::F16 => element.try_into().ok().map(|b| f16::from_le_bytes(b).to_f64()),
+        DType::Bf16 => element.try_into().ok().map(|b| bf16::from_le_bytes(b).to_f64()),
+        DType::I32 => element.try_into().ok().map(|b| f64::from(i32::from_le_bytes(b))),
+        DType::I64 => element.try_into().ok().map(|b| i64::from_le_bytes(b) as f64),
+    };
+    number.unwrap_or(f64::NAN)
+}
+
+/// The output function of SplitMix64 (Steele, Lea, Flood 2014).
+const fn mix(z: u64) -> u64 {
+    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// SplitMix64's increment: 2^64 divided by the golden ratio.
+const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pattern(overlap: Overlap) -> Pattern {
+        Pattern { world: 8, block: 256, density: 0.01, overlap, seed: 1 }
+    }
+
+    #[test]
+    fn blocks_are_those_that_the_peers_draw() {
+        let random = pattern(Overlap::Random);
+        let blocks: Vec<u64> = (0..97_657).filter(|block| random.holds(0, *block)).collect();
+        assert_eq!(blocks.len(), 1023);
+        assert_eq!(blocks[..5], [150, 227, 379, 417, 844]);
+    }
+
+    #[test]
+    fn overlaps_are_as_named() {
+        let owners = |overlap, block| {
+            (0..8).filter(|rank| pattern(overlap).holds(*rank, block)).count()
+        };
+        assert!((0..5000).all(|block| [0, 8].contains(&owners(Overlap::All, block))));
+        assert!((0..5000).all(|block| owners(Overlap::None, block) <= 1));
+        assert!((0..5000).any(|block| owners(Overlap::None, block) == 1));
+    }
+
+    #[test]
+    fn a_wrong_element_is_counted() {
+        let pattern = Pattern { world: 1, density: 0.5, ..pattern(Overlap::Random) };
+        for dtype in DType::ALL {
+            let mut tensor = vec![0xff; 5000 * dtype.size()];
+            pattern.fill(0, dtype, &mut tensor);
+            let wire = dtype.native_wire();
+            assert_eq!(pattern.wrong(dtype, wire, Reduction::Sum, &tensor), 0);
+            tensor[300 * dtype.size()] ^= 0xff;
+            tensor[0] ^= 0xff;
+            let wrong = pattern.wrong(dtype, wire, Reduction::Sum, &tensor);
+            assert!(wrong >= 1, "{dtype:?}");
+        }
+    }
+}

@@ -1,0 +1,283 @@
+//! `racksum bench`: how fast tensors of many sizes are reduced, and whether rightly.
+
+mod data;
+mod parent;
+mod rank;
+mod report;
+
+use std::io::{BufRead, Write};
+
+use clap::ValueEnum;
+use data::{Overlap, Pattern};
+use racksum_proto::dtype::{DType, Reduction, WireType};
+use rank::{Identity, Runner};
+use report::Row;
+use serde::Deserialize;
+
+use crate::args::{self, Fanout, Format};
+use crate::exit::Failure;
+
+/// What an op is given.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Input {
+    /// A whole tensor.
+    Dense,
+    /// A list of its non-zero blocks.
+    Blocks,
+}
+
+impl Input {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Dense => "dense",
+            Self::Blocks => "blocks",
+        }
+    }
+}
+
+/// Without --aggregator, an aggregator and the workers run on this host, each worker a process.
+/// Without any flag, a dense and a 1 % sweep are measured and checked in less than a minute.
+#[derive(Debug, Clone, clap::Args)]
+pub(crate) struct Args {
+    /// Least size: bytes, or with K, M or G.
+    #[arg(short = 'b', long, value_parser = args::size, default_value = "4K")]
+    min_bytes: u64,
+    /// Greatest size.
+    #[arg(short = 'e', long, value_parser = args::size, default_value = "64M")]
+    max_bytes: u64,
+    /// Each size is this times the one before.
+    #[arg(short = 'f', long, default_value_t = 8, value_parser = clap::value_parser!(u64).range(2..))]
+    step_factor: u64,
+    /// Iterations that are timed.
+    #[arg(short = 'n', long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
+    iters: u32,
+    /// Iterations before those.
+    #[arg(short = 'w', long, default_value_t = 3)]
+    warmup_iters: u32,
+    /// Element type: f32, f64, f16, bf16, i32, i64.
+    #[arg(short = 'd', long, value_parser = args::dtype, default_value = "f32")]
+    datatype: DType,
+    /// Reduction: sum, avg, min, max.
+    #[arg(short = 'o', long, value_parser = args::reduction, default_value = "sum")]
+    op: Reduction,
+    /// Whether to check the results: 0 or 1.
+    #[arg(short = 'c', long, default_value_t = 1)]
+    check: u8,
+    /// Ranks on this host, each a process.
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=256))]
+    workers: u16,
+    /// Be one rank of a run at this aggregator, HOST:PORT; A+B spreads the job over both.
+    #[arg(long, value_name = "HOST:PORT", requires_all = ["rank", "world"])]
+    aggregator: Option<String>,
+    /// The job's name in a distributed run.
+    #[arg(long, default_value = "bench")]
+    job: String,
+    /// This rank, from 0.
+    #[arg(long, requires = "aggregator")]
+    rank: Option<u16>,
+    /// How many ranks there are.
+    #[arg(long, requires = "aggregator")]
+    world: Option<u16>,
+    /// Connect beyond loopback without identities.
+    #[arg(long)]
+    insecure: bool,
+    /// Share of blocks that are not zero, from 0 to 1. Without it: 1, and then 0.01.
+    #[arg(long, value_parser = args::share)]
+    density: Option<f64>,
+    /// Where the non-zero blocks of the ranks lie.
+    #[arg(long, value_enum, default_value_t = Overlap::Random)]
+    overlap: Overlap,
+    /// Elements of a block: 32 to 1024, a power of two.
+    #[arg(long, default_value_t = 256)]
+    block: usize,
+    /// What an op is given.
+    #[arg(long, value_enum, default_value_t = Input::Dense)]
+    input: Input,
+    /// How elements travel: as they are, or bf16, f16, int8, fixed32.
+    #[arg(long, value_parser = args::wire)]
+    wire: Option<WireType>,
+    /// Shards of the aggregator on this host.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=64))]
+    shards: u8,
+    /// Most slots a stream; 0 leaves it to the aggregator.
+    #[arg(long, default_value_t = 0)]
+    pool_slots: u32,
+    /// How results reach the ranks on this host.
+    #[arg(long, value_enum, default_value_t = Fanout::Auto)]
+    fanout: Fanout,
+    /// Lanes of the job.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8))]
+    lanes: u8,
+    /// Ops in flight at a time.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    ops_in_flight: u16,
+    /// MTU of the path; without it, the interface's.
+    #[arg(long)]
+    mtu: Option<usize>,
+    /// Share of datagrams that each rank loses on purpose, each way.
+    #[arg(long, value_parser = args::share, default_value = "0")]
+    drop: f64,
+    /// Share of datagrams that each rank doubles.
+    #[arg(long, value_parser = args::share, default_value = "0")]
+    dup: f64,
+    /// Share of datagrams that each rank holds back.
+    #[arg(long, value_parser = args::share, default_value = "0")]
+    reorder: f64,
+    /// Seed of the data and of the faults.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Seconds that joining, and each op, may take.
+    #[arg(long, default_value_t = 60)]
+    timeout: u64,
+    /// How to print.
+    #[arg(long, value_enum, default_value_t = Format::Text)]
+    format: Format,
+    /// Print what was measured for another process of the benchmark to merge.
+    #[arg(long, hide = true)]
+    raw: bool,
+    /// Take cases and iterations from standard input, one a line, as the peers of
+    /// `cargo xtask bench peers` do.
+    #[arg(long, hide = true, requires = "aggregator")]
+    interactive: bool,
+}
+
+impl Args {
+    fn pattern(&self, world: u16, density: f64) -> Pattern {
+        let Self { block, overlap, seed, .. } = *self;
+        Pattern { world, block, density, overlap, seed }
+    }
+
+    /// The densities to measure.
+    fn densities(&self) -> Vec<f64> {
+        self.density.map_or_else(|| vec![1.0, 0.01], |density| vec![density])
+    }
+
+    /// The sizes to measure.
+    fn sizes(&self) -> Vec<u64> {
+        let next = |size: &u64| size.checked_mul(self.step_factor);
+        std::iter::successors(Some(self.min_bytes.max(1)), next)
+            .take_while(|size| *size <= self.max_bytes)
+            .collect()
+    }
+}
+
+/// Runs the benchmark: as its parent, or as one rank.
+pub(crate) fn run(args: &Args) -> Result<(), Failure> {
+    if args.sizes().is_empty() {
+        return Err(Failure::usage("-b is greater than -e: there is no size to measure"));
+    }
+    let (Some(aggregator), Some(rank), Some(world)) = (&args.aggregator, args.rank, args.world)
+    else {
+        return parent::run(args);
+    };
+    let aggregators = aggregator.split('+').map(str::to_owned).collect();
+    let identity = Identity { aggregators, job: args.job.clone(), rank, world };
+    let mut runner = Runner::connect(args, &identity)?;
+    if args.interactive {
+        return interact(args, &mut runner);
+    }
+    let mut wrong = 0;
+    for density in args.densities() {
+        let pattern = args.pattern(world, density);
+        runner.set_pattern(pattern);
+        if args.format == Format::Text && !args.raw {
+            println!("{}", Row::head(&pattern));
+        }
+        for bytes in args.sizes() {
+            let measured = runner.measure(bytes, args)?;
+            wrong += measured.wrong.unwrap_or(0);
+            if args.raw {
+                println!("{}", serde_json::to_string(&measured).unwrap_or_default());
+            } else if let Some(row) = Row::new(args, &pattern, Some(rank), &[measured]) {
+                print(args.format, &row);
+            }
+        }
+    }
+    verdict(wrong)
+}
+
+fn print(format: Format, row: &Row) {
+    match format {
+        Format::Text => println!("{}", row.line()),
+        Format::Json => println!("{}", row.json()),
+    }
+}
+
+fn verdict(wrong: u64) -> Result<(), Failure> {
+    if wrong == 0 { Ok(()) } else { Err(Failure::failed(format!("{wrong} elements are wrong"))) }
+}
+
+/// What an interactive benchmark may be told to change.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Change {
+    bytes: Option<u64>,
+    mode: Option<String>,
+    density: Option<f64>,
+    overlap: Option<String>,
+    wire: Option<String>,
+    input: Option<String>,
+}
+
+/// Obeys lines of standard input: `go` for an iteration, `set {…}` for another case, `quit`.
+fn interact(args: &Args, runner: &mut Runner) -> Result<(), Failure> {
+    let mut args = args.clone();
+    let mut case = runner.prepare(args.min_bytes, &args)?;
+    let say = |text: String| {
+        println!("{text}");
+        // A parent that is gone ends the input as well.
+        drop(std::io::stdout().flush());
+    };
+    say(format!("{{\"ready\":true,\"bytes\":{}}}", args.min_bytes));
+    for line in std::io::stdin().lock().lines() {
+        let line = line.map_err(|error| Failure::failed(format!("standard input: {error}")))?;
+        match line.split_once(' ').unwrap_or((&line, "")) {
+            ("go", "") => {
+                let before = runner.traffic();
+                let (start, end) = runner.iterate(&mut case)?;
+                let after = runner.traffic();
+                let [tx, rx, again] = [0, 1, 2].map(|i| after[i] - before[i]);
+                let us = (end - start) as f64 / 1e3;
+                say(format!(
+                    "{{\"us\":{us},\"start_ns\":{start},\"end_ns\":{end},\"tx_bytes\":{tx},\
+                     \"rx_bytes\":{rx},\"retransmits\":{again}}}"
+                ));
+            }
+            ("set", change) => {
+                let change = serde_json::from_str(change)
+                    .map_err(|error| Failure::usage(format!("set {change}: {error}")))?;
+                apply(&mut args, runner, change)?;
+                case = runner.prepare(args.min_bytes, &args)?;
+                runner.iterate(&mut case)?;
+                verdict(runner.check(&args, &case).unwrap_or(0))?;
+                say(format!("{{\"ready\":true,\"bytes\":{}}}", args.min_bytes));
+            }
+            ("quit", "") => return Ok(()),
+            _ => return Err(Failure::usage(format!("{line:?} is neither go, set {{…}} nor quit"))),
+        }
+    }
+    Ok(())
+}
+
+fn apply(args: &mut Args, runner: &mut Runner, change: Change) -> Result<(), Failure> {
+    let usage = |error: String| Failure::usage(error);
+    args.min_bytes = change.bytes.unwrap_or(args.min_bytes);
+    let mut pattern = runner.pattern();
+    match change.mode.as_deref() {
+        Some("dense" | "small") => pattern.density = 1.0,
+        Some("sparse") | None => {}
+        Some(mode) => return Err(Failure::usage(format!("there is no mode {mode:?}"))),
+    }
+    pattern.density = change.density.unwrap_or(pattern.density);
+    if let Some(overlap) = change.overlap {
+        pattern.overlap = Overlap::from_str(&overlap, true).map_err(usage)?;
+    }
+    if let Some(wire) = change.wire {
+        args.wire = Some(args::wire(&wire).map_err(usage)?);
+    }
+    if let Some(input) = change.input {
+        args.input = Input::from_str(&input, true).map_err(usage)?;
+    }
+    runner.set_pattern(pattern);
+    Ok(())
+}

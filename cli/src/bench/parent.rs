@@ -1,0 +1,104 @@
+//! The benchmark on one host: an aggregator in this process, a process for each rank.
+
+use std::io::{BufRead, BufReader, IsTerminal};
+use std::process::{Child, ChildStdout, Command, Stdio};
+
+use racksum_aggregator::{Aggregator, Config};
+
+use super::rank::Measured;
+use super::report::Row;
+use super::{Args, print, verdict};
+use crate::args::Format;
+use crate::exit::Failure;
+
+/// The workers; those that still run are killed when it is dropped.
+struct Workers(Vec<(Child, BufReader<ChildStdout>)>);
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        for (child, _) in &mut self.0 {
+            // One that has ended cannot be killed, and need not be.
+            drop(child.kill());
+            drop(child.wait());
+        }
+    }
+}
+
+/// Runs the benchmark and prints its rows.
+pub(super) fn run(args: &Args) -> Result<(), Failure> {
+    let config = Config {
+        port: 0,
+        shards: args.shards,
+        pool_slots: if args.pool_slots == 0 { Config::default().pool_slots } else { args.pool_slots },
+        max_jobs: 1,
+        fanout: args.fanout.into(),
+        ..Config::default()
+    };
+    let aggregator = Aggregator::start(config)?;
+    for warning in aggregator.warnings() {
+        eprintln!("racksum: warning: {warning}");
+    }
+    let mut workers = spawn(args, &aggregator)?;
+    let progress = args.format == Format::Text && std::io::stderr().is_terminal();
+    let mut wrong = 0;
+    for density in args.densities() {
+        let pattern = args.pattern(args.workers, density);
+        if args.format == Format::Text {
+            println!("{}", Row::head(&pattern));
+        }
+        for bytes in args.sizes() {
+            if progress {
+                eprint!("\rmeasuring {bytes} bytes …\x1b[K\r");
+            }
+            let measured = workers
+                .0
+                .iter_mut()
+                .enumerate()
+                .map(|(rank, worker)| next(rank, worker))
+                .collect::<Result<Vec<_>, _>>()?;
+            if let Some(row) = Row::new(args, &pattern, None, &measured) {
+                wrong += row.wrong();
+                print(args.format, &row);
+            }
+        }
+    }
+    verdict(wrong)
+}
+
+/// Starts a process for each rank, with the flags of this one.
+fn spawn(args: &Args, aggregator: &Aggregator) -> Result<Workers, Failure> {
+    let program = std::env::current_exe()
+        .map_err(|error| Failure::failed(format!("cannot find this program: {error}")))?;
+    let mut workers = Workers(Vec::new());
+    for rank in 0..args.workers {
+        let mut child = Command::new(&program)
+            .args(std::env::args_os().skip(1))
+            .arg("--raw")
+            .args(["--aggregator", &aggregator.addr().to_string()])
+            .args(["--rank", &rank.to_string(), "--world", &args.workers.to_string()])
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|error| Failure::failed(format!("cannot start worker {rank}: {error}")))?;
+        let Some(out) = child.stdout.take() else {
+            return Err(Failure::failed(format!("worker {rank} has no standard output")));
+        };
+        workers.0.push((child, BufReader::new(out)));
+    }
+    Ok(workers)
+}
+
+/// What a worker measured next.
+fn next(
+    rank: usize,
+    (child, out): &mut (Child, BufReader<ChildStdout>),
+) -> Result<Measured, Failure> {
+    let mut line = String::new();
+    let read = out.read_line(&mut line);
+    if matches!(read, Ok(len) if len > 0) {
+        return serde_json::from_str(&line)
+            .map_err(|error| Failure::failed(format!("worker {rank} said {line:?}: {error}")));
+    }
+    let status = child.wait().map_or_else(|error| error.to_string(), |status| status.to_string());
+    Err(Failure::failed(format!("worker {rank} ended early ({status}); see its message above")))
+}

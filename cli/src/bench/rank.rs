@@ -1,0 +1,264 @@
+//! One rank of a benchmark: connects, reduces, times and checks.
+
+use std::time::Duration;
+
+use racksum_net::clock::Clock;
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::DType;
+use racksum_worker::{Blocks, Client, ConnectOptions, Faults, Stats};
+
+use super::data::Pattern;
+use super::{Args, Input};
+use crate::exit::Failure;
+
+/// Who this rank is.
+#[derive(Debug, Clone)]
+pub(crate) struct Identity {
+    pub(crate) aggregators: Vec<String>,
+    pub(crate) job: String,
+    pub(crate) rank: u16,
+    pub(crate) world: u16,
+}
+
+/// What a rank measured of one size.
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
+pub(crate) struct Measured {
+    pub(crate) bytes: u64,
+    pub(crate) count: u64,
+    pub(crate) times_us: Vec<f64>,
+    pub(crate) tx_bytes: u64,
+    pub(crate) rx_bytes: u64,
+    pub(crate) retransmits: u64,
+    pub(crate) kernel_drops: u64,
+    pub(crate) pool_slots: u32,
+    pub(crate) shards: u32,
+    pub(crate) multicast: bool,
+    /// Elements that are wrong; `None` when not checked.
+    pub(crate) wrong: Option<u64>,
+}
+
+/// A connected rank.
+pub(crate) struct Runner {
+    client: Client,
+    clock: Clock,
+    pattern: Pattern,
+    rank: u16,
+}
+
+impl Runner {
+    pub(crate) fn connect(args: &Args, identity: &Identity) -> Result<Self, Failure> {
+        let options = ConnectOptions {
+            aggregators: identity.aggregators.clone(),
+            rank: identity.rank,
+            world: identity.world,
+            lanes: args.lanes,
+            pool_slots: args.pool_slots,
+            insecure: args.insecure,
+            join_timeout: Duration::from_secs(args.timeout),
+            op_timeout: Duration::from_secs(args.timeout),
+            mtu: args.mtu,
+            faults: Faults {
+                drop: args.drop,
+                duplicate: args.dup,
+                reorder: args.reorder,
+                seed: args.seed,
+            },
+            ..ConnectOptions::new("", identity.job.clone())
+        };
+        let client = Client::connect(&options)?;
+        let pattern = args.pattern(identity.world, args.density.unwrap_or(1.0));
+        Ok(Self { client, clock: Clock::start(), pattern, rank: identity.rank })
+    }
+
+    /// Sets the share of non-zero blocks and where they lie, for the sizes to come.
+    pub(crate) const fn set_pattern(&mut self, pattern: Pattern) {
+        self.pattern = pattern;
+    }
+
+    pub(crate) const fn pattern(&self) -> Pattern {
+        self.pattern
+    }
+
+    /// Measures one size.
+    pub(crate) fn measure(&self, bytes: u64, args: &Args) -> Result<Measured, Failure> {
+        let mut case = self.prepare(bytes, args)?;
+        for _ in 0..args.warmup_iters {
+            self.iterate(&mut case)?;
+        }
+        let mut times_us = Vec::with_capacity(args.iters as usize);
+        let mut spent = Stats::default();
+        for _ in 0..args.iters {
+            let before = self.client.stats();
+            // The barrier's own bytes are not the op's: they are counted before it.
+            let (start, end) = self.iterate(&mut case)?;
+            times_us.push((end - start) as f64 / 1e3);
+            spent = sum(&spent, &difference(&self.client.stats(), &before));
+        }
+        let barrier = self.barrier_cost()?;
+        let iters = u64::from(args.iters.max(1));
+        let per_op = |spent: u64, barrier: u64| (spent / iters).saturating_sub(barrier);
+        Ok(Measured {
+            bytes,
+            count: case.descriptor.elements,
+            times_us,
+            tx_bytes: per_op(spent.tx_bytes, barrier.tx_bytes),
+            rx_bytes: per_op(spent.rx_bytes, barrier.rx_bytes),
+            retransmits: spent.retransmits,
+            kernel_drops: spent.kernel_drops,
+            pool_slots: self.client.welcome().pool_slots,
+            shards: u32::try_from(self.client.shards()).unwrap_or(u32::MAX),
+            multicast: self.client.multicast(),
+            wrong: self.check(args, &case),
+        })
+    }
+
+    /// What one barrier sends and receives, so that it can be taken off.
+    fn barrier_cost(&self) -> Result<Stats, Failure> {
+        let before = self.client.stats();
+        self.barrier()?;
+        Ok(difference(&self.client.stats(), &before))
+    }
+
+    /// A tensor and its pristine copy.
+    pub(crate) fn prepare(&self, bytes: u64, args: &Args) -> Result<Case, Failure> {
+        let size = args.datatype.size() as u64;
+        let elements = bytes / size;
+        let descriptor = Descriptor {
+            wire: args.wire.unwrap_or(args.datatype.native_wire()),
+            reduction: args.op,
+            ..Descriptor::sum(elements, args.datatype)
+        };
+        let descriptor = descriptor
+            .with_block(args.block)
+            .and_then(|descriptor| descriptor.validate().map(|()| descriptor))
+            .map_err(|error| Failure::usage(error.to_string()))?;
+        let len = usize::try_from(elements * size)
+            .map_err(|_| Failure::usage(format!("{bytes} bytes do not fit this machine")))?;
+        let mut pristine = vec![0; len];
+        self.pattern.fill(self.rank, args.datatype, &mut pristine);
+        let tensors = vec![pristine.clone(); usize::from(args.ops_in_flight.max(1))];
+        let blocks = (args.input == Input::Blocks).then(|| self.blocks(&descriptor, &pristine));
+        Ok(Case { descriptor, lanes: args.lanes, pristine, tensors, blocks, reduced: None })
+    }
+
+    /// The non-zero blocks of a tensor as a list.
+    fn blocks(&self, descriptor: &Descriptor, tensor: &[u8]) -> Blocks {
+        let size = descriptor.dtype.size() * descriptor.block_elements();
+        let mut blocks = Blocks::default();
+        for (index, block) in (0..).zip(tensor.chunks(size)) {
+            if self.pattern.holds(self.rank, u64::from(index)) {
+                blocks.indices.push(index);
+                blocks.values.extend_from_slice(block);
+            }
+        }
+        blocks
+    }
+
+    /// Bytes sent and received and fragments sent again, so far.
+    pub(crate) fn traffic(&self) -> [u64; 3] {
+        let Stats { tx_bytes, rx_bytes, retransmits, .. } = self.client.stats();
+        [tx_bytes, rx_bytes, retransmits]
+    }
+
+    /// Runs one barrier and one iteration; returns when the op started and ended here, in ns.
+    pub(crate) fn iterate(&self, case: &mut Case) -> Result<(u64, u64), Failure> {
+        let mut blocks = case.blocks.clone();
+        if blocks.is_none() {
+            for tensor in &mut case.tensors {
+                tensor.copy_from_slice(&case.pristine);
+            }
+        }
+        self.barrier()?;
+        let start = self.clock.now();
+        match (&mut blocks, &mut case.tensors[..]) {
+            (Some(blocks), _) => {
+                let handle = self.client.submit_blocks(std::mem::take(blocks), case.descriptor)?;
+                case.reduced = Some(self.client.wait_blocks(handle)?);
+            }
+            (None, [tensor]) => self.client.allreduce(tensor, case.descriptor)?,
+            (None, tensors) => self.several(tensors, case.descriptor, case.lanes)?,
+        }
+        Ok((start.0, self.clock.now().0))
+    }
+
+    /// Several ops in flight, spread over the lanes.
+    fn several(
+        &self,
+        tensors: &mut [Vec<u8>],
+        descriptor: Descriptor,
+        lanes: u8,
+    ) -> Result<(), Failure> {
+        let handles = (0..)
+            .zip(tensors.iter_mut())
+            .map(|(i, tensor): (u8, _)| {
+                let descriptor = Descriptor { lane: i % lanes, ..descriptor };
+                self.client.submit(std::mem::take(tensor), descriptor)
+            })
+            .collect::<Result<Vec<_>, _>>()?;
+        for (tensor, handle) in tensors.iter_mut().zip(handles) {
+            *tensor = self.client.wait(handle)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for all ranks: a sum of one element.
+    fn barrier(&self) -> Result<(), Failure> {
+        self.client.allreduce(&mut [1, 0, 0, 0], Descriptor::sum(1, DType::I32))?;
+        Ok(())
+    }
+
+    /// How many elements of the last iteration are wrong.
+    pub(crate) fn check(&self, args: &Args, case: &Case) -> Option<u64> {
+        if args.check == 0 {
+            return None;
+        }
+        let Descriptor { dtype, wire, reduction, .. } = case.descriptor;
+        let wrong = |tensor: &[u8]| self.pattern.wrong(dtype, wire, reduction, tensor);
+        match &case.reduced {
+            None => Some(case.tensors.iter().map(|tensor| wrong(tensor)).sum()),
+            Some(blocks) => {
+                let mut tensor = vec![0; case.pristine.len()];
+                let full = case.descriptor.block_elements() * dtype.size();
+                let mut at = 0;
+                for index in &blocks.indices {
+                    let start = *index as usize * full;
+                    let len = full.min(tensor.len() - start);
+                    tensor[start..start + len].copy_from_slice(&blocks.values[at..at + len]);
+                    at += len;
+                }
+                Some(wrong(&tensor))
+            }
+        }
+    }
+}
+
+/// One size, ready to be measured.
+pub(crate) struct Case {
+    descriptor: Descriptor,
+    lanes: u8,
+    pristine: Vec<u8>,
+    tensors: Vec<Vec<u8>>,
+    blocks: Option<Blocks>,
+    /// What a list of blocks was reduced to.
+    reduced: Option<Blocks>,
+}
+
+fn difference(after: &Stats, before: &Stats) -> Stats {
+    Stats {
+        tx_bytes: after.tx_bytes - before.tx_bytes,
+        rx_bytes: after.rx_bytes - before.rx_bytes,
+        retransmits: after.retransmits - before.retransmits,
+        kernel_drops: after.kernel_drops - before.kernel_drops,
+        ..Stats::default()
+    }
+}
+
+fn sum(one: &Stats, other: &Stats) -> Stats {
+    Stats {
+        tx_bytes: one.tx_bytes + other.tx_bytes,
+        rx_bytes: one.rx_bytes + other.rx_bytes,
+        retransmits: one.retransmits + other.retransmits,
+        kernel_drops: one.kernel_drops + other.kernel_drops,
+        ..Stats::default()
+    }
+}

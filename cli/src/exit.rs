@@ -1,0 +1,83 @@
+//! Exit codes, which programs may rely on.
+
+use std::fmt;
+use std::process::{ExitCode, Termination};
+
+use racksum_aggregator::StartError;
+use racksum_worker::{ConnectError, Error};
+
+/// How the process ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Exit(u8);
+
+impl Exit {
+    /// All went well.
+    pub(crate) const OK: Self = Self(0);
+    /// The work failed: a wrong sum, a lost rank, a timeout.
+    pub(crate) const FAILED: Self = Self(1);
+    /// The command line or an input is wrong.
+    pub(crate) const USAGE: Self = Self(2);
+    /// The network or the aggregator could not be had.
+    pub(crate) const UNAVAILABLE: Self = Self(3);
+}
+
+impl Termination for Exit {
+    fn report(self) -> ExitCode {
+        ExitCode::from(self.0)
+    }
+}
+
+/// Why a command failed: one sentence for the user, and the exit code.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    why: String,
+    pub(crate) exit: Exit,
+}
+
+impl Failure {
+    pub(crate) fn usage(why: impl Into<String>) -> Self {
+        Self { why: why.into(), exit: Exit::USAGE }
+    }
+
+    pub(crate) fn failed(why: impl Into<String>) -> Self {
+        Self { why: why.into(), exit: Exit::FAILED }
+    }
+
+    pub(crate) fn unavailable(why: impl Into<String>) -> Self {
+        Self { why: why.into(), exit: Exit::UNAVAILABLE }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.why)
+    }
+}
+
+impl From<StartError> for Failure {
+    fn from(error: StartError) -> Self {
+        match error {
+            StartError::Config(_) => Self::usage(error.to_string()),
+            _ => Self::unavailable(error.to_string()),
+        }
+    }
+}
+
+impl From<ConnectError> for Failure {
+    fn from(error: ConnectError) -> Self {
+        match error {
+            ConnectError::Arguments(_) => Self::usage(error.to_string()),
+            ConnectError::Incomplete { .. } => Self::failed(error.to_string()),
+            _ => Self::unavailable(error.to_string()),
+        }
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Op(_) => Self::failed(error.to_string()),
+            _ => Self::usage(error.to_string()),
+        }
+    }
+}
