@@ -15,7 +15,7 @@ struct Printer {
 impl Checker for Printer {
     fn see(&mut self, at: Picos, machine: Machine, sight: &Sight<'_>) -> Result<(), Violation> {
         let what = match sight {
-            Sight::Driven { .. } => return Ok(()),
+            Sight::Driven { .. } | Sight::Foreign(_) => return Ok(()),
             Sight::Sent(bytes) => format!("sends {}", summary(bytes)),
             Sight::Received(bytes) => format!("takes {}", summary(bytes)),
             Sight::Ended(op, result) => match result {
@@ -74,7 +74,10 @@ fn main() {
     let mut numbers = std::env::args().skip(1).filter_map(|arg| arg.parse::<u64>().ok());
     let seed = numbers.next().unwrap_or(0);
     let lines = numbers.next().unwrap_or(u64::MAX);
-    let plan = swarm::plan(seed);
+    let mut plan = swarm::plan(seed);
+    if std::env::args().any(|arg| arg == "quiet") {
+        plan.noise = 0;
+    }
     println!("network {:?}", plan.network);
     println!("faults {:?}", plan.faults);
     println!("pauses {:?}, noise {}", plan.pauses, plan.noise);

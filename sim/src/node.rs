@@ -265,14 +265,20 @@ impl ShardNode {
     /// Folds and sends all that is due; datagrams go to `out`.
     pub fn drive(&mut self, now: Time, out: &mut Vec<Datagram>, observer: &mut impl Observer) {
         loop {
+            let fold = self.machine.poll_fold();
+            if let Some(fold) = &fold {
+                self.fold(fold);
+                self.machine.handle_folded(fold, observer);
+            }
+            // Also when there is nothing to fold: finding that out may have freed credits.
             while let Some(transmit) =
                 self.machine.poll_transmit(now, &mut self.buffer, observer)
             {
                 self.send(&transmit, out);
             }
-            let Some(fold) = self.machine.poll_fold() else { break };
-            self.fold(&fold);
-            self.machine.handle_folded(&fold, observer);
+            if fold.is_none() {
+                break;
+            }
         }
     }
 

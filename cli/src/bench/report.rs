@@ -175,7 +175,7 @@ impl Row {
 impl Times {
     fn of(micros: impl Iterator<Item = f64>) -> Self {
         // In ns, to a thousandth; values of any size are taken.
-        let mut histogram = Histogram::<u64>::new(3).ok();
+        let mut histogram = Histogram::<u64>::new_with_bounds(1, u64::MAX / 2, 3).ok();
         let (mut min, mut max) = (f64::INFINITY, 0f64);
         for time in micros {
             min = min.min(time);

@@ -91,7 +91,7 @@ impl Worker {
             Kind::Credit | Kind::Probe if body.is_empty() => Ok(Verdict::Control),
             Kind::Credit | Kind::Probe => Err(Reject::Body),
             Kind::Wait => self.handle_wait(now, at, body),
-            Kind::Fail => self.handle_fail(header.window.op, body, observer),
+            Kind::Fail => self.handle_fail(now, header.window.op, body, observer),
             Kind::Open | Kind::Data | Kind::Ack => Err(Reject::Kind),
         }
     }
@@ -292,12 +292,17 @@ impl Worker {
     /// The ranks disagree about an op.
     fn handle_fail(
         &mut self,
+        now: Time,
         op: OpId,
         body: &[u8],
         observer: &mut impl Observer,
     ) -> Result<Verdict, Reject> {
         let Disagreement { one, other } = Disagreement::decode(body)?;
         self.fail(op, OpError::Mismatch { op, one, other }, observer);
+        // Results of later ops may have waited for this one.
+        for at in 0..self.streams.len() {
+            self.settle_results(now, at, observer);
+        }
         Ok(Verdict::Control)
     }
 }

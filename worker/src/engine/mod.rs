@@ -98,7 +98,7 @@ impl Engine {
             payloads: BTreeMap::new(),
             finished: BTreeMap::new(),
             recv: RecvRing::new(),
-            buffers: vec![BytesMut::with_capacity(RECV_CAPACITY); RECEIVE_BATCH],
+            buffers: (0..RECEIVE_BATCH).map(|_| BytesMut::with_capacity(RECV_CAPACITY)).collect(),
             staging: Staging::new(),
             stats: Stats::default(),
             faults: faults.any().then(|| [dice(0), dice(1)]),
