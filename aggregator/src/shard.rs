@@ -12,7 +12,7 @@ use racksum_net::NetError;
 use racksum_net::clock::Clock;
 use racksum_net::interface::Interface;
 use racksum_net::udp::{
-    self, BATCH, RecvRing, SendRing, Transmit as Message, UdpConfig, UdpSocket, Waker,
+    self, BATCH, Received, RecvRing, SendRing, Transmit as Message, UdpConfig, UdpSocket, Waker,
 };
 use racksum_proto::aggregator::{
     Aggregation, Config, Place, Recipient, ResultFragments, Transmit, Verdict,
@@ -20,7 +20,7 @@ use racksum_proto::aggregator::{
 use racksum_proto::error::{Reject, Rejects};
 use racksum_proto::ids::JobId;
 use racksum_proto::time::{Span, Time};
-use racksum_proto::wire::{Header, Kind};
+use racksum_proto::wire::{self, Header};
 
 use crate::arena::Arena;
 use crate::slots::Slots;
@@ -244,7 +244,7 @@ impl Shard {
         }
         let now = self.clock.now();
         for i in 0..count {
-            self.take_message(now, i);
+            self.take_datagrams(now, i);
         }
         for job in self.jobs.values_mut() {
             job.serve(now, &mut self.arena, &self.socket, &mut self.out);
@@ -253,49 +253,55 @@ impl Shard {
         count
     }
 
-    /// Takes one message: datagrams of one sender, `stride` apart.
-    fn take_message(&mut self, now: Time, i: usize) {
-        let meta = self.recv.meta(i);
+    /// Takes what the kernel handed over as one: datagrams of one sender, `stride` apart.
+    fn take_datagrams(&mut self, now: Time, i: usize) {
+        let Self { jobs, stats, incoming, arena, recv, .. } = self;
+        let meta = recv.meta(i);
+        let buffer = &incoming[i];
+        let count = buffer.len().div_ceil(meta.stride.max(1));
+        stats.datagrams[0] += count as u64;
+        stats.bytes[0] += buffer.len() as u64;
         let mut stores = [None; udp::MAX_SEGMENTS];
-        let mut whole = None;
-        {
-            let buffer = &self.incoming[i];
-            let datagrams = buffer.chunks(meta.stride.max(1));
-            self.stats.datagrams[0] += datagrams.len() as u64;
-            self.stats.bytes[0] += buffer.len() as u64;
-            for (datagram, store) in datagrams.zip(&mut stores) {
-                *store = take_datagram(
-                    &mut self.jobs,
-                    &mut self.stats.rejects,
-                    now,
-                    datagram,
-                    meta.from,
-                    meta.ce,
-                );
-            }
-            let count = buffer.len().div_ceil(meta.stride.max(1));
-            if let Some((id, place)) = whole_window(&stores[..count.min(stores.len())])
-                && self.jobs.get(&id).is_some_and(|job| job.slots.fits(place.fragments, meta.stride))
-            {
-                whole = Some((id, place));
+        let whole = may_be_whole(buffer, meta.stride);
+        for (datagram, store) in buffer.chunks(meta.stride.max(1)).zip(&mut stores) {
+            for message in wire::messages(datagram) {
+                let Some((id, place, body)) =
+                    take_message(jobs, &mut stats.rejects, now, message, &meta)
+                else {
+                    continue;
+                };
+                if whole {
+                    *store = Some((id, place));
+                } else if let Some(job) = jobs.get_mut(&id) {
+                    job.slots.copy(place, body, arena);
+                }
             }
         }
-        if let Some((id, place)) = whole
-            && let Some(fresh) = self.arena.take()
-            && let Some(job) = self.jobs.get_mut(&id)
+        if whole {
+            self.keep_or_copy(i, &stores[..count]);
+        }
+    }
+
+    /// Keeps a buffer that holds a whole contribution, or copies those of its fragments that are
+    /// wanted.
+    fn keep_or_copy(&mut self, i: usize, stores: &[Option<(JobId, Place)>]) {
+        let Self { jobs, incoming, arena, recv, .. } = self;
+        let stride = recv.meta(i).stride;
+        if let Some((id, place)) = whole_window(stores)
+            && let Some(job) = jobs.get_mut(&id)
+            && job.slots.fits(place.fragments, stride)
+            && let Some(fresh) = arena.take()
         {
-            let buffer = std::mem::replace(&mut self.incoming[i], fresh);
+            let buffer = std::mem::replace(&mut incoming[i], fresh);
             if let Some(old) = job.slots.keep(place, buffer) {
-                self.arena.give(old);
+                arena.give(old);
             }
             return;
         }
-        let Self { jobs, incoming, arena, .. } = self;
-        for (datagram, store) in incoming[i].chunks(meta.stride.max(1)).zip(stores) {
+        for (datagram, store) in incoming[i].chunks(stride.max(1)).zip(stores) {
             let Some((id, place)) = store else { continue };
-            if let Some(job) = jobs.get_mut(&id) {
-                let kept = job.slots.copy(place, datagram, arena);
-                debug_assert!(kept, "admission leaves a buffer for every slot and rank");
+            if let (Some(job), Some(body)) = (jobs.get_mut(id), datagram.get(Header::LEN..)) {
+                job.slots.copy(*place, body, arena);
             }
         }
     }
@@ -321,17 +327,17 @@ impl Shard {
     }
 }
 
-/// Hands a datagram to its job. Returns where its body belongs, if it has one that is wanted.
-fn take_datagram(
+/// Hands a message to its job. Returns its body and where it belongs, if it has one that is
+/// wanted.
+fn take_message<'a>(
     jobs: &mut BTreeMap<JobId, Job>,
     rejects: &mut Rejects,
     now: Time,
-    datagram: &[u8],
-    from: SocketAddr,
-    congested: bool,
-) -> Option<(JobId, Place)> {
-    let (header, body) = match Header::decode(datagram) {
-        Ok(decoded) => decoded,
+    message: Result<(Header, &'a [u8]), Reject>,
+    meta: &Received,
+) -> Option<(JobId, Place, &'a [u8])> {
+    let (header, body) = match message {
+        Ok(message) => message,
         Err(reject) => {
             rejects.count(reject);
             return None;
@@ -342,17 +348,22 @@ fn take_datagram(
         return None;
     };
     // wire: W-9
-    if job.ranks.get(header.sender.index()) != Some(&from) {
+    if job.ranks.get(header.sender.index()) != Some(&meta.from) {
         job.machine.reject(Reject::Sender, &mut ());
         return None;
     }
-    match job.machine.handle_decoded(now, &header, body, congested, &mut ()) {
-        Verdict::Store(place) => Some((header.job, place)),
+    match job.machine.handle_decoded(now, &header, body, meta.ce, &mut ()) {
+        Verdict::Store(place) => Some((header.job, place, body)),
         Verdict::Duplicate | Verdict::Control | Verdict::Reject(_) => None,
     }
 }
 
-/// The window that a message holds whole and in order, if it does.
+/// Whether a buffer looks as if it held the fragments of one window, a message a datagram.
+fn may_be_whole(buffer: &[u8], stride: usize) -> bool {
+    buffer.chunks(stride.max(1)).all(|datagram| Header::decode(datagram).is_ok())
+}
+
+/// The window that a buffer holds whole and in order, if it does.
 fn whole_window(stores: &[Option<(JobId, Place)>]) -> Option<(JobId, Place)> {
     let (job, first) = (*stores.first()?)?;
     if first.fragment != 0 || usize::from(first.fragments) != stores.len() {
@@ -376,10 +387,11 @@ impl Job {
                     Transmit::Result { to, result } => out.send_result(socket, self, to, &result),
                 }
             }
-            let Some(fold) = self.machine.poll_fold() else { return };
+            let Some(fold) = self.machine.poll_fold() else { break };
             self.slots.fold(&fold, &self.machine, arena);
             self.machine.handle_folded(&fold, &mut ());
         }
+        out.send_joined(socket, self);
     }
 }
 
@@ -402,10 +414,14 @@ fn addresses<'a>(
 struct Outbox {
     ring: SendRing,
     datagram: Box<[u8; MAX_CONTROL]>,
+    /// Messages to all ranks of the job that is being served, to go as one datagram.
+    joined: Vec<u8>,
     datagrams: u64,
     bytes: u64,
 }
 
+/// Bytes of the largest result that shares a datagram with others.
+const MAX_JOINED: usize = 16 << 10;
 /// Bytes of the largest datagram without tensor data: an ask or a wait.
 const MAX_CONTROL: usize = 2048;
 
@@ -414,16 +430,37 @@ impl Outbox {
         Self {
             ring: SendRing::new(),
             datagram: Box::new([0; MAX_CONTROL]),
+            joined: Vec::with_capacity(udp::MAX_DATAGRAM),
             datagrams: 0,
             bytes: 0,
         }
     }
 
     fn send_datagram(&mut self, socket: &UdpSocket, job: &Job, to: Recipient, len: usize) {
-        let Self { ring, datagram, datagrams, bytes } = self;
+        let Self { ring, datagram, datagrams, bytes, .. } = self;
         let contents = &datagram[..len];
         let addresses = addresses(to, job.group, &job.unicast, &job.ranks);
         send(socket, ring, addresses, &[(contents, len)], &mut [datagrams, bytes]);
+    }
+
+    /// Adds a message to those that go to all ranks as one datagram.
+    fn join(&mut self, socket: &UdpSocket, job: &Job, message: &[u8]) {
+        let cut = job.machine.config().cut;
+        if self.joined.len() + message.len() > Header::LEN + cut.payload() {
+            self.send_joined(socket, job);
+        }
+        self.joined.extend_from_slice(message);
+    }
+
+    /// Sends the messages that were joined.
+    fn send_joined(&mut self, socket: &UdpSocket, job: &Job) {
+        let Self { ring, joined, datagrams, bytes, .. } = self;
+        if !joined.is_empty() {
+            let addresses = addresses(Recipient::All, job.group, &job.unicast, &job.ranks);
+            let contents = [(&joined[..], joined.len())];
+            send(socket, ring, addresses, &contents, &mut [datagrams, bytes]);
+            joined.clear();
+        }
     }
 
     fn send_result(
@@ -435,6 +472,16 @@ impl Outbox {
     ) {
         let ResultFragments { lane, slot, len, fragments, header } = result;
         let cut = job.machine.config().cut;
+        if to == Recipient::All && Header::LEN + len <= MAX_JOINED {
+            // Sparse windows are small, and a datagram costs the same whatever it holds.
+            let mut message = [0; MAX_JOINED];
+            let (result, _) = job.slots.result(*lane, *slot, *len, header);
+            if result.len() <= Header::LEN + cut.payload() {
+                let message = &mut message[..result.len()];
+                message.copy_from_slice(result);
+                return self.join(socket, job, message);
+            }
+        }
         let Job { slots, ranks, group, unicast, .. } = job;
         let (datagrams, stride) = slots.result(*lane, *slot, *len, header);
         let Self { ring, datagrams: sent, bytes, .. } = self;
@@ -458,7 +505,6 @@ impl Outbox {
         let Some(group) = job.group else { return };
         let config = job.machine.config();
         let header = Header::probe(config.job, config.generation, config.shard);
-        debug_assert_eq!(header.kind, Kind::Probe);
         let mut bytes = [0; Header::LEN];
         header.encode(&mut bytes);
         let counts = &mut [&mut self.datagrams, &mut self.bytes];

@@ -110,21 +110,21 @@ impl Slots {
         self.contribution(place.lane, place.slot, place.rank).replace(buffer)
     }
 
-    /// Copies one fragment to its place. Returns false when the arena is empty: the fragment is
-    /// lost, and asked for again.
-    pub(crate) fn copy(&mut self, place: Place, datagram: &[u8], arena: &mut Arena) -> bool {
-        let start = usize::from(place.fragment) * self.layout.stride();
+    /// Copies the body of one fragment to its place. Without a free buffer the fragment is lost,
+    /// and asked for again.
+    pub(crate) fn copy(&mut self, place: Place, body: &[u8], arena: &mut Arena) {
+        let start = usize::from(place.fragment) * self.layout.stride() + Header::LEN;
         let held = self.contribution(place.lane, place.slot, place.rank);
         if held.is_none() {
             *held = arena.take();
         }
-        let Some(buffer) = held else { return false };
-        let end = start + datagram.len();
+        debug_assert!(held.is_some(), "admission leaves a buffer for every slot and rank");
+        let Some(buffer) = held else { return };
+        let end = start + body.len();
         if buffer.len() < end {
             buffer.resize(end, 0);
         }
-        buffer[start..end].copy_from_slice(datagram);
-        true
+        buffer[start..end].copy_from_slice(body);
     }
 
     /// Folds a window into its result, and gives the contributions back.

@@ -221,6 +221,7 @@ impl Drop for Client {
     fn drop(&mut self) {
         let mut state = self.shared.lock();
         state.closed = true;
+        tracing::debug!(stats = ?state.engine.stats(), "client closes");
         state.engine.end("the client was closed");
         drop(state);
         self.shared.changed.notify_all();

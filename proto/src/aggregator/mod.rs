@@ -180,7 +180,7 @@ impl Aggregation {
         self.heard.get(rank.index()).copied()
     }
 
-    /// Takes one datagram. `congested` says that it carried an ECN congestion mark.
+    /// Takes a datagram of one message. `congested` says that it carried an ECN congestion mark.
     pub fn handle_datagram(
         &mut self,
         now: Time,
@@ -194,7 +194,7 @@ impl Aggregation {
         }
     }
 
-    /// Takes one datagram whose header the driver has decoded, to find the job by.
+    /// Takes one message of a datagram, whose header the driver has decoded to find the job by.
     pub fn handle_decoded(
         &mut self,
         now: Time,

@@ -166,13 +166,26 @@ impl Header {
         Self { fragment, length: u16::try_from(length).unwrap_or(u16::MAX), ..*self }
     }
 
-    /// Reads the header that opens `datagram`, and the body behind it.
+    /// Reads the header of a datagram's only message, and the body behind it.
     ///
     /// # Errors
-    /// The reason why the datagram is none of this protocol's.
+    /// The reason why the datagram is none of this protocol's; [`Reject::Truncated`] also when
+    /// bytes follow the message.
     pub fn decode(datagram: &[u8]) -> Result<(Self, &[u8]), Reject> {
+        match Self::decode_first(datagram)? {
+            (header, body, []) => Ok((header, body)),
+            _ => Err(Reject::Truncated),
+        }
+    }
+
+    /// Reads a datagram's first message: its header, its body, and the bytes of the messages
+    /// behind it.
+    ///
+    /// # Errors
+    /// The reason why the bytes are none of this protocol's.
+    pub fn decode_first(datagram: &[u8]) -> Result<(Self, &[u8], &[u8]), Reject> {
         // wire: W-1
-        let (bytes, body) = datagram.split_first_chunk::<48>().ok_or(Reject::Truncated)?;
+        let (bytes, rest) = datagram.split_first_chunk::<48>().ok_or(Reject::Truncated)?;
         // wire: W-2
         if bytes[0..2] != MAGIC {
             return Err(Reject::Magic);
@@ -202,11 +215,9 @@ impl Header {
             flags: Flags(bytes[47]),
         };
         // wire: W-5
-        if body.len() != usize::from(header.length) {
-            return Err(Reject::Truncated);
-        }
+        let body = rest.split_at_checked(usize::from(header.length)).ok_or(Reject::Truncated)?;
         header.check_reserved()?;
-        Ok((header, body))
+        Ok((header, body.0, body.1))
     }
 
     /// Rejects bits and fields that the kind does not use unless they are zero.

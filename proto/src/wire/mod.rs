@@ -12,6 +12,20 @@ pub use header::{Flags, Header, Kind, VERSION};
 pub use lists::{AskEntries, AskEntry, Disagreement, MissingRanks};
 pub use open::{Open, OpenEncoder};
 
+use crate::error::Reject;
+
+/// The messages of a datagram, one after the other. What follows a malformed one is lost with it.
+pub fn messages(datagram: &[u8]) -> impl Iterator<Item = Result<(Header, &[u8]), Reject>> {
+    let mut rest = Some(datagram);
+    core::iter::from_fn(move || {
+        let bytes = rest.take()?;
+        Some(Header::decode_first(bytes).map(|(header, body, after)| {
+            rest = (!after.is_empty()).then_some(after);
+            (header, body)
+        }))
+    })
+}
+
 /// Bytes of a list that starts with a `u16` count.
 const COUNT_LEN: usize = 2;
 

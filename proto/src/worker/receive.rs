@@ -46,7 +46,7 @@ pub struct Delivery {
 }
 
 impl Worker {
-    /// Takes one datagram. `congested` says that it carried an ECN congestion mark.
+    /// Takes a datagram of one message. `congested` says that it carried an ECN congestion mark.
     pub fn handle_datagram(
         &mut self,
         now: Time,
@@ -54,20 +54,36 @@ impl Worker {
         congested: bool,
         observer: &mut impl Observer,
     ) -> Verdict {
-        let verdict = match Header::decode(datagram) {
-            Ok((header, body)) => self.handle(now, &header, body, congested, observer),
-            Err(reject) => Err(reject),
-        };
-        let verdict = verdict.unwrap_or_else(Verdict::Reject);
-        match verdict {
-            Verdict::Reject(reject) => {
-                self.counters.rejects.count(reject);
-                observer.on_event(&Event::Rejected(reject));
-            }
-            Verdict::Duplicate => self.counters.duplicates += 1,
-            Verdict::Deliver(_) | Verdict::Control => {}
+        match Header::decode(datagram) {
+            Ok((header, body)) => self.handle_decoded(now, &header, body, congested, observer),
+            Err(reject) => self.reject(reject, observer),
         }
-        verdict
+    }
+
+    /// Takes one message of a datagram, whose header the driver has decoded.
+    pub fn handle_decoded(
+        &mut self,
+        now: Time,
+        header: &Header,
+        body: &[u8],
+        congested: bool,
+        observer: &mut impl Observer,
+    ) -> Verdict {
+        match self.handle(now, header, body, congested, observer) {
+            Err(reject) => self.reject(reject, observer),
+            Ok(Verdict::Duplicate) => {
+                self.counters.duplicates += 1;
+                Verdict::Duplicate
+            }
+            Ok(verdict) => verdict,
+        }
+    }
+
+    /// Counts a datagram that changed nothing.
+    pub fn reject(&mut self, reject: Reject, observer: &mut impl Observer) -> Verdict {
+        self.counters.rejects.count(reject);
+        observer.on_event(&Event::Rejected(reject));
+        Verdict::Reject(reject)
     }
 
     fn handle(

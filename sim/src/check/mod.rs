@@ -13,6 +13,7 @@ mod foreign;
 pub mod oracle;
 #[cfg(test)]
 mod tests;
+mod trace;
 
 use std::fmt;
 use std::rc::Rc;
@@ -29,6 +30,7 @@ pub use self::ends::Ends;
 pub use self::exactly_once::ExactlyOnce;
 pub use self::foreign::Foreign;
 use self::oracle::Oracle;
+pub use self::trace::Trace;
 use crate::engine::Picos;
 use crate::plan::Plan;
 

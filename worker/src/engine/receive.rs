@@ -1,6 +1,7 @@
 //! Datagrams in: results go straight from the receive buffer into the tensor.
 
-use racksum_proto::wire::Header;
+use racksum_proto::error::Reject;
+use racksum_proto::wire::{self, Header};
 use racksum_proto::worker::Verdict;
 
 use super::Engine;
@@ -17,14 +18,14 @@ impl Engine {
             let count = socket.recv(recv, buffers).unwrap_or(0);
             any |= count > 0;
             for i in 0..count {
-                self.take_message(i);
+                self.take_datagrams(i);
             }
         }
         any
     }
 
-    /// Takes one message: datagrams of one sender, `stride` apart.
-    fn take_message(&mut self, i: usize) {
+    /// Takes what the kernel handed over as one: datagrams of one sender, `stride` apart.
+    fn take_datagrams(&mut self, i: usize) {
         let meta = self.recv.meta(i);
         let buffer = std::mem::take(&mut self.buffers[i]);
         let known = self.links.shards.iter().any(|(addr, _)| *addr == meta.from);
@@ -37,20 +38,29 @@ impl Engine {
             }
             let fate = self.faults.as_mut().map_or(Fate::Pass, |[_, dice]| dice.roll());
             for _ in 0..fate.copies() {
-                self.take_datagram(datagram, meta.ce);
+                for message in wire::messages(datagram) {
+                    self.take_message(message, meta.ce);
+                }
             }
         }
         self.buffers[i] = buffer;
     }
 
-    fn take_datagram(&mut self, datagram: &[u8], congested: bool) {
+    fn take_message(&mut self, message: Result<(Header, &[u8]), Reject>, congested: bool) {
+        let (header, body) = match message {
+            Ok(message) => message,
+            Err(reject) => {
+                self.machine.reject(reject, &mut ());
+                return;
+            }
+        };
         let now = self.clock.now();
-        let verdict = self.machine.handle_datagram(now, datagram, congested, &mut ());
+        let verdict = self.machine.handle_decoded(now, &header, body, congested, &mut ());
         let Verdict::Deliver(delivery) = verdict else { return };
         let op = delivery.window.op;
         let cut = self.machine.config().cut;
         if let Some(payload) = self.payloads.get_mut(&op)
-            && let Some(element) = payload.scatter(&delivery, cut, &datagram[Header::LEN..])
+            && let Some(element) = payload.scatter(&delivery, cut, body)
         {
             self.machine.handle_overflow(op, element);
         }

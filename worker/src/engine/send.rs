@@ -45,10 +45,23 @@ impl Staging {
         self.bytes.len() - self.used < RECV_CAPACITY || self.messages.len() == BATCH
     }
 
-    /// Adds the next `len` bytes as one message.
-    fn push(&mut self, len: usize, stride: usize, shard: u8) {
-        self.messages.push(Staged { range: self.used..self.used + len, stride, shard });
+    /// Adds the next `len` bytes, datagrams `stride` apart. What fits into the datagram before
+    /// joins it: sparse windows are small, and a datagram costs the same whatever it holds.
+    fn push(&mut self, len: usize, stride: usize, shard: u8, max_datagram: usize) {
+        let range = self.used..self.used + len;
         self.used += len;
+        if let Some(last) = self.messages.last_mut()
+            && last.shard == shard
+            && last.range.end == range.start
+            && last.range.len() <= last.stride
+            && len <= stride
+            && last.range.len() + len <= max_datagram
+        {
+            last.range.end = range.end;
+            last.stride = max_datagram;
+            return;
+        }
+        self.messages.push(Staged { range, stride, shard });
     }
 }
 
@@ -60,10 +73,11 @@ impl Engine {
                 self.flush();
             }
             let Self { machine, staging, .. } = self;
+            let max_datagram = Header::LEN + machine.config().cut.payload();
             let out = &mut staging.bytes[staging.used..];
             match machine.poll_transmit(now, out, &mut ()) {
                 None => return,
-                Some(Transmit::Datagram { shard, len }) => staging.push(len, len, shard),
+                Some(Transmit::Datagram { shard, len }) => staging.push(len, len, shard, max_datagram),
                 Some(Transmit::Data(data)) => self.stage_window(&data),
             }
         }
@@ -77,7 +91,7 @@ impl Engine {
         let out = &mut staging.bytes[staging.used..];
         let len = payload.gather(&data.header, cut, data.len, out);
         if data.fragments == cut.all(data.len) {
-            staging.push(len, stride, data.shard);
+            staging.push(len, stride, data.shard, stride);
             return;
         }
         // Some fragments of a window, one message each.
