@@ -1,1 +1,267 @@
-//! t
+//! Scenarios: one for every invariant, by name, and the traces that other systems break at.
+
+use std::cell::Cell;
+use std::rc::Rc;
+
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::{DType, Reduction, WireType};
+use racksum_proto::error::OpError;
+use racksum_proto::geometry::Fragmentation;
+use racksum_proto::ids::{OpId, Rank, WindowId};
+use racksum_proto::time::Span;
+use racksum_proto::wire::{Header, Kind};
+
+use crate::check::oracle::Oracle;
+use crate::check::{Checker, Checkers, FewBytes, Foreign, Machine, SameBits, Sight, Violation};
+use crate::cluster::{Cluster, Run};
+use crate::engine::Picos;
+use crate::fault::{Effect, Leg, Match, Rule};
+use crate::inputs::{Inputs, Values};
+use crate::plan::{Absence, JobPlan, Missing, Network, Plan};
+use crate::swarm;
+
+fn network() -> Network {
+    Network::ideal(1_000_000_000, Picos::from_micros(50))
+}
+
+fn job(world: u16) -> JobPlan {
+    let cut = Fragmentation::new(1424).unwrap();
+    JobPlan { pool_slots: 8, ..JobPlan::new(world, cut) }
+}
+
+/// `elements` floats in blocks of 32, half of them zero at each rank.
+fn floats(elements: u64, seed: u64) -> (Descriptor, Inputs) {
+    let descriptor = Descriptor::sum(elements, DType::F32).with_block(32).unwrap();
+    (descriptor, Inputs { density_ppm: 500_000, ..Inputs::dense(seed) })
+}
+
+/// A job of three ops: many small windows, one element, and a dense one in between.
+fn busy_job(world: u16) -> JobPlan {
+    let (sparse, halves) = floats(60_000, 1);
+    let dense = Descriptor::sum(40_000, DType::F32);
+    job(world)
+        .with(sparse, halves, Picos::ZERO)
+        .with(dense, Inputs::dense(2), Picos::from_micros(100))
+        .with(Descriptor::sum(1, DType::F32), Inputs::dense(3), Picos::from_micros(200))
+}
+
+/// Loss, copies and delays on both ways; copies arrive up to 20 ms later, among other ops.
+fn faults(loss_ppm: u32) -> Vec<Rule> {
+    let late = Picos::ZERO..Picos::from_millis(20);
+    [Leg::Up, Leg::Down]
+        .into_iter()
+        .flat_map(|leg| {
+            [
+                Rule::chance(leg, loss_ppm, Effect::Drop),
+                Rule::chance(leg, 100_000, Effect::Copy(late.clone())),
+                Rule::chance(leg, 50_000, Effect::Delay(Picos::ZERO..Picos::from_millis(3))),
+            ]
+        })
+        .collect()
+}
+
+fn check(plan: &Plan) -> Run {
+    Cluster::check(plan).unwrap_or_else(|violation| panic!("{violation}"))
+}
+
+#[test]
+fn i1_every_contribution_is_folded_exactly_once() {
+    for seed in 0..10 {
+        let mut plan = Plan::new(seed, network(), vec![busy_job(4)]);
+        plan.faults = faults(50_000);
+        let totals = check(&plan).totals;
+        assert!(totals.lost > 0 && totals.doubled > 0 && totals.delayed > 0);
+    }
+}
+
+#[test]
+fn i2_the_same_inputs_give_the_same_bits_in_every_run() {
+    let quiet = check(&Plan::new(0, network(), vec![busy_job(5)]));
+    for seed in 1..=20 {
+        let shards = u8::try_from(1 + seed % 4).unwrap();
+        let network = Network { shards, multicast: seed % 3 == 0, ..network() };
+        let job = JobPlan { pool_slots: u32::try_from(seed).unwrap(), ..busy_job(5) };
+        let mut plan = Plan::new(seed, network, vec![job]);
+        plan.faults = faults(20_000);
+        SameBits::compare(&quiet, &check(&plan)).unwrap();
+    }
+}
+
+#[test]
+fn i3_a_rank_moves_its_own_non_zero_bytes_and_the_unions_and_little_more() {
+    for (density_ppm, aligned) in [(1_000_000, true), (100_000, false), (10_000, true)] {
+        for multicast in [true, false] {
+            let inputs = Inputs { density_ppm, aligned, ..Inputs::dense(4) };
+            let descriptor = Descriptor::sum(400_000, DType::F32);
+            let job = JobPlan { pool_slots: 64, ..job(4) };
+            let job = job.with(descriptor, inputs, Picos::ZERO);
+            let plan = Plan::new(1, Network { multicast, ..network() }, vec![job]);
+            let few = FewBytes::new(&plan, Rc::new(Oracle::new(&plan)));
+            let run = Cluster::new(&plan, Checkers::of(&plan).with(few)).run();
+            assert_eq!(run.map(|run| run.totals.lost), Ok(0), "{density_ppm} {multicast}");
+        }
+    }
+}
+
+#[test]
+fn i4_no_more_is_in_flight_than_the_pool_has_slots() {
+    for pool_slots in [1, 2, 3, 7] {
+        let job = JobPlan { pool_slots, ..busy_job(3) };
+        let mut plan = Plan::new(u64::from(pool_slots), network(), vec![job]);
+        plan.faults = faults(50_000);
+        assert!(check(&plan).totals.folds > 30);
+    }
+}
+
+#[test]
+fn i5_every_op_ends_although_a_rank_is_missing() {
+    let absences =
+        [Absence::Calls(0), Absence::Calls(1), Absence::Dies(Picos::from_micros(900))];
+    for absence in absences {
+        let mut job = busy_job(3);
+        job.missing = Some(Missing { rank: Rank(2), absence });
+        for op in &mut job.ops {
+            op.timeout = Span::from_millis(500);
+        }
+        let run = check(&Plan::new(1, network(), vec![job]));
+        let machine = Machine::Worker { job: 0, rank: Rank(0) };
+        let errors: Vec<_> = (0..3)
+            .filter_map(|op| run.ended.get(&(machine, OpId(op))))
+            .filter_map(|ended| ended.result.as_ref().err())
+            .collect();
+        let Some(OpError::Timeout { missing, .. }) = errors.first() else {
+            panic!("{absence:?}: {errors:?}")
+        };
+        assert_eq!(missing.iter().map(|(rank, _)| *rank).collect::<Vec<_>>(), [Rank(2)]);
+    }
+}
+
+#[test]
+fn i5_every_op_ends_with_its_result_under_heavy_loss() {
+    for seed in 0..5 {
+        let mut plan = Plan::new(seed, network(), vec![busy_job(3)]);
+        plan.faults = faults(300_000);
+        check(&plan);
+    }
+}
+
+#[test]
+fn i6_strangers_change_nothing_but_a_counter() {
+    for seed in 0..5 {
+        let mut quiet = Plan::new(seed, network(), vec![busy_job(3), busy_job(2)]);
+        quiet.faults = faults(10_000);
+        let noisy = Plan { noise: 300, ..quiet.clone() };
+        let (quiet, noisy) = (check(&quiet), check(&noisy));
+        assert!(noisy.totals.foreign > 30);
+        Foreign::compare(&quiet, &noisy).unwrap();
+    }
+}
+
+/// Counts the datagrams of a window that reach the shard after it was folded.
+struct Late {
+    window: WindowId,
+    folded: bool,
+    count: Rc<Cell<u32>>,
+}
+
+impl Checker for Late {
+    fn see(&mut self, _: Picos, machine: Machine, sight: &Sight<'_>) -> Result<(), Violation> {
+        use racksum_proto::observer::Event;
+        match sight {
+            Sight::Event(Event::Folded { window, .. }) if *window == self.window => {
+                self.folded = true;
+            }
+            Sight::Received(datagram) if matches!(machine, Machine::Shard { .. }) => {
+                let (header, _) = Header::decode(datagram).unwrap();
+                let late =
+                    self.folded && header.kind == Kind::Data && header.window == self.window;
+                self.count.set(self.count.get() + u32::from(late));
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+/// SwitchML tells two uses of a slot apart by one bit. An old duplicate that arrives after its
+/// sender has moved on to the slot's next use but one is then counted as a contribution to that.
+#[test]
+fn an_old_duplicate_is_not_taken_for_a_later_window_of_its_slot() {
+    // One slot: every window has it in its turn.
+    let descriptor = Descriptor::sum(30 * 64 * 32, DType::F32).with_block(32).unwrap();
+    let job = JobPlan { pool_slots: 1, ..job(2) };
+    let job = job.with(descriptor, Inputs::dense(7), Picos::ZERO);
+    let mut plan = Plan::new(1, network(), vec![job]);
+    let data = |sender, window| Match {
+        leg: Some(Leg::Up),
+        kind: Some(Kind::Data),
+        sender: Some(Rank(sender)),
+        window,
+        ..Match::default()
+    };
+    // Rank 1 is late with everything, so that rank 0's part of a window lies alone in the slot
+    // for a while. In each run a copy of what rank 0 sent first arrives at another moment.
+    let window = WindowId::new(OpId(0), 0);
+    let late = Picos::from_micros(300)..Picos::from_micros(300);
+    plan.faults = vec![Rule::always(data(1, None), Effect::Delay(late))];
+    let count = Rc::new(Cell::new(0));
+    for nth in 1..60 {
+        let after = Picos::from_micros(170 * nth);
+        let copy = Rule::always(data(0, Some(window)), Effect::Copy(after..after)).at_most(3);
+        let mut plan = plan.clone();
+        plan.faults.push(copy);
+        let watch = Late { window, folded: false, count: Rc::clone(&count) };
+        Cluster::new(&plan, Checkers::of(&plan).with(watch)).run().unwrap();
+    }
+    assert!(count.get() > 100, "{} copies came late", count.get());
+}
+
+#[test]
+fn worlds_of_every_size_come_to_the_right_sum() {
+    for world in [1, 2, 3, 16, 64] {
+        let mut plan = Plan::new(u64::from(world), network(), vec![busy_job(world)]);
+        plan.faults = faults(10_000);
+        check(&plan);
+    }
+}
+
+#[test]
+fn every_dtype_wire_type_and_reduction_comes_to_the_right_bits() {
+    for dtype in DType::ALL {
+        for wire in WireType::ALL.into_iter().filter(|wire| wire.carries(dtype)) {
+            let mut job = job(3);
+            for reduction in Reduction::ALL {
+                let descriptor = Descriptor { wire, reduction, ..Descriptor::sum(3_001, dtype) };
+                if descriptor.validate().is_ok() {
+                    for values in [Values::Wide, Values::Wild] {
+                        let (_, halves) = floats(0, 5);
+                        job = job.with(descriptor, Inputs { values, ..halves }, Picos::ZERO);
+                    }
+                }
+            }
+            let mut plan = Plan::new(1, network(), vec![job]);
+            plan.faults = faults(10_000);
+            check(&plan);
+        }
+    }
+}
+
+#[test]
+fn the_same_seed_gives_the_same_trace() {
+    for seed in 0..5 {
+        let plan = swarm::plan(seed);
+        let [one, other] = [check(&plan), check(&plan)];
+        assert_eq!((one.trace, one.took), (other.trace, other.took));
+    }
+}
+
+#[test]
+fn a_swarm_of_seeds_finds_nothing() {
+    let seeds = match std::env::var("SEED").ok().and_then(|seed| seed.parse().ok()) {
+        Some(seed) => seed..seed + 1,
+        None => 0..60,
+    };
+    let summary = swarm::run(seeds, 2, |_| {});
+    let failures: Vec<_> = summary.failures.iter().map(ToString::to_string).collect();
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}

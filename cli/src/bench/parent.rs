@@ -62,6 +62,12 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
             }
         }
     }
+    for (rank, (child, _)) in workers.0.iter_mut().enumerate() {
+        let status = child.wait().map_err(|error| Failure::failed(error.to_string()))?;
+        if !status.success() && wrong == 0 {
+            return Err(Failure::failed(format!("worker {rank} ended badly ({status})")));
+        }
+    }
     verdict(wrong)
 }
 

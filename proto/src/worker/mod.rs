@@ -127,7 +127,7 @@ impl Worker {
             .flat_map(|lane| (0..config.shards).map(move |shard| (lane, shard)))
             .map(|(lane, shard)| Stream::new(lane, shard, &config, now))
             .collect::<Vec<_>>();
-        let max = config.pool_slots as usize * WINDOW_BYTES;
+        let max = config.in_flight.min(config.pool_slots as usize * WINDOW_BYTES);
         let path = || Path {
             job: config.job,
             congestion: Congestion::new(config.in_flight, max),
