@@ -12,7 +12,7 @@ use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
 use racksum_proto::geometry::{Fragmentation, Geometry};
 use racksum_proto::ids::Rank;
-use racksum_proto::wire::{Header, Kind};
+use racksum_proto::wire::{self, Header, Kind};
 use racksum_sim::check::oracle::{Oracle, Truth};
 use racksum_sim::check::{Checker, Checkers, Machine, Sight, Trace, Violation};
 use racksum_sim::cluster::{Cluster, OVERHEAD_BYTES};
@@ -217,8 +217,9 @@ struct Shared(Rc<RefCell<Idle>>);
 impl Checker for Shared {
     fn see(&mut self, at: Picos, machine: Machine, sight: &Sight<'_>) -> Result<(), Violation> {
         let Sight::Received(bytes) = sight else { return Ok(()) };
-        let is_result =
-            Header::decode(bytes).is_ok_and(|(header, _)| header.kind == Kind::Result);
+        let is_result = wire::messages(bytes)
+            .flatten()
+            .any(|(header, _)| header.kind == Kind::Result);
         if machine == (Machine::Worker { job: 0, rank: Rank(0) }) && is_result {
             let mut idle = self.0.borrow_mut();
             let gap = at.since(idle.last);

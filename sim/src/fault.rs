@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use racksum_proto::ids::{Rank, WindowId};
-use racksum_proto::wire::{Header, Kind};
+use racksum_proto::wire::{self, Kind};
 
 use crate::engine::Picos;
 use crate::plan::Host;
@@ -28,9 +28,9 @@ pub struct Match {
     pub leg: Option<Leg>,
     /// The host at the end of it.
     pub host: Option<Host>,
-    /// What the datagram is.
+    /// What one of its messages is.
     pub kind: Option<Kind>,
-    /// Who sent it, as its header says.
+    /// Who sent that, as its header says.
     pub sender: Option<Rank>,
     /// The window it is about.
     pub window: Option<WindowId>,
@@ -49,7 +49,7 @@ impl Match {
         if (kind, sender, window, fragment) == (None, None, None, None) {
             return true;
         }
-        Header::decode(datagram).is_ok_and(|(header, _)| {
+        wire::messages(datagram).flatten().any(|(header, _)| {
             kind.is_none_or(|kind| kind == header.kind)
                 && sender.is_none_or(|sender| sender == header.sender)
                 && window.is_none_or(|window| window == header.window)

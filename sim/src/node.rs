@@ -12,7 +12,7 @@ use racksum_proto::geometry::{Fragmentation, Geometry};
 use racksum_proto::ids::{OpId, Rank, WindowId};
 use racksum_proto::observer::Observer;
 use racksum_proto::time::{Span, Time};
-use racksum_proto::wire::Header;
+use racksum_proto::wire::{self, Header};
 use racksum_proto::worker::{self, Delivery, Worker};
 
 /// A datagram on its way.
@@ -87,11 +87,20 @@ impl WorkerNode {
         congested: bool,
         observer: &mut impl Observer,
     ) {
-        let verdict = self.machine.handle_datagram(now, bytes, congested, observer);
-        if let worker::Verdict::Deliver(delivery) = verdict {
-            self.deliver(&delivery, &bytes[Header::LEN..]);
-            if delivery.complete {
-                self.machine.handle_delivered(now, &delivery, observer);
+        for message in wire::messages(bytes) {
+            let (header, body) = match message {
+                Ok(message) => message,
+                Err(reject) => {
+                    self.machine.reject(reject, observer);
+                    continue;
+                }
+            };
+            let verdict = self.machine.handle_decoded(now, &header, body, congested, observer);
+            if let worker::Verdict::Deliver(delivery) = verdict {
+                self.deliver(&delivery, body);
+                if delivery.complete {
+                    self.machine.handle_delivered(now, &delivery, observer);
+                }
             }
         }
         self.collect();
@@ -105,15 +114,20 @@ impl WorkerNode {
 
     /// Scans and sends all that is due; datagrams go to `out`.
     pub fn drive(&mut self, now: Time, out: &mut Vec<Datagram>, observer: &mut impl Observer) {
+        let mut joined = Joined::new(self.machine.config().cut);
         loop {
             while let Some(transmit) =
                 self.machine.poll_transmit(now, &mut self.buffer, observer)
             {
-                self.send(&transmit, out);
+                self.send(&transmit, &mut joined);
             }
             let Some(scan) = self.machine.poll_scan() else { break };
             self.scan(scan);
         }
+        out.extend(joined.datagrams.into_iter().map(|(shard, bytes)| Datagram {
+            to: Endpoint::Shard(shard),
+            bytes: bytes.into(),
+        }));
         self.collect();
     }
 
@@ -130,18 +144,16 @@ impl WorkerNode {
         self.machine.handle_scanned(scan, mask);
     }
 
-    fn send(&self, transmit: &worker::Transmit, out: &mut Vec<Datagram>) {
+    fn send(&self, transmit: &worker::Transmit, joined: &mut Joined<u8>) {
         match transmit {
             worker::Transmit::Datagram { shard, len } => {
-                let bytes = Rc::from(&self.buffer[..*len]);
-                out.push(Datagram { to: Endpoint::Shard(*shard), bytes });
+                joined.push(*shard, self.buffer[..*len].to_vec());
             }
             worker::Transmit::Data(data) => {
                 let payload = self.pack(data.header.window, data.header.mask);
                 let cut = self.machine.config().cut;
-                let to = Endpoint::Shard(data.shard);
                 fragments(cut, &data.header, data.fragments, &payload, |bytes| {
-                    out.push(Datagram { to, bytes });
+                    joined.push(data.shard, bytes);
                 });
             }
         }
@@ -255,15 +267,24 @@ impl ShardNode {
         congested: bool,
         observer: &mut impl Observer,
     ) {
-        let verdict = self.machine.handle_datagram(now, bytes, congested, observer);
-        if let aggregator::Verdict::Store(Place { lane, slot, rank, fragment, .. }) = verdict {
-            let body = bytes[Header::LEN..].to_vec();
-            self.slots.insert((lane, slot, rank.0, fragment), body);
+        for message in wire::messages(bytes) {
+            let (header, body) = match message {
+                Ok(message) => message,
+                Err(reject) => {
+                    self.machine.reject(reject, observer);
+                    continue;
+                }
+            };
+            let verdict = self.machine.handle_decoded(now, &header, body, congested, observer);
+            if let aggregator::Verdict::Store(Place { lane, slot, rank, fragment, .. }) = verdict {
+                self.slots.insert((lane, slot, rank.0, fragment), body.to_vec());
+            }
         }
     }
 
     /// Folds and sends all that is due; datagrams go to `out`.
     pub fn drive(&mut self, now: Time, out: &mut Vec<Datagram>, observer: &mut impl Observer) {
+        let mut joined = Joined::new(self.machine.config().cut);
         loop {
             let fold = self.machine.poll_fold();
             if let Some(fold) = &fold {
@@ -274,11 +295,14 @@ impl ShardNode {
             while let Some(transmit) =
                 self.machine.poll_transmit(now, &mut self.buffer, observer)
             {
-                self.send(&transmit, out);
+                self.send(&transmit, &mut joined);
             }
             if fold.is_none() {
                 break;
             }
+        }
+        for (to, bytes) in joined.datagrams {
+            out.extend(self.addressed(to, &bytes.into()));
         }
     }
 
@@ -324,17 +348,16 @@ impl ShardNode {
         payload
     }
 
-    fn send(&self, transmit: &aggregator::Transmit, out: &mut Vec<Datagram>) {
+    fn send(&self, transmit: &aggregator::Transmit, joined: &mut Joined<Recipient>) {
         let cut = self.machine.config().cut;
         match transmit {
             aggregator::Transmit::Datagram { to, len } => {
-                let bytes = Rc::from(&self.buffer[..*len]);
-                out.extend(self.addressed(*to, &bytes));
+                joined.push(*to, self.buffer[..*len].to_vec());
             }
             aggregator::Transmit::Result { to, result } => {
                 let payload = &self.results[&(result.lane, result.slot)];
                 fragments(cut, &result.header, result.fragments, payload, |bytes| {
-                    out.extend(self.addressed(*to, &bytes));
+                    joined.push(*to, bytes);
                 });
             }
         }
@@ -356,18 +379,40 @@ impl ShardNode {
     }
 }
 
+/// Datagrams to be sent: messages one after the other to the same recipient share one if they fit.
+#[derive(Debug)]
+struct Joined<T> {
+    max: usize,
+    datagrams: Vec<(T, Vec<u8>)>,
+}
+
+impl<T: PartialEq> Joined<T> {
+    const fn new(cut: Fragmentation) -> Self {
+        Self { max: Header::LEN + cut.payload(), datagrams: Vec::new() }
+    }
+
+    fn push(&mut self, to: T, message: Vec<u8>) {
+        match self.datagrams.last_mut() {
+            Some((last, bytes)) if *last == to && bytes.len() + message.len() <= self.max => {
+                bytes.extend(message);
+            }
+            _ => self.datagrams.push((to, message)),
+        }
+    }
+}
+
 /// Room for the longest datagram of a job.
 fn buffer(cut: Fragmentation) -> Box<[u8]> {
     vec![0xa5; Header::LEN + cut.payload()].into()
 }
 
-/// The datagrams of a window's fragments.
+/// The messages of a window's fragments.
 fn fragments(
     cut: Fragmentation,
     header: &Header,
     wanted: u64,
     payload: &[u8],
-    mut send: impl FnMut(Rc<[u8]>),
+    mut send: impl FnMut(Vec<u8>),
 ) {
     for fragment in (0..cut.count(payload.len())).filter(|i| wanted >> i & 1 == 1) {
         let range = cut.range(payload.len(), fragment);
@@ -375,7 +420,7 @@ fn fragments(
         let (head, body) = bytes.split_first_chunk_mut().expect("a header fits");
         header.of_fragment(fragment, range.len()).encode(head);
         body.copy_from_slice(&payload[range]);
-        send(bytes.into());
+        send(bytes);
     }
 }
 

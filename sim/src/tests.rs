@@ -9,7 +9,7 @@ use racksum_proto::error::OpError;
 use racksum_proto::geometry::Fragmentation;
 use racksum_proto::ids::{OpId, Rank, WindowId};
 use racksum_proto::time::Span;
-use racksum_proto::wire::{Header, Kind};
+use racksum_proto::wire::{self, Kind};
 
 use crate::check::oracle::Oracle;
 use crate::check::{Checker, Checkers, FewBytes, Foreign, Machine, SameBits, Sight, Violation};
@@ -172,9 +172,9 @@ impl Checker for Late {
                 self.folded = true;
             }
             Sight::Received(datagram) if matches!(machine, Machine::Shard { .. }) => {
-                let (header, _) = Header::decode(datagram).unwrap();
-                let late =
-                    self.folded && header.kind == Kind::Data && header.window == self.window;
+                let late = wire::messages(datagram).flatten().any(|(header, _)| {
+                    self.folded && header.kind == Kind::Data && header.window == self.window
+                });
                 self.count.set(self.count.get() + u32::from(late));
             }
             _ => {}

@@ -64,7 +64,9 @@ impl BlockSet {
         } else {
             combine(descriptor, &blocks)
         };
-        Ok(Self { input, arrived: Vec::new(), values: Vec::new() })
+        // The union is at least this rank's own blocks, and often not much more.
+        let values = Vec::with_capacity(2 * input.values.len());
+        Ok(Self { input, arrived: Vec::new(), values })
     }
 
     /// The non-zero blocks of each window.

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use racksum_proto::geometry::MAX_FRAGMENTS;
 use racksum_proto::ids::{Rank, WindowId};
 use racksum_proto::observer::Event;
-use racksum_proto::wire::{Header, Kind};
+use racksum_proto::wire::{self, Header, Kind};
 
 use super::{Checker, Invariant, Machine, Sight, Violation};
 use crate::engine::Picos;
@@ -32,8 +32,7 @@ impl Bounded {
         self.plan.jobs[job].pool_slots as usize
     }
 
-    fn sent(&mut self, job: usize, datagram: &[u8]) -> Result<(), Violation> {
-        let Ok((header, _)) = Header::decode(datagram) else { return Ok(()) };
+    fn sent(&mut self, job: usize, header: &Header) -> Result<(), Violation> {
         let slots = self.slots(job);
         let stream = (job, header.sender, header.lane, header.shard);
         let windows = self.sent.entry(stream).or_default();
@@ -79,7 +78,10 @@ impl Bounded {
 impl Checker for Bounded {
     fn see(&mut self, _: Picos, machine: Machine, sight: &Sight<'_>) -> Result<(), Violation> {
         match (machine, sight) {
-            (Machine::Worker { job, .. }, Sight::Sent(datagram)) => self.sent(job, datagram),
+            (Machine::Worker { job, .. }, Sight::Sent(datagram)) => {
+                let mut headers = wire::messages(datagram).flatten().map(|(header, _)| header);
+                headers.try_for_each(|header| self.sent(job, &header))
+            }
             (Machine::Shard { job, shard }, Sight::Event(event)) => {
                 self.folded(job, shard, event)
             }

@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use racksum_proto::wire::{AskEntries, Header, Kind, Open};
+use racksum_proto::wire::{self, AskEntries, Header, Kind, Open};
 
 use super::{Checker, Machine, Sight, Violation};
 use crate::engine::Picos;
@@ -45,8 +45,15 @@ impl<W: Write> Checker for Trace<W> {
 
 /// A datagram in a line.
 fn summary(datagram: &[u8]) -> String {
-    let Ok((header, body)) = Header::decode(datagram) else { return "garbage".to_owned() };
-    let Header { kind, lane, shard, window, ack, mask, previous, fragment, .. } = header;
+    let messages = wire::messages(datagram).map(|message| match message {
+        Ok((header, body)) => describe(&header, body),
+        Err(reject) => reject.name().to_owned(),
+    });
+    messages.collect::<Vec<_>>().join(" + ")
+}
+
+fn describe(header: &Header, body: &[u8]) -> String {
+    let Header { kind, lane, shard, window, ack, mask, previous, fragment, .. } = *header;
     let mut text = format!(
         "{kind:?} {}.{}, lane {lane}, shard {shard}, ack {}.{}, {} bytes",
         window.op.0,

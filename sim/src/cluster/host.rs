@@ -308,7 +308,7 @@ fn handle_at_shard(
     marked: bool,
     checkers: &mut Checkers,
 ) {
-    let Ok((header, _)) = Header::decode(bytes) else { return };
+    let Ok((header, ..)) = Header::decode_first(bytes) else { return };
     let mine = jobs.iter_mut().enumerate().find(|(job, _)| Plan::job_id(*job) == header.job);
     let Some((job, node)) = mine else { return };
     let machine = Machine::Shard { job, shard };

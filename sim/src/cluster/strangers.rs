@@ -2,6 +2,8 @@
 
 use std::rc::Rc;
 
+use racksum_proto::wire::Header;
+
 use crate::engine::Picos;
 use crate::random::Random;
 
@@ -33,7 +35,10 @@ impl Strangers {
         let Some(genuine) = genuine.filter(|_| !self.random.once_in(8)) else {
             return self.garbage();
         };
-        let mut bytes = genuine.to_vec();
+        // One message only: behind another there would be genuine ones.
+        let len = Header::decode_first(genuine)
+            .map_or(genuine.len(), |(_, body, _)| Header::LEN + body.len());
+        let mut bytes = genuine[..len].to_vec();
         let bit = 1 << self.random.below(7);
         let mut other = |at: usize| bytes[at] ^= bit;
         match self.random.below(9) {

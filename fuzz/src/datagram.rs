@@ -1,0 +1,70 @@
+//! Any bytes through every decoder: none panics, and what one accepts is valid, and comes out of
+//! the encoder as it went in.
+
+use racksum_proto::geometry::{Geometry, MAX_WINDOW_BLOCKS, WINDOW_BYTES};
+use racksum_proto::wire::{
+    AskEntries, Disagreement, Header, Kind, MissingRanks, Open, OpenEncoder,
+};
+
+/// Decodes `bytes` as a datagram, and as each of the bodies.
+pub fn run(bytes: &[u8]) {
+    if let Ok((header, body)) = Header::decode(bytes) {
+        let mut again = [0xa5; Header::LEN];
+        header.encode(&mut again);
+        assert_eq!(again, bytes[..Header::LEN], "a header is written as it was read");
+        assert_eq!(body, &bytes[Header::LEN..], "the body is what follows the header");
+        match header.kind {
+            Kind::Open => open(body),
+            Kind::Ask => asks(body),
+            Kind::Wait => waits(body),
+            Kind::Fail => fails(body),
+            Kind::Data | Kind::Ack | Kind::Result | Kind::Credit | Kind::Probe => {}
+        }
+    }
+    open(bytes);
+    asks(bytes);
+    waits(bytes);
+    fails(bytes);
+}
+
+fn open(body: &[u8]) {
+    let Ok(open) = Open::decode(body) else { return };
+    open.descriptor.validate().expect("a decoded descriptor is valid");
+    let geometry = Geometry::new(&open.descriptor);
+    let last = geometry.windows() - 1;
+    for index in [0, last] {
+        let mask = geometry.full_mask(index);
+        assert!(geometry.blocks_of(index) <= MAX_WINDOW_BLOCKS);
+        assert!(geometry.payload_len(index, mask) <= WINDOW_BYTES);
+    }
+    assert_eq!(geometry.elements_of(last).end, open.descriptor.elements);
+
+    let occupied = || open.occupancy().iter().by_vals();
+    assert_eq!(occupied().count(), open.windows as usize);
+    let mut again = [0xa5; Open::LEN + Open::MAX_WINDOWS / 8];
+    let (len, windows) =
+        OpenEncoder::new().encode(&open.descriptor, open.after, occupied(), &mut again);
+    assert_eq!(windows, open.windows);
+    assert_eq!(Open::decode(&again[..len]), Ok(open), "an open survives its encoder");
+}
+
+fn asks(body: &[u8]) {
+    let Ok(entries) = AskEntries::decode(body) else { return };
+    let mut again = [0xa5; 2 + 16 * AskEntries::MAX];
+    let len = AskEntries::encode(entries.iter(), &mut again);
+    assert_eq!(&again[..len], body, "an ask is written as it was read");
+}
+
+fn waits(body: &[u8]) {
+    let Ok(ranks) = MissingRanks::decode(body) else { return };
+    let mut again = [0xa5; 2 + 6 * MissingRanks::MAX];
+    let len = MissingRanks::encode(ranks.iter(), &mut again);
+    assert_eq!(&again[..len], body, "a wait is written as it was read");
+}
+
+fn fails(body: &[u8]) {
+    let Ok(disagreement) = Disagreement::decode(body) else { return };
+    let mut again = [0xa5; Disagreement::LEN];
+    disagreement.encode(&mut again);
+    assert_eq!(again, body, "a fail is written as it was read");
+}

@@ -1,0 +1,9 @@
+//! What is fuzzed: the decoders of the wire layout, and both machines of the protocol in the
+//! middle of a job.
+//!
+//! The bodies are here and not in the targets, so that `proto/tests/fuzz_corpus.rs` runs them
+//! too, on stable Rust and without a sanitizer. A body takes any bytes and panics if a promise is
+//! broken. `fuzz/README.md` says how to run the targets.
+
+pub mod datagram;
+pub mod machines;
