@@ -1,0 +1,385 @@
+//! Safetensors files as gradients: what they hold, read without loading it.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use racksum_proto::dtype::DType;
+use safetensors::Dtype;
+use safetensors::tensor::{Metadata, TensorInfo};
+use serde::Deserialize;
+
+use crate::exit::Failure;
+
+/// A file of one rank's gradients.
+#[derive(Debug)]
+pub(super) struct GradientFile {
+    pub(super) path: PathBuf,
+    /// In the order in which they are reduced and written: that of safetensors' own writer.
+    pub(super) tensors: Vec<Tensor>,
+    file: File,
+    data_start: u64,
+}
+
+/// A tensor of a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Tensor {
+    pub(super) name: String,
+    pub(super) dtype: DType,
+    pub(super) shape: Vec<usize>,
+    pub(super) elements: u64,
+    /// Bytes of data before it in its file.
+    offset: u64,
+    /// Bytes of its data.
+    pub(super) len: usize,
+}
+
+/// A header's entry, as far as it is needed to name a tensor of a dtype that nobody knows.
+#[derive(Debug, Deserialize)]
+struct Entry {
+    dtype: String,
+}
+
+impl GradientFile {
+    /// Opens a file and reads its header.
+    ///
+    /// # Errors
+    /// A sentence that names the file and what is wrong with it.
+    pub(super) fn open(path: &Path) -> Result<Self, Failure> {
+        let unreadable = |error: std::io::Error| {
+            Failure::usage(format!("cannot read {}: {error}", path.display()))
+        };
+        let file = File::open(path).map_err(unreadable)?;
+        let about = file.metadata().map_err(unreadable)?;
+        if about.is_dir() {
+            return Err(Failure::usage(format!("{} is a directory, not a file", path.display())));
+        }
+        let bad = |why: String| {
+            Failure::usage(format!("{} is no safetensors file: {why}", path.display()))
+        };
+        let len = about.len();
+        if len < LENGTH {
+            return Err(bad(format!("it has {len} bytes, and the length of its header takes 8")));
+        }
+        let mut length = [0; LENGTH as usize];
+        file.read_exact_at(&mut length, 0).map_err(unreadable)?;
+        let header_len = u64::from_le_bytes(length);
+        if header_len > MAX_HEADER || header_len > len - LENGTH {
+            return Err(bad(format!(
+                "it says that its header has {header_len} bytes, and the file has {len}"
+            )));
+        }
+        let mut header = vec![0; usize::try_from(header_len).unwrap_or(0)];
+        file.read_exact_at(&mut header, LENGTH).map_err(unreadable)?;
+        check_dtypes(path, &header)?;
+        let metadata: Metadata =
+            serde_json::from_slice(&header).map_err(|error| bad(error.to_string()))?;
+        let data_start = LENGTH + header_len;
+        let whole = data_start + metadata.data_len() as u64;
+        if len != whole {
+            return Err(bad(format!("its header describes {whole} bytes, and the file has {len}")));
+        }
+        let mut tensors = Vec::new();
+        for name in metadata.offset_keys() {
+            let Some(info) = metadata.info(&name) else { continue };
+            tensors.push(Tensor::new(name, info));
+        }
+        tensors.sort_by(|one, other| {
+            stored_as(other.dtype).cmp(&stored_as(one.dtype)).then(one.name.cmp(&other.name))
+        });
+        Ok(Self { path: path.to_owned(), tensors, file, data_start })
+    }
+
+    /// Reads bytes of a tensor, from the `from`th on.
+    pub(super) fn read(
+        &self,
+        tensor: &Tensor,
+        from: usize,
+        out: &mut [u8],
+    ) -> Result<(), Failure> {
+        let at = self.data_start + tensor.offset + from as u64;
+        self.file
+            .read_exact_at(out, at)
+            .map_err(|error| Failure::failed(format!("cannot read {}: {error}", self.path.display())))
+    }
+
+    /// Checks that another file holds the same tensors.
+    ///
+    /// # Errors
+    /// A sentence that names the file, the tensor and what differs.
+    pub(super) fn check_same(&self, other: &Self) -> Result<(), Failure> {
+        let (mine, theirs) = (self.path.display(), other.path.display());
+        let by_name = |file: &Self| -> BTreeMap<String, Tensor> {
+            file.tensors.iter().map(|tensor| (tensor.name.clone(), tensor.clone())).collect()
+        };
+        let (ours, others) = (by_name(self), by_name(other));
+        for (name, tensor) in &ours {
+            let Some(there) = others.get(name) else {
+                return Err(Failure::usage(format!(
+                    "{theirs} has no tensor {name:?}, which {mine} has"
+                )));
+            };
+            if there.dtype != tensor.dtype {
+                return Err(Failure::usage(format!(
+                    "tensor {name:?} is {} in {theirs}, but {} in {mine}",
+                    there.dtype.name(),
+                    tensor.dtype.name()
+                )));
+            }
+            if there.shape != tensor.shape {
+                return Err(Failure::usage(format!(
+                    "tensor {name:?} has the shape {:?} in {theirs}, but {:?} in {mine}",
+                    there.shape, tensor.shape
+                )));
+            }
+        }
+        match others.keys().find(|name| !ours.contains_key(*name)) {
+            None => Ok(()),
+            Some(name) => Err(Failure::usage(format!(
+                "{theirs} has a tensor {name:?}, which {mine} has not"
+            ))),
+        }
+    }
+}
+
+impl Tensor {
+    fn new(name: String, info: &TensorInfo) -> Self {
+        let (start, end) = info.data_offsets;
+        let dtype = reduced_as(info.dtype).unwrap_or(DType::F32);
+        let elements = info.shape.iter().product::<usize>() as u64;
+        let shape = info.shape.clone();
+        Self { name, dtype, shape, elements, offset: start as u64, len: end - start }
+    }
+
+    /// What stands for its name and shape in the descriptor.
+    pub(super) fn tag(&self) -> u64 {
+        let mut digest = Digest::new();
+        digest.add(self.name.as_bytes());
+        // No byte of UTF-8 is 0xff, so the name ends here.
+        digest.add(&[0xff]);
+        for size in &self.shape {
+            digest.add(&(*size as u64).to_le_bytes());
+        }
+        digest.value()
+    }
+}
+
+/// A stable hash: 64-bit FNV-1a (Fowler, Noll, Vo).
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Digest(u64);
+
+impl Digest {
+    pub(super) const fn new() -> Self {
+        Self(0xcbf2_9ce4_8422_2325)
+    }
+
+    pub(super) fn add(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.0 = (self.0 ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
+        }
+    }
+
+    pub(super) const fn value(self) -> u64 {
+        self.0
+    }
+}
+
+/// The header of a file that holds `tensors` one after the other, with its length before it.
+pub(super) fn header_of(tensors: &[Tensor]) -> Result<Vec<u8>, Failure> {
+    let cannot = |error: String| Failure::failed(format!("cannot write a header: {error}"));
+    let mut end = 0;
+    let infos = tensors
+        .iter()
+        .map(|tensor| {
+            let start = end;
+            end += tensor.len;
+            let (dtype, shape) = (stored_as(tensor.dtype), tensor.shape.clone());
+            (tensor.name.clone(), TensorInfo { dtype, shape, data_offsets: (start, end) })
+        })
+        .collect();
+    let metadata = Metadata::new(None, infos).map_err(|error| cannot(error.to_string()))?;
+    let mut header = vec![0; LENGTH as usize];
+    serde_json::to_writer(&mut header, &metadata).map_err(|error| cannot(error.to_string()))?;
+    // So that the data begins at a multiple of eight bytes.
+    header.resize(header.len().next_multiple_of(8), b' ');
+    let len = header.len() as u64 - LENGTH;
+    header[..LENGTH as usize].copy_from_slice(&len.to_le_bytes());
+    Ok(header)
+}
+
+/// Refuses a header with a dtype that cannot be reduced, and names its tensor. What is no header
+/// at all is left to the parser to complain of.
+fn check_dtypes(path: &Path, header: &[u8]) -> Result<(), Failure> {
+    let Ok(entries) = serde_json::from_slice::<BTreeMap<String, serde_json::Value>>(header) else {
+        return Ok(());
+    };
+    for (name, entry) in entries.iter().filter(|(name, _)| *name != "__metadata__") {
+        let Ok(Entry { dtype }) = Entry::deserialize(entry) else { continue };
+        let known = serde_json::from_value::<Dtype>(dtype.clone().into()).ok();
+        if known.and_then(reduced_as).is_none() {
+            let names = DType::ALL.map(|dtype| stored_as(dtype).to_string());
+            return Err(Failure::usage(format!(
+                "tensor {name:?} of {} is {dtype}, which racksum cannot reduce; it reduces {}",
+                path.display(),
+                names.join(", ")
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Our name of a dtype, if it can be reduced.
+const fn reduced_as(dtype: Dtype) -> Option<DType> {
+    Some(match dtype {
+        Dtype::F32 => DType::F32,
+        Dtype::F64 => DType::F64,
+        Dtype::F16 => DType::F16,
+        Dtype::BF16 => DType::Bf16,
+        Dtype::I32 => DType::I32,
+        Dtype::I64 => DType::I64,
+        _ => return None,
+    })
+}
+
+const fn stored_as(dtype: DType) -> Dtype {
+    match dtype {
+        DType::F32 => Dtype::F32,
+        DType::F64 => Dtype::F64,
+        DType::F16 => Dtype::F16,
+        DType::Bf16 => Dtype::BF16,
+        DType::I32 => Dtype::I32,
+        DType::I64 => Dtype::I64,
+    }
+}
+
+/// Bytes of the header's length, which opens a file.
+const LENGTH: u64 = 8;
+/// The longest header that the format allows.
+const MAX_HEADER: u64 = 100_000_000;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(name: &str, header: &str, data: usize) -> PathBuf {
+        let path =
+            std::env::temp_dir().join(format!("racksum-file-{}-{name}", std::process::id()));
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend_from_slice(header.as_bytes());
+        bytes.resize(bytes.len() + data, 7);
+        std::fs::write(&path, bytes).unwrap();
+        path
+    }
+
+    fn open(name: &str, header: &str, data: usize) -> Result<GradientFile, Failure> {
+        let path = file(name, header, data);
+        let opened = GradientFile::open(&path);
+        std::fs::remove_file(path).unwrap();
+        opened
+    }
+
+    fn why(name: &str, header: &str, data: usize) -> String {
+        open(name, header, data).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn tensors_are_in_the_order_of_the_format_whatever_their_order_in_the_file() {
+        let header = r#"{"__metadata__":{"a":"b"},
+            "b":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},
+            "c":{"dtype":"F64","shape":[],"data_offsets":[8,16]},
+            "a":{"dtype":"F32","shape":[1,0],"data_offsets":[16,16]}}"#;
+        let file = open("order", header, 16).unwrap();
+        let names: Vec<_> = file.tensors.iter().map(|tensor| &tensor.name[..]).collect();
+        assert_eq!(names, ["c", "a", "b"]);
+        let elements: Vec<_> = file.tensors.iter().map(|tensor| tensor.elements).collect();
+        assert_eq!(elements, [1, 0, 2]);
+        let mut bytes = [0; 4];
+        file.read(&file.tensors[2], 4, &mut bytes).unwrap();
+        assert_eq!(bytes, [7; 4]);
+        let again = header_of(&file.tensors).unwrap();
+        let metadata: Metadata = serde_json::from_slice(&again[8..]).unwrap();
+        assert_eq!(metadata.offset_keys(), ["c", "a", "b"]);
+        assert_eq!((again.len() % 8, metadata.data_len()), (0, 16));
+    }
+
+    #[test]
+    fn a_dtype_that_cannot_be_reduced_is_named_with_its_tensor() {
+        for dtype in ["U8", "F8_E4M3", "nonsense"] {
+            let header =
+                format!(r#"{{"w":{{"dtype":"{dtype}","shape":[4],"data_offsets":[0,4]}}}}"#);
+            let why = why("dtype", &header, 4);
+            assert!(why.starts_with("tensor \"w\" of ") && why.contains(dtype), "{why}");
+            assert!(why.ends_with("it reduces F32, F64, F16, BF16, I32, I64"), "{why}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_safetensors_file_is_refused_in_a_sentence() {
+        let good = r#"{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
+        assert!(open("good", good, 4).is_ok());
+        for (name, header, data) in [
+            ("short", good, 3),
+            ("long", good, 5),
+            ("json", "not json", 0),
+            ("list", "[1]", 0),
+            ("offsets", r#"{"w":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}"#, 4),
+            ("shape", r#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}"#, 4),
+        ] {
+            let why = why(name, header, data);
+            assert!(why.contains("is no safetensors file: "), "{why}");
+            assert!(!why.contains('\n'), "{why}");
+        }
+        let path = std::env::temp_dir().join(format!("racksum-file-{}-raw", std::process::id()));
+        for bytes in [&b""[..], b"1234567", &u64::MAX.to_le_bytes(), &9u64.to_le_bytes()] {
+            std::fs::write(&path, bytes).unwrap();
+            let why = GradientFile::open(&path).unwrap_err().to_string();
+            assert!(why.contains("is no safetensors file: "), "{why}");
+        }
+        std::fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn a_difference_between_files_is_named() {
+        let of = |name: &str, dtype: &str, shape: &str| {
+            let header = format!(
+                r#"{{"{name}":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[0,8]}}}}"#
+            );
+            open(&format!("same-{name}-{dtype}-{}", shape.len()), &header, 8).unwrap()
+        };
+        let one = of("w", "F32", "[2]");
+        assert!(one.check_same(&of("w", "F32", "[2]")).is_ok());
+        for (other, what) in [
+            (of("w", "I32", "[2]"), "is i32 in "),
+            (of("w", "F32", "[2, 1]"), "has the shape [2, 1] in "),
+            (of("v", "F32", "[2]"), "has no tensor \"w\", which "),
+        ] {
+            let why = one.check_same(&other).unwrap_err().to_string();
+            assert!(why.contains(what), "{why}");
+        }
+        let none = open("none", "{}", 0).unwrap();
+        let why = none.check_same(&one).unwrap_err().to_string();
+        assert!(why.contains("has a tensor \"w\", which "), "{why}");
+    }
+
+    #[test]
+    fn the_tag_tells_names_and_shapes_apart() {
+        let tensor = |name: &str, shape: &[usize]| Tensor {
+            name: name.to_owned(),
+            dtype: DType::F32,
+            shape: shape.to_vec(),
+            elements: 6,
+            offset: 0,
+            len: 24,
+        };
+        let tags = [
+            tensor("a", &[6]).tag(),
+            tensor("b", &[6]).tag(),
+            tensor("a", &[2, 3]).tag(),
+            tensor("a", &[3, 2]).tag(),
+        ];
+        assert!((1..4).all(|i| !tags[..i].contains(&tags[i])));
+        // It is the same for ever: ranks of different builds must agree.
+        assert_eq!(tensor("a", &[6]).tag(), 0x84d7_34ba_e5bb_74c0);
+    }
+}

@@ -1,0 +1,172 @@
+//! `racksum reduce`: sums the gradients in safetensors files, one file a rank.
+
+mod file;
+mod out;
+mod parent;
+mod rank;
+mod report;
+mod survey;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::{Reduction, WireType};
+use racksum_worker::{ConnectOptions, Faults};
+
+use self::file::{GradientFile, Tensor};
+use crate::args::{self, Fanout, Format};
+use crate::exit::Failure;
+
+/// Without --aggregator, an aggregator and one worker process for each file run on this host.
+/// All files hold the same tensors: of one name, one dtype and one shape. The result holds them
+/// too, reduced over the files; a file's `__metadata__` is left out.
+#[derive(Debug, Clone, clap::Args)]
+pub(crate) struct Args {
+    /// Gradients, one file a rank, rank 0 first; with --aggregator this rank's alone.
+    #[arg(required = true, value_name = "RANK.safetensors")]
+    files: Vec<PathBuf>,
+    /// Where the result goes. Without it only the table is printed.
+    #[arg(long, value_name = "SUM.safetensors")]
+    out: Option<PathBuf>,
+    /// Be one rank of a run at this aggregator, HOST:PORT; A+B spreads the job over both.
+    #[arg(long, value_name = "HOST:PORT", requires_all = ["rank", "world"])]
+    aggregator: Option<String>,
+    /// The job's name in a distributed run.
+    #[arg(long, default_value = "reduce", requires = "aggregator")]
+    job: String,
+    /// This rank, from 0.
+    #[arg(long, requires = "aggregator")]
+    rank: Option<u16>,
+    /// How many ranks there are.
+    #[arg(long, requires = "aggregator")]
+    world: Option<u16>,
+    /// Connect beyond loopback without identities.
+    #[arg(long, requires = "aggregator")]
+    insecure: bool,
+    /// Reduction: sum, avg, min, max.
+    #[arg(short = 'o', long, value_parser = args::reduction, default_value = "sum")]
+    op: Reduction,
+    /// How elements travel: as they are, or f32, bf16, f16, int8, fixed32.
+    #[arg(long, value_parser = args::wire)]
+    wire: Option<WireType>,
+    /// Elements of a block: 32 to 1024, a power of two.
+    #[arg(long, default_value_t = Descriptor::DEFAULT_BLOCK)]
+    block: usize,
+    /// Shards of the aggregator on this host.
+    #[arg(
+        long,
+        default_value_t = 1,
+        value_parser = clap::value_parser!(u8).range(1..=64),
+        conflicts_with = "aggregator"
+    )]
+    shards: u8,
+    /// How results reach the ranks on this host.
+    #[arg(long, value_enum, default_value_t = Fanout::Auto, conflicts_with = "aggregator")]
+    fanout: Fanout,
+    /// Share of datagrams that each rank loses on purpose, each way.
+    #[arg(long, value_parser = args::share, default_value = "0")]
+    drop: f64,
+    /// Share of datagrams that each rank doubles.
+    #[arg(long, value_parser = args::share, default_value = "0")]
+    dup: f64,
+    /// Share of datagrams that each rank holds back.
+    #[arg(long, value_parser = args::share, default_value = "0")]
+    reorder: f64,
+    /// Seed of the faults.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Seconds that joining, and each tensor, may take.
+    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..))]
+    timeout: u64,
+    /// How to print.
+    #[arg(long, value_enum, default_value_t = Format::Text)]
+    format: Format,
+    /// Say what became of it on standard output, for the parent to merge.
+    #[arg(long, hide = true, requires = "aggregator", conflicts_with = "out")]
+    raw: bool,
+    /// Write the result into this file of the parent's.
+    #[arg(long, hide = true, requires = "raw")]
+    into: Option<PathBuf>,
+}
+
+/// Which rank of which job.
+#[derive(Debug, Clone)]
+struct Identity {
+    aggregators: Vec<String>,
+    job: String,
+    rank: u16,
+    world: u16,
+}
+
+impl Args {
+    /// Who this process is in a distributed run; `None` for all ranks of a run on this host.
+    fn identity(&self) -> Option<Identity> {
+        let (Some(aggregator), Some(rank), Some(world)) =
+            (&self.aggregator, self.rank, self.world)
+        else {
+            return None;
+        };
+        let aggregators = aggregator.split('+').map(str::to_owned).collect();
+        Some(Identity { aggregators, job: self.job.clone(), rank, world })
+    }
+
+    /// How a rank connects.
+    fn connect_options(&self, identity: &Identity) -> ConnectOptions {
+        let timeout = Duration::from_secs(self.timeout);
+        ConnectOptions {
+            aggregators: identity.aggregators.clone(),
+            rank: identity.rank,
+            world: identity.world,
+            insecure: self.insecure,
+            join_timeout: timeout,
+            op_timeout: timeout,
+            faults: Faults {
+                drop: self.drop,
+                duplicate: self.dup,
+                reorder: self.reorder,
+                seed: self.seed,
+            },
+            ..ConnectOptions::new("", identity.job.clone())
+        }
+    }
+
+    /// How a tensor is reduced. Its name and shape are part of what all ranks must agree on.
+    ///
+    /// # Errors
+    /// A sentence that names the tensor and what cannot be.
+    fn descriptor(&self, tensor: &Tensor) -> Result<Descriptor, Failure> {
+        let descriptor = Descriptor {
+            tag: tensor.tag(),
+            wire: self.wire.unwrap_or(tensor.dtype.native_wire()),
+            reduction: self.op,
+            ..Descriptor::sum(tensor.elements, tensor.dtype)
+        };
+        let checked = descriptor
+            .with_block(self.block)
+            .and_then(|descriptor| descriptor.validate().map(|()| descriptor));
+        checked.map_err(|error| Failure::usage(format!("tensor {:?}: {error}", tensor.name)))
+    }
+
+    /// How each tensor of a file is reduced.
+    fn descriptors(&self, file: &GradientFile) -> Result<Vec<Descriptor>, Failure> {
+        file.tensors.iter().map(|tensor| self.descriptor(tensor)).collect()
+    }
+}
+
+/// Reduces: as the parent of all ranks, or as one rank.
+pub(crate) fn run(args: &Args) -> Result<(), Failure> {
+    let Some(identity) = args.identity() else { return parent::run(args) };
+    let [path] = &args.files[..] else {
+        return Err(Failure::usage(format!(
+            "with --aggregator give this rank's file alone, not {}",
+            args.files.len()
+        )));
+    };
+    if args.raw {
+        let said = rank::run_for_parent(args, &identity, path);
+        println!("{}", serde_json::to_string(&said).unwrap_or_default());
+        return Ok(());
+    }
+    rank::run(args, &identity, path)
+}

@@ -1,0 +1,162 @@
+//! The file of the result: whole, or not there at all.
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::exit::Failure;
+
+/// A file that is written under another name beside its place, and put there once it is whole.
+/// Dropped before, it leaves nothing behind.
+#[derive(Debug)]
+pub(super) struct OutFile {
+    path: PathBuf,
+    temporary: PathBuf,
+    file: File,
+    committed: bool,
+}
+
+impl OutFile {
+    /// Makes the temporary file.
+    ///
+    /// # Errors
+    /// A sentence that names the file or folder and what is wrong with it.
+    pub(super) fn create(path: &Path) -> Result<Self, Failure> {
+        let Some(name) = path.file_name().filter(|_| !path.is_dir()) else {
+            return Err(Failure::usage(format!("--out {} names no file", path.display())));
+        };
+        let folder = folder_of(path);
+        if !folder.is_dir() {
+            return Err(Failure::usage(format!(
+                "--out {}: there is no directory {}",
+                path.display(),
+                folder.display()
+            )));
+        }
+        for attempt in 0..ATTEMPTS {
+            let mut hidden = std::ffi::OsString::from(".");
+            hidden.push(name);
+            hidden.push(format!(".{}-{attempt}.tmp", std::process::id()));
+            let temporary = folder.join(hidden);
+            match File::options().read(true).write(true).create_new(true).open(&temporary) {
+                Ok(file) => {
+                    return Ok(Self { path: path.to_owned(), temporary, file, committed: false });
+                }
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(error) => return Err(cannot_write(path, &error)),
+            }
+        }
+        Err(Failure::usage(format!(
+            "--out {}: {ATTEMPTS} temporary files are in the way in {}",
+            path.display(),
+            folder.display()
+        )))
+    }
+
+    /// The temporary file, to be written.
+    pub(super) const fn file(&mut self) -> &mut File {
+        &mut self.file
+    }
+
+    /// The temporary file's path.
+    pub(super) fn temporary(&self) -> &Path {
+        &self.temporary
+    }
+
+    /// Puts the file in its place, durably.
+    ///
+    /// # Errors
+    /// Why it cannot be; nothing is left behind then.
+    pub(super) fn commit(mut self) -> Result<(), Failure> {
+        let Self { path, temporary, file, .. } = &self;
+        file.sync_all()
+            .and_then(|()| std::fs::rename(temporary, path))
+            .map_err(|error| cannot_write(path, &error))?;
+        self.committed = true;
+        // The name is there; a file system that cannot say so durably is no reason to fail.
+        drop(File::open(folder_of(&self.path)).and_then(|folder| folder.sync_all()));
+        Ok(())
+    }
+}
+
+impl Drop for OutFile {
+    fn drop(&mut self) {
+        if !self.committed {
+            // It may be gone already; nothing better can be done about it here.
+            drop(std::fs::remove_file(&self.temporary));
+        }
+    }
+}
+
+/// Why a result could not be written.
+pub(super) fn cannot_write(path: &Path, error: &io::Error) -> Failure {
+    Failure::failed(format!("cannot write {}: {error}", path.display()))
+}
+
+/// The folder that a file is in.
+fn folder_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(folder) if folder != Path::new("") => folder,
+        _ => Path::new("."),
+    }
+}
+
+/// Names tried for the temporary file.
+const ATTEMPTS: u32 = 16;
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    fn folder(name: &str) -> PathBuf {
+        let folder =
+            std::env::temp_dir().join(format!("racksum-out-{}-{name}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        folder
+    }
+
+    fn names(folder: &Path) -> Vec<String> {
+        let entries = std::fs::read_dir(folder).unwrap();
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+    }
+
+    #[test]
+    fn a_file_is_there_once_it_is_committed_and_replaces_what_was() {
+        let folder = folder("commit");
+        let path = folder.join("sum");
+        std::fs::write(&path, "before").unwrap();
+        let mut out = OutFile::create(&path).unwrap();
+        out.file().write_all(b"after").unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"before");
+        out.commit().unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"after");
+        assert_eq!(names(&folder), ["sum"]);
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn a_file_that_is_not_committed_leaves_nothing() {
+        let folder = folder("drop");
+        let mut out = OutFile::create(&folder.join("sum")).unwrap();
+        out.file().write_all(b"half").unwrap();
+        drop(out);
+        assert_eq!(names(&folder), [""; 0]);
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn a_place_that_cannot_be_is_refused() {
+        let folder = folder("refuse");
+        for (path, what) in [
+            (folder.clone(), "names no file"),
+            (folder.join("none").join("sum"), "there is no directory"),
+            (PathBuf::from("/"), "names no file"),
+        ] {
+            let why = OutFile::create(&path).unwrap_err().to_string();
+            assert!(why.contains(what), "{why}");
+        }
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+}

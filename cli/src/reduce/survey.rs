@@ -1,0 +1,247 @@
+//! The survey: before the tensors, the ranks sum up who holds which blocks of them.
+//!
+//! One small op brings it to every rank: how many blocks and bytes each rank holds of each
+//! tensor, and for each block how many ranks hold it, as a digit of an i64 with room for the
+//! world. Digits of blocks that nobody holds are zero, and zeroes cost nothing on the wire.
+
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::DType;
+use racksum_worker::kernel;
+
+use super::file::{Digest, GradientFile, Tensor};
+use crate::exit::Failure;
+
+/// How the survey of some tensors is laid out.
+#[derive(Debug)]
+pub(super) struct Survey {
+    world: u16,
+    tensors: Vec<Layout>,
+    /// A hash of all that the ranks must agree on; its upper 16 bits count the tensors.
+    tag: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Layout {
+    descriptor: Descriptor,
+    blocks: u64,
+}
+
+/// What the ranks hold of one tensor.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(super) struct Held {
+    /// Its blocks in all.
+    pub(super) blocks: u64,
+    /// Their bytes on the wire.
+    pub(super) dense_bytes: u64,
+    /// Blocks that each rank holds, by rank.
+    pub(super) rank_blocks: Vec<u64>,
+    /// Their bytes on the wire, by rank.
+    pub(super) rank_bytes: Vec<u64>,
+    /// Blocks that some rank holds.
+    pub(super) union_blocks: u64,
+    /// Their bytes on the wire.
+    pub(super) union_bytes: u64,
+}
+
+impl Survey {
+    pub(super) fn new(descriptors: &[Descriptor], world: u16) -> Self {
+        let mut digest = Digest::new();
+        let mut bytes = [0; Descriptor::LEN];
+        for descriptor in descriptors {
+            descriptor.encode(&mut bytes);
+            digest.add(&bytes);
+        }
+        let count = u64::from(u16::try_from(descriptors.len()).unwrap_or(u16::MAX));
+        let tag = (count << COUNT_SHIFT) | (digest.value() >> (u64::BITS - COUNT_SHIFT));
+        let layout = |descriptor: &Descriptor| Layout {
+            descriptor: *descriptor,
+            blocks: descriptor.elements.div_ceil(descriptor.block_elements() as u64),
+        };
+        Self { world, tensors: descriptors.iter().map(layout).collect(), tag }
+    }
+
+    /// The survey's own descriptor.
+    pub(super) fn descriptor(&self) -> Descriptor {
+        let words: u64 = self.tensors.iter().map(|layout| self.words_of(layout)).sum();
+        Descriptor { tag: self.tag, ..Descriptor::sum(words, DType::I64) }
+    }
+
+    /// How many tensors the rank has whose survey is tagged so.
+    pub(super) const fn tensors_of(tag: u64) -> u64 {
+        tag >> COUNT_SHIFT
+    }
+
+    /// What `rank` says of its file.
+    pub(super) fn say(&self, rank: u16, file: &GradientFile) -> Result<Vec<u8>, Failure> {
+        let mut words = Vec::new();
+        for (layout, tensor) in self.tensors.iter().zip(&file.tensors) {
+            let held = layout.scan(file, tensor)?;
+            words.extend(self.words(rank, layout, &held));
+        }
+        Ok(words.iter().flat_map(|word| word.to_le_bytes()).collect())
+    }
+
+    /// What all ranks said together.
+    pub(super) fn hear(&self, said: &[u8]) -> Vec<Held> {
+        let mut words = said
+            .as_chunks()
+            .0
+            .iter()
+            .map(|word| i64::from_le_bytes(*word).cast_unsigned());
+        self.tensors.iter().map(|layout| self.held(layout, &mut words)).collect()
+    }
+
+    /// Words of one tensor: two a rank, and a digit a block.
+    fn words_of(&self, layout: &Layout) -> u64 {
+        2 * u64::from(self.world) + layout.blocks.div_ceil(u64::from(self.digits()))
+    }
+
+    /// Digits of a word: the sign is left alone.
+    const fn digits(&self) -> u32 {
+        63 / self.bits()
+    }
+
+    /// Bits of a digit, which counts ranks.
+    const fn bits(&self) -> u32 {
+        u16::BITS - self.world.leading_zeros()
+    }
+
+    fn words(&self, rank: u16, layout: &Layout, held: &[bool]) -> Vec<i64> {
+        let mut words = vec![0; 2 * usize::from(self.world)];
+        let blocks = held.iter().filter(|held| **held).count() as u64;
+        let at = 2 * usize::from(rank);
+        words[at] = blocks.cast_signed();
+        words[at + 1] = layout.bytes(held).cast_signed();
+        for blocks in held.chunks(self.digits() as usize) {
+            let digits = blocks.iter().rev();
+            let word = digits.fold(0, |word, held| (word << self.bits()) | i64::from(*held));
+            words.push(word);
+        }
+        words
+    }
+
+    fn held(&self, layout: &Layout, words: &mut impl Iterator<Item = u64>) -> Held {
+        let (mut rank_blocks, mut rank_bytes) = (Vec::new(), Vec::new());
+        for _ in 0..self.world {
+            rank_blocks.push(words.next().unwrap_or(0));
+            rank_bytes.push(words.next().unwrap_or(0));
+        }
+        let (bits, digits) = (self.bits(), u64::from(self.digits()));
+        let mut union = Vec::new();
+        let mut left = layout.blocks;
+        while left > 0 {
+            let word = words.next().unwrap_or(0);
+            for digit in 0..left.min(digits) {
+                union.push((word >> (digit * u64::from(bits))) & ((1 << bits) - 1) != 0);
+            }
+            left -= left.min(digits);
+        }
+        Held {
+            blocks: layout.blocks,
+            dense_bytes: layout.bytes(&vec![true; union.len()]),
+            rank_blocks,
+            rank_bytes,
+            union_blocks: union.iter().filter(|held| **held).count() as u64,
+            union_bytes: layout.bytes(&union),
+        }
+    }
+}
+
+impl Layout {
+    /// Which blocks of a tensor are not zero.
+    fn scan(&self, file: &GradientFile, tensor: &Tensor) -> Result<Vec<bool>, Failure> {
+        let block = self.descriptor.block_elements();
+        let step = block * self.descriptor.dtype.size() * WINDOW;
+        let mut window = vec![0; step.min(tensor.len)];
+        let mut held = Vec::new();
+        for from in (0..tensor.len).step_by(step) {
+            let window = &mut window[..step.min(tensor.len - from)];
+            file.read(tensor, from, window)?;
+            let blocks = window.len().div_ceil(block * self.descriptor.dtype.size());
+            let mask = kernel::scan_window(self.descriptor.dtype, block, window);
+            held.extend((0..blocks).map(|block| mask >> block & 1 == 1));
+        }
+        Ok(held)
+    }
+
+    /// Bytes on the wire of some blocks.
+    fn bytes(&self, held: &[bool]) -> u64 {
+        let block = self.descriptor.block_elements() as u64;
+        let len = |index: u64| {
+            let elements = (self.descriptor.elements - index * block).min(block);
+            // A block has 1024 elements at most.
+            self.descriptor.wire.block_len(usize::try_from(elements).unwrap_or(0)) as u64
+        };
+        (0..).zip(held).filter(|(_, held)| **held).map(|(index, _)| len(index)).sum()
+    }
+}
+
+/// Blocks that are scanned at a time.
+const WINDOW: usize = 64;
+/// Where the number of tensors stands in a survey's tag.
+const COUNT_SHIFT: u32 = 48;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn survey(world: u16) -> Survey {
+        let descriptors =
+            [1, 0, 256 * 40, 300].map(|elements| Descriptor::sum(elements, DType::F32));
+        Survey::new(&descriptors, world)
+    }
+
+    /// What `world` ranks say, summed.
+    fn summed(survey: &Survey, holds: impl Fn(u16, u64) -> bool) -> Vec<u8> {
+        let mut sum = vec![0i64; usize::try_from(survey.descriptor().elements).unwrap()];
+        for rank in 0..survey.world {
+            let mut words = Vec::new();
+            for layout in &survey.tensors {
+                let held: Vec<_> = (0..layout.blocks).map(|block| holds(rank, block)).collect();
+                words.extend(survey.words(rank, layout, &held));
+            }
+            assert_eq!(words.len(), sum.len());
+            sum.iter_mut().zip(words).for_each(|(sum, word)| *sum += word);
+        }
+        sum.iter().flat_map(|word| word.to_le_bytes()).collect()
+    }
+
+    #[test]
+    fn every_rank_hears_what_all_hold() {
+        for world in [1, 2, 3, 7, 8, 16, 255, 256] {
+            let survey = survey(world);
+            let said = summed(&survey, |rank, block| {
+                block % 5 == 0 && (block + u64::from(rank)) % 2 == 0
+            });
+            let heard = survey.hear(&said);
+            assert_eq!(heard.iter().map(|held| held.blocks).collect::<Vec<_>>(), [1, 0, 40, 2]);
+            let dense: Vec<_> = heard.iter().map(|held| held.dense_bytes).collect();
+            assert_eq!(dense, [4, 0, 40 * 1024, 1200]);
+            assert_eq!(heard[2].rank_blocks[0], 4, "blocks 0, 10, 20, 30");
+            assert_eq!(heard[2].rank_bytes[0], 4 * 1024);
+            let union = if world == 1 { 4 } else { 8 };
+            assert_eq!((heard[2].union_blocks, heard[2].union_bytes), (union, union * 1024));
+        }
+    }
+
+    #[test]
+    fn a_block_that_all_hold_fills_its_digit_and_no_other() {
+        for world in [1, 3, 4, 63, 64, 256] {
+            let survey = survey(world);
+            let heard = survey.hear(&summed(&survey, |_, block| block % 3 == 1));
+            assert_eq!(heard[2].union_blocks, 13, "{world}");
+            assert_eq!((heard[3].union_blocks, heard[3].union_bytes), (1, 44 * 4), "{world}");
+        }
+    }
+
+    #[test]
+    fn surveys_of_other_tensors_are_tagged_otherwise() {
+        let descriptor = Descriptor::sum(5, DType::F32);
+        let tag = |descriptors: &[Descriptor]| Survey::new(descriptors, 2).descriptor().tag;
+        let one = tag(&[descriptor]);
+        assert_ne!(one, tag(&[Descriptor { tag: 1, ..descriptor }]));
+        assert_eq!(Survey::tensors_of(one), 1);
+        assert_eq!(Survey::tensors_of(tag(&[descriptor; 7])), 7);
+        assert_eq!(Survey::tensors_of(tag(&[])), 0);
+    }
+}
