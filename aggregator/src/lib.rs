@@ -23,11 +23,11 @@ pub use config::{Config, ConfigError, Fanout};
 use racksum_net::NetError;
 use racksum_net::clock::Clock;
 use racksum_net::quic::{Identity, Trust, quinn, server as endpoint};
-use registry::Registry;
 pub use registry::MAX_LANES;
+use registry::Registry;
 use server::Shared;
-pub use shard::ShardStats;
 use shard::ShardHandle;
+pub use shard::ShardStats;
 pub use slots::MAX_WORLD;
 
 /// Why an aggregator did not start.
@@ -78,11 +78,9 @@ impl Aggregator {
         };
         let addr = endpoint.local_addr()?;
         let shards = start_shards(&config, clock)?;
-        let can_multicast = interface.is_some_and(|interface| {
-            shards.iter().all(|shard| shard.set_multicast(&interface))
-        });
-        let registry =
-            Arc::new(Mutex::new(Registry::new(config, shards, can_multicast)));
+        let can_multicast = interface
+            .is_some_and(|interface| shards.iter().all(|shard| shard.set_multicast(&interface)));
+        let registry = Arc::new(Mutex::new(Registry::new(config, shards, can_multicast)));
         let serving = server::serve(endpoint.clone(), Arc::clone(&registry));
         let control = std::thread::Builder::new().name("control".into()).spawn(move || {
             runtime.block_on(serving);

@@ -421,13 +421,13 @@ impl Member {
 /// The group that a job's results are multicast to: by job within an aggregator, by port between
 /// aggregators of one network.
 fn group_of(id: JobId, shard: SocketAddr) -> SocketAddr {
-    let [_, b, c, d] = id.0.to_be_bytes();
+    let [a, b, c, d] = id.0.to_be_bytes();
     let ip = match shard.ip() {
         // Organisation-local scope, RFC 2365.
         IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::new(239, 192 + b % 4, c, d)),
         // Link-local scope, transient, RFC 4291.
         IpAddr::V6(_) => {
-            let [high, low] = [id.0 >> 16, id.0 & 0xffff].map(|half| half as u16);
+            let (high, low) = (u16::from_be_bytes([a, b]), u16::from_be_bytes([c, d]));
             IpAddr::V6(Ipv6Addr::new(0xff12, 0, 0, 0, 0, 0x7273, high, low))
         }
     };

@@ -146,4 +146,3 @@ async fn probe(registry: Shared, name: String) {
     }
     lock(&registry).end_probe(&name);
 }
-

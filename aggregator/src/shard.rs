@@ -369,9 +369,10 @@ fn whole_window(stores: &[Option<(JobId, Place)>]) -> Option<(JobId, Place)> {
     if first.fragment != 0 || usize::from(first.fragments) != stores.len() {
         return None;
     }
-    let in_order = stores.iter().zip(0..).all(|(store, fragment)| {
-        *store == Some((job, Place { fragment, ..first }))
-    });
+    let in_order = stores
+        .iter()
+        .zip(0..)
+        .all(|(store, fragment)| *store == Some((job, Place { fragment, ..first })));
     in_order.then_some((job, first))
 }
 

@@ -139,7 +139,8 @@ impl Slots {
         }
         let masks = (0..machine.config().world).map(|r| machine.contribution(fold, Rank(r)));
         let scaled = fold.descriptor.wire.is_scaled();
-        let mut pieces = Pieces { layout: *layout, fold, contributions, world: *world as u32 };
+        let ranks = u32::from(machine.config().world);
+        let mut pieces = Pieces { layout: *layout, fold, contributions, world: ranks };
         plan.runs(&fold.geometry, fold.window.index, masks, |run| {
             if scaled {
                 pieces.fold_block(&run, result, linear);

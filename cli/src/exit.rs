@@ -5,9 +5,10 @@ use std::process::{ExitCode, Termination};
 
 use racksum_aggregator::StartError;
 use racksum_worker::{ConnectError, Error};
+use serde::{Deserialize, Serialize};
 
 /// How the process ends.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Exit(u8);
 
 impl Exit {
@@ -28,9 +29,9 @@ impl Termination for Exit {
 }
 
 /// Why a command failed: one sentence for the user, and the exit code.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Failure {
-    why: String,
+    pub(crate) why: String,
     pub(crate) exit: Exit,
 }
 

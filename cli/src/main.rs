@@ -4,6 +4,8 @@ mod aggregator;
 mod args;
 mod bench;
 mod exit;
+mod reduce;
+mod sim;
 
 use clap::{Parser, Subcommand};
 use exit::{Exit, Failure};
@@ -28,6 +30,10 @@ enum Command {
     Aggregator(aggregator::Args),
     /// Measure allreduce, and check it: alone on this host, or as one rank of many.
     Bench(Box<bench::Args>),
+    /// Sum gradients in safetensors files, one file a rank.
+    Reduce(Box<reduce::Args>),
+    /// Run the protocol in the simulator.
+    Sim(sim::Args),
 }
 
 fn main() -> Exit {
@@ -55,6 +61,8 @@ fn main() -> Exit {
     let done = started.and_then(|()| match cli.command {
         Command::Aggregator(args) => aggregator::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Reduce(args) => reduce::run(&args),
+        Command::Sim(args) => sim::run(&args),
     });
     match done {
         Ok(()) => Exit::OK,

@@ -5,5 +5,7 @@
 //! too, on stable Rust and without a sanitizer. A body takes any bytes and panics if a promise is
 //! broken. `fuzz/README.md` says how to run the targets.
 
+mod cluster;
 pub mod datagram;
 pub mod machines;
+mod script;

@@ -73,10 +73,7 @@ impl Descriptor {
             return Err(DescriptorError::Block(1 << u32::from(self.block_log2).min(31)));
         }
         if !self.wire.carries(self.dtype) {
-            return Err(DescriptorError::Wire {
-                dtype: self.dtype.name(),
-                wire: self.wire.name(),
-            });
+            return Err(DescriptorError::Wire { dtype: self.dtype.name(), wire: self.wire.name() });
         }
         if self.reduction == Reduction::Avg && !self.dtype.is_float() {
             return Err(DescriptorError::IntegerAverage(self.dtype.name()));

@@ -62,8 +62,7 @@ pub enum Reduction {
 
 impl DType {
     /// All dtypes, in the order of their codes.
-    pub const ALL: [Self; 6] =
-        [Self::F32, Self::F64, Self::F16, Self::Bf16, Self::I32, Self::I64];
+    pub const ALL: [Self; 6] = [Self::F32, Self::F64, Self::F16, Self::Bf16, Self::I32, Self::I64];
 
     /// Bytes an element takes in a tensor.
     #[must_use]

@@ -124,8 +124,7 @@ mod tests {
 
     #[test]
     fn scaled_blocks_are_folded_one_by_one() {
-        let descriptor =
-            Descriptor { wire: WireType::Int8, ..Descriptor::sum(300, DType::F32) };
+        let descriptor = Descriptor { wire: WireType::Int8, ..Descriptor::sum(300, DType::F32) };
         let expected = [(0..260, vec![(0, 0)]), (260..308, vec![(0, 260)])];
         assert_eq!(runs(&descriptor, &[0b11]), expected);
     }

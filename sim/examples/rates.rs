@@ -25,8 +25,18 @@ use racksum_sim::plan::{JobPlan, Network, Plan, PortPlan};
 fn main() {
     println!(
         "{:44} {:>8} {:>8} {:>6} {:>8} {:>6} {:>6} {:>6} {:>6} {:>6} {:>8} {:>8}",
-        "scenario", "ms", "limit", "ratio", "sent", "lost", "drop", "again", "dup", "asks",
-        "probes", "idle ms"
+        "scenario",
+        "ms",
+        "limit",
+        "ratio",
+        "sent",
+        "lost",
+        "drop",
+        "again",
+        "dup",
+        "asks",
+        "probes",
+        "idle ms"
     );
     // The number of a scenario: its first seed, as a trace.
     let traced = std::env::args().nth(1).and_then(|arg| arg.parse::<usize>().ok());
@@ -140,8 +150,7 @@ fn plan(scenario: &Scenario, seed: u64) -> Plan {
     let delay = Picos::from_micros(25);
     let port = |rate_bps| {
         let up = LinkConfig::lossless(rate_bps, delay);
-        let down =
-            LinkConfig { queue_bytes: 1_000_000, mark_bytes: scenario.mark_bytes, ..up };
+        let down = LinkConfig { queue_bytes: 1_000_000, mark_bytes: scenario.mark_bytes, ..up };
         PortPlan { up, down, receive_buffer: 8 << 20, service: Picos(200_000) }
     };
     let network = Network {
@@ -217,9 +226,8 @@ struct Shared(Rc<RefCell<Idle>>);
 impl Checker for Shared {
     fn see(&mut self, at: Picos, machine: Machine, sight: &Sight<'_>) -> Result<(), Violation> {
         let Sight::Received(bytes) = sight else { return Ok(()) };
-        let is_result = wire::messages(bytes)
-            .flatten()
-            .any(|(header, _)| header.kind == Kind::Result);
+        let is_result =
+            wire::messages(bytes).flatten().any(|(header, _)| header.kind == Kind::Result);
         if machine == (Machine::Worker { job: 0, rank: Rank(0) }) && is_result {
             let mut idle = self.0.borrow_mut();
             let gap = at.since(idle.last);

@@ -43,7 +43,8 @@ impl Inputs {
         let mut tensor = vec![0; elements * size];
         let of_rank = Random::new(self.seed).nth(u64::from(rank.0));
         let mut values = of_rank.child("values");
-        let mut blocks = if self.aligned { Random::new(self.seed) } else { of_rank }.child("blocks");
+        let mut blocks =
+            if self.aligned { Random::new(self.seed) } else { of_rank }.child("blocks");
         for block in tensor.chunks_mut(descriptor.block_elements() * size) {
             let draw = blocks.bits();
             if draw % 1_000_000 < u64::from(self.density_ppm) {

@@ -116,18 +116,18 @@ impl WorkerNode {
     pub fn drive(&mut self, now: Time, out: &mut Vec<Datagram>, observer: &mut impl Observer) {
         let mut joined = Joined::new(self.machine.config().cut);
         loop {
-            while let Some(transmit) =
-                self.machine.poll_transmit(now, &mut self.buffer, observer)
-            {
+            while let Some(transmit) = self.machine.poll_transmit(now, &mut self.buffer, observer) {
                 self.send(&transmit, &mut joined);
             }
             let Some(scan) = self.machine.poll_scan() else { break };
             self.scan(scan);
         }
-        out.extend(joined.datagrams.into_iter().map(|(shard, bytes)| Datagram {
-            to: Endpoint::Shard(shard),
-            bytes: bytes.into(),
-        }));
+        out.extend(
+            joined
+                .datagrams
+                .into_iter()
+                .map(|(shard, bytes)| Datagram { to: Endpoint::Shard(shard), bytes: bytes.into() }),
+        );
         self.collect();
     }
 
@@ -136,11 +136,8 @@ impl WorkerNode {
         let descriptor = self.machine.descriptor(scan.op).expect("the op is in flight");
         let geometry = Geometry::new(&descriptor);
         let window = bytes_of(&descriptor, geometry.elements_of(scan.index));
-        let mask = arith::scan_window(
-            descriptor.dtype,
-            geometry.block_elements(),
-            &mut tensor[window],
-        );
+        let mask =
+            arith::scan_window(descriptor.dtype, geometry.block_elements(), &mut tensor[window]);
         self.machine.handle_scanned(scan, mask);
     }
 
@@ -183,8 +180,7 @@ impl WorkerNode {
     fn deliver(&mut self, delivery: &Delivery, body: &[u8]) {
         let descriptor = delivery.descriptor;
         let Some(tensor) = self.tensors.get_mut(&delivery.window.op) else { return };
-        let range =
-            self.machine.config().cut.range(delivery.len, usize::from(delivery.fragment));
+        let range = self.machine.config().cut.range(delivery.len, usize::from(delivery.fragment));
         let index = delivery.window.index;
         if !descriptor.wire.is_scaled() {
             let size = descriptor.wire.element_size();
@@ -197,8 +193,7 @@ impl WorkerNode {
             }
             return;
         }
-        let payload =
-            self.partial.entry(delivery.window).or_insert_with(|| vec![0; delivery.len]);
+        let payload = self.partial.entry(delivery.window).or_insert_with(|| vec![0; delivery.len]);
         payload[range].copy_from_slice(body);
         if !delivery.complete {
             return;
@@ -206,8 +201,7 @@ impl WorkerNode {
         for packed in delivery.geometry.packed(index, delivery.mask) {
             let len = descriptor.wire.block_len(packed.elements);
             let src = &payload[packed.offset..][..len];
-            let dst =
-                &mut tensor[bytes_of(&descriptor, elements(packed.element, packed.elements))];
+            let dst = &mut tensor[bytes_of(&descriptor, elements(packed.element, packed.elements))];
             arith::decode_block(descriptor.wire, descriptor.dtype, src, dst)
                 .expect("a valid descriptor has a decoding");
             let fixed = descriptor.wire == racksum_proto::dtype::WireType::Fixed32;
@@ -292,9 +286,7 @@ impl ShardNode {
                 self.machine.handle_folded(fold, observer);
             }
             // Also when there is nothing to fold: finding that out may have freed credits.
-            while let Some(transmit) =
-                self.machine.poll_transmit(now, &mut self.buffer, observer)
-            {
+            while let Some(transmit) = self.machine.poll_transmit(now, &mut self.buffer, observer) {
                 self.send(&transmit, &mut joined);
             }
             if fold.is_none() {
@@ -324,9 +316,7 @@ impl ShardNode {
             let inputs: Vec<&[u8]> = run
                 .inputs
                 .iter()
-                .map(|input| {
-                    &contributions[input.rank.index()][input.offset..][..run.out.len()]
-                })
+                .map(|input| &contributions[input.rank.index()][input.offset..][..run.out.len()])
                 .collect();
             let of = Fold { world: u32::from(world), absent: run.absent };
             arith::fold_run(wire, reduction, of, &inputs, &mut out[run.out])

@@ -75,9 +75,7 @@ impl Cluster {
             results_in_flight: 1 << 20,
         };
         Self {
-            workers: (0..world)
-                .map(|rank| WorkerNode::new(worker(rank), world, Time(0)))
-                .collect(),
+            workers: (0..world).map(|rank| WorkerNode::new(worker(rank), world, Time(0))).collect(),
             shards: (0..shards).map(|i| ShardNode::new(shard(i), false, Time(0))).collect(),
             dice: Dice(seed),
             wire: std::collections::BTreeMap::new(),
@@ -125,7 +123,8 @@ impl Cluster {
             let timer = self.workers.iter().map(|w| w.machine.poll_timeout()).min().unwrap();
             let arrival = self.wire.first_key_value().map_or(u64::MAX, |((at, _), _)| *at);
             self.now = Time(timer.0.min(arrival).max(self.now.0));
-            self.steps += 1; assert!(self.steps < 3_000_000, "livelock");
+            self.steps += 1;
+            assert!(self.steps < 3_000_000, "livelock");
             assert!(self.now < Time::NEVER, "nothing is due and nothing is done");
             if arrival <= timer.0 {
                 let ((_, _), datagram) = self.wire.pop_first().unwrap();
@@ -268,9 +267,7 @@ fn a_missing_rank_is_named_at_the_timeout() {
     let descriptor = Descriptor::sum(10, DType::I32);
     for rank in [0, 2] {
         let tensor = bytes(&[1; 10]);
-        cluster.workers[rank]
-            .submit(Time(0), descriptor, tensor, Span::from_millis(300))
-            .unwrap();
+        cluster.workers[rank].submit(Time(0), descriptor, tensor, Span::from_millis(300)).unwrap();
     }
     cluster.workers[1].done.push((OpId(0), Ok(Vec::new())));
     cluster.run(1);
@@ -290,9 +287,7 @@ fn fixed32_overflow_fails_at_every_rank_and_the_job_goes_on() {
     let wire = WireType::Fixed32;
     let descriptor = Descriptor { wire, ..Descriptor::sum(600, DType::F32) };
     let floats = |value: f32| -> Vec<u8> {
-        (0..600)
-            .flat_map(|i| if i == 300 { value } else { 1.0 }.to_le_bytes())
-            .collect()
+        (0..600).flat_map(|i| if i == 300 { value } else { 1.0 }.to_le_bytes()).collect()
     };
     for (rank, worker) in cluster.workers.iter_mut().enumerate() {
         let value = if rank == 0 { f32::INFINITY } else { 1.0 };

@@ -291,12 +291,8 @@ impl Network {
     #[must_use]
     pub const fn ideal(rate_bps: u64, delay: Picos) -> Self {
         let link = LinkConfig::lossless(rate_bps, delay);
-        let port = PortPlan {
-            up: link,
-            down: link,
-            receive_buffer: usize::MAX,
-            service: Picos::ZERO,
-        };
+        let port =
+            PortPlan { up: link, down: link, receive_buffer: usize::MAX, service: Picos::ZERO };
         Self { shards: 1, worker: port, shard: port, multicast: true }
     }
 }

@@ -22,9 +22,9 @@ impl Random {
     /// The child `name`, which depends on the seed and not on what was drawn.
     #[must_use]
     pub fn child(&self, name: &str) -> Self {
-        let name = name.bytes().fold(FNV_OFFSET, |hash, byte| {
-            (hash ^ u64::from(byte)).wrapping_mul(FNV_PRIME)
-        });
+        let name = name
+            .bytes()
+            .fold(FNV_OFFSET, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(FNV_PRIME));
         Self::new(mix(self.seed ^ mix(name)))
     }
 

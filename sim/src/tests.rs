@@ -115,8 +115,7 @@ fn i4_no_more_is_in_flight_than_the_pool_has_slots() {
 
 #[test]
 fn i5_every_op_ends_although_a_rank_is_missing() {
-    let absences =
-        [Absence::Calls(0), Absence::Calls(1), Absence::Dies(Picos::from_micros(900))];
+    let absences = [Absence::Calls(0), Absence::Calls(1), Absence::Dies(Picos::from_micros(900))];
     for absence in absences {
         let mut job = busy_job(3);
         job.missing = Some(Missing { rank: Rank(2), absence });

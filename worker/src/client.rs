@@ -331,8 +331,9 @@ fn grant(
     session: &Session,
 ) -> Result<(Config, Vec<(std::net::SocketAddr, racksum_proto::ids::JobId)>), ConnectError> {
     let welcomes = || session.welcomes.iter().map(|(_, welcome)| welcome);
-    let first =
-        welcomes().next().ok_or_else(|| ConnectError::Protocol("nobody welcomed the rank".into()))?;
+    let first = welcomes()
+        .next()
+        .ok_or_else(|| ConnectError::Protocol("nobody welcomed the rank".into()))?;
     if welcomes().any(|other| {
         other.data_ports.len() != first.data_ports.len()
             || other.fragment_payload != first.fragment_payload

@@ -152,7 +152,8 @@ pub(crate) struct Session {
 pub(crate) fn join(options: &ConnectOptions) -> Result<Session, ConnectError> {
     check(options)?;
     let clock = Clock::start();
-    let addrs = options.aggregators.iter().map(|host| resolve(host)).collect::<Result<Vec<_>, _>>()?;
+    let addrs =
+        options.aggregators.iter().map(|host| resolve(host)).collect::<Result<Vec<_>, _>>()?;
     let local = local_addr_towards(addrs[0])?;
     let interface = interface_of(local);
     let mtu = options.mtu.or_else(|| interface.as_ref().map(|i| i.mtu)).unwrap_or(1500);
@@ -210,7 +211,9 @@ fn check(options: &ConnectOptions) -> Result<(), ConnectError> {
 /// The address of `HOST:PORT`.
 fn resolve(host: &str) -> Result<SocketAddr, ConnectError> {
     let unknown = |why: String| {
-        ConnectError::Arguments(format!("{host:?} is no address of an aggregator (HOST:PORT): {why}"))
+        ConnectError::Arguments(format!(
+            "{host:?} is no address of an aggregator (HOST:PORT): {why}"
+        ))
     };
     let mut addrs = host.to_socket_addrs().map_err(|error| unknown(error.to_string()))?;
     addrs.next().ok_or_else(|| unknown("the name has no address".into()))

@@ -65,18 +65,14 @@ impl Region {
     pub(crate) fn bytes(&self, range: Range<usize>) -> &[u8] {
         assert!(range.start <= range.end && range.end <= self.len, "beyond the tensor");
         // SAFETY: within the region, which by the contract of `new` lives and is ours alone.
-        unsafe {
-            std::slice::from_raw_parts(self.start.as_ptr().add(range.start), range.len())
-        }
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(range.start), range.len()) }
     }
 
     /// Bytes `range` of the memory, to be written.
     pub(crate) fn bytes_mut(&mut self, range: Range<usize>) -> &mut [u8] {
         assert!(range.start <= range.end && range.end <= self.len, "beyond the tensor");
         // SAFETY: as in `bytes`, and `&mut self` makes the borrow unique.
-        unsafe {
-            std::slice::from_raw_parts_mut(self.start.as_ptr().add(range.start), range.len())
-        }
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().add(range.start), range.len()) }
     }
 }
 

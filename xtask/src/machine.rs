@@ -10,36 +10,53 @@ use anyhow::Result;
 
 use crate::shell::Cmd;
 
-/// The programs the tests of links call.
-const LINK_TOOLS: [&str; 2] = ["ip", "tc"];
-
 /// What tests do without when the machine lacks something.
 const SKIPPED: &str = "tests of slow and lossy links will be skipped";
 
 /// Checks the machine and installs what is missing where it may.
 pub(crate) fn set_up(root: &Path) -> Result<()> {
-    let is_root = Cmd::new("sh", &["-c", "test \"$(id -u)\" = 0"]).succeeds(root);
-    match plan(missing_tools(), is_root, on_path("apt-get")) {
-        Plan::Nothing => {}
-        Plan::Install => {
-            Cmd::new("apt-get", &["update", "-q"]).run(root)?;
-            Cmd::new("apt-get", &["install", "-q", "-y", "iproute2"])
-                .env("DEBIAN_FRONTEND", "noninteractive")
-                .run(root)?;
-        }
-        Plan::Skip(why) => {
-            println!("{why}: {SKIPPED}");
-            return Ok(());
-        }
-    }
-    if Cmd::new("unshare", &["--net", "true"]).succeeds(root) {
-        println!("ip, tc and network namespaces: there");
-    } else if is_root {
-        println!("root here may not make network namespaces: {SKIPPED}");
-    } else {
-        println!("not root, so no network namespaces: {SKIPPED}");
+    match link_tools(root)? {
+        None => println!("ip, tc and network namespaces: there"),
+        Some(why) => println!("{why}: {SKIPPED}"),
     }
     Ok(())
+}
+
+/// Provides what slow and lossy links need, or says why they cannot be had.
+pub(crate) fn link_tools(root: &Path) -> Result<Option<String>> {
+    if let Some(why) = provide(root, &["ip", "tc"], &["iproute2"])? {
+        return Ok(Some(why));
+    }
+    if Cmd::new("unshare", &["--net", "true"]).succeeds(root) {
+        return Ok(None);
+    }
+    let why = if is_root(root) {
+        "root here may not make network namespaces"
+    } else {
+        "not root, so no network namespaces"
+    };
+    Ok(Some(why.to_owned()))
+}
+
+/// Installs `packages` where it may, if one of `tools` is missing; or says why it does not.
+pub(crate) fn provide(root: &Path, tools: &[&str], packages: &[&str]) -> Result<Option<String>> {
+    let missing = tools.iter().copied().filter(|tool| !on_path(tool)).collect();
+    match plan(missing, is_root(root), on_path("apt-get")) {
+        Plan::Nothing => Ok(None),
+        Plan::Skip(why) => Ok(Some(why)),
+        Plan::Install => {
+            Cmd::new("apt-get", &["update", "-q"]).run(root)?;
+            let install = ["install", "-q", "-y", "--no-install-recommends"];
+            Cmd::new("apt-get", &[&install[..], packages].concat())
+                .env("DEBIAN_FRONTEND", "noninteractive")
+                .run(root)?;
+            Ok(None)
+        }
+    }
+}
+
+fn is_root(root: &Path) -> bool {
+    Cmd::new("sh", &["-c", "test \"$(id -u)\" = 0"]).succeeds(root)
 }
 
 /// What to do about missing programs.
@@ -62,11 +79,8 @@ fn plan(missing: Vec<&str>, is_root: bool, has_apt: bool) -> Plan {
     }
 }
 
-fn missing_tools() -> Vec<&'static str> {
-    LINK_TOOLS.into_iter().filter(|tool| !on_path(tool)).collect()
-}
-
-fn on_path(program: &str) -> bool {
+/// Whether a program can be started by its name.
+pub(crate) fn on_path(program: &str) -> bool {
     let path = env::var_os("PATH").unwrap_or_default();
     env::split_paths(&path).any(|dir| dir.join(program).is_file())
 }

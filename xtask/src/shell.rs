@@ -9,19 +9,27 @@ use anyhow::{Context, Result, bail};
 /// A program, its arguments and the environment it needs on top of ours.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Cmd {
-    program: &'static str,
-    args: Vec<&'static str>,
+    program: String,
+    args: Vec<String>,
     env: Vec<(&'static str, &'static str)>,
 }
 
 impl Cmd {
     /// A program and its arguments.
-    pub(crate) fn new(program: &'static str, args: &[&'static str]) -> Self {
-        Self { program, args: args.to_vec(), env: Vec::new() }
+    pub(crate) fn new(program: &str, args: &[&str]) -> Self {
+        let args = args.iter().map(|arg| (*arg).to_owned()).collect();
+        Self { program: program.to_owned(), args, env: Vec::new() }
+    }
+
+    /// A program and its arguments, from one line of words without quotes.
+    pub(crate) fn line(line: &str) -> Self {
+        let mut words = line.split_whitespace();
+        let program = words.next().unwrap_or_default();
+        Self::new(program, &words.collect::<Vec<_>>())
     }
 
     /// A cargo command.
-    pub(crate) fn cargo(args: &[&'static str]) -> Self {
+    pub(crate) fn cargo(args: &[&str]) -> Self {
         Self::new("cargo", args)
     }
 
@@ -46,6 +54,21 @@ impl Cmd {
         Ok(())
     }
 
+    /// Runs the command in `dir` and returns what it printed; what it printed as errors is in
+    /// the error.
+    pub(crate) fn output(&self, dir: &Path) -> Result<String> {
+        let output = self
+            .command(dir)
+            .stdin(Stdio::null())
+            .output()
+            .with_context(|| format!("cannot start: {self}"))?;
+        if !output.status.success() {
+            let said = String::from_utf8_lossy(&output.stderr);
+            bail!("{self}: {} ({})", said.trim(), output.status);
+        }
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
     /// Whether the command starts and ends well; its output is dropped.
     pub(crate) fn succeeds(&self, dir: &Path) -> bool {
         self.command(dir)
@@ -57,7 +80,7 @@ impl Cmd {
     }
 
     fn command(&self, dir: &Path) -> Command {
-        let mut command = Command::new(self.program);
+        let mut command = Command::new(&self.program);
         command.args(&self.args).envs(self.env.iter().copied()).current_dir(dir);
         command
     }
@@ -68,7 +91,7 @@ impl fmt::Display for Cmd {
         for (key, value) in &self.env {
             write!(f, "{key}={} ", quoted(value))?;
         }
-        f.write_str(self.program)?;
+        f.write_str(&quoted(&self.program))?;
         for arg in &self.args {
             write!(f, " {}", quoted(arg))?;
         }
@@ -101,6 +124,19 @@ mod tests {
         let error = cmd.run(Path::new(".")).unwrap_err().to_string();
         assert!(error.starts_with("sh -c 'exit 3'\n"), "{error}");
         assert!(error.contains('3'), "{error}");
+    }
+
+    #[test]
+    fn a_line_is_split_into_words() {
+        assert_eq!(Cmd::line("ip  link add"), Cmd::new("ip", &["link", "add"]));
+    }
+
+    #[test]
+    fn output_is_what_was_printed_or_an_error_with_what_was_printed_as_errors() {
+        let sh = |script| Cmd::new("sh", &["-c", script]).output(Path::new("."));
+        assert_eq!(sh("echo out; echo err >&2").unwrap(), "out\n");
+        let error = sh("echo out; echo err >&2; exit 3").unwrap_err().to_string();
+        assert!(error.contains(": err (") && error.contains('3'), "{error}");
     }
 
     #[test]

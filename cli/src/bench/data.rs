@@ -79,13 +79,7 @@ impl Pattern {
     }
 
     /// How many elements of a result are wrong.
-    pub(crate) fn wrong(
-        &self,
-        dtype: DType,
-        wire: WireType,
-        op: Reduction,
-        tensor: &[u8],
-    ) -> u64 {
+    pub(crate) fn wrong(&self, dtype: DType, wire: WireType, op: Reduction, tensor: &[u8]) -> u64 {
         let size = dtype.size();
         let tolerance = self.tolerance(wire);
         let mut wrong = 0;
@@ -177,9 +171,8 @@ mod tests {
 
     #[test]
     fn overlaps_are_as_named() {
-        let owners = |overlap, block| {
-            (0..8).filter(|rank| pattern(overlap).holds(*rank, block)).count()
-        };
+        let owners =
+            |overlap, block| (0..8).filter(|rank| pattern(overlap).holds(*rank, block)).count();
         assert!((0..5000).all(|block| [0, 8].contains(&owners(Overlap::All, block))));
         assert!((0..5000).all(|block| owners(Overlap::None, block) <= 1));
         assert!((0..5000).any(|block| owners(Overlap::None, block) == 1));

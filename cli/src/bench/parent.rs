@@ -29,7 +29,11 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let config = Config {
         port: 0,
         shards: args.shards,
-        pool_slots: if args.pool_slots == 0 { Config::default().pool_slots } else { args.pool_slots },
+        pool_slots: if args.pool_slots == 0 {
+            Config::default().pool_slots
+        } else {
+            args.pool_slots
+        },
         max_jobs: 1,
         fanout: args.fanout.into(),
         ..Config::default()

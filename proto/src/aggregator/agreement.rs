@@ -53,8 +53,7 @@ impl Agreement {
                     return Verdict::Agrees;
                 }
                 self.open.remove(i);
-                let disagreement =
-                    Disagreement { one: (first, theirs), other: (rank, descriptor) };
+                let disagreement = Disagreement { one: (first, theirs), other: (rank, descriptor) };
                 if self.failed.len() == Self::MAX_FAILED {
                     self.failed.pop_front();
                 }

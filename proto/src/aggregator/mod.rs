@@ -24,8 +24,8 @@ use agreement::Agreement;
 pub use occupancy::OPEN_AHEAD;
 use pool::Pool;
 use stream::{Placed, Ready, Stored, Stream};
-pub use transmit::{Recipient, ResultFragments, Transmit};
 use transmit::Queue;
+pub use transmit::{Recipient, ResultFragments, Transmit};
 
 use crate::congestion::Congestion;
 use crate::descriptor::Descriptor;
@@ -148,8 +148,7 @@ impl Aggregation {
         let slots = config.pool_slots.max(1) as usize;
         let max_results = slots * crate::geometry::WINDOW_BYTES;
         let results = Congestion::new(config.results_in_flight, max_results);
-        let stream =
-            || Stream::new(Pool::new(slots, world), world, max_ops, results, config.cut);
+        let stream = || Stream::new(Pool::new(slots, world), world, max_ops, results, config.cut);
         let streams: Vec<_> = (0..config.lanes).map(|_| stream()).collect();
         Self {
             agreement: Agreement::new(max_ops * usize::from(config.lanes)),

@@ -45,8 +45,7 @@ pub(super) struct Pool {
 
 impl Pool {
     pub(super) fn new(slots: usize, world: usize) -> Self {
-        let free =
-            Slot { position: Slot::FREE, complete: 0, union: 0, result_len: 0, previous: 0 };
+        let free = Slot { position: Slot::FREE, complete: 0, union: 0, result_len: 0, previous: 0 };
         Self {
             slots: vec![free; slots].into(),
             contributions: vec![Contribution::default(); slots * world].into(),

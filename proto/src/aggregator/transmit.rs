@@ -284,8 +284,8 @@ impl Aggregation {
 
     /// Credits that no result has carried.
     fn write_credit(&mut self, out: &mut [u8]) -> Option<Transmit> {
-        let lane = (0..self.config.lanes)
-            .find(|lane| self.streams[usize::from(*lane)].owes_credit())?;
+        let lane =
+            (0..self.config.lanes).find(|lane| self.streams[usize::from(*lane)].owes_credit())?;
         let header = self.header(Kind::Credit, lane);
         Some(self.finish(Recipient::All, header, 0, out))
     }

@@ -52,8 +52,7 @@ impl<'a> AskEntries<'a> {
     pub fn encode(entries: impl Iterator<Item = AskEntry>, out: &mut [u8]) -> usize {
         let Some((head, rest)) = out.split_at_mut_checked(COUNT_LEN) else { return 0 };
         let mut count = 0u16;
-        for (entry, place) in entries.take(Self::MAX).zip(rest.chunks_exact_mut(Self::ENTRY_LEN))
-        {
+        for (entry, place) in entries.take(Self::MAX).zip(rest.chunks_exact_mut(Self::ENTRY_LEN)) {
             place[0..4].copy_from_slice(&entry.window.op.0.to_be_bytes());
             place[4..8].copy_from_slice(&entry.window.index.to_be_bytes());
             place[8..16].copy_from_slice(&entry.fragments.to_be_bytes());
@@ -164,11 +163,9 @@ mod tests {
     #[test]
     fn asks_round_trip_and_truncations_are_rejected() {
         // wire: W-17
-        let entries =
-            [(1, 2, 3), (4, 5, u64::MAX), (6, 7, 0)].map(|(op, index, fragments)| AskEntry {
-                window: WindowId::new(OpId(op), index),
-                fragments,
-            });
+        let entries = [(1, 2, 3), (4, 5, u64::MAX), (6, 7, 0)].map(|(op, index, fragments)| {
+            AskEntry { window: WindowId::new(OpId(op), index), fragments }
+        });
         let mut out = [0xa5; 128];
         let len = AskEntries::encode(entries.into_iter(), &mut out);
         assert_eq!(len, 2 + 3 * 16);

@@ -197,12 +197,8 @@ mod tests {
     fn round_trip(bits: &[bool]) -> (usize, Open) {
         let mut out = vec![0xa5; 1200];
         let descriptor = Descriptor::sum(123_456, DType::F32);
-        let (len, windows) = OpenEncoder::new().encode(
-            &descriptor,
-            Some(OpId(7)),
-            bits.iter().copied(),
-            &mut out,
-        );
+        let (len, windows) =
+            OpenEncoder::new().encode(&descriptor, Some(OpId(7)), bits.iter().copied(), &mut out);
         assert_eq!(windows as usize, bits.len());
         let open = Open::decode(&out[..len]).unwrap();
         assert_eq!(open.descriptor, descriptor);

@@ -289,10 +289,7 @@ impl Worker {
     /// The blocks of a window that this rank contributes.
     #[must_use]
     pub fn mask(&self, window: WindowId) -> u64 {
-        self.op(window.op)
-            .and_then(|op| op.masks.get(window.index as usize))
-            .copied()
-            .unwrap_or(0)
+        self.op(window.op).and_then(|op| op.masks.get(window.index as usize)).copied().unwrap_or(0)
     }
 
     /// The next op that ended.
@@ -387,8 +384,7 @@ impl Worker {
     fn forget(&mut self, at: usize) {
         let stream = &mut self.streams[at];
         let congestion = &mut self.paths[usize::from(stream.shard)].congestion;
-        while let Some(sent) = stream.in_flight.pop_front_if(|sent| sent.position < stream.cursor)
-        {
+        while let Some(sent) = stream.in_flight.pop_front_if(|sent| sent.position < stream.cursor) {
             stream.repeats -= usize::from(sent.again != 0);
             congestion.on_forgotten(sent.len);
         }

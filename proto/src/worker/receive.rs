@@ -177,7 +177,8 @@ impl Worker {
             return Err(Reject::Stale);
         };
         let Header { shard, fragment, .. } = *header;
-        let delivery = Delivery { shard, window, descriptor, geometry, mask, len, fragment, complete };
+        let delivery =
+            Delivery { shard, window, descriptor, geometry, mask, len, fragment, complete };
         Ok(Verdict::Deliver(delivery))
     }
 
@@ -258,8 +259,7 @@ impl Worker {
     pub(super) fn release(&mut self, now: Time, at: usize) {
         let stream = &mut self.streams[at];
         let path = &mut self.paths[usize::from(stream.shard)];
-        while let Some(sent) = stream.in_flight.pop_front_if(|sent| sent.position < stream.cursor)
-        {
+        while let Some(sent) = stream.in_flight.pop_front_if(|sent| sent.position < stream.cursor) {
             stream.repeats -= usize::from(sent.again != 0);
             path.congestion.on_delivered(sent.len);
             if !sent.repeated {

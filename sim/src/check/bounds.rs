@@ -82,9 +82,7 @@ impl Checker for Bounded {
                 let mut headers = wire::messages(datagram).flatten().map(|(header, _)| header);
                 headers.try_for_each(|header| self.sent(job, &header))
             }
-            (Machine::Shard { job, shard }, Sight::Event(event)) => {
-                self.folded(job, shard, event)
-            }
+            (Machine::Shard { job, shard }, Sight::Event(event)) => self.folded(job, shard, event),
             (Machine::Shard { job, shard }, Sight::Driven { held }) => {
                 let plan = &self.plan.jobs[job];
                 let streams = usize::from(plan.lanes) * self.slots(job);

@@ -70,8 +70,7 @@ impl Ends {
             return Ok(());
         }
         let Some(deadline) = self.deadlines.remove(&(machine, op)) else {
-            return BROKEN
-                .broken(format!("op {} ended at {machine}, where it was not open", op.0));
+            return BROKEN.broken(format!("op {} ended at {machine}, where it was not open", op.0));
         };
         self.open.remove(&(deadline, machine, op));
         *self.ended.entry(machine).or_default() += 1;

@@ -56,10 +56,8 @@ impl Checker for Foreign {
                     reject.name()
                 ))
             }
-            Sight::Foreign(event) if !matches!(event, Event::Rejected(_)) => {
-                Invariant::I6
-                    .broken(format!("a stranger's datagram did this at {machine}: {event:?}"))
-            }
+            Sight::Foreign(event) if !matches!(event, Event::Rejected(_)) => Invariant::I6
+                .broken(format!("a stranger's datagram did this at {machine}: {event:?}")),
             _ => Ok(()),
         }
     }

@@ -11,9 +11,7 @@ use crate::engine::Picos;
 use crate::fault::{Effect, Leg, Match, Rule};
 use crate::inputs::{Inputs, Values};
 use crate::link::LinkConfig;
-use crate::plan::{
-    Absence, Host, JobPlan, Missing, Network, OpPlan, Pause, Plan, PortPlan,
-};
+use crate::plan::{Absence, Host, JobPlan, Missing, Network, OpPlan, Pause, Plan, PortPlan};
 use crate::random::Random;
 
 /// The plan of `seed`.
@@ -53,9 +51,8 @@ pub(super) fn other(plan: &Plan, random: &mut Random) -> Plan {
 }
 
 fn network(random: &mut Random) -> Network {
-    let rate = |random: &mut Random| {
-        1_000_000 * random.pick(&[100, 1_000, 10_000, 25_000, 100_000])
-    };
+    let rate =
+        |random: &mut Random| 1_000_000 * random.pick(&[100, 1_000, 10_000, 25_000, 100_000]);
     let delay = Picos(random.across(1_000_000..=1_000_000_000));
     let queue_bytes = if random.once_in(4) { u64::MAX } else { random.across(1 << 17..=1 << 23) };
     let mark_bytes = if random.once_in(2) { u64::MAX } else { random.across(1 << 14..=1 << 20) };
@@ -141,8 +138,7 @@ fn op(random: &mut Random, job: &JobPlan, start: Picos, skew: Picos) -> OpPlan {
 
 fn descriptor(random: &mut Random, job: &JobPlan) -> Descriptor {
     let dtype = if random.once_in(2) { DType::F32 } else { random.pick(&DType::ALL) };
-    let wires: Vec<_> =
-        WireType::ALL.into_iter().filter(|wire| wire.carries(dtype)).collect();
+    let wires: Vec<_> = WireType::ALL.into_iter().filter(|wire| wire.carries(dtype)).collect();
     let wire = if random.once_in(2) { dtype.native_wire() } else { random.pick(&wires) };
     let reduction = match random.pick(&Reduction::ALL) {
         Reduction::Avg if !dtype.is_float() => Reduction::Sum,

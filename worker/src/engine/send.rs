@@ -77,7 +77,9 @@ impl Engine {
             let out = &mut staging.bytes[staging.used..];
             match machine.poll_transmit(now, out, &mut ()) {
                 None => return,
-                Some(Transmit::Datagram { shard, len }) => staging.push(len, len, shard, max_datagram),
+                Some(Transmit::Datagram { shard, len }) => {
+                    staging.push(len, len, shard, max_datagram)
+                }
                 Some(Transmit::Data(data)) => self.stage_window(&data),
             }
         }

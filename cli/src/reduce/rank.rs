@@ -1,0 +1,267 @@
+//! One rank of a reduction: reads its file tensor by tensor, several in flight, and writes the
+//! results in the same order.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::Path;
+
+use racksum_net::clock::Clock;
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::error::OpError;
+use racksum_worker::{Blocks, Client, Error, Handle, Stats};
+use serde::{Deserialize, Serialize};
+
+use super::file::{Digest, GradientFile, Tensor, header_of};
+use super::out::{OutFile, cannot_write};
+use super::report::Table;
+use super::survey::{Held, Survey};
+use super::{Args, Identity};
+use crate::exit::Failure;
+
+/// What a rank has to say once all its tensors are reduced.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Report {
+    /// What the ranks hold of each tensor.
+    pub(super) held: Vec<Held>,
+    /// A hash of all results, which must be the same at every rank.
+    pub(super) digest: u64,
+    pub(super) shards: usize,
+    pub(super) multicast: bool,
+    /// Bytes of UDP payload that the tensors took, headers and acknowledgements included.
+    pub(super) tx_bytes: u64,
+    pub(super) rx_bytes: u64,
+    pub(super) retransmits: u64,
+    pub(super) kernel_drops: u64,
+    pub(super) time_us: f64,
+}
+
+/// What a rank's process tells its parent.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Said {
+    Done(Box<Report>),
+    Failed(Failure),
+}
+
+/// Runs one rank of a distributed reduction.
+pub(super) fn run(args: &Args, identity: &Identity, path: &Path) -> Result<(), Failure> {
+    let file = GradientFile::open(path)?;
+    let mut out = args.out.as_deref().map(OutFile::create).transpose()?;
+    let report = reduce(args, identity, &file, out.as_mut().map(OutFile::file))?;
+    if let Some(out) = out {
+        out.commit()?;
+    }
+    let rank = Some((identity.rank, identity.world));
+    Table { args, tensors: &file.tensors, rank, reports: &[report] }.print();
+    Ok(())
+}
+
+/// Runs one rank of a reduction on this host, whose parent keeps the result's file.
+pub(super) fn run_for_parent(args: &Args, identity: &Identity, path: &Path) -> Said {
+    let reduced = || {
+        let file = GradientFile::open(path)?;
+        let mut out = match &args.into {
+            None => None,
+            Some(into) => Some(
+                File::options().write(true).open(into).map_err(|e| cannot_write(into, &e))?,
+            ),
+        };
+        reduce(args, identity, &file, out.as_mut())
+    };
+    reduced().map_or_else(Said::Failed, |report| Said::Done(Box::new(report)))
+}
+
+/// Reduces all tensors of a file.
+fn reduce(
+    args: &Args,
+    identity: &Identity,
+    file: &GradientFile,
+    out: Option<&mut File>,
+) -> Result<Report, Failure> {
+    let descriptors = args.descriptors(file)?;
+    let client = Client::connect(&args.connect_options(identity))?;
+    let held = agree(&client, identity, file, &descriptors)?;
+    let (clock, before) = (Clock::start(), client.stats());
+    let start = clock.now();
+    let out = out.map(|out| Writer::start(out, &file.tensors)).transpose()?;
+    let mut pipeline = Pipeline {
+        client: &client,
+        file,
+        in_flight: VecDeque::new(),
+        bytes: 0,
+        digest: Digest::new(),
+        out,
+    };
+    pipeline.run(&descriptors)?;
+    let digest = pipeline.digest.value();
+    if let Some(out) = pipeline.out {
+        out.finish()?;
+    }
+    let time_us = clock.now().since(start).0 as f64 / 1e3;
+    let after = client.stats();
+    let since = |of: fn(&Stats) -> u64| of(&after) - of(&before);
+    Ok(Report {
+        held,
+        digest,
+        shards: client.shards(),
+        multicast: client.multicast(),
+        tx_bytes: since(|stats| stats.tx_bytes),
+        rx_bytes: since(|stats| stats.rx_bytes),
+        retransmits: since(|stats| stats.retransmits),
+        kernel_drops: since(|stats| stats.kernel_drops),
+        time_us,
+    })
+}
+
+/// Finds out who holds what, and whether all ranks mean the same tensors.
+fn agree(
+    client: &Client,
+    identity: &Identity,
+    file: &GradientFile,
+    descriptors: &[Descriptor],
+) -> Result<Vec<Held>, Failure> {
+    let survey = Survey::new(descriptors, identity.world);
+    let mut words = survey.say(identity.rank, file)?;
+    match client.allreduce(&mut words, survey.descriptor()) {
+        Ok(()) => Ok(survey.hear(&words)),
+        Err(Error::Op(OpError::Mismatch { one, other, .. })) => {
+            let counts = [one, other].map(|(_, said)| Survey::tensors_of(said.tag));
+            let ranks = [one, other].map(|(rank, _)| rank.0);
+            Err(difference(client, file, descriptors, ranks, counts))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Finds the first tensor that is not the same at all ranks: tries each as if it were zero, which
+/// sends next to nothing.
+fn difference(
+    client: &Client,
+    file: &GradientFile,
+    descriptors: &[Descriptor],
+    ranks: [u16; 2],
+    counts: [u64; 2],
+) -> Failure {
+    let [one, other] = ranks;
+    let both = usize::try_from(counts[0].min(counts[1])).unwrap_or(usize::MAX);
+    for (tensor, descriptor) in file.tensors.iter().zip(descriptors).take(both) {
+        let nothing = client.submit_blocks(Blocks::default(), *descriptor);
+        match nothing.and_then(|handle| client.wait_blocks(handle)) {
+            Ok(_) => {}
+            Err(Error::Op(error @ OpError::Mismatch { .. })) => {
+                return Failure::usage(format!(
+                    "tensor {:?} is not the same at all ranks: {}",
+                    tensor.name,
+                    Mismatch(&error)
+                ));
+            }
+            // Another rank has fewer tensors, found no difference, and is gone.
+            Err(_) => break,
+        }
+    }
+    if counts[0] == counts[1] {
+        return Failure::usage(format!("the tensors of rank {one} and rank {other} differ"));
+    }
+    Failure::usage(format!(
+        "rank {one} has {} tensors, but rank {other} has {}",
+        counts[0], counts[1]
+    ))
+}
+
+/// A disagreement about a tensor, for the user.
+struct Mismatch<'a>(&'a OpError);
+
+impl std::fmt::Display for Mismatch<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let OpError::Mismatch { one: (one, mine), other: (other, theirs), .. } = self.0 else {
+            return write!(f, "{}", self.0);
+        };
+        if (Descriptor { tag: theirs.tag, ..*mine }) == *theirs {
+            return write!(f, "rank {} and rank {} differ in its name or shape", one.0, other.0);
+        }
+        write!(f, "rank {} has {mine}; rank {} has {theirs}", one.0, other.0)
+    }
+}
+
+/// The tensors in flight, oldest first.
+struct Pipeline<'a> {
+    client: &'a Client,
+    file: &'a GradientFile,
+    in_flight: VecDeque<(usize, Handle<Vec<u8>>)>,
+    /// Bytes of them.
+    bytes: usize,
+    digest: Digest,
+    out: Option<Writer<'a>>,
+}
+
+impl Pipeline<'_> {
+    /// Reduces all tensors.
+    fn run(&mut self, descriptors: &[Descriptor]) -> Result<(), Failure> {
+        let max_ops = usize::from(self.client.welcome().max_ops.max(1));
+        for (i, descriptor) in descriptors.iter().enumerate() {
+            let tensor = &self.file.tensors[i];
+            while !self.in_flight.is_empty()
+                && (self.in_flight.len() >= max_ops || self.bytes + tensor.len > MAX_BYTES)
+            {
+                self.finish_oldest()?;
+            }
+            let mut contents = vec![0; tensor.len];
+            self.file.read(tensor, 0, &mut contents)?;
+            let submitted = self.client.submit(contents, *descriptor);
+            let handle = submitted.map_err(|error| of_tensor(tensor, error))?;
+            self.in_flight.push_back((i, handle));
+            self.bytes += tensor.len;
+        }
+        while !self.in_flight.is_empty() {
+            self.finish_oldest()?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the oldest tensor and writes it.
+    fn finish_oldest(&mut self) -> Result<(), Failure> {
+        let Some((i, handle)) = self.in_flight.pop_front() else { return Ok(()) };
+        let tensor = &self.file.tensors[i];
+        let sum = self.client.wait(handle).map_err(|error| of_tensor(tensor, error))?;
+        self.bytes -= tensor.len;
+        self.digest.add(&sum);
+        if let Some(out) = &mut self.out {
+            out.add(&sum)?;
+        }
+        Ok(())
+    }
+}
+
+/// The result's file as it is written: its header, then one tensor after the other.
+struct Writer<'a> {
+    to: BufWriter<&'a mut File>,
+}
+
+impl<'a> Writer<'a> {
+    fn start(file: &'a mut File, tensors: &[Tensor]) -> Result<Self, Failure> {
+        let mut writer = Self { to: BufWriter::new(file) };
+        writer.add(&header_of(tensors)?)?;
+        Ok(writer)
+    }
+
+    fn add(&mut self, bytes: &[u8]) -> Result<(), Failure> {
+        self.to.write_all(bytes).map_err(|error| cannot_write(Path::new("the result"), &error))
+    }
+
+    fn finish(mut self) -> Result<(), Failure> {
+        self.to.flush().map_err(|error| cannot_write(Path::new("the result"), &error))
+    }
+}
+
+/// Why a tensor was not reduced.
+fn of_tensor(tensor: &Tensor, error: Error) -> Failure {
+    let why = match &error {
+        Error::Op(mismatch @ OpError::Mismatch { .. }) => Mismatch(mismatch).to_string(),
+        other => other.to_string(),
+    };
+    Failure { why: format!("tensor {:?}: {why}", tensor.name), ..Failure::from(error) }
+}
+
+/// Bytes of tensors in flight, unless one alone has more.
+const MAX_BYTES: usize = 256 << 20;

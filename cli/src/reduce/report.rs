@@ -1,0 +1,242 @@
+//! What a reduction took, tensor by tensor and in all: a table for people, JSON for programs.
+
+use serde::Serialize;
+
+use super::Args;
+use super::file::Tensor;
+use super::rank::Report;
+use super::survey::Held;
+use crate::args::Format;
+
+/// What is to be printed.
+pub(super) struct Table<'a> {
+    pub(super) args: &'a Args,
+    pub(super) tensors: &'a [Tensor],
+    /// The rank and world of a distributed run; `None` when all ranks report.
+    pub(super) rank: Option<(u16, u16)>,
+    /// Of all ranks, or of this one.
+    pub(super) reports: &'a [Report],
+}
+
+/// A tensor's line in JSON.
+#[derive(Debug, Serialize)]
+struct Row<'a> {
+    tensor: &'a str,
+    dtype: &'static str,
+    wire: &'static str,
+    shape: &'a [usize],
+    elements: u64,
+    #[serde(flatten)]
+    held: &'a Held,
+}
+
+/// The last line in JSON.
+#[derive(Debug, Serialize)]
+struct Total<'a> {
+    ranks: u16,
+    /// The only rank whose counts these are, in a distributed run.
+    rank: Option<u16>,
+    tensors: usize,
+    op: &'static str,
+    block: usize,
+    shards: usize,
+    fanout: &'static str,
+    elements: u64,
+    #[serde(flatten)]
+    held: &'a Held,
+    /// UDP payload with all headers, acknowledgements and repetitions, a rank.
+    tx_bytes: Vec<u64>,
+    rx_bytes: Vec<u64>,
+    retransmits: u64,
+    kernel_drops: u64,
+    time_us: f64,
+    out: Option<String>,
+}
+
+impl Table<'_> {
+    /// Prints it.
+    pub(super) fn print(&self) {
+        let Some(first) = self.reports.first() else { return };
+        let world = self.rank.map_or(self.reports.len(), |(_, world)| usize::from(world));
+        let sum = sum(&first.held, world);
+        match self.args.format {
+            Format::Text => self.print_text(first, &sum),
+            Format::Json => self.print_json(first, &sum),
+        }
+    }
+
+    fn print_json(&self, first: &Report, sum: &Held) {
+        let say = |line: Result<String, serde_json::Error>| {
+            // Numbers and names always serialise.
+            println!("{}", line.unwrap_or_default());
+        };
+        for (tensor, held) in self.tensors.iter().zip(&first.held) {
+            say(serde_json::to_string(&Row {
+                tensor: &tensor.name,
+                dtype: tensor.dtype.name(),
+                wire: self.wire(tensor),
+                shape: &tensor.shape,
+                elements: tensor.elements,
+                held,
+            }));
+        }
+        say(serde_json::to_string(&Total {
+            ranks: u16::try_from(sum.rank_blocks.len()).unwrap_or(u16::MAX),
+            rank: self.rank.map(|(rank, _)| rank),
+            tensors: self.tensors.len(),
+            op: self.args.op.name(),
+            block: self.args.block,
+            shards: first.shards,
+            fanout: fanout(first),
+            elements: self.elements(),
+            held: sum,
+            tx_bytes: self.reports.iter().map(|report| report.tx_bytes).collect(),
+            rx_bytes: self.reports.iter().map(|report| report.rx_bytes).collect(),
+            retransmits: self.reports.iter().map(|report| report.retransmits).sum(),
+            kernel_drops: self.reports.iter().map(|report| report.kernel_drops).sum(),
+            time_us: self.time_us(),
+            out: self.args.out.as_ref().map(|path| path.display().to_string()),
+        }));
+    }
+
+    fn print_text(&self, first: &Report, sum: &Held) {
+        let world = sum.rank_blocks.len();
+        let names = self.tensors.iter().map(|tensor| shown(&tensor.name).chars().count());
+        let width = names.max().unwrap_or(0).clamp("# tensor".len(), MAX_NAME);
+        let each = if world <= MAX_RANKS { "each rank" } else { "least, mean, most" };
+        let across = 6 * world.min(MAX_RANKS);
+        println!(
+            "# {world} ranks, {}, blocks of {}, {} shard(s), {}; density is the share of blocks \
+             that are not zero,\n# bytes are those of these blocks on the wire",
+            self.args.op.name(),
+            self.args.block,
+            first.shards,
+            fanout(first)
+        );
+        println!(
+            "{:<width$}  {:>5}  {:>7}  {:>11}  {:>8}  {:>across$}  {:>6}  {:>11}  {:>11}  {:>11}",
+            "# tensor", "dtype", "wire", "elements", "blocks", "density", "union", "tx", "rx",
+            "dense"
+        );
+        println!(
+            "{:<width$}  {:>5}  {:>7}  {:>11}  {:>8}  {each:>across$}  {:>6}  {:>11}  {:>11}  \
+             {:>11}",
+            "#", "", "", "", "", "(%)", "(B/rank)", "(B/rank)", "(B/rank)"
+        );
+        let line = |name: &str, dtype: &str, wire: &str, elements: u64, held: &Held| {
+            println!(
+                "{name:<width$}  {dtype:>5}  {wire:>7}  {elements:>11}  {:>8}  {:>across$}  {:>6}  \
+                 {:>11}  {:>11}  {:>11}",
+                held.blocks,
+                densities(held),
+                percent(held.union_blocks, held.blocks),
+                mean(&held.rank_bytes),
+                held.union_bytes,
+                held.dense_bytes
+            );
+        };
+        for (tensor, held) in self.tensors.iter().zip(&first.held) {
+            let name = shown(&tensor.name);
+            line(&name, tensor.dtype.name(), self.wire(tensor), tensor.elements, held);
+        }
+        line("# all", "", "", self.elements(), sum);
+        self.print_traffic(sum);
+    }
+
+    /// What was measured.
+    fn print_traffic(&self, sum: &Held) {
+        let mean_of = |of: fn(&Report) -> u64| {
+            mean(&self.reports.iter().map(of).collect::<Vec<_>>())
+        };
+        let who = self.rank.map_or_else(
+            || "a rank".to_owned(),
+            |(rank, _)| format!("rank {rank}"),
+        );
+        let (tx, rx) = (mean_of(|report| report.tx_bytes), mean_of(|report| report.rx_bytes));
+        let dense = sum.dense_bytes;
+        println!(
+            "# {who} sent {tx} B and received {rx} B with all headers, {} % and {} % of {dense} B \
+             dense;\n# {} fragments went again; {:.1} ms",
+            percent(tx, dense),
+            percent(rx, dense),
+            self.reports.iter().map(|report| report.retransmits).sum::<u64>(),
+            self.time_us() / 1e3,
+        );
+        if let Some(out) = &self.args.out {
+            println!("# wrote {}", out.display());
+        }
+    }
+
+    fn elements(&self) -> u64 {
+        self.tensors.iter().map(|tensor| tensor.elements).sum()
+    }
+
+    /// The time of the slowest rank.
+    fn time_us(&self) -> f64 {
+        self.reports.iter().map(|report| report.time_us).fold(0.0, f64::max)
+    }
+
+    fn wire(&self, tensor: &Tensor) -> &'static str {
+        self.args.wire.unwrap_or(tensor.dtype.native_wire()).name()
+    }
+}
+
+const fn fanout(report: &Report) -> &'static str {
+    if report.multicast { "multicast" } else { "unicast" }
+}
+
+/// What the ranks hold of all tensors together.
+fn sum(held: &[Held], world: usize) -> Held {
+    let mut sum = Held {
+        blocks: 0,
+        dense_bytes: 0,
+        rank_blocks: vec![0; world],
+        rank_bytes: vec![0; world],
+        union_blocks: 0,
+        union_bytes: 0,
+    };
+    for held in held {
+        sum.blocks += held.blocks;
+        sum.dense_bytes += held.dense_bytes;
+        sum.union_blocks += held.union_blocks;
+        sum.union_bytes += held.union_bytes;
+        let add = |to: &mut Vec<u64>, from: &[u64]| {
+            to.iter_mut().zip(from).for_each(|(to, from)| *to += from);
+        };
+        add(&mut sum.rank_blocks, &held.rank_blocks);
+        add(&mut sum.rank_bytes, &held.rank_bytes);
+    }
+    sum
+}
+
+/// The share of blocks that each rank holds, or the least, mean and greatest.
+fn densities(held: &Held) -> String {
+    let share = |blocks: u64| format!("{:>5}", percent(blocks, held.blocks));
+    let ranks = &held.rank_blocks;
+    let shares: Vec<String> = if ranks.len() <= MAX_RANKS {
+        ranks.iter().map(|blocks| share(*blocks)).collect()
+    } else {
+        let least = ranks.iter().min().copied().unwrap_or(0);
+        let most = ranks.iter().max().copied().unwrap_or(0);
+        [least, mean(ranks), most].map(share).into()
+    };
+    shares.join(" ")
+}
+
+fn mean(of: &[u64]) -> u64 {
+    of.iter().sum::<u64>() / (of.len() as u64).max(1)
+}
+
+fn percent(part: u64, whole: u64) -> String {
+    if whole == 0 { "-".to_owned() } else { format!("{:.1}", part as f64 / whole as f64 * 1e2) }
+}
+
+/// A tensor's name, safe to print.
+fn shown(name: &str) -> String {
+    name.escape_debug().collect()
+}
+
+/// Ranks whose densities are printed one by one.
+const MAX_RANKS: usize = 8;
+/// Columns of a name, beyond which the rest of its line moves.
+const MAX_NAME: usize = 48;

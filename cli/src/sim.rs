@@ -1,0 +1,91 @@
+//! `racksum sim`: run the protocol in the simulator.
+
+use std::io::IsTerminal;
+use std::ops::Range;
+
+use clap::Subcommand;
+use racksum_sim::swarm;
+
+use crate::args::Format;
+use crate::exit::Failure;
+
+/// The protocol's own code, packet by packet, on simulated links with faults.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run a plan from every seed: its own world, sizes, links and faults, judged by checkers of
+    /// the invariants. A seed that fails prints the command that replays it.
+    Swarm {
+        /// The seeds, from A up to but without B.
+        #[arg(long, value_name = "A..B", value_parser = seeds, default_value = "0..100")]
+        seeds: Range<u64>,
+        /// Threads; by default, one a core.
+        #[arg(long)]
+        threads: Option<usize>,
+        /// How to print.
+        #[arg(long, value_enum, default_value_t = Format::Text)]
+        format: Format,
+    },
+}
+
+/// Reads `A..B`.
+fn seeds(text: &str) -> Result<Range<u64>, String> {
+    let bad = || format!("{text:?} is no range of seeds: give A..B, with A below B");
+    let (from, to) = text.split_once("..").ok_or_else(bad)?;
+    let [from, to] = [from, to].map(|seed| seed.trim().parse::<u64>());
+    match (from, to) {
+        (Ok(from), Ok(to)) if from < to => Ok(from..to),
+        _ => Err(bad()),
+    }
+}
+
+pub(crate) fn run(args: &Args) -> Result<(), Failure> {
+    let Command::Swarm { seeds, threads, format } = &args.command;
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let progress = *format == Format::Text && std::io::stderr().is_terminal();
+    let total = seeds.end - seeds.start;
+    let mut told = 0;
+    let summary = swarm::run(seeds.clone(), threads.unwrap_or(cores), |summary| {
+        if *format == Format::Text && summary.failed > told {
+            told = summary.failed;
+            if let Some(failure) = summary.failures.last() {
+                println!("{failure}");
+            }
+        }
+        if progress && summary.seeds.is_multiple_of(100) {
+            eprint!("\r{} of {total} seeds …\x1b[K\r", summary.seeds);
+        }
+    });
+    match format {
+        Format::Json => println!("{}", serde_json::to_string(&summary).unwrap_or_default()),
+        Format::Text => println!(
+            "{} seeds, {} failed; {} ops at all ranks in {} s of simulated time",
+            summary.seeds,
+            summary.failed,
+            summary.ops,
+            summary.took_us / 1_000_000
+        ),
+    }
+    if summary.failed > 0 {
+        return Err(Failure::failed(format!("{} of {total} seeds failed", summary.failed)));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn seeds_are_a_range() {
+        assert_eq!(seeds("3..7"), Ok(3..7));
+        for bad in ["7", "7..3", "a..b", "1..", "3..3"] {
+            assert!(seeds(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,325 @@
+//! A small job: both machines of the protocol, without the bytes that their drivers hold, and the
+//! datagrams between them. Everything that a machine hands out is checked.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use racksum_proto::aggregator::{self, Aggregation, Fold, Place, Recipient};
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::geometry::{Fragmentation, Geometry, MAX_FRAGMENTS, WINDOW_BYTES};
+use racksum_proto::ids::{OpId, Rank, WindowId};
+use racksum_proto::time::{Span, Time};
+use racksum_proto::wire::Header;
+use racksum_proto::worker::{self, Delivery, Scan, Worker};
+
+use super::script::{GENERATION, JOB};
+
+/// How large a job is.
+#[derive(Debug, Clone, Copy)]
+pub struct Shape {
+    /// Ranks.
+    pub world: u16,
+    /// Lanes.
+    pub lanes: u8,
+    /// Shards.
+    pub shards: u8,
+    /// Slots of each stream.
+    pub pool_slots: u32,
+    /// Ops in flight.
+    pub max_ops: u16,
+    /// How windows are cut.
+    pub cut: Fragmentation,
+}
+
+/// An end of the wire.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// A rank.
+    Worker(usize),
+    /// A shard.
+    Shard(usize),
+}
+
+/// The machines, and what is on its way between them.
+#[derive(Debug)]
+pub struct Cluster {
+    /// How large the job is.
+    pub shape: Shape,
+    /// Its ranks.
+    pub workers: Vec<Worker>,
+    shards: Vec<Aggregation>,
+    now: Time,
+    /// What is on its way, oldest first. What it has no room for is lost.
+    pub wire: VecDeque<(End, Vec<u8>)>,
+    /// Datagrams of the past, to be changed and sent again.
+    pub seen: Vec<Vec<u8>>,
+    next_seen: usize,
+    /// The last window that each stream folded.
+    folded: BTreeMap<(usize, u8), WindowId>,
+    buffer: Box<[u8]>,
+}
+
+impl Cluster {
+    /// A job that has just joined.
+    pub fn new(shape: Shape) -> Self {
+        let Shape { world, lanes, shards, pool_slots, max_ops, cut } = shape;
+        let worker = |rank| worker::Config {
+            job: JOB,
+            generation: GENERATION,
+            rank: Rank(rank),
+            lanes,
+            shards,
+            pool_slots,
+            max_ops,
+            cut,
+            in_flight: 1 << 18,
+        };
+        let shard = |shard| aggregator::Config {
+            job: JOB,
+            generation: GENERATION,
+            world,
+            lanes,
+            shard,
+            shards,
+            pool_slots,
+            max_ops,
+            cut,
+            results_in_flight: 1 << 18,
+        };
+        Self {
+            shape,
+            workers: (0..world).map(|rank| Worker::new(worker(rank), Time(0))).collect(),
+            shards: (0..shards).map(|i| Aggregation::new(shard(i), Time(0))).collect(),
+            now: Time(0),
+            wire: VecDeque::new(),
+            seen: Vec::new(),
+            next_seen: 0,
+            folded: BTreeMap::new(),
+            buffer: vec![0xa5; SMALLEST_DATAGRAM].into(),
+        }
+    }
+
+    /// Starts an op at a rank, unless it has too many.
+    pub fn submit(&mut self, rank: usize, descriptor: Descriptor) {
+        let timeout = Span::from_secs(20);
+        let submitted = self.workers[rank].submit(self.now, descriptor, timeout);
+        // A refusal is a sentence for the caller, and changes nothing.
+        submitted.map_or((), |_| ());
+    }
+
+    /// Lets time pass; deadlines that it passes are acted on.
+    pub fn wait(&mut self, span: Span) {
+        self.now = self.now + span;
+        for worker in &mut self.workers {
+            if worker.poll_timeout() <= self.now {
+                worker.handle_timeout(self.now, &mut ());
+            }
+        }
+    }
+
+    /// Lets time pass until the next deadline, but not for ever.
+    pub fn wait_for_deadline(&mut self) {
+        let due = self.workers.iter().map(Worker::poll_timeout).min().unwrap_or(Time::NEVER);
+        self.wait(due.since(self.now).min(Span::from_secs(1)));
+    }
+
+    /// Hands a datagram to a machine, and checks what that makes of it.
+    pub fn deliver(&mut self, to: End, bytes: &[u8], congested: bool) {
+        match to {
+            End::Worker(rank) => self.deliver_to_worker(rank, bytes, congested),
+            End::Shard(shard) => {
+                let machine = &mut self.shards[shard];
+                let verdict = machine.handle_datagram(self.now, bytes, congested, &mut ());
+                if let aggregator::Verdict::Store(place) = verdict {
+                    self.check_place(&place);
+                }
+            }
+        }
+    }
+
+    fn deliver_to_worker(&mut self, rank: usize, bytes: &[u8], congested: bool) {
+        let machine = &mut self.workers[rank];
+        let verdict = machine.handle_datagram(self.now, bytes, congested, &mut ());
+        let worker::Verdict::Deliver(delivery) = verdict else { return };
+        check_delivery(&delivery, self.shape.cut, bytes.len() - Header::LEN);
+        if delivery.complete {
+            machine.handle_delivered(self.now, &delivery, &mut ());
+        }
+    }
+
+    fn check_place(&self, place: &Place) {
+        let Shape { world, lanes, pool_slots, .. } = self.shape;
+        assert!(place.lane < lanes && place.slot < pool_slots && place.rank.0 < world);
+        assert!(place.fragment < place.fragments);
+        assert!(usize::from(place.fragments) <= MAX_FRAGMENTS);
+    }
+
+    /// Lets every machine do and say all that is due.
+    pub fn drive(&mut self) {
+        for rank in 0..self.workers.len() {
+            self.drive_worker(rank);
+        }
+        for shard in 0..self.shards.len() {
+            self.drive_shard(shard);
+        }
+    }
+
+    fn drive_worker(&mut self, rank: usize) {
+        for polls in 0.. {
+            assert!(polls < MAX_POLLS, "rank {rank} is never done");
+            let machine = &mut self.workers[rank];
+            if let Some(transmit) =
+                machine.poll_transmit(self.now, &mut self.buffer, &mut ())
+            {
+                match transmit {
+                    worker::Transmit::Datagram { shard, len } => {
+                        let bytes = self.buffer[..len].to_vec();
+                        self.post(End::Shard(usize::from(shard)), bytes);
+                    }
+                    worker::Transmit::Data(data) => {
+                        let to = [End::Shard(usize::from(data.shard))];
+                        self.post_fragments(&to, &data.header, data.fragments, data.len);
+                    }
+                }
+            } else if let Some(scan) = machine.poll_scan() {
+                let mask = mask_of(machine, rank, scan);
+                machine.handle_scanned(scan, mask);
+            } else {
+                break;
+            }
+        }
+        while self.workers[rank].poll_outcome().is_some() {}
+    }
+
+    fn drive_shard(&mut self, shard: usize) {
+        for polls in 0.. {
+            assert!(polls < MAX_POLLS, "shard {shard} is never done");
+            let machine = &mut self.shards[shard];
+            if let Some(transmit) =
+                machine.poll_transmit(self.now, &mut self.buffer, &mut ())
+            {
+                self.send(&transmit);
+            } else if let Some(fold) = machine.poll_fold() {
+                self.fold(shard, &fold);
+            } else {
+                break;
+            }
+        }
+    }
+
+    fn send(&mut self, transmit: &aggregator::Transmit) {
+        match transmit {
+            aggregator::Transmit::Datagram { to, len } => {
+                let bytes = self.buffer[..*len].to_vec();
+                for end in self.ends(*to) {
+                    self.post(end, bytes.clone());
+                }
+            }
+            aggregator::Transmit::Result { to, result } => {
+                assert!(result.slot < self.shape.pool_slots);
+                let ends = self.ends(*to);
+                self.post_fragments(&ends, &result.header, result.fragments, result.len);
+            }
+        }
+    }
+
+    fn ends(&self, to: Recipient) -> Vec<End> {
+        match to {
+            Recipient::All => (0..self.workers.len()).map(End::Worker).collect(),
+            Recipient::Rank(rank) => vec![End::Worker(rank.index())],
+        }
+    }
+
+    /// Checks a fold: in window order, of contributions that make up the union.
+    fn fold(&mut self, shard: usize, fold: &Fold) {
+        let machine = &mut self.shards[shard];
+        assert!(fold.slot < self.shape.pool_slots);
+        assert!(fold.len <= WINDOW_BYTES);
+        let index = fold.window.index;
+        assert_eq!(fold.union & !fold.geometry.full_mask(index), 0);
+        assert_eq!(fold.len, fold.geometry.payload_len(index, fold.union));
+        let union = (0..self.shape.world)
+            .fold(0, |union, rank| union | machine.contribution(fold, Rank(rank)));
+        assert_eq!(union, fold.union, "the union is that of the contributions");
+        machine.handle_folded(fold, &mut ());
+        let before = self.folded.insert((shard, fold.lane), fold.window);
+        assert!(before < Some(fold.window), "{:?} after {before:?}", fold.window);
+    }
+
+    fn post_fragments(&mut self, to: &[End], header: &Header, fragments: u64, len: usize) {
+        let cut = self.shape.cut;
+        assert!(len <= WINDOW_BYTES);
+        assert_eq!(fragments & !cut.all(len), 0, "no fragment beyond the payload");
+        for fragment in (0..cut.count(len)).filter(|i| fragments >> i & 1 == 1) {
+            let body = cut.range(len, fragment).len();
+            let mut bytes = vec![0; Header::LEN + body];
+            let head = bytes.first_chunk_mut().expect("a header fits");
+            header.of_fragment(fragment, body).encode(head);
+            for end in to {
+                self.post(*end, bytes.clone());
+            }
+        }
+    }
+
+    /// Puts a datagram onto the wire, after checking that it is one.
+    fn post(&mut self, to: End, bytes: Vec<u8>) {
+        let decoded = Header::decode(&bytes);
+        assert!(decoded.is_ok(), "{to:?} is sent what is no datagram: {decoded:?}");
+        if self.seen.len() < MAX_SEEN {
+            self.seen.push(bytes.clone());
+        } else {
+            self.seen[self.next_seen % MAX_SEEN].clone_from(&bytes);
+            self.next_seen += 1;
+        }
+        if self.wire.len() < MAX_WIRE {
+            self.wire.push_back((to, bytes));
+        }
+    }
+
+    /// How much the machines hold, in characters of their debug output: a proxy for memory that
+    /// needs no allocator of its own.
+    pub fn footprint(&self) -> usize {
+        format!("{:?}{:?}", self.workers, self.shards).len()
+    }
+}
+
+/// The blocks of a window that a rank is made to contribute: none, some or all.
+fn mask_of(machine: &Worker, rank: usize, scan: Scan) -> u64 {
+    let OpId(op) = scan.op;
+    let Some(descriptor) = machine.descriptor(scan.op) else { return 0 };
+    let draw = (u64::from(op) << 40 | u64::from(scan.index) << 8 | rank as u64)
+        .wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let mask = match draw >> 62 {
+        0 => 0,
+        1 => 1,
+        2 => draw,
+        _ => u64::MAX,
+    };
+    mask & Geometry::new(&descriptor).full_mask(scan.index)
+}
+
+/// Checks that a driver can write a delivery without looking.
+fn check_delivery(delivery: &Delivery, cut: Fragmentation, body_len: usize) {
+    let Delivery { geometry, window, mask, len, fragment, descriptor, .. } = delivery;
+    assert!(window.index < geometry.windows());
+    assert_eq!(mask & !geometry.full_mask(window.index), 0);
+    assert_eq!(*len, geometry.payload_len(window.index, *mask));
+    let range = cut.range(*len, usize::from(*fragment));
+    assert_eq!(range.len(), body_len);
+    if !descriptor.wire.is_scaled() {
+        for stretch in geometry.stretches(window.index, *mask, range) {
+            assert!(stretch.element + stretch.elements as u64 <= descriptor.elements);
+            assert!(
+                stretch.offset + stretch.elements * descriptor.wire.element_size() <= body_len
+            );
+        }
+    }
+}
+
+/// The least room for a datagram without tensor data: an MTU of 1280 less IPv6 and UDP headers.
+const SMALLEST_DATAGRAM: usize = 1280 - 48;
+/// More than any machine has to say at a time.
+const MAX_POLLS: usize = 100_000;
+/// Datagrams on their way.
+const MAX_WIRE: usize = 512;
+/// Datagrams remembered.
+const MAX_SEEN: usize = 64;

@@ -1,0 +1,103 @@
+//! The bodies of the fuzz targets, on stable Rust: the committed corpus is replayed, and then
+//! changed at random. `SEED=` repeats a run, and a failure prints its seed.
+
+use std::fs;
+use std::path::PathBuf;
+
+#[path = "../../fuzz/src/lib.rs"]
+#[expect(unreachable_pub, reason = "a crate of its own elsewhere")]
+mod fuzz;
+
+/// SplitMix64 (Steele, Lea, Flood 2014).
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, end: usize) -> usize {
+        usize::try_from(self.roll() % end.max(1) as u64).unwrap()
+    }
+
+    fn byte(&mut self) -> u8 {
+        self.roll().to_le_bytes()[0]
+    }
+}
+
+/// The seed of a run: that of `SEED=`, or always the same.
+fn seed() -> u64 {
+    let seed = std::env::var("SEED").map_or(1, |seed| seed.parse().expect("SEED is a number"));
+    println!("SEED={seed}");
+    seed
+}
+
+/// The committed inputs of a target, by name.
+fn corpus(target: &str) -> Vec<Vec<u8>> {
+    let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(target);
+    let entries = fs::read_dir(&dir).unwrap_or_else(|error| panic!("{}: {error}", dir.display()));
+    let mut paths: Vec<_> = entries.map(|entry| entry.unwrap().path()).collect();
+    paths.sort();
+    assert!(!paths.is_empty(), "{} is empty", dir.display());
+    paths.iter().map(|path| fs::read(path).unwrap()).collect()
+}
+
+/// Changes some bytes, and now and then cuts, doubles or extends.
+fn mutate(dice: &mut Dice, input: &[u8], longest: usize) -> Vec<u8> {
+    let mut bytes = input.to_vec();
+    for _ in 0..1 + dice.below(4) {
+        let at = dice.below(bytes.len());
+        match dice.below(8) {
+            0 => bytes.truncate(at),
+            1 => bytes.extend_from_slice(&input[dice.below(input.len())..]),
+            2 => bytes.extend((0..32).map(|_| dice.byte())),
+            3 => bytes.insert(at, dice.byte()),
+            4 if at < bytes.len() => drop(bytes.remove(at)),
+            5 if at < bytes.len() => bytes[at] ^= 1 << dice.below(8),
+            _ if at < bytes.len() => bytes[at] = dice.byte(),
+            _ => {}
+        }
+    }
+    bytes.truncate(longest);
+    bytes
+}
+
+#[test]
+fn the_corpus_of_datagrams_and_its_mutations_break_no_decoder() {
+    let corpus = corpus("datagram");
+    corpus.iter().for_each(|input| fuzz::datagram::run(input));
+    let mut dice = Dice(seed());
+    for _ in 0..60_000 {
+        let input = &corpus[dice.below(corpus.len())];
+        fuzz::datagram::run(&mutate(&mut dice, input, 2048));
+    }
+}
+
+#[test]
+fn the_corpus_of_scripts_and_its_mutations_break_no_machine() {
+    let corpus = corpus("machines");
+    corpus.iter().for_each(|input| fuzz::machines::run(input));
+    let mut dice = Dice(seed());
+    for _ in 0..1_500 {
+        let input = &corpus[dice.below(corpus.len())];
+        fuzz::machines::run(&mutate(&mut dice, input, 4096));
+    }
+}
+
+#[test]
+fn random_scripts_break_no_machine_and_fill_no_memory() {
+    let mut dice = Dice(seed() ^ 0xb0b);
+    for _ in 0..60 {
+        let script: Vec<u8> = (0..8192).map(|_| dice.byte()).collect();
+        let (fresh, after) = fuzz::machines::footprints(&script);
+        assert!(after < fresh + MOST_GROWTH, "from {fresh} to {after}");
+    }
+}
+
+/// What the machines may fill of what they allocated, and the masks of ops in flight, in
+/// characters of debug output.
+const MOST_GROWTH: usize = 1 << 20;
