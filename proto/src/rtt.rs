@@ -1,4 +1,8 @@
 //! Round-trip estimate and retransmission timeout, after Jacobson's estimator (RFC 6298).
+//!
+//! What is measured is longer than the path: a window's result also waits for the other ranks,
+//! and for what they lost. So the timeout is bounded by a multiple of the least that was measured
+//! lately. To ask too early costs one small datagram; to ask too late stops everyone.
 
 use crate::time::Span;
 
@@ -7,6 +11,8 @@ use crate::time::Span;
 pub struct Rtt {
     smoothed_ns: u64,
     variation_ns: u64,
+    /// The least measured; creeps up, so that it follows a path that has become longer.
+    least_ns: u64,
     measured: bool,
 }
 
@@ -14,15 +20,17 @@ impl Rtt {
     /// An estimate to start from, until the first measurement replaces it.
     #[must_use]
     pub const fn new(initial: Span) -> Self {
-        Self { smoothed_ns: initial.0, variation_ns: initial.0 / 2, measured: false }
+        let Span(ns) = initial;
+        Self { smoothed_ns: ns, variation_ns: ns / 2, least_ns: ns, measured: false }
     }
 
     /// Takes one measured round trip.
     pub fn sample(&mut self, rtt: Span) {
         if !self.measured {
-            *self = Self { smoothed_ns: rtt.0, variation_ns: rtt.0 / 2, measured: true };
+            *self = Self { measured: true, ..Self::new(rtt) };
             return;
         }
+        self.least_ns = rtt.0.min(self.least_ns + self.least_ns / 16);
         let error = self.smoothed_ns.abs_diff(rtt.0);
         self.variation_ns = (3 * self.variation_ns + error) / 4;
         self.smoothed_ns = (7 * self.smoothed_ns + rtt.0) / 8;
@@ -38,7 +46,8 @@ impl Rtt {
     #[must_use]
     pub fn timeout(&self) -> Span {
         let timeout = self.smoothed_ns + (4 * self.variation_ns).max(Self::GRANULARITY.0);
-        Span(timeout.clamp(Self::MIN_TIMEOUT.0, Self::MAX_TIMEOUT.0))
+        let most = (Self::MOST_TIMES * self.least_ns).max(Self::PATIENCE.0);
+        Span(timeout.clamp(Self::MIN_TIMEOUT.0, most.min(Self::MAX_TIMEOUT.0)))
     }
 
     /// How long to wait after `attempts` questions without an answer.
@@ -51,8 +60,12 @@ impl Rtt {
     /// A scheduler's hiccup is not a loss.
     const GRANULARITY: Span = Span::from_micros(500);
     const MIN_TIMEOUT: Span = Span::from_millis(2);
+    /// The timeout is bounded by this many times the least round trip, or by this much if that
+    /// is less.
+    const MOST_TIMES: u64 = 8;
+    const PATIENCE: Span = Span::from_millis(10);
     const MAX_TIMEOUT: Span = Span::from_millis(200);
-    const MAX_BACKOFF: Span = Span::from_secs(1);
+    const MAX_BACKOFF: Span = Span::from_millis(250);
 }
 
 #[cfg(test)]
@@ -77,10 +90,19 @@ mod tests {
     }
 
     #[test]
-    fn questions_back_off_up_to_a_second() {
+    fn waits_for_others_do_not_make_it_patient() {
+        let mut rtt = Rtt::new(Span::from_millis(1));
+        rtt.sample(Span::from_micros(200));
+        (0..50).for_each(|_| rtt.sample(Span::from_millis(150)));
+        rtt.sample(Span::from_micros(200));
+        assert_eq!(rtt.timeout(), Span::from_millis(10));
+    }
+
+    #[test]
+    fn questions_back_off_up_to_a_bound() {
         let rtt = Rtt::new(Span::from_millis(1));
         assert_eq!(rtt.backed_off(0), rtt.timeout());
         assert_eq!(rtt.backed_off(2).0, rtt.timeout().0 * 4);
-        assert_eq!(rtt.backed_off(60), Span::from_secs(1));
+        assert_eq!(rtt.backed_off(60), Rtt::MAX_BACKOFF);
     }
 }

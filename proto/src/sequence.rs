@@ -151,6 +151,13 @@ impl Sequence {
         )
     }
 
+    /// The first window that could come after the op before `op`.
+    pub(crate) fn after_previous(&self, op: OpId) -> WindowId {
+        let i = self.ops.partition_point(|entry| entry.op < op);
+        let previous = i.checked_sub(1).map(|i| self.ops[i].op).or(self.settled);
+        WindowId::new(OpId(previous.map_or(0, |op| op.0.saturating_add(1))), 0)
+    }
+
     /// Marks an op as failed. Returns whether it is one of this stream's.
     pub(crate) fn fail(&mut self, op: OpId) -> bool {
         let found = self.ops.binary_search_by_key(&op, |entry| entry.op);

@@ -102,8 +102,7 @@ struct Identity {
 impl Args {
     /// Who this process is in a distributed run; `None` for all ranks of a run on this host.
     fn identity(&self) -> Option<Identity> {
-        let (Some(aggregator), Some(rank), Some(world)) =
-            (&self.aggregator, self.rank, self.world)
+        let (Some(aggregator), Some(rank), Some(world)) = (&self.aggregator, self.rank, self.world)
         else {
             return None;
         };

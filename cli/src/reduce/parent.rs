@@ -21,14 +21,9 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let world = world.ok_or_else(|| {
         Failure::usage(format!("a job has 1 to {MAX_WORLD} ranks, not {}", args.files.len()))
     })?;
-    let files = args
-        .files
-        .iter()
-        .map(|path| GradientFile::open(path))
-        .collect::<Result<Vec<_>, _>>()?;
-    let (first, others) = files
-        .split_first()
-        .ok_or_else(|| Failure::usage("no file is named"))?;
+    let files =
+        args.files.iter().map(|path| GradientFile::open(path)).collect::<Result<Vec<_>, _>>()?;
+    let (first, others) = files.split_first().ok_or_else(|| Failure::usage("no file is named"))?;
     for other in others {
         first.check_same(other)?;
     }

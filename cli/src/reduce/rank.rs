@@ -63,9 +63,9 @@ pub(super) fn run_for_parent(args: &Args, identity: &Identity, path: &Path) -> S
         let file = GradientFile::open(path)?;
         let mut out = match &args.into {
             None => None,
-            Some(into) => Some(
-                File::options().write(true).open(into).map_err(|e| cannot_write(into, &e))?,
-            ),
+            Some(into) => {
+                Some(File::options().write(true).open(into).map_err(|e| cannot_write(into, &e))?)
+            }
         };
         reduce(args, identity, &file, out.as_mut())
     };

@@ -115,7 +115,15 @@ impl Table<'_> {
         );
         println!(
             "{:<width$}  {:>5}  {:>7}  {:>11}  {:>8}  {:>across$}  {:>6}  {:>11}  {:>11}  {:>11}",
-            "# tensor", "dtype", "wire", "elements", "blocks", "density", "union", "tx", "rx",
+            "# tensor",
+            "dtype",
+            "wire",
+            "elements",
+            "blocks",
+            "density",
+            "union",
+            "tx",
+            "rx",
             "dense"
         );
         println!(
@@ -145,13 +153,9 @@ impl Table<'_> {
 
     /// What was measured.
     fn print_traffic(&self, sum: &Held) {
-        let mean_of = |of: fn(&Report) -> u64| {
-            mean(&self.reports.iter().map(of).collect::<Vec<_>>())
-        };
-        let who = self.rank.map_or_else(
-            || "a rank".to_owned(),
-            |(rank, _)| format!("rank {rank}"),
-        );
+        let mean_of =
+            |of: fn(&Report) -> u64| mean(&self.reports.iter().map(of).collect::<Vec<_>>());
+        let who = self.rank.map_or_else(|| "a rank".to_owned(), |(rank, _)| format!("rank {rank}"));
         let (tx, rx) = (mean_of(|report| report.tx_bytes), mean_of(|report| report.rx_bytes));
         let dense = sum.dense_bytes;
         println!(

@@ -83,11 +83,8 @@ impl Survey {
 
     /// What all ranks said together.
     pub(super) fn hear(&self, said: &[u8]) -> Vec<Held> {
-        let mut words = said
-            .as_chunks()
-            .0
-            .iter()
-            .map(|word| i64::from_le_bytes(*word).cast_unsigned());
+        let mut words =
+            said.as_chunks().0.iter().map(|word| i64::from_le_bytes(*word).cast_unsigned());
         self.tensors.iter().map(|layout| self.held(layout, &mut words)).collect()
     }
 
@@ -210,9 +207,8 @@ mod tests {
     fn every_rank_hears_what_all_hold() {
         for world in [1, 2, 3, 7, 8, 16, 255, 256] {
             let survey = survey(world);
-            let said = summed(&survey, |rank, block| {
-                block % 5 == 0 && (block + u64::from(rank)) % 2 == 0
-            });
+            let said =
+                summed(&survey, |rank, block| block % 5 == 0 && (block + u64::from(rank)) % 2 == 0);
             let heard = survey.hear(&said);
             assert_eq!(heard.iter().map(|held| held.blocks).collect::<Vec<_>>(), [1, 0, 40, 2]);
             let dense: Vec<_> = heard.iter().map(|held| held.dense_bytes).collect();

@@ -42,12 +42,14 @@ impl Occupancy {
 
     /// Forgets positions `from..to`, which have been folded or skipped.
     pub(super) fn clear(&mut self, from: u64, to: u64) {
+        // An op that failed may have more windows than the ring has places.
+        let len = usize::try_from(to - from).unwrap_or(usize::MAX).min(self.union.len());
         for ring in self.ranks.iter_mut().chain([&mut self.union]) {
-            if to - from == 1 {
+            if len == 1 {
                 ring.set(slot(from), false);
                 continue;
             }
-            let end = slot(from) + usize::try_from(to - from).unwrap_or(usize::MAX);
+            let end = slot(from) + len;
             let wrapped = end.saturating_sub(ring.len());
             let end = end.min(ring.len());
             ring[slot(from)..end].fill(false);
@@ -118,5 +120,13 @@ mod tests {
         occupancy.clear(at, at + 4);
         assert_eq!(occupancy.next(at, at + 5), Some(at + 4));
         assert!(!occupancy.owes(Rank(1), at + 2) && occupancy.owes(Rank(1), at + 4));
+    }
+
+    #[test]
+    fn more_positions_than_the_ring_has_places_can_be_skipped() {
+        let mut occupancy = Occupancy::new(1);
+        occupancy.set(Rank(0), 5, bits![u64, Lsb0; 1, 1]);
+        occupancy.clear(3, 3 + 4 * OPEN_AHEAD);
+        assert_eq!(occupancy.next(5, 5 + OPEN_AHEAD), None);
     }
 }

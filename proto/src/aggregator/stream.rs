@@ -343,6 +343,17 @@ impl Stream {
         AskEntry { window, fragments: all & !contribution.have }
     }
 
+    /// From where on the opens of `rank` are missing. Between two ops it is whatever the rank has
+    /// after the first of them, which may be none that others have.
+    pub(super) fn unopened(&self, rank: Rank) -> WindowId {
+        let opened = self.ranks[rank.index()].opened;
+        match self.sequence.at(opened) {
+            Some(entry) if opened > entry.base => entry.window(opened),
+            Some(entry) => self.sequence.after_previous(entry.op),
+            None => self.sequence.window(opened),
+        }
+    }
+
     /// Whether to ask `rank` for its opens: once a round trip, or answers would breed questions.
     pub(super) fn may_ask_open(&mut self, rank: Rank, now: Time) -> bool {
         let progress = &mut self.ranks[rank.index()];

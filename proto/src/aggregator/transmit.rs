@@ -137,14 +137,19 @@ impl Aggregation {
         out: &mut [u8],
         observer: &mut impl Observer,
     ) -> Option<Transmit> {
-        if let Some(op) = self.queue.failures.pop_front() {
-            return self.write_failure(op, 0, Recipient::All, out);
+        // What is not to be said any more must not hide what follows it.
+        while let Some(op) = self.queue.failures.pop_front() {
+            if let Some(transmit) = self.write_failure(op, 0, Recipient::All, out) {
+                return Some(transmit);
+            }
         }
         if let Some((lane, position)) = self.unsent.pop_front() {
             return Some(self.result(lane, position, u64::MAX, Recipient::All));
         }
-        if let Some((lane, rank, position, fragments)) = self.queue.resends.pop_front() {
-            return self.resend(lane, rank, position, fragments, observer);
+        while let Some((lane, rank, position, fragments)) = self.queue.resends.pop_front() {
+            if let Some(transmit) = self.resend(lane, rank, position, fragments, observer) {
+                return Some(transmit);
+            }
         }
         while let Some((lane, rank, due)) = self.queue.pop() {
             if let Some(transmit) = self.write_due(now, lane, rank, due, out, observer) {
@@ -213,8 +218,7 @@ impl Aggregation {
         due.open = false;
         if may_ask {
             self.put_off(lane, rank, due);
-            let stream = &self.streams[usize::from(lane)];
-            let window = stream.sequence.window(stream.ranks[rank.index()].opened);
+            let window = self.streams[usize::from(lane)].unopened(rank);
             let entry = core::iter::once(AskEntry { window, fragments: 0 });
             return Some(self.write_ask(lane, rank, due, entry, out));
         }

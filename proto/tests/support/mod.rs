@@ -1,0 +1,87 @@
+//! One small job for the tests of the wire: its numbers, and its datagrams by hand.
+
+use racksum_proto::aggregator::{self, Aggregation};
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::geometry::Fragmentation;
+use racksum_proto::ids::{Generation, JobId, OpId, Rank, WindowId};
+use racksum_proto::time::{Span, Time};
+use racksum_proto::wire::{Flags, Header, Kind, OpenEncoder};
+use racksum_proto::worker::{self, Worker};
+
+pub(crate) const JOB: JobId = JobId(7);
+pub(crate) const GENERATION: Generation = Generation(3);
+pub(crate) const TIMEOUT: Span = Span::from_secs(10);
+
+/// The cut at an MTU of 1500 over IPv4, with room for an authentication code.
+pub(crate) fn cut() -> Fragmentation {
+    Fragmentation::new(1500 - 28 - Header::LEN - Header::MAC_ROOM).unwrap()
+}
+
+/// The aggregator half of the job at its only shard: two ranks, one lane, eight slots.
+pub(crate) fn aggregation() -> Aggregation {
+    Aggregation::new(shard(0, 1), Time(0))
+}
+
+pub(crate) fn shard(shard: u8, shards: u8) -> aggregator::Config {
+    aggregator::Config {
+        job: JOB,
+        generation: GENERATION,
+        world: 2,
+        lanes: 1,
+        shard,
+        shards,
+        pool_slots: 8,
+        max_ops: 4,
+        cut: cut(),
+        results_in_flight: 1 << 20,
+    }
+}
+
+/// The worker half of rank `rank`.
+pub(crate) fn worker(rank: u16) -> Worker {
+    let config = worker::Config {
+        job: JOB,
+        generation: GENERATION,
+        rank: Rank(rank),
+        lanes: 1,
+        shards: 1,
+        pool_slots: 8,
+        max_ops: 4,
+        cut: cut(),
+        in_flight: 1 << 20,
+    };
+    Worker::new(config, Time(0))
+}
+
+pub(crate) const fn window(op: u32, index: u32) -> WindowId {
+    WindowId::new(OpId(op), index)
+}
+
+/// A header of the job, all zero but for what every datagram has.
+pub(crate) fn header(kind: Kind, sender: Rank) -> Header {
+    Header { kind, sender, flags: Flags::NONE, ..Header::probe(JOB, GENERATION, 0) }
+}
+
+/// The datagram of a header and a body; the header's length is set.
+pub(crate) fn datagram(header: Header, body: &[u8]) -> Vec<u8> {
+    let mut bytes = [0xa5; Header::LEN];
+    Header { length: u16::try_from(body.len()).unwrap(), ..header }.encode(&mut bytes);
+    [&bytes[..], body].concat()
+}
+
+/// The datagram of an open that starts at window `index`.
+pub(crate) fn open(
+    rank: u16,
+    op: u32,
+    index: u32,
+    descriptor: &Descriptor,
+    after: Option<u32>,
+    occupied: &[bool],
+) -> Vec<u8> {
+    let mut body = [0xa5; 1200];
+    let (len, windows) =
+        OpenEncoder::new().encode(descriptor, after.map(OpId), occupied.iter().copied(), &mut body);
+    assert_eq!(windows as usize, occupied.len());
+    let header = Header { window: window(op, index), ..header(Kind::Open, Rank(rank)) };
+    datagram(header, &body[..len])
+}

@@ -1,0 +1,323 @@
+//! What a case is made of: who races, over which network, with which data, and what is demanded
+//! of the times. The cases themselves are in [`super::cases`].
+
+use serde::Serialize;
+
+use super::stats::ms;
+use super::volume::Data;
+
+/// One line of the table.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Case {
+    Race(Race),
+    Memory(Memory),
+}
+
+impl Case {
+    pub(crate) fn name(&self) -> &str {
+        match self {
+            Self::Race(race) => &race.name,
+            Self::Memory(memory) => memory.name,
+        }
+    }
+
+    /// One line for people.
+    pub(crate) fn about(&self) -> String {
+        match self {
+            Self::Race(race) => race.about(),
+            Self::Memory(memory) => memory.about(),
+        }
+    }
+}
+
+/// Programs that do the same in turns.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct Race {
+    pub(crate) name: String,
+    pub(crate) world: u16,
+    pub(crate) net: Net,
+    pub(crate) data: Data,
+    /// Iterations of each side in a round, of which the median counts.
+    pub(crate) iterations: u32,
+    pub(crate) sides: Vec<Side>,
+    #[serde(skip)]
+    pub(crate) bounds: Vec<Bound>,
+}
+
+impl Race {
+    fn about(&self) -> String {
+        let Data { bytes, density, overlap, .. } = self.data;
+        let data = if self.data.is_dense() {
+            "dense".to_owned()
+        } else {
+            format!("{} % of blocks ({})", density * 100.0, overlap.name())
+        };
+        let net = match self.net {
+            Net::Loopback => "loopback".to_owned(),
+            Net::Gigabit { aggregators, aggregators_limited } => {
+                let limited = if aggregators_limited { " at 1 Gbit/s too" } else { "" };
+                format!("1 Gbit/s a worker, {aggregators} aggregator host(s){limited}")
+            }
+        };
+        format!("{} ranks, {bytes} B of f32, {data}, {net}", self.world)
+    }
+
+    /// The side that a bound or a table speaks of.
+    pub(crate) fn side(&self, name: &str) -> Option<(usize, &Side)> {
+        self.sides.iter().enumerate().find(|(_, side)| side.name == name)
+    }
+}
+
+/// Where the ranks are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Net {
+    /// All on the loopback interface.
+    Loopback,
+    /// Each on a host of its own behind 1 Gbit/s each way.
+    Gigabit {
+        aggregators: u8,
+        /// Whether the aggregators' hosts have 1 Gbit/s as well, and not more.
+        aggregators_limited: bool,
+    },
+}
+
+/// One of those that race.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub(crate) struct Side {
+    pub(crate) name: &'static str,
+    pub(crate) program: Program,
+}
+
+/// What a side runs.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Program {
+    Racksum(Racksum),
+    Gloo { sparse: bool },
+    /// Over TCP; dense only, loopback only.
+    OpenMpi,
+}
+
+impl Program {
+    pub(crate) const fn racksum(&self) -> Option<&Racksum> {
+        match self {
+            Self::Racksum(racksum) => Some(racksum),
+            Self::Gloo { .. } | Self::OpenMpi => None,
+        }
+    }
+}
+
+/// How racksum runs.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub(crate) struct Racksum {
+    /// How elements travel.
+    pub(crate) wire: Wire,
+    /// What an op is given.
+    pub(crate) input: Input,
+    /// Share of datagrams that each rank loses on purpose, each way. Any but `None` makes the
+    /// ranks send each datagram by itself.
+    pub(crate) drop: Option<f64>,
+    /// How many of the network's aggregators serve the job.
+    pub(crate) aggregators: u8,
+}
+
+impl Racksum {
+    pub(crate) const PLAIN: Self =
+        Self { wire: Wire::F32, input: Input::Dense, drop: None, aggregators: 1 };
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Wire {
+    F32,
+    Bf16,
+}
+
+impl Wire {
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+        }
+    }
+
+    pub(crate) const fn element_bytes(self) -> u64 {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 => 2,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Input {
+    Dense,
+    Blocks,
+}
+
+impl Input {
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Dense => "dense",
+            Self::Blocks => "blocks",
+        }
+    }
+}
+
+/// Many jobs at one aggregator, whose memory is looked at afterwards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub(crate) struct Memory {
+    pub(crate) name: &'static str,
+    pub(crate) jobs: u16,
+    /// Ranks of each job.
+    pub(crate) world: u16,
+    /// Size of each dense tensor.
+    pub(crate) bytes: u64,
+    pub(crate) shards: u8,
+    pub(crate) pool_mib: u32,
+    /// What the process may have above the pool.
+    pub(crate) spare_bytes: u64,
+}
+
+impl Memory {
+    fn about(&self) -> String {
+        let Self { jobs, world, bytes, shards, pool_mib, .. } = self;
+        format!(
+            "{jobs} jobs of {world} ranks, {bytes} B of f32 each, one aggregator with {shards} \
+             shard(s) of {pool_mib} MiB"
+        )
+    }
+}
+
+/// A figure, and what is demanded of it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Bound {
+    pub(crate) figure: Figure,
+    pub(crate) must: f64,
+    pub(crate) reach: f64,
+}
+
+/// What is demanded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Figure {
+    /// A side's time, in microseconds, which is to be small.
+    Time(&'static str),
+    /// How often the first side's time goes into the second's, which is to be large.
+    Gain(&'static str, &'static str),
+    /// The first side's time as a multiple of the second's, which is to be small.
+    Cost(&'static str, &'static str),
+}
+
+impl Figure {
+    /// The figure, given the sides' times; `None` without one of them.
+    pub(crate) fn value(self, time: impl Fn(&str) -> Option<f64>) -> Option<f64> {
+        Some(match self {
+            Self::Time(side) => time(side)?,
+            Self::Gain(side, other) => time(other)? / time(side)?,
+            Self::Cost(side, other) => time(side)? / time(other)?,
+        })
+    }
+
+    pub(crate) fn name(self) -> String {
+        match self {
+            Self::Time(side) => side.to_owned(),
+            Self::Gain(side, other) => format!("{other} / {side}"),
+            Self::Cost(side, other) => format!("{side} / {other}"),
+        }
+    }
+
+    /// A value of this figure for people.
+    pub(crate) fn show(self, value: f64) -> String {
+        match self {
+            Self::Time(_) => ms(value),
+            Self::Gain(..) | Self::Cost(..) => format!("{value:.2}"),
+        }
+    }
+
+    /// The sign between a value and its bound.
+    pub(crate) const fn sign(self) -> &'static str {
+        match self {
+            Self::Time(_) | Self::Cost(..) => "<=",
+            Self::Gain(..) => ">=",
+        }
+    }
+
+    fn keeps(self, value: f64, bound: f64) -> bool {
+        match self {
+            Self::Time(_) | Self::Cost(..) => value <= bound,
+            Self::Gain(..) => value >= bound,
+        }
+    }
+}
+
+/// How a figure came out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Verdict {
+    /// Better than was hoped for.
+    Reach,
+    /// As demanded.
+    Pass,
+    /// Worse than demanded.
+    Below,
+    /// A side is missing.
+    NotMeasured,
+}
+
+impl Verdict {
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Reach => "PASS, reach",
+            Self::Pass => "PASS",
+            Self::Below => "below",
+            Self::NotMeasured => "not measured",
+        }
+    }
+}
+
+impl Bound {
+    pub(crate) fn judge(&self, value: Option<f64>) -> Verdict {
+        match value {
+            None => Verdict::NotMeasured,
+            Some(value) if self.figure.keeps(value, self.reach) => Verdict::Reach,
+            Some(value) if self.figure.keeps(value, self.must) => Verdict::Pass,
+            Some(_) => Verdict::Below,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn time(side: &str) -> Option<f64> {
+        match side {
+            "racksum" => Some(200.0),
+            "gloo" => Some(300.0),
+            _ => None,
+        }
+    }
+
+    #[test]
+    fn figures_are_times_or_their_ratios() {
+        assert_eq!(Figure::Time("racksum").value(time), Some(200.0));
+        assert_eq!(Figure::Gain("racksum", "gloo").value(time), Some(1.5));
+        assert_eq!(Figure::Cost("gloo", "racksum").value(time), Some(1.5));
+        assert_eq!(Figure::Gain("racksum", "openmpi").value(time), None);
+    }
+
+    #[test]
+    fn small_times_and_large_gains_pass() {
+        let judge = |figure, must, reach| Bound { figure, must, reach }.judge(figure.value(time));
+        let of_time = |must, reach| judge(Figure::Time("racksum"), must, reach);
+        assert_eq!(of_time(200.0, 199.0), Verdict::Pass);
+        assert_eq!(of_time(250.0, 200.0), Verdict::Reach);
+        assert_eq!(of_time(199.0, 150.0), Verdict::Below);
+        let of_gain = |must, reach| judge(Figure::Gain("racksum", "gloo"), must, reach);
+        assert_eq!(of_gain(1.5, 1.6), Verdict::Pass);
+        assert_eq!(of_gain(1.6, 2.0), Verdict::Below);
+        assert_eq!(judge(Figure::Time("openmpi"), 1.0, 1.0), Verdict::NotMeasured);
+    }
+}

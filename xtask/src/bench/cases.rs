@@ -1,0 +1,298 @@
+//! The cases, one for each line of the table of bounds, and small ones of every mechanism.
+
+use super::case::{Bound, Case, Figure, Input, Memory, Net, Program, Race, Racksum, Side, Wire};
+use super::volume::{Data, Overlap};
+
+/// All cases that have bounds, in the order of the table.
+pub(crate) fn all(seed: u64) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (world, must, reach) in [(2, 1.15, 1.2), (4, 1.25, 1.4), (8, 1.45, 1.7)] {
+        cases.push(dense_loopback(seed, world, must, reach));
+    }
+    for (world, must, reach) in [(2, 1.4, 1.8), (4, 1.7, 2.2), (8, 2.2, 3.0)] {
+        cases.push(bf16_loopback(seed, world, must, reach));
+    }
+    cases.extend(on_slow_links(seed));
+    cases.push(sparse_loopback(seed, "sparse1-loopback-w8", Input::Dense, 60.0, 40.0));
+    cases.push(sparse_loopback(seed, "blocks1-loopback-w8", Input::Blocks, 30.0, 15.0));
+    cases.push(small(seed, 2, 0.1, 0.05));
+    cases.push(small(seed, 8, 1.0, 0.4));
+    cases.push(loss(seed));
+    cases.push(Case::Memory(Memory {
+        name: "memory-8x8",
+        jobs: 8,
+        world: 8,
+        bytes: 4_000_000,
+        shards: 2,
+        pool_mib: 256,
+        spare_bytes: 64_000_000,
+    }));
+    cases.push(two_aggregators(seed));
+    cases
+}
+
+/// Every mechanism once, small, without peers and without bounds.
+pub(crate) fn smoke(seed: u64) -> Vec<Case> {
+    let race = |name: &str, world, net, data, sides: &[(&'static str, Racksum)]| {
+        let side = |(name, racksum): &(_, _)| Side { name, program: Program::Racksum(*racksum) };
+        let sides = sides.iter().map(side).collect();
+        let name = name.to_owned();
+        Case::Race(Race { name, world, net, data, iterations: 1, sides, bounds: Vec::new() })
+    };
+    let plain = Racksum::PLAIN;
+    let bf16 = Racksum { wire: Wire::Bf16, ..plain };
+    let loss = Racksum { drop: Some(0.01), ..plain };
+    let blocks = Racksum { input: Input::Blocks, ..plain };
+    let two = Racksum { aggregators: 2, ..plain };
+    let sparse = Data { density: 0.05, ..dense(seed, 4_000_000) };
+    let links = Net::Gigabit { aggregators: 2, aggregators_limited: true };
+    vec![
+        race(
+            "smoke-loopback",
+            2,
+            Net::Loopback,
+            dense(seed, 1_000_000),
+            &[("racksum", plain), ("racksum-bf16", bf16), ("racksum-loss", loss)],
+        ),
+        race(
+            "smoke-sparse",
+            4,
+            Net::Loopback,
+            sparse,
+            &[("racksum", plain), ("racksum-blocks", blocks)],
+        ),
+        race("smoke-small", 2, Net::Loopback, dense(seed, 4096), &[("racksum", plain)]),
+        race(
+            "smoke-1g",
+            2,
+            links,
+            dense(seed, 2_000_000),
+            &[("one-aggregator", plain), ("two-aggregators", two)],
+        ),
+        Case::Memory(Memory {
+            name: "smoke-memory",
+            jobs: 2,
+            world: 2,
+            bytes: 1_000_000,
+            shards: 1,
+            pool_mib: 64,
+            spare_bytes: 64_000_000,
+        }),
+    ]
+}
+
+/// The cases that a person named: by a whole name, or by the beginning of one up to a dash.
+pub(crate) fn chosen(names: &[String], seed: u64) -> Result<Vec<Case>, String> {
+    if names.is_empty() {
+        return Ok(all(seed));
+    }
+    let mut cases = [all(seed), smoke(seed)].concat();
+    let is_named = |case: &Case, name: &String| {
+        let rest = case.name().strip_prefix(name.as_str());
+        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('-'))
+    };
+    for name in names {
+        if !cases.iter().any(|case| is_named(case, name)) {
+            let known: Vec<_> = cases.iter().map(Case::name).collect();
+            return Err(format!("there is no case {name:?}; there are {}", known.join(", ")));
+        }
+    }
+    cases.retain(|case| names.iter().any(|name| is_named(case, name)));
+    Ok(cases)
+}
+
+fn dense(seed: u64, bytes: u64) -> Data {
+    Data { bytes, density: 1.0, overlap: Overlap::Random, seed }
+}
+
+/// 100 000 blocks, of which some are not zero.
+fn sparse(seed: u64, density: f64, overlap: Overlap) -> Data {
+    Data { bytes: 102_400_000, density, overlap, seed }
+}
+
+const RACKSUM: Side = Side { name: "racksum", program: Program::Racksum(Racksum::PLAIN) };
+const GLOO: Side = Side { name: "gloo", program: Program::Gloo { sparse: false } };
+const GLOO_SPARSE: Side = Side { name: "gloo-sparse", program: Program::Gloo { sparse: true } };
+const OPENMPI: Side = Side { name: "openmpi", program: Program::OpenMpi };
+
+/// Workers at 1 Gbit/s, an aggregator that has more.
+const GIGABIT: Net = Net::Gigabit { aggregators: 1, aggregators_limited: false };
+
+fn gain(peer: &'static str, must: f64, reach: f64) -> Bound {
+    Bound { figure: Figure::Gain("racksum", peer), must, reach }
+}
+
+fn time(must_ms: f64, reach_ms: f64) -> Bound {
+    Bound { figure: Figure::Time("racksum"), must: must_ms * 1e3, reach: reach_ms * 1e3 }
+}
+
+fn dense_loopback(seed: u64, world: u16, must: f64, reach: f64) -> Case {
+    Case::Race(Race {
+        name: format!("dense-loopback-w{world}"),
+        world,
+        net: Net::Loopback,
+        data: dense(seed, 100_000_000),
+        iterations: 1,
+        sides: vec![RACKSUM, GLOO, OPENMPI],
+        bounds: vec![gain("gloo", must, reach)],
+    })
+}
+
+fn bf16_loopback(seed: u64, world: u16, must: f64, reach: f64) -> Case {
+    let program = Program::Racksum(Racksum { wire: Wire::Bf16, ..Racksum::PLAIN });
+    Case::Race(Race {
+        name: format!("bf16-loopback-w{world}"),
+        world,
+        net: Net::Loopback,
+        data: dense(seed, 100_000_000),
+        iterations: 1,
+        sides: vec![Side { name: "racksum", program }, GLOO],
+        bounds: vec![gain("gloo", must, reach)],
+    })
+}
+
+/// The cases with eight workers at 1 Gbit/s.
+fn on_slow_links(seed: u64) -> Vec<Case> {
+    let race = |name: &str, data, sides: &[Side], bounds: &[Bound]| {
+        Case::Race(Race {
+            name: name.to_owned(),
+            world: 8,
+            net: GIGABIT,
+            data,
+            iterations: 1,
+            sides: sides.to_vec(),
+            bounds: bounds.to_vec(),
+        })
+    };
+    let random = |density| sparse(seed, density, Overlap::Random);
+    vec![
+        race(
+            "dense-1g-w8",
+            dense(seed, 100_000_000),
+            &[RACKSUM, GLOO],
+            &[time(900.0, 870.0), gain("gloo", 1.6, 1.6)],
+        ),
+        race("sparse1-1g-w8", random(0.01), &[RACKSUM, GLOO_SPARSE], &[time(80.0, 70.0)]),
+        race(
+            "sparse1-all-1g-w8",
+            sparse(seed, 0.01, Overlap::All),
+            &[RACKSUM, GLOO_SPARSE],
+            &[time(15.0, 11.0)],
+        ),
+        race("sparse10-1g-w8", random(0.1), &[RACKSUM, GLOO, GLOO_SPARSE], &[time(560.0, 520.0)]),
+    ]
+}
+
+fn sparse_loopback(seed: u64, name: &str, input: Input, must_ms: f64, reach_ms: f64) -> Case {
+    let program = Program::Racksum(Racksum { input, ..Racksum::PLAIN });
+    Case::Race(Race {
+        name: name.to_owned(),
+        world: 8,
+        net: Net::Loopback,
+        data: sparse(seed, 0.01, Overlap::Random),
+        iterations: 1,
+        sides: vec![Side { name: "racksum", program }, GLOO_SPARSE],
+        bounds: vec![time(must_ms, reach_ms)],
+    })
+}
+
+fn small(seed: u64, world: u16, must_ms: f64, reach_ms: f64) -> Case {
+    Case::Race(Race {
+        name: format!("small-loopback-w{world}"),
+        world,
+        net: Net::Loopback,
+        data: dense(seed, 4096),
+        iterations: 200,
+        sides: vec![RACKSUM, GLOO],
+        bounds: vec![time(must_ms, reach_ms)],
+    })
+}
+
+fn loss(seed: u64) -> Case {
+    let dropping = |share| Program::Racksum(Racksum { drop: Some(share), ..Racksum::PLAIN });
+    Case::Race(Race {
+        name: "loss1-1g-w8".to_owned(),
+        world: 8,
+        net: GIGABIT,
+        data: dense(seed, 100_000_000),
+        iterations: 1,
+        sides: vec![
+            RACKSUM,
+            // Rolls the dice for each datagram and loses none: what the dice themselves cost.
+            Side { name: "racksum-dice", program: dropping(1e-15) },
+            Side { name: "racksum-loss", program: dropping(0.01) },
+        ],
+        bounds: vec![Bound {
+            figure: Figure::Cost("racksum-loss", "racksum"),
+            must: 1.25,
+            reach: 1.1,
+        }],
+    })
+}
+
+fn two_aggregators(seed: u64) -> Case {
+    let two = Program::Racksum(Racksum { aggregators: 2, ..Racksum::PLAIN });
+    Case::Race(Race {
+        name: "two-aggregators-1g".to_owned(),
+        world: 4,
+        net: Net::Gigabit { aggregators: 2, aggregators_limited: true },
+        // Four times as many bytes pass an aggregator's link as a worker's.
+        data: dense(seed, 32_000_000),
+        iterations: 1,
+        sides: vec![
+            Side { name: "one-aggregator", program: Program::Racksum(Racksum::PLAIN) },
+            Side { name: "two-aggregators", program: two },
+        ],
+        bounds: vec![Bound {
+            figure: Figure::Gain("two-aggregators", "one-aggregator"),
+            must: 1.8,
+            reach: 1.9,
+        }],
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn names_are_told_apart() {
+        let cases = [all(1), smoke(1)].concat();
+        let names: BTreeSet<_> = cases.iter().map(|case| case.name().to_owned()).collect();
+        assert_eq!(names.len(), cases.len());
+    }
+
+    #[test]
+    fn every_bound_is_of_sides_that_race_and_reach_is_no_less_than_must() {
+        for case in all(1) {
+            let Case::Race(race) = case else { continue };
+            assert!(!race.bounds.is_empty(), "{}", race.name);
+            for bound in &race.bounds {
+                let value = bound.figure.value(|side| race.side(side).map(|_| 1.0));
+                assert_eq!(value, Some(1.0), "{} {:?}", race.name, bound.figure);
+                let at_reach = bound.judge(Some(bound.reach));
+                assert_eq!(at_reach, super::super::case::Verdict::Reach);
+                assert_ne!(bound.judge(Some(bound.must)), super::super::case::Verdict::Below);
+            }
+        }
+    }
+
+    #[test]
+    fn a_case_is_chosen_by_its_name_or_the_beginning_of_it() {
+        let names = |given: &[&str]| {
+            let given: Vec<_> = given.iter().map(|name| (*name).to_owned()).collect();
+            chosen(&given, 1).map(|cases| {
+                cases.iter().map(|case| case.name().to_owned()).collect::<Vec<_>>()
+            })
+        };
+        assert_eq!(names(&["loss1"]).unwrap(), ["loss1-1g-w8"]);
+        assert_eq!(names(&["sparse1-1g-w8", "memory"]).unwrap(), ["sparse1-1g-w8", "memory-8x8"]);
+        assert_eq!(names(&["dense-loopback"]).unwrap().len(), 3);
+        assert!(names(&["smoke"]).unwrap().iter().all(|name| name.starts_with("smoke-")));
+        assert!(names(&[]).unwrap().iter().all(|name| !name.starts_with("smoke-")));
+        let error = names(&["dens"]).unwrap_err();
+        assert!(error.contains("\"dens\"") && error.contains("dense-1g-w8"), "{error}");
+    }
+}

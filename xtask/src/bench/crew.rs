@@ -1,0 +1,300 @@
+//! A crew: processes that are started together, obey the same lines and answer one line each.
+//!
+//! Every wait has an end: an answer from each, the end of one of them, a deadline or Ctrl-C.
+//! A crew that is dropped is told to quit and then made to.
+
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+
+use super::interrupt;
+use crate::shell::Cmd;
+
+/// Processes that obey together.
+#[derive(Debug)]
+pub(crate) struct Crew {
+    name: String,
+    members: Vec<Member>,
+    /// Who said what; no line is the end of its output.
+    said: Receiver<(usize, Option<String>)>,
+}
+
+#[derive(Debug)]
+struct Member {
+    child: Child,
+    stdin: Option<ChildStdin>,
+    log: PathBuf,
+}
+
+impl Crew {
+    /// Starts the processes; what they print as errors goes to files in `logs`.
+    pub(crate) fn start(
+        name: &str,
+        commands: impl IntoIterator<Item = Command>,
+        logs: &Path,
+    ) -> Result<Self> {
+        fs::create_dir_all(logs).with_context(|| format!("cannot make {}", logs.display()))?;
+        let (sender, said) = channel();
+        let mut crew = Self { name: name.to_owned(), members: Vec::new(), said };
+        for (i, command) in commands.into_iter().enumerate() {
+            let log = logs.join(format!("{name}-{i}.log"));
+            crew.members.push(Member::start(command, log, i, &sender)?);
+        }
+        Ok(crew)
+    }
+
+    /// The process number of a member.
+    pub(crate) fn pid(&self, member: usize) -> u32 {
+        self.members[member].child.id()
+    }
+
+    /// Says a line to all.
+    pub(crate) fn tell(&mut self, line: &str) -> Result<()> {
+        for i in 0..self.members.len() {
+            let stdin = self.members[i].stdin.as_mut();
+            let said = stdin.map(|stdin| stdin.write_all(format!("{line}\n").as_bytes()));
+            if !matches!(said, Some(Ok(()))) {
+                return Err(self.lost(i));
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for a line from each.
+    pub(crate) fn lines(&mut self, timeout: Duration) -> Result<Vec<String>> {
+        let mut lines = vec![None; self.members.len()];
+        let deadline = Deadline::after(timeout);
+        while lines.contains(&None) {
+            interrupt::check()?;
+            match self.said.recv_timeout(POLL) {
+                Ok((i, Some(line))) if lines[i].is_none() => lines[i] = Some(line),
+                Ok((i, Some(line))) => bail!("{} {i} said more than was asked: {line}", self.name),
+                // The others may have known first why all end.
+                Ok((i, None)) => return Err(self.lost(self.first_reason().unwrap_or(i))),
+                Err(RecvTimeoutError::Disconnected) => bail!("{} is gone", self.name),
+                Err(RecvTimeoutError::Timeout) if deadline.is_over() => {
+                    let silent = (0..lines.len()).filter(|i| lines[*i].is_none());
+                    let silent: Vec<_> = silent.map(|i| i.to_string()).collect();
+                    bail!(
+                        "{}: no answer from {} within {} s",
+                        self.name,
+                        silent.join(" "),
+                        timeout.as_secs()
+                    );
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+        }
+        Ok(lines.into_iter().flatten().collect())
+    }
+
+    /// Waits for a JSON object from each; one that tells of an error is an error.
+    pub(crate) fn answers(&mut self, timeout: Duration) -> Result<Vec<Value>> {
+        let lines = self.lines(timeout)?;
+        let name = &self.name;
+        let read = |(i, line): (usize, &String)| {
+            let value: Value = serde_json::from_str(line)
+                .with_context(|| format!("{name} {i} said {line:?}, which is no JSON"))?;
+            ensure!(value.get("error").is_none(), "{name} {i}: {}", value["error"]);
+            Ok(value)
+        };
+        lines.iter().enumerate().map(read).collect()
+    }
+
+    /// Says a line to all and waits for the answers.
+    pub(crate) fn ask(&mut self, line: &str, timeout: Duration) -> Result<Vec<Value>> {
+        self.tell(line)?;
+        self.answers(timeout)
+    }
+
+    /// The first member that has ended by itself with something to say about it.
+    fn first_reason(&self) -> Option<usize> {
+        let has_reason = |member: &Member| !tail(&member.log).is_empty();
+        self.members.iter().position(has_reason)
+    }
+
+    /// Why a member no longer answers.
+    fn lost(&mut self, i: usize) -> anyhow::Error {
+        let member = &mut self.members[i];
+        let status = match member.ended_within(Duration::from_secs(2)) {
+            Some(status) => status,
+            None => "still running".to_owned(),
+        };
+        let tail = tail(&member.log);
+        let log = member.log.display();
+        anyhow::anyhow!("{} {i} no longer answers ({status}; {log}): {tail}", self.name)
+    }
+}
+
+impl Drop for Crew {
+    fn drop(&mut self) {
+        for member in &mut self.members {
+            // One that is gone need not be told.
+            drop(member.stdin.take());
+        }
+        for patience in [Duration::from_secs(3), Duration::from_secs(2)] {
+            let deadline = Deadline::after(patience);
+            while self.members.iter_mut().any(Member::is_running) && !deadline.is_over() {
+                thread::sleep(Duration::from_millis(10));
+            }
+            for member in self.members.iter_mut().filter_map(Member::running) {
+                // Politely first: `mpirun` passes this one on to its ranks.
+                Cmd::new("kill", &["-TERM", &member.child.id().to_string()])
+                    .succeeds(Path::new("."));
+            }
+        }
+        for member in &mut self.members {
+            drop(member.child.kill());
+            drop(member.child.wait());
+        }
+    }
+}
+
+impl Member {
+    fn start(
+        mut command: Command,
+        log: PathBuf,
+        i: usize,
+        sender: &Sender<(usize, Option<String>)>,
+    ) -> Result<Self> {
+        let stderr =
+            File::create(&log).with_context(|| format!("cannot write {}", log.display()))?;
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(stderr)
+            // Ctrl-C is for this program, which takes the others down in good order.
+            .process_group(0)
+            .spawn()
+            .with_context(|| format!("cannot start {}", command.get_program().display()))?;
+        let stdin = child.stdin.take();
+        let stdout = child.stdout.take().context("a process without standard output")?;
+        let sender = sender.clone();
+        thread::spawn(move || {
+            for line in BufReader::new(stdout).lines() {
+                let Ok(line) = line else { break };
+                if sender.send((i, Some(line))).is_err() {
+                    // The crew is gone. Read on, so that the process is not stopped by a pipe
+                    // that is full.
+                    continue;
+                }
+            }
+            drop(sender.send((i, None)));
+        });
+        Ok(Self { child, stdin, log })
+    }
+
+    fn is_running(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(None))
+    }
+
+    fn running(&mut self) -> Option<&mut Self> {
+        self.is_running().then_some(self)
+    }
+
+    fn ended_within(&mut self, patience: Duration) -> Option<String> {
+        let deadline = Deadline::after(patience);
+        while self.is_running() && !deadline.is_over() {
+            thread::sleep(Duration::from_millis(10));
+        }
+        self.child.try_wait().ok().flatten().map(|status| status.to_string())
+    }
+}
+
+/// The last lines of a log, on one line.
+fn tail(log: &Path) -> String {
+    let text = fs::read(log).unwrap_or_default();
+    let text = String::from_utf8_lossy(&text);
+    let lines: Vec<_> = text.lines().filter(|line| !line.trim().is_empty()).collect();
+    lines[lines.len().saturating_sub(LOG_LINES)..].join(" | ")
+}
+
+/// An instant that a wait ends at.
+struct Deadline(Instant);
+
+impl Deadline {
+    #[expect(clippy::disallowed_methods, reason = "how long a chore waits for a process")]
+    fn after(patience: Duration) -> Self {
+        Self(Instant::now() + patience)
+    }
+
+    #[expect(clippy::disallowed_methods, reason = "how long a chore waits for a process")]
+    fn is_over(&self) -> bool {
+        Instant::now() >= self.0
+    }
+}
+
+/// How often a wait looks up.
+const POLL: Duration = Duration::from_millis(100);
+
+/// Lines of a log that an error repeats.
+const LOG_LINES: usize = 4;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SOON: Duration = Duration::from_secs(20);
+
+    /// A crew of shells that run the scripts, and the folder of their logs.
+    fn shells(scripts: &[&str]) -> (Crew, tempfile::TempDir) {
+        let dir = tempfile::tempdir().unwrap();
+        let sh = |script: &&str| {
+            let mut command = Command::new("sh");
+            command.args(["-c", script]);
+            command
+        };
+        let crew = Crew::start("sh", scripts.iter().map(sh), dir.path()).unwrap();
+        (crew, dir)
+    }
+
+    #[test]
+    fn all_are_asked_and_all_answer() {
+        let echo = r#"while read -r line; do echo "{\"got\": \"$line\"}"; done"#;
+        let (mut crew, _logs) = shells(&[echo, echo]);
+        for word in ["go", "set"] {
+            let answers = crew.ask(word, SOON).unwrap();
+            assert_eq!(answers, vec![serde_json::json!({ "got": word }); 2]);
+        }
+    }
+
+    #[test]
+    fn one_that_ends_is_an_error_with_its_last_words() {
+        let (mut crew, _logs) = shells(&["read x; echo broken pipe dream >&2; exit 7", "read x"]);
+        let error = crew.ask("go", SOON).unwrap_err().to_string();
+        assert!(error.contains("sh 0") && error.contains("broken pipe dream"), "{error}");
+        assert!(error.contains('7'), "{error}");
+    }
+
+    #[test]
+    fn one_that_is_silent_is_named() {
+        let (mut crew, _logs) = shells(&["read x; echo '{}'; read x", "read x; read x"]);
+        let error = crew.ask("go", Duration::from_millis(300)).unwrap_err().to_string();
+        assert!(error.contains("no answer from 1 "), "{error}");
+    }
+
+    #[test]
+    fn an_error_that_is_told_is_an_error() {
+        let (mut crew, _logs) = shells(&[r#"echo '{"error": "no such case"}'; read x"#]);
+        let error = crew.answers(SOON).unwrap_err().to_string();
+        assert!(error.contains("no such case"), "{error}");
+    }
+
+    #[test]
+    fn a_dropped_crew_leaves_nobody_behind() {
+        let (mut crew, logs) = shells(&["echo $$; trap '' TERM; while :; do sleep 0.05; done"]);
+        let pid = crew.lines(SOON).unwrap().remove(0);
+        assert_eq!(pid, crew.pid(0).to_string());
+        drop(crew);
+        assert!(!Path::new("/proc").join(pid).exists());
+        drop(logs);
+    }
+}

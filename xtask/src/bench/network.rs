@@ -1,0 +1,191 @@
+//! Hosts behind slow links, made of network namespaces: each host has one link to one switch.
+//!
+//! A worker's link is limited in both directions by a token bucket: where the worker sends, and
+//! where the switch sends to it. An aggregator's link is limited in the same way, or not at all.
+//! The switch is a bridge that follows IGMP, with a querier, as a rack's switch does: multicast
+//! goes to those who asked for it. Everything lies in namespaces of its own, so nothing of the
+//! machine's own network is touched, and all is gone when [`Network`] is dropped.
+
+use std::net::Ipv4Addr;
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use crate::shell::Cmd;
+
+/// What limits a link, as `tc` reads it. The burst is one batch of 64 KiB with its headers, which
+/// is the largest thing that passes a link in one piece; the queue holds 8 ms.
+pub(crate) const TBF: &str = "tbf rate 1000mbit burst 72kb limit 1mb";
+
+/// The hosts' one interface.
+pub(crate) const INTERFACE: &str = "eth0";
+
+/// Workers and aggregators around a switch.
+#[derive(Debug)]
+pub(crate) struct Network {
+    namespaces: Vec<String>,
+    workers: Vec<Host>,
+    aggregators: Vec<Host>,
+}
+
+/// A host with one link.
+#[derive(Debug, Clone)]
+pub(crate) struct Host {
+    namespace: String,
+    pub(crate) addr: Ipv4Addr,
+}
+
+impl Host {
+    /// A command that runs on this host.
+    pub(crate) fn command(&self, program: &Path) -> Command {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", &self.namespace]).arg(program);
+        command
+    }
+}
+
+impl Network {
+    /// Makes the hosts and their links.
+    pub(crate) fn build(workers: u16, aggregators: u8, aggregators_limited: bool) -> Result<Self> {
+        // Each name takes a step, so that dropping half a network removes that half.
+        let mut network =
+            Self { namespaces: Vec::new(), workers: Vec::new(), aggregators: Vec::new() };
+        let switch = network.namespace("switch")?;
+        run(&format!(
+            "ip -n {switch} link add br0 type bridge stp_state 0 mcast_snooping 1 \
+             mcast_querier 1 mcast_query_response_interval 100"
+        ))?;
+        run(&format!("ip -n {switch} link set br0 up"))?;
+        for i in 0..workers {
+            let addr = Ipv4Addr::from(u32::from(SUBNET) + 1 + u32::from(i));
+            let host = network.attach(&switch, &format!("w{i}"), addr, true)?;
+            network.workers.push(host);
+        }
+        for i in 0..aggregators {
+            let addr = Ipv4Addr::from(u32::from(SUBNET) + AGGREGATORS + u32::from(i));
+            let host = network.attach(&switch, &format!("a{i}"), addr, aggregators_limited)?;
+            network.aggregators.push(host);
+        }
+        Ok(network)
+    }
+
+    pub(crate) fn workers(&self) -> &[Host] {
+        &self.workers
+    }
+
+    pub(crate) fn aggregators(&self) -> &[Host] {
+        &self.aggregators
+    }
+
+    fn namespace(&mut self, name: &str) -> Result<String> {
+        let namespace = format!("{PREFIX}{}-{name}", std::process::id());
+        run(&format!("ip netns add {namespace}"))?;
+        self.namespaces.push(namespace.clone());
+        run(&format!("ip -n {namespace} link set lo up"))?;
+        Ok(namespace)
+    }
+
+    fn attach(&mut self, switch: &str, name: &str, addr: Ipv4Addr, limited: bool) -> Result<Host> {
+        let namespace = self.namespace(name)?;
+        let port = format!("port-{name}");
+        for line in [
+            format!(
+                "ip -n {switch} link add {port} type veth peer name {INTERFACE} netns {namespace}"
+            ),
+            format!("ip -n {switch} link set {port} master br0 up"),
+            format!("ip -n {namespace} addr add {addr}/{SUBNET_BITS} brd + dev {INTERFACE}"),
+            format!("ip -n {namespace} link set {INTERFACE} up"),
+            format!("ip -n {namespace} route add default dev {INTERFACE}"),
+        ] {
+            run(&line)?;
+        }
+        if limited {
+            run(&format!("tc -n {switch} qdisc add dev {port} root {TBF}"))?;
+            run(&format!("tc -n {namespace} qdisc add dev {INTERFACE} root {TBF}"))?;
+        }
+        Ok(Host { namespace, addr })
+    }
+}
+
+impl Drop for Network {
+    fn drop(&mut self) {
+        for namespace in &self.namespaces {
+            remove(namespace);
+        }
+    }
+}
+
+/// Removes the namespaces of runs that could not do so themselves.
+pub(crate) fn sweep() {
+    let listed = Cmd::line("ip netns list").output(Path::new(".")).unwrap_or_default();
+    for namespace in listed.lines().filter_map(|line| line.split_whitespace().next()) {
+        if owner(namespace).is_some_and(|pid| !Path::new("/proc").join(pid).exists()) {
+            remove(namespace);
+        }
+    }
+}
+
+/// The process that made a namespace, if it is one of ours.
+fn owner(namespace: &str) -> Option<&str> {
+    namespace.strip_prefix(PREFIX)?.split('-').next()
+}
+
+fn remove(namespace: &str) {
+    if !Cmd::new("ip", &["netns", "del", namespace]).succeeds(Path::new(".")) {
+        eprintln!("cannot remove the network namespace {namespace}");
+    }
+}
+
+fn run(line: &str) -> Result<()> {
+    Cmd::line(line).output(Path::new(".")).map(drop).context("cannot make a network")
+}
+
+/// What the names of our namespaces begin with; the process number follows.
+const PREFIX: &str = "racksum-bench-";
+
+/// Where the workers are, from the first address on.
+const SUBNET: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 0);
+const SUBNET_BITS: u8 = 16;
+
+/// The first aggregator, above the first worker.
+const AGGREGATORS: u32 = 0x0100;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_our_own_namespaces_have_an_owner() {
+        assert_eq!(owner("racksum-bench-123-w0"), Some("123"));
+        assert_eq!(owner("racksum-bench-7-switch"), Some("7"));
+        for other in ["w0", "racksum-123-w0", "my-racksum-bench-1-w0"] {
+            assert_eq!(owner(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn a_network_connects_its_hosts_and_leaves_nothing_behind() {
+        if crate::machine::link_tools(Path::new(".")).unwrap().is_some() {
+            eprintln!("skipped: no network namespaces here");
+            return;
+        }
+        let network = Network::build(2, 1, false).unwrap();
+        let [first, second] = network.workers() else { panic!("two were asked for") };
+        let of_first = |program: &str, args: &[&str]| {
+            let output = first.command(Path::new(program)).args(args).output().unwrap();
+            String::from_utf8_lossy(&output.stdout).into_owned()
+        };
+        let route = of_first("ip", &["route", "get", &second.addr.to_string()]);
+        assert!(route.contains(INTERFACE), "{route}");
+        let limit = of_first("tc", &["qdisc", "show", "dev", INTERFACE]);
+        assert!(limit.contains("tbf") && limit.contains("rate 1Gbit"), "{limit}");
+        let of_aggregator = network.aggregators()[0].command(Path::new("tc"));
+        let free = { of_aggregator }.args(["qdisc", "show"]).output().unwrap();
+        assert!(!String::from_utf8_lossy(&free.stdout).contains("tbf"));
+        let names = network.namespaces.clone();
+        drop(network);
+        let left = Cmd::line("ip netns list").output(Path::new(".")).unwrap();
+        assert!(names.iter().all(|name| !left.contains(name.as_str())), "{left}");
+    }
+}

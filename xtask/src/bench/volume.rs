@@ -1,0 +1,202 @@
+//! How many bytes a case owes: which blocks of which rank are not zero, and what invariant I3 of
+//! the design lets a rank send and receive for them.
+//!
+//! The blocks are those that `benches/peers/README.md` defines; all programs of a race draw the
+//! same.
+
+use serde::Serialize;
+
+/// What the ranks reduce: f32, and the blocks of it that are not zero.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub(crate) struct Data {
+    /// Size of the whole tensor.
+    pub(crate) bytes: u64,
+    /// Chance of a block not to be zero; at 1 the tensor is dense.
+    pub(crate) density: f64,
+    pub(crate) overlap: Overlap,
+    pub(crate) seed: u64,
+}
+
+/// Where the non-zero blocks of the ranks lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Overlap {
+    /// Each rank draws its own.
+    Random,
+    /// All ranks have the same.
+    All,
+}
+
+impl Overlap {
+    /// The name that the programs know.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Random => "random",
+            Self::All => "all",
+        }
+    }
+}
+
+/// The bytes that are not zero, as f32.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(crate) struct Volume {
+    /// Of each rank.
+    pub(crate) own: Vec<u64>,
+    /// Of the sum.
+    pub(crate) union: u64,
+}
+
+impl Data {
+    pub(crate) const fn is_dense(&self) -> bool {
+        self.density >= 1.0
+    }
+
+    /// Whether a block of a rank is non-zero.
+    fn holds(&self, rank: u16, block: u64) -> bool {
+        if self.is_dense() {
+            return true;
+        }
+        let stream = match self.overlap {
+            Overlap::Random => u64::from(rank),
+            Overlap::All => 0,
+        };
+        let start = mix((self.seed << 32) | stream);
+        let draw = mix(start.wrapping_add((block + 1).wrapping_mul(GOLDEN_GAMMA))) >> 11;
+        (draw as f64) < (self.density * (1u64 << 53) as f64).floor()
+    }
+
+    /// The bytes of all ranks and of their sum that are not zero.
+    pub(crate) fn volume(&self, world: u16) -> Volume {
+        let mut volume = Volume { own: vec![0; usize::from(world)], union: 0 };
+        for block in 0..self.bytes.div_ceil(BLOCK_BYTES) {
+            let len = BLOCK_BYTES.min(self.bytes - block * BLOCK_BYTES);
+            let mut any = false;
+            for (rank, own) in (0..world).zip(&mut volume.own) {
+                if self.holds(rank, block) {
+                    *own += len;
+                    any = true;
+                }
+            }
+            volume.union += if any { len } else { 0 };
+        }
+        volume
+    }
+}
+
+/// What the ranks sent and received in one iteration, in bytes of UDP payload.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(crate) struct Traffic {
+    pub(crate) tx: Vec<u64>,
+    pub(crate) rx: Vec<u64>,
+}
+
+/// Traffic beside what it may be.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub(crate) struct Thrift {
+    /// The most that a rank sent, as a share of its own non-zero bytes.
+    pub(crate) tx: f64,
+    /// The most that a rank received, as a share of the union's.
+    pub(crate) rx: f64,
+    /// Whether every rank of every iteration stayed within 6 % and a datagram above that.
+    pub(crate) holds: bool,
+}
+
+impl Volume {
+    /// The same elements at another size on the wire.
+    pub(crate) fn on_the_wire(&self, element_bytes: u64) -> Self {
+        let scaled = |bytes: u64| bytes / 4 * element_bytes;
+        Self { own: self.own.iter().map(|own| scaled(*own)).collect(), union: scaled(self.union) }
+    }
+
+    /// Judges the traffic of all iterations; `None` when there is none.
+    pub(crate) fn judge<'a>(
+        &self,
+        iterations: impl IntoIterator<Item = &'a Traffic>,
+    ) -> Option<Thrift> {
+        let (mut tx, mut rx, mut holds) = (0f64, 0f64, true);
+        let mut seen = false;
+        for traffic in iterations {
+            seen = true;
+            for (sent, own) in traffic.tx.iter().zip(&self.own) {
+                tx = tx.max(share(*sent, *own));
+                holds &= is_thrifty(*sent, *own);
+            }
+            for received in &traffic.rx {
+                rx = rx.max(share(*received, self.union));
+                holds &= is_thrifty(*received, self.union);
+            }
+        }
+        seen.then_some(Thrift { tx, rx, holds })
+    }
+}
+
+fn share(moved: u64, owed: u64) -> f64 {
+    moved as f64 / owed.max(1) as f64
+}
+
+/// Whether `moved` is at most `owed`, 6 % and a datagram.
+const fn is_thrifty(moved: u64, owed: u64) -> bool {
+    moved * 100 <= owed * 106 + DATAGRAM_BYTES * 100
+}
+
+/// The output function of SplitMix64 (Steele, Lea, Flood 2014).
+const fn mix(z: u64) -> u64 {
+    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// SplitMix64's increment: 2^64 divided by the golden ratio.
+const GOLDEN_GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// 256 elements of f32.
+const BLOCK_BYTES: u64 = 1024;
+
+/// What one datagram carries at an MTU of 1500. On loopback it may be longer; this is stricter.
+const DATAGRAM_BYTES: u64 = 1472;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SPARSE: Data =
+        Data { bytes: 100_000_000, density: 0.01, overlap: Overlap::Random, seed: 1 };
+
+    #[test]
+    fn blocks_are_those_of_the_contract() {
+        let blocks = |rank| (0..97_657).filter(move |block| SPARSE.holds(rank, *block));
+        assert_eq!(blocks(0).take(5).collect::<Vec<_>>(), [150, 227, 379, 417, 844]);
+        assert_eq!(blocks(1).take(5).collect::<Vec<_>>(), [22, 76, 84, 218, 352]);
+        let volume = SPARSE.volume(8);
+        assert_eq!(volume.own[..2], [1023 * 1024, 1064 * 1024]);
+        let union = share(volume.union, SPARSE.bytes);
+        assert!((0.0775..0.0785).contains(&union), "{union}");
+    }
+
+    #[test]
+    fn the_same_blocks_on_all_make_a_union_as_large_as_each() {
+        let volume = Data { overlap: Overlap::All, ..SPARSE }.volume(3);
+        assert_eq!(volume.own, [volume.union; 3]);
+        assert_eq!(volume.union, 1023 * 1024);
+    }
+
+    #[test]
+    fn a_dense_tensor_owes_all_of_it_and_half_in_half_the_width() {
+        let volume = Data { bytes: 1_000_004, density: 1.0, ..SPARSE }.volume(2);
+        assert_eq!(volume, Volume { own: vec![1_000_004; 2], union: 1_000_004 });
+        assert_eq!(volume.on_the_wire(2).own, [500_002; 2]);
+    }
+
+    #[test]
+    fn six_percent_and_a_datagram_are_free_and_a_byte_more_is_not() {
+        let volume = Volume { own: vec![10_000, 0], union: 10_000 };
+        let traffic = |tx, rx| Traffic { tx: vec![10_000, tx], rx: vec![rx, 9_000] };
+        let fine = volume.judge([&traffic(1_472, 12_072)]).unwrap();
+        assert!(fine.holds, "{fine:?}");
+        assert!((fine.rx - 1.2072).abs() < 1e-9, "{fine:?}");
+        for bad in [traffic(1_473, 10_000), traffic(0, 12_073)] {
+            assert!(!volume.judge([&traffic(0, 0), &bad]).unwrap().holds);
+        }
+        assert_eq!(volume.judge([]), None);
+    }
+}
