@@ -1,1 +1,34 @@
-//! Placeholder.
+//! End-to-end tests of racksum over real sockets, one module a subject.
+//!
+//! An aggregator and its ranks run in threads of the test: [`rig`] starts them, [`oracle`] says
+//! which bits must come out, and [`impostor`] is a rank that says what it is told to. What takes
+//! processes or network namespaces is tested in `cli/tests`. Nothing here is compiled outside of
+//! tests.
+
+#[cfg(test)]
+mod impostor;
+#[cfg(test)]
+mod inputs;
+#[cfg(test)]
+mod oracle;
+#[cfg(test)]
+mod rig;
+
+#[cfg(test)]
+mod blocks;
+#[cfg(test)]
+mod determinism;
+#[cfg(test)]
+mod disagreement;
+#[cfg(test)]
+mod flight;
+#[cfg(test)]
+mod jobs;
+#[cfg(test)]
+mod joining;
+#[cfg(test)]
+mod missing;
+#[cfg(test)]
+mod reductions;
+#[cfg(test)]
+mod strangers;

@@ -129,7 +129,10 @@ impl Worker {
             }
             let len = entry.geometry.payload_len(window.index, mask);
             let path = &self.paths[usize::from(self.streams[at].shard)];
-            if position >= low + pool || !path.congestion.admits(len) {
+            // Each stream may always have its lowest window in flight. Without that, two ranks
+            // could fill their paths with windows of different lanes, each waiting for the other.
+            let lowest = self.streams[at].in_flight.is_empty();
+            if position >= low + pool || !(lowest || path.congestion.admits(len)) {
                 return None;
             }
             break (window, len);

@@ -77,8 +77,7 @@ impl Crew {
             match self.said.recv_timeout(POLL) {
                 Ok((i, Some(line))) if lines[i].is_none() => lines[i] = Some(line),
                 Ok((i, Some(line))) => bail!("{} {i} said more than was asked: {line}", self.name),
-                // The others may have known first why all end.
-                Ok((i, None)) => return Err(self.lost(self.first_reason().unwrap_or(i))),
+                Ok((i, None)) => return Err(self.lost(i)),
                 Err(RecvTimeoutError::Disconnected) => bail!("{} is gone", self.name),
                 Err(RecvTimeoutError::Timeout) if deadline.is_over() => {
                     let silent = (0..lines.len()).filter(|i| lines[*i].is_none());
@@ -113,12 +112,6 @@ impl Crew {
     pub(crate) fn ask(&mut self, line: &str, timeout: Duration) -> Result<Vec<Value>> {
         self.tell(line)?;
         self.answers(timeout)
-    }
-
-    /// The first member that has ended by itself with something to say about it.
-    fn first_reason(&self) -> Option<usize> {
-        let has_reason = |member: &Member| !tail(&member.log).is_empty();
-        self.members.iter().position(has_reason)
     }
 
     /// Why a member no longer answers.

@@ -146,10 +146,10 @@ const PREFIX: &str = "racksum-bench-";
 
 /// Where the workers are, from the first address on.
 const SUBNET: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 0);
-const SUBNET_BITS: u8 = 16;
+const SUBNET_BITS: u8 = 24;
 
-/// The first aggregator, above the first worker.
-const AGGREGATORS: u32 = 0x0100;
+/// The first aggregator's place in it.
+const AGGREGATORS: u32 = 200;
 
 #[cfg(test)]
 mod tests {

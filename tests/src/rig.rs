@@ -1,0 +1,113 @@
+//! An aggregator and the ranks of jobs, in threads of one test.
+
+use std::panic::resume_unwind;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
+
+use racksum_aggregator::{Aggregator, Config, Fanout, ShardStats};
+use racksum_net::clock::Clock;
+use racksum_proto::error::Rejects;
+use racksum_worker::{Client, ConnectOptions};
+
+/// A running aggregator.
+pub(crate) struct Rig {
+    pub(crate) aggregator: Aggregator,
+}
+
+impl Rig {
+    /// Starts an aggregator that is small and unicasts, but for what `change` changes.
+    pub(crate) fn start(change: impl FnOnce(&mut Config)) -> Self {
+        let mut config =
+            Config { port: 0, pool_mib: 64, fanout: Fanout::Unicast, ..Config::default() };
+        change(&mut config);
+        Self { aggregator: Aggregator::start(config).unwrap() }
+    }
+
+    /// How a rank connects here. Joining and each op may take a while, but not for ever.
+    pub(crate) fn options(&self, job: &str, rank: u16, world: u16) -> ConnectOptions {
+        ConnectOptions {
+            rank,
+            world,
+            join_timeout: Duration::from_secs(20),
+            op_timeout: Duration::from_secs(20),
+            ..ConnectOptions::new(self.aggregator.addr().to_string(), job)
+        }
+    }
+
+    /// Runs all ranks of a job, each in a thread; returns what each returned, by rank.
+    pub(crate) fn ranks<T: Send>(
+        &self,
+        job: &str,
+        world: u16,
+        change: impl Fn(&mut ConnectOptions) + Sync,
+        body: impl Fn(&Client, u16) -> T + Sync,
+    ) -> Vec<T> {
+        let run = |rank| {
+            let mut options = self.options(job, rank, world);
+            change(&mut options);
+            let client = Client::connect(&options).unwrap();
+            body(&client, rank)
+        };
+        std::thread::scope(|scope| {
+            let run = &run;
+            let ranks: Vec<_> = (0..world).map(|rank| scope.spawn(move || run(rank))).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap_or_else(|p| resume_unwind(p))).collect()
+        })
+    }
+
+    /// What all shards have rejected, by reason, up to a moment ago.
+    pub(crate) fn rejects(&self) -> Rejects {
+        let mut all = Rejects::default();
+        for shard in self.aggregator.stats() {
+            all.add(&shard.rejects);
+        }
+        all
+    }
+
+    /// Waits until the shards have published what `done` waits for.
+    pub(crate) fn await_stats(&self, what: &str, done: impl Fn(&[ShardStats]) -> bool) {
+        await_that(what, || done(&self.aggregator.stats()));
+    }
+
+    /// Waits until no job is left and every shard has all its buffers back.
+    pub(crate) fn await_peace(&self) {
+        await_that("the jobs end", || self.aggregator.jobs() == 0);
+        self.await_stats("the buffers are back", |shards| {
+            shards.iter().all(|shard| shard.buffers[0] > 0 && shard.buffers[0] == shard.buffers[1])
+        });
+    }
+}
+
+/// Waits for a condition, and fails when it takes too long.
+pub(crate) fn await_that(what: &str, mut done: impl FnMut() -> bool) {
+    let clock = Clock::start();
+    let start = clock.now();
+    while !done() {
+        assert!(clock.now().since(start).as_millis() < 20_000, "in vain: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Runs a test that must not hang: fails when it takes longer than `seconds`.
+pub(crate) fn bounded(seconds: u64, test: impl FnOnce() + Send + 'static) {
+    let (done, wait) = channel();
+    let body = std::thread::spawn(move || {
+        test();
+        // A test that took too long is waited for no more.
+        drop(done.send(()));
+    });
+    match wait.recv_timeout(Duration::from_secs(seconds)) {
+        Err(RecvTimeoutError::Timeout) => panic!("the test did not end within {seconds} s"),
+        Ok(()) | Err(RecvTimeoutError::Disconnected) => {
+            body.join().unwrap_or_else(|panic| resume_unwind(panic));
+        }
+    }
+}
+
+/// How long something took, in milliseconds.
+pub(crate) fn timed<T>(work: impl FnOnce() -> T) -> (T, u64) {
+    let clock = Clock::start();
+    let start = clock.now();
+    let done = work();
+    (done, clock.now().since(start).as_millis())
+}

@@ -1,0 +1,131 @@
+//! Many jobs at one aggregator, and then its memory beside the pool that was configured.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use serde::Serialize;
+
+use super::case::{Memory, Verdict};
+use super::crew::Crew;
+use super::race::Rounds;
+use super::setup::Setup;
+use super::side::{ITERATION_TIMEOUT, START_TIMEOUT, aggregator, rank_of, ready};
+
+/// What came of it. All sizes are in bytes.
+#[derive(Debug, Serialize)]
+pub(crate) struct Outcome {
+    /// What was configured: the pools of all shards.
+    pub(crate) pool: u64,
+    /// Resident before the first job.
+    pub(crate) at_start: u64,
+    /// Resident after the last op.
+    pub(crate) after: u64,
+    /// The most that was ever resident.
+    pub(crate) peak: u64,
+    /// What it may be.
+    pub(crate) most: u64,
+    pub(crate) verdict: Verdict,
+}
+
+/// Runs the jobs, all at once; `tell` hears what is being done.
+pub(crate) fn run(
+    case: &Memory,
+    rounds: Rounds,
+    setup: &Setup,
+    logs: &Path,
+    tell: &mut dyn FnMut(&str),
+) -> Result<Outcome> {
+    let flags = [
+        format!("--shards={}", case.shards),
+        format!("--pool-mib={}", case.pool_mib),
+        format!("--max-jobs={}", case.jobs),
+    ];
+    let (server, addr) = aggregator(setup, None, &flags, logs)?;
+    let at_start = Resident::of(server.pid(0))?;
+    tell("setting up the jobs");
+    let rank = |job: u16, rank: u16| {
+        let name = format!("{}-{job}", case.name);
+        rank_of(setup, None, &addr.to_string(), &name, rank, case.world)
+    };
+    let ranks = (0..case.jobs).flat_map(|job| (0..case.world).map(move |rank| (job, rank)));
+    let mut crew = Crew::start("rank", ranks.map(|(job, nth)| rank(job, nth)), logs)?;
+    ready(&crew.answers(START_TIMEOUT)?)?;
+    let setting = serde_json::json!({ "bytes": case.bytes, "mode": "dense" });
+    ready(&crew.ask(&format!("set {setting}"), START_TIMEOUT)?)?;
+    let total = rounds.warmup + rounds.counted;
+    for round in 1..=total {
+        tell(&format!("round {round} of {total}"));
+        crew.ask("go", ITERATION_TIMEOUT).with_context(|| format!("round {round}"))?;
+    }
+    let after = Resident::of(server.pid(0))?;
+    Ok(Outcome::of(case, at_start, after))
+}
+
+impl Outcome {
+    fn of(case: &Memory, at_start: Resident, after: Resident) -> Self {
+        let pool = u64::from(case.shards) * (u64::from(case.pool_mib) << 20);
+        let most = pool + case.spare_bytes;
+        let peak = after.peak;
+        let verdict = if peak <= most { Verdict::Pass } else { Verdict::Below };
+        Self { pool, at_start: at_start.now, after: after.now, peak, most, verdict }
+    }
+}
+
+/// What a process has in memory, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Resident {
+    now: u64,
+    peak: u64,
+}
+
+impl Resident {
+    fn of(pid: u32) -> Result<Self> {
+        let path = format!("/proc/{pid}/status");
+        let text = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+        Self::parse(&text).with_context(|| format!("{path} does not tell of memory"))
+    }
+
+    fn parse(status: &str) -> Option<Self> {
+        let bytes = |key: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(key))?;
+            let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+            Some(kib * 1024)
+        };
+        Some(Self { now: bytes("VmRSS:")?, peak: bytes("VmHWM:")? })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CASE: Memory = Memory {
+        name: "memory",
+        jobs: 1,
+        world: 1,
+        bytes: 4,
+        shards: 2,
+        pool_mib: 1,
+        spare_bytes: 1000,
+    };
+
+    #[test]
+    fn memory_is_read_from_a_process_status() {
+        let status = "Name:\tracksum\nVmHWM:\t    2000 kB\nVmRSS:\t    1000 kB\n";
+        let resident = Resident { now: 1_024_000, peak: 2_048_000 };
+        assert_eq!(Resident::parse(status), Some(resident));
+        assert_eq!(Resident::parse("Name:\tkthreadd\n"), None);
+        assert!(Resident::of(std::process::id()).unwrap().now > 0);
+    }
+
+    #[test]
+    fn the_peak_may_be_the_pool_and_the_spare() {
+        let judged = |peak| {
+            let at = |peak| Resident { now: 1, peak };
+            Outcome::of(&CASE, at(1), at(peak)).verdict
+        };
+        assert_eq!(judged((2 << 20) + 1000), Verdict::Pass);
+        assert_eq!(judged((2 << 20) + 1001), Verdict::Below);
+    }
+}

@@ -1,0 +1,132 @@
+//! What the races need: racksum built for speed, and the peers. What cannot be had is said in one
+//! line, and the races go on without it.
+
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use super::case::{Case, Net, Program};
+use crate::machine;
+use crate::shell::Cmd;
+
+/// The programs, or why one cannot be had.
+#[derive(Debug)]
+pub(crate) struct Setup {
+    pub(crate) racksum: PathBuf,
+    /// The folder of the peer programs.
+    pub(crate) peers: PathBuf,
+    pub(crate) python: Result<PathBuf, String>,
+    pub(crate) mpi: Result<PathBuf, String>,
+    /// Slow links.
+    pub(crate) links: Result<(), String>,
+    /// Where logs and results go.
+    pub(crate) work: PathBuf,
+}
+
+impl Setup {
+    /// Builds and installs what `cases` need. A `python` that has torch saves making one.
+    pub(crate) fn prepare(root: &Path, cases: &[Case], python: Option<&Path>) -> Result<Self> {
+        let target = env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), Into::into);
+        let work = root.join(target).join("peers");
+        let peers = root.join("benches/peers");
+        fs::create_dir_all(&work).with_context(|| format!("cannot make {}", work.display()))?;
+        Cmd::cargo(&["build", "--release", "--locked", "-p", "racksum-cli"]).run(root)?;
+        let racksum = work.with_file_name("release").join("racksum");
+
+        let needs = |is: fn(&Program) -> bool| {
+            let races = cases.iter().filter_map(|case| match case {
+                Case::Race(race) => Some(race),
+                Case::Memory(_) => None,
+            });
+            races.flat_map(|race| &race.sides).any(|side| is(&side.program))
+        };
+        let unneeded = || Err("no case needs it".to_owned());
+        let python = match python {
+            Some(python) => Ok(python.to_owned()),
+            None if needs(|program| matches!(program, Program::Gloo { .. })) => {
+                said("Gloo", venv(root, &work, &peers))
+            }
+            None => unneeded(),
+        };
+        let mpi = if needs(|program| *program == Program::OpenMpi) {
+            said("Open MPI", openmpi(root, &work, &peers))
+        } else {
+            unneeded()
+        };
+        let slow = |case: &Case| matches!(case, Case::Race(race) if race.net != Net::Loopback);
+        let links = if cases.iter().any(slow) {
+            let why = machine::link_tools(root).unwrap_or_else(|error| Some(error.to_string()));
+            said("the cases on 1 Gbit/s links", why.map_or(Ok(()), Err))
+        } else {
+            unneeded().map(drop::<PathBuf>)
+        };
+        Ok(Self { racksum, peers, python, mpi, links, work })
+    }
+
+    /// Why a program cannot race.
+    pub(crate) fn missing(&self, program: &Program) -> Option<String> {
+        match program {
+            Program::Racksum(_) => None,
+            Program::Gloo { .. } => self.python.as_ref().err().cloned(),
+            Program::OpenMpi => self.mpi.as_ref().err().cloned(),
+        }
+    }
+}
+
+/// Says in one line what is done without, and why.
+fn said<T>(what: &str, had: Result<T, String>) -> Result<T, String> {
+    if let Err(why) = &had {
+        println!("doing without {what}: {}", why.replace('\n', " "));
+    }
+    had
+}
+
+/// A Python with the pinned packages, made at the first use and whenever the pins change.
+fn venv(root: &Path, work: &Path, peers: &Path) -> Result<PathBuf, String> {
+    let venv = work.join("venv");
+    let python = venv.join("bin/python");
+    let pins = peers.join("requirements.txt");
+    let wanted = fs::read_to_string(&pins).map_err(|error| error.to_string())?;
+    // Written last: what is there is whole.
+    let stamp = venv.join("installed.txt");
+    if fs::read_to_string(&stamp).is_ok_and(|installed| installed == wanted) {
+        return Ok(python);
+    }
+    if !machine::on_path("python3") {
+        return Err("no python3 here".to_owned());
+    }
+    let install = || -> Result<()> {
+        Cmd::new("python3", &["-m", "venv", "--clear", path(&venv)?]).run(root)?;
+        let pip = ["-m", "pip", "install", "--quiet", "--requirement", path(&pins)?];
+        Cmd::new(path(&python)?, &pip).run(root)?;
+        Ok(fs::write(&stamp, &wanted)?)
+    };
+    install().map_err(|error| format!("{error:#}"))?;
+    Ok(python)
+}
+
+/// The program that times Open MPI, compiled when its source is newer.
+fn openmpi(root: &Path, work: &Path, peers: &Path) -> Result<PathBuf, String> {
+    let (source, program) = (peers.join("mpi_allreduce.c"), work.join("mpi_allreduce"));
+    let packages = ["openmpi-bin", "libopenmpi-dev"];
+    let missing = machine::provide(root, &["mpirun", "mpicc"], &packages);
+    if let Some(why) = missing.map_err(|error| format!("{error:#}"))? {
+        return Err(why);
+    }
+    let changed = |path: &Path| fs::metadata(path).and_then(|metadata| metadata.modified()).ok();
+    if changed(&program) < changed(&source) {
+        let compile = || -> Result<()> {
+            let flags = ["-std=c11", "-O2", "-Wall", "-Wextra", "-o"];
+            let files = [path(&program)?, path(&source)?];
+            Cmd::new("mpicc", &[&flags[..], &files].concat()).run(root)
+        };
+        compile().map_err(|error| format!("{error:#}"))?;
+    }
+    Ok(program)
+}
+
+fn path(path: &Path) -> Result<&str> {
+    path.to_str().with_context(|| format!("{} is no text", path.display()))
+}

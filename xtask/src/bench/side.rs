@@ -1,0 +1,351 @@
+//! A side of a race as processes: how each program is started, made ready and told to go.
+
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::case::{Net, Program, Race, Racksum, Side};
+use super::crew::Crew;
+use super::network::{Host, INTERFACE, Network};
+use super::setup::Setup;
+use super::volume::{Traffic, Volume};
+
+/// Where a race takes place.
+#[derive(Debug)]
+pub(crate) struct Place {
+    // Dropped in this order: the processes go before the hosts they are on.
+    aggregators: Vec<(Crew, SocketAddr)>,
+    network: Option<Network>,
+}
+
+impl Place {
+    /// Makes the network that a race needs, and starts its aggregators.
+    pub(crate) fn new(race: &Race, setup: &Setup, logs: &Path) -> Result<Self> {
+        let network = match race.net {
+            Net::Loopback => None,
+            Net::Gigabit { aggregators, aggregators_limited } => {
+                Some(Network::build(race.world, aggregators, aggregators_limited)?)
+            }
+        };
+        let mut place = Self { aggregators: Vec::new(), network };
+        let ours = race.sides.iter().filter_map(|side| side.program.racksum());
+        for i in 0..ours.map(|ours| ours.aggregators).max().unwrap_or(0) {
+            let aggregator = match &place.network {
+                None => aggregator(setup, None, &[], logs)?,
+                Some(network) => {
+                    let host = network.aggregators().get(usize::from(i));
+                    let host = host.context("a race has more aggregators than its network")?;
+                    aggregator(setup, Some(host), &[], logs)?
+                }
+            };
+            place.aggregators.push(aggregator);
+        }
+        Ok(place)
+    }
+
+    fn worker(&self, rank: u16) -> Option<&Host> {
+        self.network.as_ref().and_then(|network| network.workers().get(usize::from(rank)))
+    }
+}
+
+/// Starts an aggregator and returns once it serves, with its address.
+pub(crate) fn aggregator(
+    setup: &Setup,
+    host: Option<&Host>,
+    flags: &[String],
+    logs: &Path,
+) -> Result<(Crew, SocketAddr)> {
+    let bind = host.map_or(Ipv4Addr::LOCALHOST, |host| host.addr);
+    let mut command = on(host, &setup.racksum);
+    command.args(["aggregator", "--port", "0", "--bind", &bind.to_string()]).args(flags);
+    if host.is_some() {
+        command.arg("--insecure");
+    }
+    let mut crew = Crew::start(&format!("aggregator-{bind}"), [command], logs)?;
+    let line = crew.lines(START_TIMEOUT)?.remove(0);
+    let addr = served(&line).with_context(|| format!("the aggregator said {line:?}"))?;
+    Ok((crew, addr))
+}
+
+/// The address in an aggregator's first line.
+fn served(line: &str) -> Option<SocketAddr> {
+    let rest = line.strip_prefix("racksum aggregator on ")?;
+    rest.split(": ").next()?.parse().ok()
+}
+
+/// The ranks of a side, ready.
+#[derive(Debug)]
+pub(crate) struct Team {
+    crew: Crew,
+}
+
+/// One iteration of a side.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Iteration {
+    /// From the first rank's start to the last rank's end.
+    pub(crate) span_us: f64,
+    /// What each rank measured of itself.
+    pub(crate) rank_us: Vec<f64>,
+    pub(crate) traffic: Option<Traffic>,
+    pub(crate) retransmits: u64,
+}
+
+impl Team {
+    /// Starts the ranks of a side; returns once they have checked a first sum.
+    pub(crate) fn start(
+        race: &Race,
+        side: &Side,
+        place: &Place,
+        setup: &Setup,
+        logs: &Path,
+    ) -> Result<Self> {
+        match side.program {
+            Program::Racksum(racksum) => Self::racksum(race, side, racksum, place, setup, logs),
+            Program::Gloo { sparse } => Self::gloo(race, side, sparse, place, setup, logs),
+            Program::OpenMpi => Self::openmpi(race, side, setup, logs),
+        }
+    }
+
+    fn racksum(
+        race: &Race,
+        side: &Side,
+        racksum: Racksum,
+        place: &Place,
+        setup: &Setup,
+        logs: &Path,
+    ) -> Result<Self> {
+        let served = place.aggregators.iter().take(usize::from(racksum.aggregators));
+        let aggregator = served.map(|(_, addr)| addr.to_string()).collect::<Vec<_>>().join("+");
+        let job = format!("{}-{}", race.name, side.name);
+        let mut flags = vec!["--seed".to_owned(), race.data.seed.to_string()];
+        flags.extend(racksum.drop.map(|share| format!("--drop={share}")));
+        flags.extend(place.network.is_some().then(|| "--insecure".to_owned()));
+        let rank = |rank| {
+            let mut command = rank_of(setup, place.worker(rank), &aggregator, &job, rank, race.world);
+            command.args(&flags);
+            command
+        };
+        let mut crew = Crew::start(side.name, (0..race.world).map(rank), logs)?;
+        ready(&crew.answers(START_TIMEOUT)?)?;
+        // Unlike starting, setting checks the first sum.
+        ready(&crew.ask(&format!("set {}", setting(race, racksum)), START_TIMEOUT)?)?;
+        Ok(Self { crew })
+    }
+
+    fn gloo(
+        race: &Race,
+        side: &Side,
+        sparse: bool,
+        place: &Place,
+        setup: &Setup,
+        logs: &Path,
+    ) -> Result<Self> {
+        let Ok(python) = &setup.python else { bail!("there is no python with torch") };
+        let master = match place.worker(0) {
+            Some(host) => format!("{}:29500", host.addr),
+            None => format!("127.0.0.1:{}", free_port()?),
+        };
+        let data = race.data;
+        let mode = if sparse { "sparse" } else { "dense" };
+        let rank = |rank: u16| {
+            let host = place.worker(rank);
+            let mut command = on(host, python);
+            command.arg(setup.peers.join("gloo.py"));
+            command.args(["--rank", &rank.to_string(), "--world", &race.world.to_string()]);
+            command.args(["--master", &master, "--mode", mode, "--interactive"]);
+            command.args(["--iface", if host.is_some() { INTERFACE } else { "lo" }]);
+            command.args(["--bytes", &data.bytes.to_string(), "--seed", &data.seed.to_string()]);
+            if sparse {
+                command.args(["--density", &data.density.to_string()]);
+                command.args(["--overlap", data.overlap.name()]);
+            }
+            command
+        };
+        let mut crew = Crew::start(side.name, (0..race.world).map(rank), logs)?;
+        let answers = crew.answers(START_TIMEOUT)?;
+        ready(&answers)?;
+        if sparse {
+            same_blocks(&data.volume(race.world), &answers)?;
+        }
+        Ok(Self { crew })
+    }
+
+    fn openmpi(race: &Race, side: &Side, setup: &Setup, logs: &Path) -> Result<Self> {
+        let Ok(mpi) = &setup.mpi else { bail!("there is no Open MPI") };
+        ensure!(race.net == Net::Loopback, "Open MPI's ranks are all on one host here");
+        let mut command = Command::new("mpirun");
+        command
+            .args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"])
+            .args(["--mca", "pml", "ob1", "--mca", "btl", "tcp,self"])
+            .args(["--mca", "btl_tcp_if_include", "lo"])
+            .args(["-n", &race.world.to_string()])
+            .arg(mpi)
+            .args(["--bytes", &race.data.bytes.to_string()])
+            .args(["--seed", &race.data.seed.to_string(), "--interactive"]);
+        let mut crew = Crew::start(side.name, [command], logs)?;
+        ready(&crew.answers(START_TIMEOUT)?)?;
+        Ok(Self { crew })
+    }
+
+    /// Runs one iteration.
+    pub(crate) fn go(&mut self) -> Result<Iteration> {
+        let answers = self.crew.ask("go", ITERATION_TIMEOUT)?;
+        let answers = answers.into_iter().map(serde_json::from_value).collect::<Result<Vec<_>, _>>();
+        Iteration::of(&answers.context("an answer to `go` lacks something")?)
+    }
+}
+
+/// One rank of racksum, to be told more.
+pub(crate) fn rank_of(
+    setup: &Setup,
+    host: Option<&Host>,
+    aggregator: &str,
+    job: &str,
+    rank: u16,
+    world: u16,
+) -> Command {
+    let mut command = on(host, &setup.racksum);
+    command.args(["bench", "--interactive", "--aggregator", aggregator, "--job", job]);
+    command.args(["--rank", &rank.to_string(), "--world", &world.to_string()]);
+    command
+}
+
+fn on(host: Option<&Host>, program: &Path) -> Command {
+    host.map_or_else(|| Command::new(program), |host| host.command(program))
+}
+
+/// What racksum's ranks are set to.
+fn setting(race: &Race, racksum: Racksum) -> Value {
+    let data = race.data;
+    let mut setting = json!({
+        "bytes": data.bytes,
+        "mode": if data.is_dense() { "dense" } else { "sparse" },
+        "wire": racksum.wire.name(),
+        "input": racksum.input.name(),
+    });
+    if !data.is_dense() {
+        setting["density"] = json!(data.density);
+        setting["overlap"] = json!(data.overlap.name());
+    }
+    setting
+}
+
+pub(crate) fn ready(answers: &[Value]) -> Result<()> {
+    for answer in answers {
+        ensure!(answer["ready"] == true, "a rank is not ready: {answer}");
+    }
+    Ok(())
+}
+
+/// Checks that a peer's ranks drew the blocks that we count.
+fn same_blocks(volume: &Volume, answers: &[Value]) -> Result<()> {
+    for (answer, own) in answers.iter().zip(&volume.own) {
+        let blocks = |key: &str| answer[key].as_u64().map(|blocks| blocks * 1024);
+        let theirs = (blocks("nonzero_blocks"), blocks("union_blocks"));
+        // The last block may be short.
+        let near = |theirs: Option<u64>, ours: u64| {
+            theirs.is_some_and(|theirs| (ours..ours + 1024).contains(&theirs))
+        };
+        ensure!(
+            near(theirs.0, *own) && near(theirs.1, volume.union),
+            "a peer's data differ from ours: {theirs:?} bytes are not zero, not {own} and {}",
+            volume.union
+        );
+    }
+    Ok(())
+}
+
+/// A rank's answer to `go`.
+#[derive(Debug, Clone, Deserialize)]
+struct Answer {
+    us: f64,
+    start_ns: u64,
+    end_ns: u64,
+    tx_bytes: Option<u64>,
+    rx_bytes: Option<u64>,
+    retransmits: Option<u64>,
+}
+
+impl Iteration {
+    fn of(answers: &[Answer]) -> Result<Self> {
+        let start = answers.iter().map(|answer| answer.start_ns).min();
+        let end = answers.iter().map(|answer| answer.end_ns).max();
+        let (Some(start), Some(end)) = (start, end) else { bail!("nobody answered") };
+        ensure!(start < end, "an iteration ended before it started");
+        let all = |of: fn(&Answer) -> Option<u64>| answers.iter().map(of).collect();
+        let tx: Option<Vec<u64>> = all(|answer| answer.tx_bytes);
+        let rx: Option<Vec<u64>> = all(|answer| answer.rx_bytes);
+        Ok(Self {
+            span_us: (end - start) as f64 / 1e3,
+            rank_us: answers.iter().map(|answer| answer.us).collect(),
+            traffic: tx.zip(rx).map(|(tx, rx)| Traffic { tx, rx }),
+            retransmits: answers.iter().filter_map(|answer| answer.retransmits).sum(),
+        })
+    }
+}
+
+fn free_port() -> Result<u16> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("no free port")?;
+    Ok(listener.local_addr()?.port())
+}
+
+/// How long starting, or the first sum with its check, may take.
+pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// How long an iteration may take.
+pub(crate) const ITERATION_TIMEOUT: Duration = Duration::from_secs(120);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answers(lines: &[&str]) -> Vec<Answer> {
+        lines.iter().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
+    #[test]
+    fn an_iteration_lasts_from_the_first_start_to_the_last_end() {
+        let iteration = Iteration::of(&answers(&[
+            r#"{"us": 2.0, "start_ns": 1000, "end_ns": 3000, "tx_bytes": 5, "rx_bytes": 6,
+                "retransmits": 1}"#,
+            r#"{"us": 2.5, "start_ns": 1500, "end_ns": 4000, "tx_bytes": 7, "rx_bytes": 8,
+                "retransmits": 2}"#,
+        ]))
+        .unwrap();
+        let traffic = Some(Traffic { tx: vec![5, 7], rx: vec![6, 8] });
+        let rank_us = vec![2.0, 2.5];
+        assert_eq!(iteration, Iteration { span_us: 3.0, rank_us, traffic, retransmits: 3 });
+    }
+
+    #[test]
+    fn peers_that_count_no_bytes_have_no_traffic() {
+        let line = r#"{"us": 430.662, "start_ns": 1945377175205, "end_ns": 1945377605867}"#;
+        let iteration = Iteration::of(&answers(&[line])).unwrap();
+        assert_eq!((iteration.span_us, iteration.traffic), (430.662, None));
+        assert!(Iteration::of(&[]).is_err());
+    }
+
+    #[test]
+    fn an_aggregators_first_line_tells_its_address() {
+        let line = "racksum aggregator on 10.77.0.200:7177: 1 shard(s) on UDP 7178, 1024 MiB";
+        assert_eq!(served(line), Some("10.77.0.200:7177".parse().unwrap()));
+        let line = "racksum aggregator on [::1]:7177: 1 shard(s) on UDP 7178, 1024 MiB";
+        assert_eq!(served(line), Some("[::1]:7177".parse().unwrap()));
+        assert_eq!(served("racksum: warning: no"), None);
+    }
+
+    #[test]
+    fn other_data_than_ours_are_refused() {
+        let volume = Volume { own: vec![2048, 1000], union: 3048 };
+        let said = |own, union| json!({ "nonzero_blocks": own, "union_blocks": union });
+        assert!(same_blocks(&volume, &[said(2, 3), said(1, 3)]).is_ok());
+        assert!(same_blocks(&volume, &[said(2, 3), said(2, 3)]).is_err());
+        assert!(same_blocks(&volume, &[said(2, 4), said(1, 3)]).is_err());
+        assert!(same_blocks(&volume, &[json!({}), json!({})]).is_err());
+    }
+}
