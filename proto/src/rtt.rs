@@ -64,8 +64,8 @@ impl Rtt {
     /// is less.
     const MOST_TIMES: u64 = 8;
     const PATIENCE: Span = Span::from_millis(10);
-    const MAX_TIMEOUT: Span = Span::from_millis(200);
-    const MAX_BACKOFF: Span = Span::from_millis(250);
+    const MAX_TIMEOUT: Span = Span::from_millis(100);
+    const MAX_BACKOFF: Span = Span::from_millis(100);
 }
 
 #[cfg(test)]

@@ -20,6 +20,17 @@ pub(super) enum Verdict {
     TooMany,
 }
 
+/// An op that some rank has opened.
+#[derive(Debug, Clone, Copy)]
+struct Opened {
+    op: OpId,
+    /// The first rank that did, and its descriptor.
+    rank: Rank,
+    descriptor: Descriptor,
+    /// Another rank went past the op without it. What it has instead is not known yet.
+    skipped: bool,
+}
+
 /// The descriptors of the ops in flight, over all lanes of a shard.
 ///
 /// Every rank opens an op at the shard of its first window, whatever it believes of the op's
@@ -27,7 +38,7 @@ pub(super) enum Verdict {
 #[derive(Debug)]
 pub(super) struct Agreement {
     /// Sorted by op.
-    open: Vec<(OpId, Rank, Descriptor)>,
+    open: Vec<Opened>,
     failed: VecDeque<(OpId, Disagreement)>,
     max_open: usize,
 }
@@ -46,26 +57,39 @@ impl Agreement {
         if self.disagreement(op).is_some() {
             return Verdict::Failed;
         }
-        match self.open.binary_search_by_key(&op, |entry| entry.0) {
+        match self.open.binary_search_by_key(&op, |entry| entry.op) {
             Ok(i) => {
-                let (_, first, theirs) = self.open[i];
-                if theirs == descriptor {
+                let first = self.open[i];
+                if first.descriptor == descriptor {
                     return Verdict::Agrees;
                 }
                 self.open.remove(i);
-                let disagreement = Disagreement { one: (first, theirs), other: (rank, descriptor) };
+                let disagreement = Disagreement {
+                    one: (first.rank, first.descriptor),
+                    other: (rank, descriptor),
+                };
                 if self.failed.len() == Self::MAX_FAILED {
                     self.failed.pop_front();
                 }
                 self.failed.push_back((op, disagreement));
                 Verdict::Disagrees(disagreement)
             }
-            Err(_) if self.open.len() == self.max_open => Verdict::TooMany,
-            Err(i) => {
-                self.open.insert(i, (op, rank, descriptor));
+            Err(_) if self.open.len() == self.max_open && !self.forget_skipped() => {
+                Verdict::TooMany
+            }
+            Err(_) => {
+                let i = self.open.partition_point(|entry| entry.op < op);
+                self.open.insert(i, Opened { op, rank, descriptor, skipped: false });
                 Verdict::Agrees
             }
         }
+    }
+
+    /// Makes room by forgetting an op that was skipped; returns whether there was one.
+    fn forget_skipped(&mut self) -> bool {
+        let Some(i) = self.open.iter().position(|entry| entry.skipped) else { return false };
+        self.open.remove(i);
+        true
     }
 
     /// Why `op` failed, if it did.
@@ -75,14 +99,19 @@ impl Agreement {
 
     /// What the ranks agree on for `op`.
     pub(super) fn descriptor(&self, op: OpId) -> Option<Descriptor> {
-        let found = self.open.binary_search_by_key(&op, |entry| entry.0);
-        found.ok().map(|i| self.open[i].2)
+        let found = self.open.binary_search_by_key(&op, |entry| entry.op);
+        found.ok().map(|i| self.open[i].descriptor)
     }
 
-    /// Forgets an op that every rank has the result of.
-    pub(super) fn settle(&mut self, op: OpId) {
-        if let Ok(i) = self.open.binary_search_by_key(&op, |entry| entry.0) {
-            self.open.remove(i);
+    /// Forgets an op that every rank has the result of. One that a rank skipped is kept: that
+    /// rank has yet to open it, elsewhere or otherwise, and both are to be told.
+    pub(super) fn settle(&mut self, op: OpId, skipped: bool) {
+        if let Ok(i) = self.open.binary_search_by_key(&op, |entry| entry.op) {
+            if skipped {
+                self.open[i].skipped = true;
+            } else {
+                self.open.remove(i);
+            }
         }
     }
 

@@ -279,8 +279,8 @@ impl Aggregation {
         while let Some(window) = stream.retire() {
             observer.on_event(&Event::Retired { window });
         }
-        while let Some(op) = stream.settle() {
-            self.agreement.settle(op);
+        while let Some(entry) = stream.settle() {
+            self.agreement.settle(entry.op, entry.failed);
         }
     }
 

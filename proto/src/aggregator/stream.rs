@@ -165,8 +165,8 @@ impl Stream {
     }
 
     /// Gives back the oldest op if all its windows are folded and acknowledged.
-    pub(super) fn settle(&mut self) -> Option<OpId> {
-        self.sequence.settle_before(self.low()).map(|entry| entry.op)
+    pub(super) fn settle(&mut self) -> Option<StreamOp> {
+        self.sequence.settle_before(self.low())
     }
 
     /// Finds a place for an op that a rank opens, given the op it names before it.
