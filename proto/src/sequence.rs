@@ -49,7 +49,7 @@ pub(crate) struct Sequence {
     end: u64,
     /// The last op that was dropped from the front.
     settled: Option<OpId>,
-    /// The last of those that was opened.
+    /// The last of those that was opened and did not fail.
     opened: Option<OpId>,
 }
 
@@ -97,11 +97,12 @@ impl Sequence {
         self.ops.binary_search_by_key(&op, |entry| entry.op).ok().map(|i| &self.ops[i])
     }
 
-    /// The op that was opened right before `op` in this stream.
+    /// The op right before `op` in this stream, of those that were opened and did not fail: the
+    /// opens of one that failed may have been lost, and are not sent again.
     pub(crate) fn before(&self, op: OpId) -> Option<OpId> {
         let earlier = self.ops.iter().rev().skip_while(|entry| entry.op >= op);
-        // An op that failed before it was opened is none that the aggregator could know of.
-        earlier.filter(|entry| entry.opened).map(|entry| entry.op).next().or(self.opened)
+        let mut opened = earlier.filter(|entry| entry.opened && !entry.failed);
+        opened.next().map(|entry| entry.op).or(self.opened)
     }
 
     /// Notes that some of `op` was opened.
@@ -172,7 +173,7 @@ impl Sequence {
         self.ops.front().filter(|entry| entry.end() <= position)?;
         let entry = self.ops.pop_front()?;
         self.settled = Some(entry.op);
-        if entry.opened {
+        if entry.opened && !entry.failed {
             self.opened = Some(entry.op);
         }
         Some(entry)

@@ -1,0 +1,9 @@
+//! The numbered items of `docs/wire.md` that need a machine or the arithmetic to be shown; those
+//! of the codecs are shown beside them.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod aggregator;
+mod layout;
+mod worker;
