@@ -33,6 +33,7 @@ impl Geometry {
     pub fn new(descriptor: &Descriptor) -> Self {
         let block_elements = descriptor.block_elements();
         let block_len = descriptor.wire.block_len(block_elements);
+        // wire: W-53
         let window_blocks = (WINDOW_BYTES / block_len).min(MAX_WINDOW_BLOCKS);
         let window_elements = (block_elements * window_blocks) as u64;
         let windows = descriptor.elements.div_ceil(window_elements).max(1);
@@ -120,7 +121,7 @@ impl Geometry {
     }
 
     /// The blocks in `mask` of window `index`, in order: where each lies in the tensor and in
-    /// the packed payload.
+    /// the packed payload (wire: W-46).
     pub fn packed(&self, index: u32, mask: u64) -> impl Iterator<Item = Packed> + use<> {
         let geometry = *self;
         let first = self.elements_of(index).start;
@@ -184,7 +185,7 @@ pub struct Packed {
 }
 
 /// Which windows of an op a shard has: window `i` of op `o` lives on shard `(i + o) mod shards`,
-/// so that neighbouring windows, and one-window ops, spread evenly.
+/// so that neighbouring windows, and one-window ops, spread evenly (wire: W-44).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stripe {
     first: u32,
@@ -246,6 +247,7 @@ impl Fragmentation {
     /// is split; `None` when a window would need more than 64.
     #[must_use]
     pub const fn new(payload: usize) -> Option<Self> {
+        // wire: W-52
         let payload = payload / 8 * 8;
         if payload < MIN_FRAGMENT_PAYLOAD { None } else { Some(Self { payload }) }
     }

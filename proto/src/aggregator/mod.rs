@@ -246,6 +246,7 @@ impl Aggregation {
             Kind::Data => self.handle_data(now, header, body, observer),
             Kind::Open => self.handle_open(header, body, observer),
             Kind::Ask => self.handle_ask(header, body),
+            // wire: W-25, W-26
             Kind::Ack if body.is_empty() => Verdict::Control,
             Kind::Ack => Verdict::Reject(Reject::Body),
             _ => Verdict::Reject(Reject::Kind),
@@ -342,6 +343,7 @@ impl Aggregation {
         observer: &mut impl Observer,
     ) -> Verdict {
         let open = match Open::decode(body) {
+            // wire: W-24
             Ok(open) if open.descriptor.lane == header.lane => open,
             Ok(_) => return Verdict::Reject(Reject::Body),
             Err(reject) => return Verdict::Reject(reject),
@@ -396,7 +398,9 @@ impl Aggregation {
         match self.agreement.check(op, rank, *descriptor) {
             agreement::Verdict::Agrees => Ok(false),
             agreement::Verdict::Failed => Ok(true),
+            // wire: W-43
             agreement::Verdict::TooMany => Err(Reject::BeyondOps),
+            // wire: W-40
             agreement::Verdict::Disagrees(disagreement) => {
                 self.fail(op, disagreement, observer);
                 Ok(true)

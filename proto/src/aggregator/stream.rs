@@ -132,7 +132,7 @@ impl Stream {
         self.folded.front().copied().unwrap_or(self.next)
     }
 
-    /// The credit to write into a header.
+    /// The credit to write into a header (wire: W-33).
     pub(super) fn announce(&mut self) -> WindowId {
         self.announced = self.low();
         self.sequence.window(self.announced)
@@ -145,6 +145,7 @@ impl Stream {
 
     /// Takes the acknowledgement of a rank.
     pub(super) fn handle_ack(&mut self, rank: Rank, ack: WindowId) {
+        // wire: W-32
         // What is not folded cannot have been received, whatever a rank says.
         let acked = self.sequence.position_from(ack).min(self.next);
         let progress = &mut self.ranks[rank.index()];
@@ -154,6 +155,7 @@ impl Stream {
     /// Gives back the oldest slot if every rank has acknowledged its window.
     pub(super) fn retire(&mut self) -> Option<WindowId> {
         let oldest = *self.folded.front()?;
+        // wire: W-32
         if self.ranks.iter().any(|progress| progress.acked <= oldest) {
             return None;
         }
@@ -200,7 +202,7 @@ impl Stream {
     /// it skips are not the same at every rank: they fail here without a word.
     fn joined_up(&mut self, rank: Rank, after: Option<OpId>, op: OpId, base: u64) -> bool {
         let opened = self.ranks[rank.index()].opened;
-        if opened >= base {
+        if opened > base {
             return true;
         }
         if let Some(after) = after.filter(|after| !self.sequence.is_settled(*after)) {
@@ -222,9 +224,11 @@ impl Stream {
     /// before it is missing.
     pub(super) fn handle_stretch(&mut self, rank: Rank, position: u64, open: &Open) -> bool {
         let opened = self.ranks[rank.index()].opened;
+        // wire: W-34
         if position > opened {
             return false;
         }
+        // wire: W-35
         let end = (position + u64::from(open.windows)).min(self.low() + OPEN_AHEAD);
         if end > opened {
             let [from, to] = [opened, end].map(|at| usize::try_from(at - position).unwrap_or(0));
@@ -249,12 +253,15 @@ impl Stream {
         header: &Header,
         len: usize,
     ) -> Result<Stored, Reject> {
+        // wire: W-42
         if position < self.next {
             return Err(Reject::Stale);
         }
+        // wire: W-28
         if position >= self.low() + self.pool.len() {
             return Err(Reject::BeyondPool);
         }
+        // wire: W-27
         if position >= self.ranks[rank.index()].opened {
             return Err(Reject::Unopened);
         }
@@ -263,6 +270,7 @@ impl Stream {
         }
         self.pool.claim(position);
         let contribution = self.pool.contribution_mut(position, rank);
+        // wire: W-29
         if contribution.mask != 0 && contribution.mask != header.mask {
             return Err(Reject::Shape);
         }
@@ -391,6 +399,7 @@ impl Stream {
             }
             let end = entry.end().min(self.agreed);
             let owed = self.occupancy.next(self.next, end);
+            // wire: W-31
             // The last window of an op always has a result, so that every rank sees the op's end.
             let last = (self.agreed >= entry.end()).then(|| entry.end() - 1);
             let Some(position) = owed.or(last) else {
@@ -408,6 +417,7 @@ impl Stream {
         }
         let contributors = self.occupancy.owing(position);
         let complete = self.pool.get(position).map_or(0, |slot| slot.complete);
+        // wire: W-30
         if complete < contributors {
             return None;
         }

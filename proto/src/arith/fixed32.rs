@@ -69,7 +69,7 @@ pub fn fixed32_overflowed(block: &[u8]) -> bool {
     block.first_chunk().is_some_and(|head| i32::from_le_bytes(*head) == FIXED32_OVERFLOW)
 }
 
-/// Encodes `values` as the block `out`.
+/// Encodes `values` as the block `out` (wire: W-51).
 ///
 /// The products with a power of two are exact, but for those below the normal f64 range, which
 /// round to the integer 0 either way.

@@ -32,7 +32,7 @@ pub fn int8_scale(max_abs: f32) -> f32 {
     }
 }
 
-/// Encodes `values` as the block `out`.
+/// Encodes `values` as the block `out` (wire: W-50).
 pub(super) fn encode(values: impl Iterator<Item = f32> + Clone, out: &mut [u8]) {
     let finite = values.clone().all(f32::is_finite);
     let max_abs = values.clone().map(f32::abs).fold(0.0, f32::max);

@@ -120,6 +120,7 @@ pub fn fold_run(
     out: &mut [u8],
 ) -> Result<(), ArithError> {
     check_fold(wire, reduction, fold, inputs, out.len())?;
+    // wire: W-47, W-49
     match wire {
         WireType::F32 => fold_elements(reduction, fold, inputs, out, f32_load, f32_store),
         WireType::F64 => fold_elements(reduction, fold, inputs, out, f64_load, f64_store),

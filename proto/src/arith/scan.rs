@@ -32,6 +32,7 @@ pub fn scan_window(dtype: DType, block_elements: usize, window: &mut [u8]) -> u6
     assert!(block_elements > 0, "a block has elements");
     let block_len = block_elements * dtype.size();
     assert!(window.len().div_ceil(block_len) <= WINDOW_BLOCKS, "a window has at most 64 blocks");
+    // wire: W-48
     let mut occupancy = 0;
     for (b, block) in window.chunks_mut(block_len).enumerate() {
         if block.chunks_exact(dtype.size()).all(|x| is_zero(dtype, x)) {

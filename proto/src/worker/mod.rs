@@ -216,6 +216,7 @@ impl Worker {
         if self.ended.is_some() {
             return Err(SubmitError::Ended);
         }
+        // wire: W-43
         let max = usize::from(self.config.max_ops);
         if self.ops.len() >= max {
             return Err(SubmitError::TooManyOps { max });
@@ -230,6 +231,7 @@ impl Worker {
         let id = OpId(self.next_op);
         self.next_op += 1;
         op.id = id;
+        // wire: W-45
         for shard in 0..self.config.shards {
             let stripe = Stripe::new(id, op.geometry.windows(), shard, self.config.shards);
             if stripe.is_empty() {

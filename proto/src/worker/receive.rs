@@ -104,6 +104,7 @@ impl Worker {
         match header.kind {
             Kind::Result => self.handle_result(now, header, body, observer),
             Kind::Ask => self.handle_ask(now, at, body),
+            // wire: W-25, W-26
             Kind::Credit | Kind::Probe if body.is_empty() => Ok(Verdict::Control),
             Kind::Credit | Kind::Probe => Err(Reject::Body),
             Kind::Wait => self.handle_wait(now, at, body),
@@ -147,6 +148,7 @@ impl Worker {
             let settled = stream.sequence.is_settled(window.op);
             return Err(if settled { Reject::Stale } else { Reject::Unopened });
         };
+        // wire: W-42
         if position < stream.cursor {
             return Err(Reject::Stale);
         }
@@ -215,6 +217,7 @@ impl Worker {
             return Err(Reject::Shape);
         }
         match stream.arrivals.binary_search_by_key(&position, |arrival| arrival.position) {
+            // wire: W-29
             Ok(i) if stream.arrivals[i].mask == header.mask => Ok(i),
             Ok(_) => Err(Reject::Shape),
             Err(_) if stream.arrivals.len() as u64 >= stream.pool() => Err(Reject::BeyondPool),
@@ -248,6 +251,7 @@ impl Worker {
         self.release(now, at);
         let stream = &mut self.streams[at];
         let rtt = &self.paths[usize::from(stream.shard)].rtt;
+        // wire: W-38
         // Results come in order, so a whole one beyond the cursor says that others were lost.
         let gap = stream.arrivals.back().is_some_and(Arrival::complete);
         if gap && !stream.awaits_answer(now, rtt) {
@@ -274,6 +278,7 @@ impl Worker {
         let stream = &mut self.streams[at];
         let path: &mut Path = &mut self.paths[usize::from(stream.shard)];
         for entry in entries.iter() {
+            // wire: W-36
             if entry.fragments == 0 {
                 let from = stream.sequence.position_from(entry.window).min(stream.opened);
                 stream.reopen = Some(stream.reopen.map_or(from, |at| at.min(from)));
@@ -284,6 +289,7 @@ impl Worker {
             let Ok(i) = found else { continue };
             let all = self.config.cut.all(stream.in_flight[i].len);
             let sent = &mut stream.in_flight[i];
+            // wire: W-37
             let wanted = entry.fragments & all & !sent.again;
             stream.repeats += usize::from(sent.again == 0 && wanted != 0);
             sent.again |= wanted;
@@ -314,6 +320,7 @@ impl Worker {
         observer: &mut impl Observer,
     ) -> Result<Verdict, Reject> {
         let Disagreement { one, other } = Disagreement::decode(body)?;
+        // wire: W-41
         self.fail(op, OpError::Mismatch { op, one, other }, observer);
         // Results of later ops may have waited for this one.
         for at in 0..self.streams.len() {

@@ -193,7 +193,7 @@ impl Stream {
         while self.sequence.settle_before(done).is_some() {}
     }
 
-    /// Takes the lowest window that some rank has not acknowledged.
+    /// Takes the lowest window that some rank has not acknowledged (wire: W-33).
     pub(super) fn handle_low(&mut self, low: WindowId) {
         let low = self.sequence.position_from(low);
         if low > self.low {
@@ -227,7 +227,7 @@ impl Stream {
         }
     }
 
-    /// The acknowledgement to write into a header; it is owed no more.
+    /// The acknowledgement to write into a header; it is owed no more (wire: W-32).
     pub(super) fn acknowledge(&mut self) -> WindowId {
         self.unacked = Unacked::default();
         self.ack_due = false;

@@ -66,6 +66,7 @@ impl Worker {
                 if from == entry.base {
                     stream.stretch = Stream::MIN_STRETCH;
                 }
+                // wire: W-35
                 let reach = stream.low + crate::aggregator::OPEN_AHEAD;
                 let to = stream.scanned.min(entry.end()).min(reach);
                 let short = to < entry.end() && to < from + stream.stretch;
