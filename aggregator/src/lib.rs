@@ -122,6 +122,7 @@ impl Aggregator {
 
 impl Drop for Aggregator {
     fn drop(&mut self) {
+        server::lock(&self.registry).stop();
         self.endpoint.close(0u32.into(), b"the aggregator stops");
         if let Some(control) = self.control.take() {
             // A panic in the control server was printed where it happened.

@@ -87,6 +87,11 @@ impl Registry {
         &self.shards
     }
 
+    /// Forgets all jobs, since the aggregator stops: no rank is lost by that.
+    pub(crate) fn stop(&mut self) {
+        self.jobs.clear();
+    }
+
     /// How many jobs there are.
     pub(crate) fn jobs(&self) -> usize {
         self.jobs.len()

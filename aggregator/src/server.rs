@@ -12,6 +12,8 @@ use crate::registry::{Joined, Registry};
 
 /// How long a connection may take to say who it is.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long ranks are told of the end.
+const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 /// How often a waiting rank is told whom it waits for.
 const WAITING_PERIOD: Duration = Duration::from_millis(500);
 /// How often, and for how long, a multicast group is probed.
@@ -37,6 +39,8 @@ pub(crate) async fn serve(endpoint: quinn::Endpoint, registry: Shared) {
             }
         });
     }
+    // The ranks learn of the end by a word, which must still be sent, and not by silence.
+    drop(timeout(CLOSE_TIMEOUT, endpoint.wait_idle()).await);
 }
 
 /// Serves one rank from its join to its end.

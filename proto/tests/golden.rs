@@ -9,9 +9,7 @@ use racksum_proto::dtype::DType;
 use racksum_proto::error::Reject;
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::time::{Span, Time};
-use racksum_proto::wire::{
-    AskEntries, AskEntry, Disagreement, Header, Kind, MissingRanks, Open,
-};
+use racksum_proto::wire::{AskEntries, AskEntry, Disagreement, Header, Kind, MissingRanks, Open};
 use racksum_proto::worker::{self, Worker};
 use support::{TIMEOUT, aggregation, datagram, header, open, window, worker};
 
@@ -75,11 +73,8 @@ fn fail() -> Vec<u8> {
 }
 
 fn result() -> Vec<u8> {
-    let header = Header {
-        mask: 1,
-        previous: Header::NO_PREVIOUS,
-        ..header(Kind::Result, Rank::AGGREGATOR)
-    };
+    let header =
+        Header { mask: 1, previous: Header::NO_PREVIOUS, ..header(Kind::Result, Rank::AGGREGATOR) };
     datagram(header, &floats([1.5, 2.0, -3.5, 0.5]))
 }
 
@@ -103,9 +98,9 @@ fn encoded() -> Vec<(&'static str, Vec<u8>)> {
 }
 
 fn hex(bytes: &[u8]) -> String {
-    let lines = bytes.chunks(16).map(|line| {
-        line.iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(" ")
-    });
+    let lines = bytes
+        .chunks(16)
+        .map(|line| line.iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(" "));
     lines.collect::<Vec<_>>().join("\n")
 }
 
@@ -161,8 +156,7 @@ fn the_machines_say_what_the_document_shows() {
     rank.submit_scanned(now, four(), vec![1], TIMEOUT).unwrap();
     let first = rank.poll_transmit(now, &mut out, &mut ());
     assert_eq!(polled(first, &out), golden("open"));
-    let Some(worker::Transmit::Data(fragments)) = rank.poll_transmit(now, &mut out, &mut ())
-    else {
+    let Some(worker::Transmit::Data(fragments)) = rank.poll_transmit(now, &mut out, &mut ()) else {
         panic!("the data goes out with the open")
     };
     assert_eq!((fragments.len, fragments.fragments), (16, 1));

@@ -12,10 +12,7 @@ use crate::rig::{Rig, bounded};
 fn list(descriptor: &Descriptor, tensor: &[u8], indices: &[u32]) -> Blocks {
     let len = descriptor.block_elements() * descriptor.dtype.size();
     let block = |index: &u32| tensor.chunks(len).nth(*index as usize).unwrap();
-    Blocks {
-        indices: indices.to_vec(),
-        values: indices.iter().flat_map(block).copied().collect(),
-    }
+    Blocks { indices: indices.to_vec(), values: indices.iter().flat_map(block).copied().collect() }
 }
 
 /// The blocks that are not zero.
@@ -50,8 +47,7 @@ fn lists_are_reduced_as_the_tensors_they_stand_for() {
             // The last block is whole, one element long, and one element short.
             for tail in [0, 1, block as u64 - 1] {
                 let elements = 150 * block as u64 + tail;
-                let descriptor =
-                    Descriptor { wire, reduction, ..Descriptor::sum(elements, dtype) };
+                let descriptor = Descriptor { wire, reduction, ..Descriptor::sum(elements, dtype) };
                 let descriptor = descriptor.with_block(block).unwrap();
                 let seed = seed + number as u64;
                 let input = |rank| tensor(dtype, elements, block, Values::Wide, rank, seed);
@@ -62,24 +58,29 @@ fn lists_are_reduced_as_the_tensors_they_stand_for() {
         }
         for shards in [1, 3] {
             let rig = Rig::start(|config| config.shards = shards);
-            rig.ranks("lists", 3, |_| {}, |client, rank| {
-                let mut random = Random::new(seed ^ u64::from(rank));
-                for (descriptor, inputs, sums) in &cases {
-                    let tensor = &inputs[usize::from(rank)];
-                    let mut indices = held(descriptor, tensor);
-                    if random.below(2) == 0 {
-                        // In any order.
-                        indices.sort_by_key(|_| random.next());
+            rig.ranks(
+                "lists",
+                3,
+                |_| {},
+                |client, rank| {
+                    let mut random = Random::new(seed ^ u64::from(rank));
+                    for (descriptor, inputs, sums) in &cases {
+                        let tensor = &inputs[usize::from(rank)];
+                        let mut indices = held(descriptor, tensor);
+                        if random.below(2) == 0 {
+                            // In any order.
+                            indices.sort_by_cached_key(|_| random.next());
+                        }
+                        let blocks = list(descriptor, tensor, &indices);
+                        let got = run(client, *descriptor, blocks).unwrap();
+                        assert_eq!(got, expected(descriptor, sums), "{descriptor}");
+                        // Lists and whole tensors are two ways to say the same.
+                        let mut dense = tensor.clone();
+                        client.allreduce(&mut dense, *descriptor).unwrap();
+                        assert_eq!(dense, sums.tensor, "{descriptor}");
                     }
-                    let blocks = list(descriptor, tensor, &indices);
-                    let got = run(client, *descriptor, blocks).unwrap();
-                    assert_eq!(got, expected(descriptor, sums), "{descriptor}");
-                    // Lists and whole tensors are two ways to say the same.
-                    let mut dense = tensor.clone();
-                    client.allreduce(&mut dense, *descriptor).unwrap();
-                    assert_eq!(dense, sums.tensor, "{descriptor}");
-                }
-            });
+                },
+            );
         }
     });
 }
@@ -88,22 +89,26 @@ fn lists_are_reduced_as_the_tensors_they_stand_for() {
 fn ranks_may_list_and_give_whole_tensors_in_one_op() {
     bounded(30, || {
         let descriptor = Descriptor::sum(60 * 256 * 3 + 9, DType::F32);
-        let input =
-            |rank| tensor(DType::F32, descriptor.elements, 256, Values::Wide, rank, 5);
+        let input = |rank| tensor(DType::F32, descriptor.elements, 256, Values::Wide, rank, 5);
         let inputs: Vec<_> = (0..3).map(input).collect();
         let sums = reduce(&descriptor, &inputs);
         let rig = Rig::start(|_| {});
-        rig.ranks("mixed", 3, |_| {}, |client, rank| {
-            let mut tensor = inputs[usize::from(rank)].clone();
-            if rank == 1 {
-                let blocks = list(&descriptor, &tensor, &held(&descriptor, &tensor));
-                let got = run(client, descriptor, blocks).unwrap();
-                assert_eq!(got, expected(&descriptor, &sums));
-            } else {
-                client.allreduce(&mut tensor, descriptor).unwrap();
-                assert_eq!(tensor, sums.tensor);
-            }
-        });
+        rig.ranks(
+            "mixed",
+            3,
+            |_| {},
+            |client, rank| {
+                let mut tensor = inputs[usize::from(rank)].clone();
+                if rank == 1 {
+                    let blocks = list(&descriptor, &tensor, &held(&descriptor, &tensor));
+                    let got = run(client, descriptor, blocks).unwrap();
+                    assert_eq!(got, expected(&descriptor, &sums));
+                } else {
+                    client.allreduce(&mut tensor, descriptor).unwrap();
+                    assert_eq!(tensor, sums.tensor);
+                }
+            },
+        );
     });
 }
 
@@ -113,16 +118,21 @@ fn an_empty_list_at_some_or_all_ranks_is_reduced() {
         let descriptor = Descriptor::sum(256 * 100 + 3, DType::F32);
         let whole = floats((0..256 * 100 + 3).map(|i| (i % 9) as f32 + 1.0));
         let rig = Rig::start(|config| config.shards = 2);
-        rig.ranks("empty", 3, |_| {}, |client, rank| {
-            // Only rank 1 has something, the short last block among it.
-            let indices: &[u32] = if rank == 1 { &[100, 7, 61] } else { &[] };
-            let got = run(client, descriptor, list(&descriptor, &whole, indices)).unwrap();
-            assert_eq!(got, list(&descriptor, &whole, &[7, 61, 100]));
-            let got = run(client, descriptor, Blocks::default()).unwrap();
-            assert_eq!(got, Blocks::default());
-            let empty = Descriptor::sum(0, DType::F32);
-            assert_eq!(run(client, empty, Blocks::default()).unwrap(), Blocks::default());
-        });
+        rig.ranks(
+            "empty",
+            3,
+            |_| {},
+            |client, rank| {
+                // Only rank 1 has something, the short last block among it.
+                let indices: &[u32] = if rank == 1 { &[100, 7, 61] } else { &[] };
+                let got = run(client, descriptor, list(&descriptor, &whole, indices)).unwrap();
+                assert_eq!(got, list(&descriptor, &whole, &[7, 61, 100]));
+                let got = run(client, descriptor, Blocks::default()).unwrap();
+                assert_eq!(got, Blocks::default());
+                let empty = Descriptor::sum(0, DType::F32);
+                assert_eq!(run(client, empty, Blocks::default()).unwrap(), Blocks::default());
+            },
+        );
     });
 }
 
@@ -134,18 +144,23 @@ fn duplicates_are_combined_in_the_order_they_are_listed() {
         let rig = Rig::start(|_| {});
         for reduction in Reduction::ALL {
             let descriptor = Descriptor { reduction, ..descriptor };
-            let all = rig.ranks("twice", 2, |_| {}, |client, rank| {
-                let mut blocks = Blocks::default();
-                for part in parts {
-                    blocks.indices.extend([2, 0]);
-                    blocks.values.extend(floats([part; 64]));
-                    blocks.values.extend(floats([1.0; 64]));
-                }
-                if rank == 1 {
-                    blocks = Blocks::default();
-                }
-                run(client, descriptor, blocks).unwrap()
-            });
+            let all = rig.ranks(
+                "twice",
+                2,
+                |_| {},
+                |client, rank| {
+                    let mut blocks = Blocks::default();
+                    for part in parts {
+                        blocks.indices.extend([2, 0]);
+                        blocks.values.extend(floats([part; 64]));
+                        blocks.values.extend(floats([1.0; 64]));
+                    }
+                    if rank == 1 {
+                        blocks = Blocks::default();
+                    }
+                    run(client, descriptor, blocks).unwrap()
+                },
+            );
             let (two, zero) = match reduction {
                 Reduction::Sum => (((1e8 + 1.0) - 1e8) + 0.5, 4.0),
                 Reduction::Avg => ((((1e8 + 1.0) - 1e8) + 0.5) / 2.0, 2.0),
@@ -172,15 +187,20 @@ fn a_list_of_all_blocks_at_all_ranks_under_faults() {
         let inputs: Vec<_> = (0..4).map(input).collect();
         let sums = reduce(&descriptor, &inputs);
         let rig = Rig::start(|config| config.shards = 2);
-        rig.ranks("all", 4, |o| o.faults = faults, |client, rank| {
-            for _ in 0..3 {
-                let indices: Vec<u32> = (0..501).rev().collect();
-                let blocks = list(&descriptor, &inputs[usize::from(rank)], &indices);
-                let got = run(client, descriptor, blocks).unwrap();
-                assert_eq!(got.indices, (0..501).collect::<Vec<_>>());
-                assert!(got.values == sums.tensor, "seed {seed}");
-            }
-        });
+        rig.ranks(
+            "all",
+            4,
+            |o| o.faults = faults,
+            |client, rank| {
+                for _ in 0..3 {
+                    let indices: Vec<u32> = (0..501).rev().collect();
+                    let blocks = list(&descriptor, &inputs[usize::from(rank)], &indices);
+                    let got = run(client, descriptor, blocks).unwrap();
+                    assert_eq!(got.indices, (0..501).collect::<Vec<_>>());
+                    assert!(got.values == sums.tensor, "seed {seed}");
+                }
+            },
+        );
     });
 }
 
@@ -189,22 +209,36 @@ fn a_list_that_cannot_be_is_refused_and_costs_no_op() {
     bounded(30, || {
         let descriptor = Descriptor::sum(300, DType::F32);
         let rig = Rig::start(|_| {});
-        rig.ranks("bad", 2, |_| {}, |client, _| {
-            for (indices, values, why) in [
-                (vec![2], 1024, "block 2 is beyond the tensor's 2 blocks of 256 elements"),
-                (vec![0, 1], 2048, "2 blocks of 256 elements have 1200 bytes of values, not 2048"),
-                (vec![0], 0, "1 blocks of 256 elements have 1024 bytes of values, not 0"),
-            ] {
-                let blocks = Blocks { indices, values: vec![1; values] };
-                let error = client.submit_blocks(blocks, descriptor).unwrap_err();
+        rig.ranks(
+            "bad",
+            2,
+            |_| {},
+            |client, _| {
+                for (indices, values, why) in [
+                    (vec![2], 1024, "block 2 is beyond the tensor's 2 blocks of 256 elements"),
+                    (
+                        vec![0, 1],
+                        2048,
+                        "2 blocks of 256 elements have 1200 bytes of values, not 2048",
+                    ),
+                    (vec![0], 0, "1 blocks of 256 elements have 1024 bytes of values, not 0"),
+                    (
+                        vec![1; 65_536],
+                        65_536 * 44 * 4,
+                        "block 1 is listed 65536 times, and 65535 is the most",
+                    ),
+                ] {
+                    let blocks = Blocks { indices, values: vec![1; values] };
+                    let error = client.submit_blocks(blocks, descriptor).unwrap_err();
+                    assert_eq!(error.to_string(), why);
+                }
+                let error = client.submit(vec![0; 1199], descriptor).unwrap_err();
+                let why = "the tensor has 1199 bytes, but 300 elements of f32 have 1200";
                 assert_eq!(error.to_string(), why);
-            }
-            let error = client.submit(vec![0; 1199], descriptor).unwrap_err();
-            let why = "the tensor has 1199 bytes, but 300 elements of f32 have 1200";
-            assert_eq!(error.to_string(), why);
-            let mut one = 1i32.to_le_bytes();
-            client.allreduce(&mut one, Descriptor::sum(1, DType::I32)).unwrap();
-            assert_eq!(one, 2i32.to_le_bytes());
-        });
+                let mut one = 1i32.to_le_bytes();
+                client.allreduce(&mut one, Descriptor::sum(1, DType::I32)).unwrap();
+                assert_eq!(one, 2i32.to_le_bytes());
+            },
+        );
     });
 }

@@ -38,12 +38,17 @@ fn twenty_runs_end_with_the_same_bits() {
                 config.shards = shards;
                 config.fanout = fanout;
             });
-            let ends = rig.ranks("same", WORLD, |o| o.faults = faults, |client, rank| {
-                let mut tensor = inputs[usize::from(rank)].clone();
-                client.allreduce(&mut tensor, descriptor).unwrap();
-                assert_eq!(client.multicast(), fanout == Fanout::Multicast);
-                (tensor, client.stats().retransmits)
-            });
+            let ends = rig.ranks(
+                "same",
+                WORLD,
+                |o| o.faults = faults,
+                |client, rank| {
+                    let mut tensor = inputs[usize::from(rank)].clone();
+                    client.allreduce(&mut tensor, descriptor).unwrap();
+                    assert_eq!(client.multicast(), fanout == Fanout::Multicast);
+                    (tensor, client.stats().retransmits)
+                },
+            );
             for (rank, (tensor, retransmits)) in ends.into_iter().enumerate() {
                 assert!(tensor == expected, "run {run}, rank {rank}: other bits; seed {seed}");
                 again += retransmits;
@@ -73,13 +78,18 @@ fn faults_change_no_bit_of_any_kind_of_op() {
             let expected = reduce(&descriptor, &inputs).tensor;
             (descriptor, inputs, expected)
         });
-        rig.ranks("faults", WORLD, |o| o.faults = faults, |client, rank| {
-            for (descriptor, inputs, expected) in &cases {
-                let mut tensor = inputs[usize::from(rank)].clone();
-                client.allreduce(&mut tensor, *descriptor).unwrap();
-                assert!(tensor == *expected, "{descriptor}; seed {seed}");
-            }
-        });
+        rig.ranks(
+            "faults",
+            WORLD,
+            |o| o.faults = faults,
+            |client, rank| {
+                for (descriptor, inputs, expected) in &cases {
+                    let mut tensor = inputs[usize::from(rank)].clone();
+                    client.allreduce(&mut tensor, *descriptor).unwrap();
+                    assert!(tensor == *expected, "{descriptor}; seed {seed}");
+                }
+            },
+        );
     });
 }
 
@@ -89,12 +99,17 @@ fn small_ops_survive_a_lossy_path() {
         let seed = seed(13);
         let faults = Faults { drop: 0.1, duplicate: 0.1, reorder: 0.1, seed };
         let rig = Rig::start(|config| config.shards = 3);
-        rig.ranks("small", 3, |o| o.faults = faults, |client, rank| {
-            for op in 0..100u32 {
-                let mut tensor = (op + u32::from(rank)).to_le_bytes();
-                client.allreduce(&mut tensor, Descriptor::sum(1, DType::I32)).unwrap();
-                assert_eq!(u32::from_le_bytes(tensor), 3 * op + 3);
-            }
-        });
+        rig.ranks(
+            "small",
+            3,
+            |o| o.faults = faults,
+            |client, rank| {
+                for op in 0..100u32 {
+                    let mut tensor = (op + u32::from(rank)).to_le_bytes();
+                    client.allreduce(&mut tensor, Descriptor::sum(1, DType::I32)).unwrap();
+                    assert_eq!(u32::from_le_bytes(tensor), 3 * op + 3);
+                }
+            },
+        );
     });
 }

@@ -24,10 +24,10 @@ pub(crate) fn reduce(descriptor: &Descriptor, inputs: &[Vec<u8>]) -> Expected {
     let (mut overflows, mut union) = (false, Vec::new());
     for (index, out) in (0..).zip(tensor.chunks_mut(len)) {
         let start = index as usize * len;
-        let blocks = inputs.iter().map(|input| &input[start..start + out.len()]);
+        let end = start + out.len();
+        let blocks = inputs.iter().map(|input| &input[start..end]);
         if let Some(folded) = reduce_block(descriptor, blocks, out) {
-            overflows |=
-                descriptor.wire == WireType::Fixed32 && arith::fixed32_overflowed(&folded);
+            overflows |= descriptor.wire == WireType::Fixed32 && arith::fixed32_overflowed(&folded);
             union.push(index);
         }
     }

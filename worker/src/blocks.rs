@@ -5,13 +5,13 @@
 
 use std::ops::Range;
 
+use racksum_proto::arith::{self, ArithError, Fold, MAX_WORLD};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction};
 use racksum_proto::geometry::{Geometry, Packed};
 use racksum_proto::worker::Delivery;
 
 use crate::error::Error;
-use racksum_proto::arith::Fold;
 
 /// Blocks of a tensor: their places, and their values one after the other.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -62,7 +62,7 @@ impl BlockSet {
         let input = if blocks.indices.is_sorted_by(|a, b| a < b) {
             blocks
         } else {
-            combine(descriptor, &blocks)
+            combine(descriptor, &blocks)?
         };
         // The union is at least this rank's own blocks, and often not much more.
         let values = Vec::with_capacity(2 * input.values.len());
@@ -191,7 +191,7 @@ fn each_block(
 }
 
 /// Sorts a block list and combines blocks that are listed more than once.
-fn combine(descriptor: &Descriptor, blocks: &Blocks) -> Blocks {
+fn combine(descriptor: &Descriptor, blocks: &Blocks) -> Result<Blocks, Error> {
     let mut starts = Vec::with_capacity(blocks.indices.len());
     let mut start = 0;
     for index in &blocks.indices {
@@ -210,16 +210,27 @@ fn combine(descriptor: &Descriptor, blocks: &Blocks) -> Blocks {
         let at = combined.values.len();
         combined.values.extend_from_slice(parts[0]);
         if parts.len() > 1 {
-            sum(descriptor.dtype, descriptor.reduction, &parts, &mut combined.values[at..]);
+            let out = &mut combined.values[at..];
+            sum(descriptor.dtype, descriptor.reduction, &parts, out).map_err(|_| {
+                Error::Blocks(format!(
+                    "block {index} is listed {} times, and {MAX_WORLD} is the most",
+                    parts.len()
+                ))
+            })?;
         }
     }
-    combined
+    Ok(combined)
 }
 
-/// Combines the values of one block. An average takes their sum, as of one rank.
-fn sum(dtype: DType, reduction: Reduction, parts: &[&[u8]], out: &mut [u8]) {
+/// Combines the values of one block. An average takes their sum, as of one rank. Fails only when
+/// there are more parts than a fold may have.
+fn sum(
+    dtype: DType,
+    reduction: Reduction,
+    parts: &[&[u8]],
+    out: &mut [u8],
+) -> Result<(), ArithError> {
     let reduction = if reduction == Reduction::Avg { Reduction::Sum } else { reduction };
-    let fold = Fold { world: 1, absent: false };
-    racksum_proto::arith::fold_run(dtype.native_wire(), reduction, fold, parts, out)
-        .expect("the parts of a block have its length");
+    let fold = Fold { world: u32::try_from(parts.len()).unwrap_or(u32::MAX), absent: false };
+    arith::fold_run(dtype.native_wire(), reduction, fold, parts, out)
 }

@@ -21,7 +21,7 @@ use crate::error::{ConnectError, Error};
 use crate::join::{Control, Event, Session, join};
 use crate::options::ConnectOptions;
 use crate::payload::{Data, Payload, bytes_of};
-use crate::tensor::Region;
+use crate::tensor::lend;
 
 /// A rank of a job. Ops end in any order; each rank must start the same ops in the same order.
 ///
@@ -114,16 +114,13 @@ impl Client {
     /// Why there is no result; the tensor then holds sums in some places and not in others.
     pub fn allreduce(&self, tensor: &mut [u8], descriptor: Descriptor) -> Result<(), Error> {
         check_len(tensor.len(), &descriptor)?;
+        let (loan, region) = lend(tensor);
         let mut state = self.shared.lock();
-        // SAFETY: the region lives in the engine until the op has ended, which is waited for
-        // below, and is dropped with what `take` returns, all while `tensor` is borrowed.
-        #[expect(unsafe_code, reason = "the op borrows the caller's tensor while it runs")]
-        let region = unsafe { Region::new(tensor) };
         let op = state.engine.submit(descriptor, Data::Borrowed(region), self.op_timeout)?;
         let mut state = self.shared.drive(state, |state| state.engine.has_ended(op));
-        let taken = state.engine.take(op);
+        let (result, payload) = state.engine.take(op).ok_or(SubmitError::Ended)?;
         drop(state);
-        let (result, _) = taken.ok_or(SubmitError::Ended)?;
+        drop((payload, loan));
         Ok(result?)
     }
 

@@ -19,7 +19,12 @@ pub enum ConnectError {
     #[error("the aggregator refused: {0}")]
     Refused(String),
     /// The world stayed incomplete.
-    #[error("after {} s rank{} {} had not joined", waited.as_secs(), plural(missing), list(missing))]
+    #[error(
+        "after {} s rank{} {} had not joined",
+        waited.as_secs(),
+        plural(missing),
+        list(missing)
+    )]
     Incomplete {
         /// The ranks that are missing.
         missing: Vec<u16>,

@@ -2,8 +2,10 @@
 
 #![expect(unsafe_code, reason = "an op in flight refers to memory that its caller lent it")]
 
+use std::marker::PhantomData;
 use std::ops::Range;
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use racksum_proto::dtype::DType;
 
@@ -44,27 +46,44 @@ pub fn as_bytes_mut<T: Element>(elements: &mut [T]) -> &mut [u8] {
 pub(crate) struct Region {
     start: NonNull<u8>,
     len: usize,
+    /// Shared with the loan, which sees by it whether the region is gone.
+    _held: Arc<()>,
+}
+
+/// A borrow that a [`Region`] was made of. It must not end before the region does.
+#[derive(Debug)]
+pub(crate) struct Loan<'a> {
+    held: Arc<()>,
+    _bytes: PhantomData<&'a mut [u8]>,
+}
+
+/// Lends memory to an op in flight.
+pub(crate) fn lend(bytes: &mut [u8]) -> (Loan<'_>, Region) {
+    let held = Arc::new(());
+    let start = NonNull::from(&mut *bytes).cast();
+    let region = Region { start, len: bytes.len(), _held: Arc::clone(&held) };
+    (Loan { held, _bytes: PhantomData }, region)
+}
+
+impl Drop for Loan<'_> {
+    fn drop(&mut self) {
+        if Arc::strong_count(&self.held) > 1 {
+            // The memory is about to be used by its owner while an op still writes to it.
+            eprintln!("racksum: a lent tensor was to be given back while its op runs");
+            std::process::abort();
+        }
+    }
 }
 
 // SAFETY: a region is a unique borrow of its bytes; whoever holds it may use it on any thread.
 unsafe impl Send for Region {}
 
 impl Region {
-    /// The memory of `bytes`.
-    ///
-    /// # Safety
-    /// Until the region is dropped, the memory must live and nobody else may use it.
-    pub(crate) const unsafe fn new(bytes: &mut [u8]) -> Self {
-        let len = bytes.len();
-        // SAFETY: the pointer of a slice is not null.
-        let start = unsafe { NonNull::new_unchecked(bytes.as_mut_ptr()) };
-        Self { start, len }
-    }
-
     /// Bytes `range` of the memory, to be read.
     pub(crate) fn bytes(&self, range: Range<usize>) -> &[u8] {
         assert!(range.start <= range.end && range.end <= self.len, "beyond the tensor");
-        // SAFETY: within the region, which by the contract of `new` lives and is ours alone.
+        // SAFETY: within the region, whose memory is borrowed for as long as its loan, which
+        // does not end before the region.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(range.start), range.len()) }
     }
 
@@ -83,11 +102,11 @@ mod tests {
     #[test]
     fn a_region_is_the_memory_it_was_made_of() {
         let mut floats = [1f32, 2.0, 3.0];
-        // SAFETY: the region is dropped before the array is used again.
-        let mut region = unsafe { Region::new(as_bytes_mut(&mut floats)) };
+        let (loan, mut region) = lend(as_bytes_mut(&mut floats));
         region.bytes_mut(4..8).copy_from_slice(&5f32.to_le_bytes());
         assert_eq!(region.bytes(8..12), 3f32.to_le_bytes());
         drop(region);
+        drop(loan);
         assert_eq!(floats, [1.0, 5.0, 3.0]);
     }
 
@@ -95,8 +114,7 @@ mod tests {
     #[should_panic(expected = "beyond the tensor")]
     fn a_region_ends_where_it_ends() {
         let mut bytes = [0u8; 4];
-        // SAFETY: the region is dropped before the array is used again.
-        let region = unsafe { Region::new(&mut bytes) };
+        let (_loan, region) = lend(&mut bytes);
         region.bytes(2..5);
     }
 }

@@ -1,11 +1,12 @@
 //! The project's chores behind one command: `cargo xtask test` is what a developer runs and what
 //! CI runs.
 //!
-//! Read [`steps`] for the steps of a test run and [`tidy`] for the rules that neither rustfmt nor
-//! clippy holds. A new chore is a module here and a variant of [`Chore`]; a new step of the test
+//! Read [`steps`] for the steps of a test run, [`tidy`] for the rules that neither rustfmt nor
+//! clippy holds, and [`bench`] for the races against other programs. A new chore is a module here and a variant of [`Chore`]; a new step of the test
 //! run is a variant of [`steps::Step`].
 
 mod arrows;
+mod bench;
 mod machine;
 mod shell;
 mod source;
@@ -19,6 +20,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{Args, Parser, Subcommand};
 
+use crate::bench::BenchArgs;
 use crate::steps::Step;
 
 /// The project's chores.
@@ -38,6 +40,8 @@ enum Chore {
     Ci(TestArgs),
     /// Check the rules that neither rustfmt nor clippy holds.
     Tidy,
+    /// Measure racksum beside other programs and beside its bounds.
+    Bench(BenchArgs),
 }
 
 /// Which part of the test run to do.
@@ -60,6 +64,7 @@ fn run(chore: &Chore) -> Result<ExitCode> {
     let passed = match chore {
         Chore::Test(args) | Chore::Ci(args) => steps::run(root(), &args.only, args.keep_going),
         Chore::Tidy => tidy::report(root())?,
+        Chore::Bench(args) => bench::run(root(), args)?,
     };
     Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

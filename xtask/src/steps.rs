@@ -8,7 +8,7 @@ use anyhow::{Result, bail};
 use clap::ValueEnum;
 
 use crate::shell::Cmd;
-use crate::{machine, tidy};
+use crate::{bench, machine, tidy};
 
 /// One step of the test run. The order here is the order they run in: cheap verdicts first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -29,12 +29,15 @@ pub(crate) enum Step {
     Swarm,
     /// Every bench, once.
     Bench,
+    /// Small races of racksum with itself: real processes and, as root, real links.
+    Smoke,
 }
 
 impl Step {
     fn run(self, root: &Path) -> Result<()> {
         match self {
             Self::Setup => machine::set_up(root),
+            Self::Smoke => bench::smoke(root),
             Self::Tidy => match tidy::report(root)? {
                 true => Ok(()),
                 false => bail!("cargo xtask tidy"),

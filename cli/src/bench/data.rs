@@ -45,12 +45,12 @@ impl Pattern {
     }
 
     /// Element `i` of a rank: a small integer, so that sums are exact in most types.
-    pub(crate) fn element(&self, rank: u16, i: u64) -> i32 {
+    pub(crate) fn element(&self, rank: u16, i: u64) -> i16 {
         if !self.holds(rank, i / self.block as u64) {
             return 0;
         }
         let value = (i + 3 * u64::from(rank) + self.seed) % 7;
-        i32::try_from(value).unwrap_or(0) + 1
+        i16::try_from(value).unwrap_or(0) + 1
     }
 
     /// Fills a rank's tensor.
@@ -62,7 +62,7 @@ impl Pattern {
                 continue;
             }
             for (i, element) in (block * self.block as u64..).zip(bytes.chunks_exact_mut(size)) {
-                write(dtype, f64::from(self.element(rank, i)), element);
+                write(dtype, self.element(rank, i), element);
             }
         }
     }
@@ -119,14 +119,14 @@ impl Pattern {
 }
 
 /// Writes a number as an element.
-fn write(dtype: DType, value: f64, out: &mut [u8]) {
+fn write(dtype: DType, value: i16, out: &mut [u8]) {
     match dtype {
-        DType::F32 => out.copy_from_slice(&(value as f32).to_le_bytes()),
-        DType::F64 => out.copy_from_slice(&value.to_le_bytes()),
-        DType::F16 => out.copy_from_slice(&f16::from_f64(value).to_le_bytes()),
-        DType::Bf16 => out.copy_from_slice(&bf16::from_f64(value).to_le_bytes()),
-        DType::I32 => out.copy_from_slice(&(value as i32).to_le_bytes()),
-        DType::I64 => out.copy_from_slice(&(value as i64).to_le_bytes()),
+        DType::F32 => out.copy_from_slice(&f32::from(value).to_le_bytes()),
+        DType::F64 => out.copy_from_slice(&f64::from(value).to_le_bytes()),
+        DType::F16 => out.copy_from_slice(&f16::from_f32(value.into()).to_le_bytes()),
+        DType::Bf16 => out.copy_from_slice(&bf16::from_f32(value.into()).to_le_bytes()),
+        DType::I32 => out.copy_from_slice(&i32::from(value).to_le_bytes()),
+        DType::I64 => out.copy_from_slice(&i64::from(value).to_le_bytes()),
     }
 }
 

@@ -10,6 +10,7 @@ use std::io::{BufRead, Write};
 use clap::ValueEnum;
 use data::{Overlap, Pattern};
 use racksum_proto::dtype::{DType, Reduction, WireType};
+use racksum_worker::Stats;
 use rank::{Identity, Runner};
 use report::Row;
 use serde::Deserialize;
@@ -46,10 +47,12 @@ pub(crate) struct Args {
     #[arg(short = 'e', long, value_parser = args::size, default_value = "64M")]
     max_bytes: u64,
     /// Each size is this times the one before.
-    #[arg(short = 'f', long, default_value_t = 8, value_parser = clap::value_parser!(u64).range(2..))]
+    #[arg(short = 'f', long, default_value_t = 8)]
+    #[arg(value_parser = clap::value_parser!(u64).range(2..))]
     step_factor: u64,
     /// Iterations that are timed.
-    #[arg(short = 'n', long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(short = 'n', long, default_value_t = 20)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     iters: u32,
     /// Iterations before those.
     #[arg(short = 'w', long, default_value_t = 3)]
@@ -142,6 +145,11 @@ pub(crate) struct Args {
 }
 
 impl Args {
+    /// How elements travel.
+    fn wire_type(&self) -> WireType {
+        self.wire.unwrap_or_else(|| self.datatype.native_wire())
+    }
+
     fn pattern(&self, world: u16, density: f64) -> Pattern {
         let Self { block, overlap, seed, .. } = *self;
         Pattern { world, block, density, overlap, seed }
@@ -233,14 +241,14 @@ fn interact(args: &Args, runner: &mut Runner) -> Result<(), Failure> {
         let line = line.map_err(|error| Failure::failed(format!("standard input: {error}")))?;
         match line.split_once(' ').unwrap_or((&line, "")) {
             ("go", "") => {
-                let before = runner.traffic();
-                let (start, end) = runner.iterate(&mut case)?;
-                let after = runner.traffic();
-                let [tx, rx, again] = [0, 1, 2].map(|i| after[i] - before[i]);
-                let us = (end - start) as f64 / 1e3;
+                let iteration = runner.iterate(&mut case)?;
+                let us = iteration.us();
+                let rank::Iteration { start_ns, end_ns, spent } = iteration;
+                let Stats { tx_bytes, rx_bytes, retransmits, .. } = spent;
                 say(format!(
-                    "{{\"us\":{us},\"start_ns\":{start},\"end_ns\":{end},\"tx_bytes\":{tx},\
-                     \"rx_bytes\":{rx},\"retransmits\":{again}}}"
+                    "{{\"us\":{us},\"start_ns\":{start_ns},\"end_ns\":{end_ns},\
+                     \"tx_bytes\":{tx_bytes},\"rx_bytes\":{rx_bytes},\
+                     \"retransmits\":{retransmits}}}"
                 ));
             }
             ("set", change) => {

@@ -88,21 +88,17 @@ impl Runner {
         let mut times_us = Vec::with_capacity(args.iters as usize);
         let mut spent = Stats::default();
         for _ in 0..args.iters {
-            let before = self.client.stats();
-            // The barrier's own bytes are not the op's: they are counted before it.
-            let (start, end) = self.iterate(&mut case)?;
-            times_us.push((end - start) as f64 / 1e3);
-            spent = sum(&spent, &difference(&self.client.stats(), &before));
+            let iteration = self.iterate(&mut case)?;
+            times_us.push(iteration.us());
+            spent = sum(&spent, &iteration.spent);
         }
-        let barrier = self.barrier_cost()?;
         let iters = u64::from(args.iters.max(1));
-        let per_op = |spent: u64, barrier: u64| (spent / iters).saturating_sub(barrier);
         Ok(Measured {
             bytes,
             count: case.descriptor.elements,
             times_us,
-            tx_bytes: per_op(spent.tx_bytes, barrier.tx_bytes),
-            rx_bytes: per_op(spent.rx_bytes, barrier.rx_bytes),
+            tx_bytes: spent.tx_bytes / iters,
+            rx_bytes: spent.rx_bytes / iters,
             retransmits: spent.retransmits,
             kernel_drops: spent.kernel_drops,
             pool_slots: self.client.welcome().pool_slots,
@@ -112,19 +108,12 @@ impl Runner {
         })
     }
 
-    /// What one barrier sends and receives, so that it can be taken off.
-    fn barrier_cost(&self) -> Result<Stats, Failure> {
-        let before = self.client.stats();
-        self.barrier()?;
-        Ok(difference(&self.client.stats(), &before))
-    }
-
     /// A tensor and its pristine copy.
     pub(crate) fn prepare(&self, bytes: u64, args: &Args) -> Result<Case, Failure> {
         let size = args.datatype.size() as u64;
         let elements = bytes / size;
         let descriptor = Descriptor {
-            wire: args.wire.unwrap_or(args.datatype.native_wire()),
+            wire: args.wire_type(),
             reduction: args.op,
             ..Descriptor::sum(elements, args.datatype)
         };
@@ -154,14 +143,8 @@ impl Runner {
         blocks
     }
 
-    /// Bytes sent and received and fragments sent again, so far.
-    pub(crate) fn traffic(&self) -> [u64; 3] {
-        let Stats { tx_bytes, rx_bytes, retransmits, .. } = self.client.stats();
-        [tx_bytes, rx_bytes, retransmits]
-    }
-
-    /// Runs one barrier and one iteration; returns when the op started and ended here, in ns.
-    pub(crate) fn iterate(&self, case: &mut Case) -> Result<(u64, u64), Failure> {
+    /// Runs one barrier and one iteration.
+    pub(crate) fn iterate(&self, case: &mut Case) -> Result<Iteration, Failure> {
         let mut blocks = case.blocks.clone();
         if blocks.is_none() {
             for tensor in &mut case.tensors {
@@ -169,6 +152,7 @@ impl Runner {
             }
         }
         self.barrier()?;
+        let before = self.client.stats();
         let start = self.clock.now();
         match (&mut blocks, &mut case.tensors[..]) {
             (Some(blocks), _) => {
@@ -178,7 +162,9 @@ impl Runner {
             (None, [tensor]) => self.client.allreduce(tensor, case.descriptor)?,
             (None, tensors) => self.several(tensors, case.descriptor, case.lanes)?,
         }
-        Ok((start.0, self.clock.now().0))
+        let end = self.clock.now();
+        let spent = difference(&self.client.stats(), &before);
+        Ok(Iteration { start_ns: start.0, end_ns: end.0, spent })
     }
 
     /// Several ops in flight, spread over the lanes.
@@ -229,6 +215,21 @@ impl Runner {
                 Some(wrong(&tensor))
             }
         }
+    }
+}
+
+/// One iteration at this rank.
+#[derive(Debug, Clone)]
+pub(crate) struct Iteration {
+    pub(crate) start_ns: u64,
+    pub(crate) end_ns: u64,
+    /// What the op sent and received, its barrier apart.
+    pub(crate) spent: Stats,
+}
+
+impl Iteration {
+    pub(crate) fn us(&self) -> f64 {
+        (self.end_ns - self.start_ns) as f64 / 1e3
     }
 }
 

@@ -64,7 +64,7 @@ impl Row {
         let total = first.bytes as f64 * f64::from(args.ops_in_flight.max(1));
         let algbw = total / (time_us.p50 * 1e3).max(f64::MIN_POSITIVE);
         let most = |of: fn(&Measured) -> u64| measured.iter().map(of).max().unwrap_or(0);
-        let wire = args.wire.unwrap_or(args.datatype.native_wire());
+        let wire = args.wire_type();
         Some(Self {
             workers: pattern.world,
             rank,
@@ -172,6 +172,16 @@ impl Row {
     }
 }
 
+/// Whole nanoseconds of a time in microseconds.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a time is not negative, and a conversion saturates"
+)]
+fn nanos(micros: f64) -> u64 {
+    (micros * 1e3) as u64
+}
+
 impl Times {
     fn of(micros: impl Iterator<Item = f64>) -> Self {
         // In ns, to a thousandth; values of any size are taken.
@@ -181,7 +191,7 @@ impl Times {
             min = min.min(time);
             max = max.max(time);
             if let Some(histogram) = &mut histogram {
-                histogram.saturating_record((time * 1e3) as u64);
+                histogram.saturating_record(nanos(time));
             }
         }
         let quantile = |q: f64| {

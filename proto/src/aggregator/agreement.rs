@@ -64,10 +64,8 @@ impl Agreement {
                     return Verdict::Agrees;
                 }
                 self.open.remove(i);
-                let disagreement = Disagreement {
-                    one: (first.rank, first.descriptor),
-                    other: (rank, descriptor),
-                };
+                let disagreement =
+                    Disagreement { one: (first.rank, first.descriptor), other: (rank, descriptor) };
                 if self.failed.len() == Self::MAX_FAILED {
                     self.failed.pop_front();
                 }

@@ -266,6 +266,7 @@ impl Stream {
     }
 
     fn probe_if_quiet(&mut self, now: Time, rtt: &Rtt) {
+        // wire: W-39
         if self.awaits() && self.quiet_since + rtt.backed_off(self.probes) <= now {
             self.ask = Some(Stalled(true));
             self.quiet_since = now;

@@ -130,6 +130,7 @@ impl Worker {
             }
             let len = entry.geometry.payload_len(window.index, mask);
             let path = &self.paths[usize::from(self.streams[at].shard)];
+            // wire: W-28
             // Each stream may always have its lowest window in flight. Without that, two ranks
             // could fill their paths with windows of different lanes, each waiting for the other.
             let lowest = self.streams[at].in_flight.is_empty();

@@ -11,7 +11,7 @@ use racksum_proto::wire::{
     AskEntries, AskEntry, Disagreement, Flags, Header, Kind, MissingRanks, Open,
 };
 
-use crate::support::{aggregation, cut, datagram, header, open, shard, window};
+use crate::support::{aggregation, datagram, header, open, shard, window};
 
 /// Elements of a window of f32.
 const WINDOW: u64 = 60 * 256;
@@ -45,11 +45,19 @@ fn everything_from(from: WindowId) -> [AskEntry; 1] {
 struct Shard {
     machine: Aggregation,
     now: Time,
+    unheard: Vec<Said>,
 }
+
+/// To whom, the header, and but for results the body.
+type Said = (Recipient, Header, Vec<u8>);
 
 impl Shard {
     fn new() -> Self {
-        Self { machine: aggregation(), now: Time(0) }
+        Self::of(aggregation())
+    }
+
+    fn of(machine: Aggregation) -> Self {
+        Self { machine, now: Time(0), unheard: Vec::new() }
     }
 
     fn take(&mut self, bytes: &[u8]) -> Verdict {
@@ -82,8 +90,8 @@ impl Shard {
         Some(fold)
     }
 
-    /// The headers and, but for results, the bodies of all that is due.
-    fn said(&mut self) -> Vec<(Recipient, Header, Vec<u8>)> {
+    /// All that is due.
+    fn said(&mut self) -> Vec<Said> {
         let mut out = [0xa5; 2048];
         let mut said = Vec::new();
         while let Some(transmit) = self.machine.poll_transmit(self.now, &mut out, &mut ()) {
@@ -102,17 +110,38 @@ impl Shard {
     }
 
     /// The only thing that is due.
-    fn says(&mut self) -> (Recipient, Header, Vec<u8>) {
+    fn says(&mut self) -> Said {
         let mut said = self.said();
         assert_eq!(said.len(), 1, "{said:?}");
         said.remove(0)
     }
 
-    /// Both ranks contribute their block of a window, and it is folded.
+    /// The only thing of a kind that is due to a rank alone. What else is due to anyone else is
+    /// kept back for the next call.
+    fn says_to(&mut self, rank: u16, kind: Kind) -> (Header, Vec<u8>) {
+        let mut said = std::mem::take(&mut self.unheard);
+        said.extend(self.said());
+        let (mine, others) = said
+            .into_iter()
+            .partition(|(to, header, _)| (*to, header.kind) == (Recipient::Rank(Rank(rank)), kind));
+        self.unheard = others;
+        let mine: Vec<_> = mine;
+        let [(_, header, body)] = &mine[..] else { panic!("{mine:?}") };
+        (*header, body.clone())
+    }
+
+    /// The last rank contributes its block of a window, which is folded.
+    fn complete(&mut self, rank: u16, id: WindowId) -> Fold {
+        self.store(&block(rank, id));
+        let fold = self.fold().expect("all have sent all they owe");
+        assert_eq!(fold.window, id);
+        fold
+    }
+
+    /// Both ranks contribute their block of a window, which is folded.
     fn finish(&mut self, id: WindowId) -> Fold {
         self.store(&block(0, id));
-        self.store(&block(1, id));
-        self.fold().expect("both have sent all they owe")
+        self.complete(1, id)
     }
 }
 
@@ -180,7 +209,7 @@ fn data_of_another_shape_than_its_window_is_rejected() {
 #[test]
 fn a_stretch_beyond_its_op_or_of_another_lane_is_rejected() {
     // wire: W-20, W-24
-    let mut machine = Shard { machine: Aggregation::new(shard(1, 2), Time(0)), now: Time(0) };
+    let mut machine = Shard::of(Aggregation::new(shard(1, 2), Time(0)));
     let of = |bytes: Vec<u8>| {
         let (header, body) = Header::decode(&bytes).unwrap();
         datagram(Header { shard: 1, ..header }, body)
@@ -231,7 +260,8 @@ fn stretches_are_taken_in_order_only() {
     // wire: W-34
     let mut shard = Shard::new();
     // A later part of an op, and an op after one that is missing.
-    for late in [open(0, 0, 2, &sum(4), None, &[true; 2]), open(0, 1, 0, &sum(4), Some(0), &[true; 4])]
+    for late in
+        [open(0, 0, 2, &sum(4), None, &[true; 2]), open(0, 1, 0, &sum(4), Some(0), &[true; 4])]
     {
         shard.now = shard.now + Span::from_secs(1);
         assert_eq!(shard.take(&late), Verdict::Control);
@@ -257,10 +287,11 @@ fn what_is_opened_too_far_ahead_is_not_taken() {
     }
     // Nobody owes any of them, so the fold moves on over what was taken, and no further.
     assert!(shard.fold().is_none());
-    shard.take(&ask(0, window(0, 0), &everything_from(window(0, 0))));
-    let (_, header, body) = shard.says();
-    assert_eq!((header.kind, header.ack), (Kind::Ask, window(0, 16_384)));
-    assert_eq!(entries(&body), everything_from(window(0, 16_384)));
+    for rank in [0, 1] {
+        let (header, body) = shard.says_to(rank, Kind::Ask);
+        assert_eq!(header.ack, window(0, 16_384));
+        assert_eq!(entries(&body), everything_from(window(0, 16_384)));
+    }
 }
 
 #[test]
@@ -284,7 +315,7 @@ fn a_disagreement_is_told_to_every_rank_and_the_next_op_runs() {
 fn more_ops_than_granted_are_rejected() {
     // wire: W-43
     let mut shard = Shard::new();
-    for op in 0..8 {
+    for op in 0u32..8 {
         let after = op.checked_sub(1);
         assert_eq!(shard.take(&open(0, op, 0, &sum(1), after, &[true])), Verdict::Control);
     }
@@ -324,7 +355,7 @@ fn results_are_of_windows_that_somebody_owes_and_of_the_last() {
     shard.store(&block(1, window(1, 0)));
     shard.finish(window(0, 3));
     assert_eq!(shard.fold().map(|fold| (fold.window, fold.union)), Some((window(0, 4), 0)));
-    shard.finish_last(window(1, 0));
+    shard.complete(0, window(1, 0));
     let links: Vec<_> = shard
         .said()
         .iter()
@@ -343,14 +374,6 @@ fn results_are_of_windows_that_somebody_owes_and_of_the_last() {
             (window(1, 0), 1, first)
         ]
     );
-}
-
-impl Shard {
-    /// Rank 0 sends the part of a window that rank 1 has sent before.
-    fn finish_last(&mut self, id: WindowId) {
-        self.store(&block(0, id));
-        assert_eq!(self.fold().map(|fold| fold.window), Some(id));
-    }
 }
 
 #[test]
@@ -392,7 +415,7 @@ fn what_came_before_changes_nothing() {
     shard.open(0, None, &[true; 2]);
     shard.store(&block(0, window(0, 0)));
     assert_eq!(shard.take(&block(0, window(0, 0))), Verdict::Duplicate);
-    shard.finish_of_rank_1(window(0, 0));
+    shard.complete(1, window(0, 0));
     assert_eq!(shard.reject(&block(1, window(0, 0))), Reject::Stale);
     assert!(shard.fold().is_none());
     for rank in [0, 1] {
@@ -407,14 +430,6 @@ fn what_came_before_changes_nothing() {
     assert_eq!(shard.machine.counters().folds, 2);
 }
 
-impl Shard {
-    /// Rank 1 sends the part of a window that rank 0 has sent before.
-    fn finish_of_rank_1(&mut self, id: WindowId) {
-        self.store(&block(1, id));
-        assert_eq!(self.fold().map(|fold| fold.window), Some(id));
-    }
-}
-
 #[test]
 fn an_ask_is_answered_with_what_it_takes() {
     // wire: W-22
@@ -424,28 +439,27 @@ fn an_ask_is_answered_with_what_it_takes() {
 
     // The rank's own open is missing.
     shard.take(&probe);
-    let (to, header, body) = shard.says();
-    assert_eq!((to, header.kind), (Recipient::Rank(Rank(0)), Kind::Ask));
+    let (_, body) = shard.says_to(0, Kind::Ask);
     assert_eq!(entries(&body), everything_from(start));
 
     // The other rank's is.
+    shard.unheard.clear();
     shard.now = Time(2_000_000_000);
     shard.take(&open(0, 0, 0, &sum(2), None, &[true; 2]));
     shard.take(&probe);
-    let waits: Vec<_> = shard.said().into_iter().filter(|(_, h, _)| h.kind == Kind::Wait).collect();
-    let [(to, header, body)] = &waits[..] else { panic!("{waits:?}") };
-    assert_eq!((*to, header.window), (Recipient::Rank(Rank(0)), start));
-    let missing: Vec<_> = MissingRanks::decode(body).unwrap().iter().collect();
+    let (header, body) = shard.says_to(0, Kind::Wait);
+    assert_eq!(header.window, start);
+    let missing: Vec<_> = MissingRanks::decode(&body).unwrap().iter().collect();
     assert_eq!(missing, [(Rank(1), Span::from_secs(2))]);
 
     // Its own data is.
+    shard.unheard.clear();
     shard.take(&open(1, 0, 0, &sum(2), None, &[true; 2]));
     shard.take(&probe);
-    let asks: Vec<_> = shard.said().into_iter().filter(|(_, h, _)| h.kind == Kind::Ask).collect();
-    let [(_, _, body)] = &asks[..] else { panic!("{asks:?}") };
+    let (_, body) = shard.says_to(0, Kind::Ask);
     let all = u64::MAX;
     let lacks = [0, 1].map(|index| AskEntry { window: window(0, index), fragments: all });
-    assert_eq!(entries(body), lacks);
+    assert_eq!(entries(&body), lacks);
 
     // The result is there.
     shard.finish(start);
@@ -459,9 +473,11 @@ fn an_ask_is_answered_with_what_it_takes() {
     shard.take(&open(1, 0, 0, &sum(3), None, &[true; 3]));
     shard.said();
     shard.take(&probe);
-    assert!(shard.said().iter().any(|(to, header, _)| {
-        (*to, header.kind) == (Recipient::Rank(Rank(0)), Kind::Fail)
-    }));
+    assert!(
+        shard.said().iter().any(|(to, header, _)| {
+            (*to, header.kind) == (Recipient::Rank(Rank(0)), Kind::Fail)
+        })
+    );
 }
 
 #[test]
@@ -470,9 +486,7 @@ fn the_windows_of_an_op_are_on_one_shard_each() {
     let geometry = Geometry::new(&sum(5));
     let mut taken = 0;
     for number in 0..3 {
-        let mut config = shard(number, 3);
-        config.cut = cut();
-        let mut machine = Shard { machine: Aggregation::new(config, Time(0)), now: Time(0) };
+        let mut machine = Shard::of(Aggregation::new(shard(number, 3), Time(0)));
         for index in 0..geometry.windows() {
             let bytes = open(0, 7, index, &sum(5), None, &[true]);
             let (header, body) = Header::decode(&bytes).unwrap();

@@ -66,7 +66,7 @@ impl ExactlyOnce {
         }
         let differs = expected.iter().zip(tensor).position(|(one, other)| one != other);
         if differs.is_some() || expected.len() != tensor.len() {
-            let byte = differs.unwrap_or(expected.len().min(tensor.len()));
+            let byte = differs.unwrap_or_else(|| expected.len().min(tensor.len()));
             return BROKEN.broken(format!(
                 "the result of op {} at {machine} is wrong from byte {byte} of {} on",
                 op.0,

@@ -145,8 +145,9 @@ impl Engine {
             self.transmit(now);
         }
         self.flush();
-        self.collect();
-        received || scanned
+        // An op may end because nothing came: whoever waits for it must look before it sleeps.
+        let ended = self.collect();
+        received || scanned || ended
     }
 
     /// Finds the non-zero blocks of a few windows.
@@ -162,12 +163,16 @@ impl Engine {
         any
     }
 
-    fn collect(&mut self) {
+    /// Sets aside the ops that have ended. Returns whether any had.
+    fn collect(&mut self) -> bool {
+        let mut any = false;
         while let Some(outcome) = self.machine.poll_outcome() {
+            any = true;
             if let Some(payload) = self.payloads.remove(&outcome.op) {
                 self.finished.insert(outcome.op, (outcome.result, payload));
             }
         }
+        any
     }
 
     /// The outcome of an op that has ended, with what it worked on.

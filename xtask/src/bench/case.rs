@@ -94,7 +94,9 @@ pub(crate) struct Side {
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Program {
     Racksum(Racksum),
-    Gloo { sparse: bool },
+    Gloo {
+        sparse: bool,
+    },
     /// Over TCP; dense only, loopback only.
     OpenMpi,
 }

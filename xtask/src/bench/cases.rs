@@ -34,8 +34,9 @@ pub(crate) fn all(seed: u64) -> Vec<Case> {
 /// Every mechanism once, small, without peers and without bounds.
 pub(crate) fn smoke(seed: u64) -> Vec<Case> {
     let race = |name: &str, world, net, data, sides: &[(&'static str, Racksum)]| {
-        let side = |(name, racksum): &(_, _)| Side { name, program: Program::Racksum(*racksum) };
-        let sides = sides.iter().map(side).collect();
+        let sides =
+            sides.iter().map(|(name, racksum)| Side { name, program: Program::Racksum(*racksum) });
+        let sides = sides.collect();
         let name = name.to_owned();
         Case::Race(Race { name, world, net, data, iterations: 1, sides, bounds: Vec::new() })
     };
@@ -283,9 +284,8 @@ mod tests {
     fn a_case_is_chosen_by_its_name_or_the_beginning_of_it() {
         let names = |given: &[&str]| {
             let given: Vec<_> = given.iter().map(|name| (*name).to_owned()).collect();
-            chosen(&given, 1).map(|cases| {
-                cases.iter().map(|case| case.name().to_owned()).collect::<Vec<_>>()
-            })
+            chosen(&given, 1)
+                .map(|cases| cases.iter().map(|case| case.name().to_owned()).collect::<Vec<_>>())
         };
         assert_eq!(names(&["loss1"]).unwrap(), ["loss1-1g-w8"]);
         assert_eq!(names(&["sparse1-1g-w8", "memory"]).unwrap(), ["sparse1-1g-w8", "memory-8x8"]);

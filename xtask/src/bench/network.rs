@@ -7,16 +7,23 @@
 //! machine's own network is touched, and all is gone when [`Network`] is dropped.
 
 use std::net::Ipv4Addr;
+use std::ops::AddAssign;
 use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
 
 use crate::shell::Cmd;
 
-/// What limits a link, as `tc` reads it. The burst is one batch of 64 KiB with its headers, which
-/// is the largest thing that passes a link in one piece; the queue holds 8 ms.
-pub(crate) const TBF: &str = "tbf rate 1000mbit burst 72kb limit 1mb";
+/// What limits what a host sends, as `tc` reads it. The burst is one batch of 64 KiB with its
+/// headers, the largest thing that passes a link in one piece. The queue holds more than a socket
+/// may have in it: a host's own queue makes a sender wait and does not drop.
+pub(crate) const HOST_TBF: &str = "tbf rate 1000mbit burst 72kb limit 16mb";
+
+/// What limits what the switch sends to a host: as [`HOST_TBF`], but the queue holds 8 ms, and
+/// what does not fit is lost.
+pub(crate) const SWITCH_TBF: &str = "tbf rate 1000mbit burst 72kb limit 1mb";
 
 /// The hosts' one interface.
 pub(crate) const INTERFACE: &str = "eth0";
@@ -27,6 +34,30 @@ pub(crate) struct Network {
     namespaces: Vec<String>,
     workers: Vec<Host>,
     aggregators: Vec<Host>,
+}
+
+/// Packets that queues dropped; a batch that was sent as one counts as one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub(crate) struct Drops {
+    pub(crate) at_hosts: u64,
+    pub(crate) at_switch: u64,
+}
+
+impl Drops {
+    /// What was dropped since `before`.
+    pub(crate) const fn since(self, before: Self) -> Self {
+        Self {
+            at_hosts: self.at_hosts - before.at_hosts,
+            at_switch: self.at_switch - before.at_switch,
+        }
+    }
+}
+
+impl AddAssign for Drops {
+    fn add_assign(&mut self, other: Self) {
+        self.at_hosts += other.at_hosts;
+        self.at_switch += other.at_switch;
+    }
 }
 
 /// A host with one link.
@@ -70,6 +101,18 @@ impl Network {
         Ok(network)
     }
 
+    /// What the queues of the links have dropped so far.
+    pub(crate) fn drops(&self) -> Result<Drops> {
+        let of = |namespace: &String| {
+            let json = Cmd::line(&format!("tc -n {namespace} -s -j qdisc show"));
+            drops(&json.output(Path::new("."))?)
+        };
+        // The switch is the first that was made.
+        let mut drops = self.namespaces.iter().map(of);
+        let at_switch = drops.next().unwrap_or(Ok(0))?;
+        Ok(Drops { at_switch, at_hosts: drops.sum::<Result<u64>>()? })
+    }
+
     pub(crate) fn workers(&self) -> &[Host] {
         &self.workers
     }
@@ -101,8 +144,8 @@ impl Network {
             run(&line)?;
         }
         if limited {
-            run(&format!("tc -n {switch} qdisc add dev {port} root {TBF}"))?;
-            run(&format!("tc -n {namespace} qdisc add dev {INTERFACE} root {TBF}"))?;
+            run(&format!("tc -n {switch} qdisc add dev {port} root {SWITCH_TBF}"))?;
+            run(&format!("tc -n {namespace} qdisc add dev {INTERFACE} root {HOST_TBF}"))?;
         }
         Ok(Host { namespace, addr })
     }
@@ -137,6 +180,18 @@ fn remove(namespace: &str) {
     }
 }
 
+/// The drops of all queues that `tc` lists.
+fn drops(json: &str) -> Result<u64> {
+    let queues: Vec<Queue> = serde_json::from_str(json).context("tc told no queues")?;
+    Ok(queues.iter().map(|queue| queue.drops).sum())
+}
+
+#[derive(Debug, Deserialize)]
+struct Queue {
+    #[serde(default)]
+    drops: u64,
+}
+
 fn run(line: &str) -> Result<()> {
     Cmd::line(line).output(Path::new(".")).map(drop).context("cannot make a network")
 }
@@ -165,6 +220,14 @@ mod tests {
     }
 
     #[test]
+    fn drops_of_all_queues_are_added() {
+        let json = r#"[{"kind": "tbf", "drops": 3, "qlen": 0}, {"kind": "noqueue"},
+            {"kind": "tbf", "drops": 4}]"#;
+        assert_eq!(drops(json).unwrap(), 7);
+        assert!(drops("no JSON").is_err());
+    }
+
+    #[test]
     fn a_network_connects_its_hosts_and_leaves_nothing_behind() {
         if crate::machine::link_tools(Path::new(".")).unwrap().is_some() {
             eprintln!("skipped: no network namespaces here");
@@ -183,6 +246,7 @@ mod tests {
         let of_aggregator = network.aggregators()[0].command(Path::new("tc"));
         let free = { of_aggregator }.args(["qdisc", "show"]).output().unwrap();
         assert!(!String::from_utf8_lossy(&free.stdout).contains("tbf"));
+        assert_eq!(network.drops().unwrap(), Drops::default());
         let names = network.namespaces.clone();
         drop(network);
         let left = Cmd::line("ip netns list").output(Path::new(".")).unwrap();

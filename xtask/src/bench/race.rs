@@ -4,10 +4,12 @@
 
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use serde::Serialize;
 
-use super::case::{Figure, Program, Race, Verdict};
+use super::case::{Bound, Figure, Race, Side, Verdict};
+use super::interrupt;
+use super::network::Drops;
 use super::setup::Setup;
 use super::side::{Iteration, Place, Team};
 use super::stats::Summary;
@@ -36,12 +38,16 @@ pub(crate) struct SideOutcome {
     pub(crate) name: &'static str,
     /// Why the side did not race.
     pub(crate) skipped: Option<String>,
+    /// Why the side did not race to the end.
+    pub(crate) failed: Option<String>,
     /// Of the rounds, each of which counts with the median of its iterations.
     pub(crate) summary: Option<Summary>,
     /// Of what single ranks measured of themselves, over all iterations.
     pub(crate) rank_summary: Option<Summary>,
     pub(crate) thrift: Option<Thrift>,
     pub(crate) retransmits: u64,
+    /// What the links' queues dropped in the rounds that count.
+    pub(crate) drops: Drops,
     /// The iterations of each round.
     pub(crate) times_us: Vec<Vec<f64>>,
     /// What each rank measured of itself in them.
@@ -73,60 +79,92 @@ pub(crate) fn run(
 ) -> Result<Outcome> {
     tell("setting up the network and the aggregators");
     let place = Place::new(race, setup, logs)?;
-    let mut teams = Vec::new();
-    for side in &race.sides {
-        let skipped = setup.missing(&side.program);
-        tell(&format!("setting up {}", side.name));
-        let team = match skipped {
-            Some(_) => None,
-            None => Some(
-                Team::start(race, side, &place, setup, logs)
-                    .with_context(|| format!("{} was not set up", side.name))?,
-            ),
-        };
-        teams.push((team, skipped, Vec::new()));
+    let mut racers: Vec<_> = race.sides.iter().map(|side| Racer::start(side, setup)).collect();
+    for (side, racer) in race.sides.iter().zip(&mut racers) {
+        if racer.log.skipped.is_none() {
+            tell(&format!("setting up {}", side.name));
+            let team = Team::start(race, side, &place, setup, logs);
+            racer.team = racer.log.keep(team, "set-up");
+        }
     }
     let total = rounds.warmup + rounds.counted;
-    for round in 0..total {
-        for (side, (team, _, counted)) in race.sides.iter().zip(&mut teams) {
-            let Some(team) = team else { continue };
-            tell(&format!("round {} of {total}: {}", round + 1, side.name));
-            let iterations = (0..race.iterations).map(|_| team.go());
-            let iterations = iterations.collect::<Result<Vec<_>>>();
-            let iterations =
-                iterations.with_context(|| format!("{} in round {}", side.name, round + 1))?;
-            if round >= rounds.warmup {
-                counted.push(iterations);
+    for round in 1..=total {
+        for (side, racer) in race.sides.iter().zip(&mut racers) {
+            interrupt::check()?;
+            tell(&format!("round {round} of {total}: {}", side.name));
+            let before = place.drops()?;
+            racer.turn(race.iterations, round > rounds.warmup, round);
+            if round > rounds.warmup {
+                racer.log.drops += place.drops()?.since(before);
             }
         }
     }
-    let sides = teams.iter().map(|(_, skipped, rounds)| (skipped.clone(), &rounds[..]));
-    Ok(Outcome::of(race, sides))
+    let logs: Vec<_> = racers.into_iter().map(|racer| racer.log).collect();
+    Ok(Outcome::of(race, &logs))
+}
+
+/// A side at work.
+struct Racer {
+    /// `None` when the side does not race, or no longer.
+    team: Option<Team>,
+    log: Log,
+}
+
+/// What a side did.
+#[derive(Debug, Default)]
+struct Log {
+    skipped: Option<String>,
+    failed: Option<String>,
+    /// The iterations of each round that counts.
+    rounds: Vec<Vec<Iteration>>,
+    drops: Drops,
+}
+
+impl Racer {
+    fn start(side: &Side, setup: &Setup) -> Self {
+        let skipped = setup.missing(&side.program);
+        Self { team: None, log: Log { skipped, ..Log::default() } }
+    }
+
+    /// Takes a turn. A side that fails is taken down, and the others go on.
+    fn turn(&mut self, iterations: u32, counts: bool, round: u32) {
+        let Some(team) = &mut self.team else { return };
+        let done = (0..iterations).map(|_| team.go()).collect::<Result<Vec<_>>>();
+        match self.log.keep(done, &format!("round {round}")) {
+            Some(iterations) if counts => self.log.rounds.push(iterations),
+            Some(_) => {}
+            None => self.team = None,
+        }
+    }
+}
+
+impl Log {
+    /// What was had, or nothing and the reason noted.
+    fn keep<T>(&mut self, had: Result<T>, when: &str) -> Option<T> {
+        match had {
+            Ok(had) => Some(had),
+            Err(error) => {
+                self.failed = Some(format!("{when}: {error:#}"));
+                None
+            }
+        }
+    }
 }
 
 impl Outcome {
     /// Judges what the sides of a race did, in their order.
-    fn of<'a>(
-        race: &Race,
-        done: impl Iterator<Item = (Option<String>, &'a [Vec<Iteration>])>,
-    ) -> Self {
+    fn of(race: &Race, logs: &[Log]) -> Self {
         let volume = race.data.volume(race.world);
-        let sides: Vec<_> = race
-            .sides
-            .iter()
-            .zip(done)
-            .map(|(side, (skipped, rounds))| {
-                SideOutcome::of(side.name, &side.program, skipped, rounds, &volume)
-            })
-            .collect();
+        let sides = race.sides.iter().zip(logs);
+        let sides: Vec<_> = sides.map(|(side, log)| SideOutcome::of(side, log, &volume)).collect();
         let time = |name: &str| {
             let (i, _) = race.side(name)?;
             Some(sides.get(i)?.summary?.median)
         };
-        let judge = |bound: &super::case::Bound| {
+        let judge = |bound: &Bound| {
             let value = bound.figure.value(time);
             let verdict = bound.judge(value);
-            let super::case::Bound { figure, must, reach } = *bound;
+            let Bound { figure, must, reach } = *bound;
             BoundOutcome { figure, name: figure.name(), value, must, reach, verdict }
         };
         let bounds = race.bounds.iter().map(judge).collect();
@@ -135,31 +173,28 @@ impl Outcome {
 }
 
 impl SideOutcome {
-    fn of(
-        name: &'static str,
-        program: &Program,
-        skipped: Option<String>,
-        rounds: &[Vec<Iteration>],
-        volume: &Volume,
-    ) -> Self {
+    fn of(side: &Side, log: &Log, volume: &Volume) -> Self {
+        let rounds = &log.rounds;
         let spans = |round: &Vec<Iteration>| round.iter().map(|i| i.span_us).collect::<Vec<_>>();
         let times_us: Vec<_> = rounds.iter().map(spans).collect();
         let medians: Vec<_> =
             times_us.iter().filter_map(|round| Some(Summary::of(round)?.median)).collect();
         let all = || rounds.iter().flatten();
         let rank_times: Vec<_> = all().flat_map(|i| i.rank_us.iter().copied()).collect();
-        let thrift = program.racksum().and_then(|racksum| {
+        let thrift = side.program.racksum().and_then(|racksum| {
             let owed = volume.on_the_wire(racksum.wire.element_bytes());
             owed.judge(all().filter_map(|iteration| iteration.traffic.as_ref()))
         });
         let of_ranks = |round: &Vec<Iteration>| round.iter().map(|i| i.rank_us.clone()).collect();
         Self {
-            name,
-            skipped,
+            name: side.name,
+            skipped: log.skipped.clone(),
+            failed: log.failed.clone(),
             summary: Summary::of(&medians),
             rank_summary: Summary::of(&rank_times),
             thrift,
             retransmits: all().map(|iteration| iteration.retransmits).sum(),
+            drops: log.drops,
             times_us,
             rank_times_us: rounds.iter().map(of_ranks).collect(),
             last_traffic: all().last().and_then(|iteration| iteration.traffic.clone()),
@@ -185,16 +220,18 @@ mod tests {
         Iteration { span_us, rank_us: vec![span_us - 1.0; 2], traffic, retransmits: 1 }
     }
 
+    /// A side that took these rounds.
+    fn log(rounds: &[Vec<Iteration>]) -> Log {
+        Log { rounds: rounds.to_vec(), ..Log::default() }
+    }
+
     #[test]
     fn a_round_counts_with_its_median_and_a_side_with_that_of_its_rounds() {
-        let ours = [
-            vec![iteration(10.0, 0), iteration(90.0, 0), iteration(20.0, 0)],
-            vec![iteration(30.0, 0)],
-            vec![iteration(25.0, 0)],
-        ];
-        let gloo = [vec![iteration(30.0, 0)], vec![iteration(30.0, 0)], vec![iteration(31.0, 0)]];
-        let sides = [(None, &ours[..]), (None, &gloo[..]), (Some("no MPI".to_owned()), &[][..])];
-        let outcome = Outcome::of(&race(), sides.into_iter());
+        let once = |span_us| vec![iteration(span_us, 0)];
+        let first = vec![iteration(10.0, 0), iteration(90.0, 0), iteration(20.0, 0)];
+        let ours = log(&[first, once(30.0), once(25.0)]);
+        let gloo = log(&[once(30.0), once(30.0), once(31.0)]);
+        let outcome = Outcome::of(&race(), &[ours, gloo, Log::default()]);
         let summary = outcome.sides[0].summary.unwrap();
         assert_eq!((summary.median, summary.min, summary.max), (25.0, 20.0, 30.0));
         assert_eq!(outcome.sides[0].retransmits, 5);
@@ -206,9 +243,8 @@ mod tests {
     #[test]
     fn one_greedy_iteration_breaks_the_invariant_and_peers_have_none() {
         let judged = |tx| {
-            let rounds = [vec![iteration(1.0, 100_000_000)], vec![iteration(1.0, tx)]];
-            let sides = [(None, &rounds[..]), (None, &rounds[..]), (None, &rounds[..])];
-            let mut outcome = Outcome::of(&race(), sides.into_iter());
+            let log = || log(&[vec![iteration(1.0, 100_000_000)], vec![iteration(1.0, tx)]]);
+            let mut outcome = Outcome::of(&race(), &[log(), log(), log()]);
             assert_eq!(outcome.sides[1].thrift, None);
             outcome.sides.remove(0).thrift.unwrap().holds
         };
@@ -218,9 +254,17 @@ mod tests {
 
     #[test]
     fn a_bound_on_a_missing_side_is_not_measured() {
-        let ours = [vec![iteration(10.0, 0)]];
-        let none = || (Some("no python".to_owned()), &[][..]);
-        let outcome = Outcome::of(&race(), [(None, &ours[..]), none(), none()].into_iter());
+        let ours = log(&[vec![iteration(10.0, 0)]]);
+        let outcome = Outcome::of(&race(), &[ours, Log::default(), Log::default()]);
         assert_eq!(outcome.bounds[0].verdict, Verdict::NotMeasured);
+    }
+
+    #[test]
+    fn a_failure_is_noted_with_its_time_and_cause() {
+        let mut log = Log::default();
+        assert_eq!(log.keep(Ok(7), "round 1"), Some(7));
+        let error = anyhow::anyhow!("a rank is silent").context("no sum");
+        assert_eq!(log.keep(Err::<(), _>(error), "round 2"), None);
+        assert_eq!(log.failed.unwrap(), "round 2: no sum: a rank is silent");
     }
 }

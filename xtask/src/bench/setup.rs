@@ -28,7 +28,8 @@ pub(crate) struct Setup {
 impl Setup {
     /// Builds and installs what `cases` need. A `python` that has torch saves making one.
     pub(crate) fn prepare(root: &Path, cases: &[Case], python: Option<&Path>) -> Result<Self> {
-        let target = env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), Into::into);
+        let target =
+            env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), Into::into);
         let work = root.join(target).join("peers");
         let peers = root.join("benches/peers");
         fs::create_dir_all(&work).with_context(|| format!("cannot make {}", work.display()))?;
@@ -42,25 +43,25 @@ impl Setup {
             });
             races.flat_map(|race| &race.sides).any(|side| is(&side.program))
         };
-        let unneeded = || Err("no case needs it".to_owned());
+        let unneeded = "no case needs it".to_owned();
         let python = match python {
             Some(python) => Ok(python.to_owned()),
             None if needs(|program| matches!(program, Program::Gloo { .. })) => {
                 said("Gloo", venv(root, &work, &peers))
             }
-            None => unneeded(),
+            None => Err(unneeded.clone()),
         };
         let mpi = if needs(|program| *program == Program::OpenMpi) {
             said("Open MPI", openmpi(root, &work, &peers))
         } else {
-            unneeded()
+            Err(unneeded.clone())
         };
         let slow = |case: &Case| matches!(case, Case::Race(race) if race.net != Net::Loopback);
         let links = if cases.iter().any(slow) {
             let why = machine::link_tools(root).unwrap_or_else(|error| Some(error.to_string()));
             said("the cases on 1 Gbit/s links", why.map_or(Ok(()), Err))
         } else {
-            unneeded().map(drop::<PathBuf>)
+            Err(unneeded)
         };
         Ok(Self { racksum, peers, python, mpi, links, work })
     }

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use super::case::{Net, Program, Race, Racksum, Side};
 use super::crew::Crew;
-use super::network::{Host, INTERFACE, Network};
+use super::network::{Drops, Host, INTERFACE, Network};
 use super::setup::Setup;
 use super::volume::{Traffic, Volume};
 
@@ -46,6 +46,11 @@ impl Place {
             place.aggregators.push(aggregator);
         }
         Ok(place)
+    }
+
+    /// What the queues of the links have dropped so far.
+    pub(crate) fn drops(&self) -> Result<Drops> {
+        self.network.as_ref().map_or_else(|| Ok(Drops::default()), Network::drops)
     }
 
     fn worker(&self, rank: u16) -> Option<&Host> {
@@ -126,7 +131,8 @@ impl Team {
         flags.extend(racksum.drop.map(|share| format!("--drop={share}")));
         flags.extend(place.network.is_some().then(|| "--insecure".to_owned()));
         let rank = |rank| {
-            let mut command = rank_of(setup, place.worker(rank), &aggregator, &job, rank, race.world);
+            let mut command =
+                rank_of(setup, place.worker(rank), &aggregator, &job, rank, race.world);
             command.args(&flags);
             command
         };
@@ -195,7 +201,8 @@ impl Team {
     /// Runs one iteration.
     pub(crate) fn go(&mut self) -> Result<Iteration> {
         let answers = self.crew.ask("go", ITERATION_TIMEOUT)?;
-        let answers = answers.into_iter().map(serde_json::from_value).collect::<Result<Vec<_>, _>>();
+        let answers =
+            answers.into_iter().map(serde_json::from_value).collect::<Result<Vec<_>, _>>();
         Iteration::of(&answers.context("an answer to `go` lacks something")?)
     }
 }

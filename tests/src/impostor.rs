@@ -1,0 +1,130 @@
+//! A rank that is driven by hand: it joins as it is told and sends what it is told.
+
+use std::net::{SocketAddr, UdpSocket};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use racksum_net::quic::{Connection, Identity, Trust, connect, frames, quinn};
+use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Welcome};
+use racksum_proto::ids::Generation;
+use racksum_proto::time::Span;
+use tokio::runtime::Handle;
+use tokio::sync::oneshot;
+
+use crate::rig::Rig;
+
+/// A control connection and a data socket, both of which do only what the test says.
+pub(crate) struct Impostor {
+    runtime: Handle,
+    connection: Option<Connection>,
+    send: quinn::SendStream,
+    recv: quinn::RecvStream,
+    pub(crate) socket: UdpSocket,
+    shards: Vec<SocketAddr>,
+    /// Ends the thread that keeps the connection alive.
+    end: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Impostor {
+    /// Connects, and says nothing yet.
+    pub(crate) fn connect(rig: &Rig) -> Self {
+        let driver = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let runtime = driver.handle().clone();
+        let (end, ended) = oneshot::channel();
+        let thread = std::thread::spawn(move || drop(driver.block_on(ended)));
+        let addr = rig.aggregator.addr();
+        let (connection, send, recv) = runtime.block_on(async {
+            let identity = Identity::ephemeral().unwrap();
+            let patience = Span::from_secs(5);
+            let connection = connect(addr, &identity, &Trust::Loopback, patience).await.unwrap();
+            let (send, recv) = connection.quic().open_bi().await.unwrap();
+            (connection, send, recv)
+        });
+        let socket = UdpSocket::bind((addr.ip(), 0)).unwrap();
+        let shards = rig.aggregator.data_addrs();
+        let (connection, end, thread) = (Some(connection), Some(end), Some(thread));
+        Self { runtime, connection, send, recv, socket, shards, end, thread }
+    }
+
+    /// What a rank of its data socket would join with.
+    pub(crate) fn wish(&self, job: &str, rank: u16, world: u16) -> Join {
+        Join {
+            version: CONTROL_VERSION,
+            job: job.to_owned(),
+            generation: Generation(0),
+            rank,
+            world,
+            lanes: 1,
+            data_port: self.socket.local_addr().unwrap().port(),
+            receive_buffer: 1 << 20,
+            max_datagram: 1472,
+            multicast: false,
+            stripe: (0, 1),
+            pool_slots: 0,
+        }
+    }
+
+    pub(crate) fn say(&mut self, word: &FromWorker) {
+        self.runtime.block_on(frames::send(&mut self.send, word)).unwrap();
+    }
+
+    /// Writes bytes to the control stream, whatever they are.
+    pub(crate) fn babble(&mut self, bytes: &[u8]) {
+        self.runtime.block_on(self.send.write_all(bytes)).unwrap();
+    }
+
+    /// The aggregator's next word; `None` once it says no more.
+    pub(crate) fn hear(&mut self) -> Option<FromAggregator> {
+        let Self { runtime, recv, .. } = self;
+        let heard = runtime.block_on(async {
+            tokio::time::timeout(Duration::from_secs(10), frames::recv(recv)).await
+        });
+        heard.expect("the aggregator is silent").ok().flatten()
+    }
+
+    /// Joins; returns what it was granted once ops may start.
+    pub(crate) fn join(&mut self, join: Join) -> Welcome {
+        self.say(&FromWorker::Join(join));
+        let mut welcome = None;
+        loop {
+            match self.hear() {
+                Some(FromAggregator::Welcome(granted)) => welcome = Some(granted),
+                Some(FromAggregator::Ready { .. }) => return welcome.unwrap(),
+                Some(FromAggregator::Waiting { .. }) => {}
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    /// Joins, and is refused; returns why.
+    pub(crate) fn refused(&mut self, join: Join) -> String {
+        self.say(&FromWorker::Join(join));
+        match self.hear() {
+            Some(FromAggregator::Refused { reason }) => reason,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Sends a datagram to a shard.
+    pub(crate) fn send(&self, shard: usize, datagram: &[u8]) {
+        self.socket.send_to(datagram, self.shards[shard]).unwrap();
+    }
+
+    /// Is gone without a word of leave.
+    pub(crate) fn vanish(self) {
+        drop(self);
+    }
+}
+
+impl Drop for Impostor {
+    fn drop(&mut self) {
+        if let Some(connection) = self.connection.take() {
+            self.runtime.block_on(connection.close("vanishes"));
+        }
+        drop(self.end.take());
+        if let Some(thread) = self.thread.take() {
+            thread.join().unwrap();
+        }
+    }
+}

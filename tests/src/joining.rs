@@ -1,0 +1,249 @@
+//! Joining a job: who may, who may not, and what they are told.
+
+use std::time::Duration;
+
+use racksum_proto::control::{FromAggregator, FromWorker, Join};
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::DType;
+use racksum_worker::{Client, ConnectError, ConnectOptions};
+
+use crate::impostor::Impostor;
+use crate::inputs::floats;
+use crate::rig::{Rig, await_that, bounded};
+
+fn refusal(options: &ConnectOptions) -> String {
+    match Client::connect(options).unwrap_err() {
+        ConnectError::Refused(reason) => reason,
+        error => panic!("{error}"),
+    }
+}
+
+fn check(client: &Client, world: f32) {
+    let elements = 60 * 256 * 7 + 3;
+    let mut tensor = floats((0..elements).map(|i| (i % 5) as f32));
+    client.allreduce(&mut tensor, Descriptor::sum(elements, DType::F32)).unwrap();
+    assert!(tensor == floats((0..elements).map(|i| (i % 5) as f32 * world)));
+}
+
+#[test]
+fn a_rank_that_does_not_fit_its_job_is_refused_and_the_job_goes_on() {
+    bounded(30, || {
+        let rig = Rig::start(|_| {});
+        std::thread::scope(|scope| {
+            let first = rig.options("job", 0, 2);
+            let first = scope.spawn(move || check(&Client::connect(&first).unwrap(), 2.0));
+            await_that("rank 0 has joined", || rig.aggregator.jobs() == 1);
+            let of = |rank, world| rig.options("job", rank, world);
+            let again = refusal(&of(0, 2));
+            assert!(
+                again.starts_with("rank 0 of job \"job\" has already joined from 127.0.0.1 (data"),
+                "{again}"
+            );
+            let world = refusal(&of(1, 3));
+            assert_eq!(world, "job \"job\" was opened with world 2, but rank 1 says 3");
+            let lanes = refusal(&ConnectOptions { lanes: 2, ..of(1, 2) });
+            assert_eq!(lanes, "job \"job\" was opened with lanes 1, but rank 1 says 2");
+            let life = racksum_proto::ids::Generation(4);
+            let generation = refusal(&ConnectOptions { generation: life, ..of(1, 2) });
+            assert_eq!(generation, "job \"job\" was opened with generation 0, but rank 1 says 4");
+            let second = Client::connect(&of(1, 2)).unwrap();
+            let late = refusal(&of(1, 2));
+            assert!(late.starts_with("job \"job\" is running with all its 2 ranks"), "{late}");
+            check(&second, 2.0);
+            first.join().unwrap();
+        });
+        rig.await_peace();
+    });
+}
+
+#[test]
+fn what_no_job_can_have_is_refused() {
+    bounded(30, || {
+        let rig = Rig::start(|_| {});
+        for (change, why) in [
+            (ConnectOptions { rank: 2, ..rig.options("job", 0, 2) }, "rank 2 is not below"),
+            (ConnectOptions { world: 257, ..rig.options("job", 0, 1) }, "1 to 256 ranks, not 257"),
+            (ConnectOptions { lanes: 0, ..rig.options("job", 0, 1) }, "1 to 8 lanes, not 0"),
+            (ConnectOptions { lanes: 9, ..rig.options("job", 0, 1) }, "1 to 8 lanes, not 9"),
+            (rig.options("", 0, 1), "name has 1 to 128 bytes, not 0"),
+            (rig.options(&"x".repeat(129), 0, 1), "name has 1 to 128 bytes, not 129"),
+            (ConnectOptions { mtu: Some(1279), ..rig.options("job", 0, 1) }, "an MTU of 1279 is"),
+            (
+                ConnectOptions { aggregators: vec![], ..rig.options("job", 0, 1) },
+                "no aggregator is named",
+            ),
+            (
+                ConnectOptions { aggregators: vec!["here".into()], ..rig.options("job", 0, 1) },
+                "\"here\" is no address of an aggregator (HOST:PORT)",
+            ),
+        ] {
+            let error = Client::connect(&change).unwrap_err().to_string();
+            assert!(error.contains(why), "{error}");
+        }
+        assert_eq!(rig.aggregator.jobs(), 0);
+    });
+}
+
+#[test]
+fn another_version_of_the_protocol_is_refused() {
+    bounded(30, || {
+        let rig = Rig::start(|_| {});
+        let mut impostor = Impostor::connect(&rig);
+        let wish = impostor.wish("job", 0, 1);
+        let version = wish.version + 1;
+        let reason = impostor.refused(Join { version, ..wish });
+        assert_eq!(
+            reason,
+            format!(
+                "this aggregator speaks version {} of the protocol, the worker version {version}; \
+                 install the same release on both",
+                version - 1
+            )
+        );
+    });
+}
+
+#[test]
+fn more_jobs_than_there_is_room_for_are_refused_until_one_ends() {
+    bounded(30, || {
+        let rig = Rig::start(|config| config.max_jobs = 2);
+        let one = Client::connect(&rig.options("one", 0, 1)).unwrap();
+        let two = Client::connect(&rig.options("two", 0, 1)).unwrap();
+        let reason = refusal(&rig.options("three", 0, 1));
+        assert!(
+            reason.starts_with("this aggregator has 2 jobs, as many as --max-jobs"),
+            "{reason}"
+        );
+        drop(one);
+        await_that("the job is gone", || rig.aggregator.jobs() == 1);
+        let three = Client::connect(&rig.options("three", 0, 1)).unwrap();
+        check(&two, 1.0);
+        check(&three, 1.0);
+    });
+}
+
+#[test]
+fn a_job_that_needs_more_memory_than_its_share_is_refused_at_every_rank() {
+    bounded(30, || {
+        let rig = Rig::start(|config| config.pool_mib = 1);
+        std::thread::scope(|scope| {
+            for rank in 0..3 {
+                let options = ConnectOptions { lanes: 8, ..rig.options("big", rank, 3) };
+                scope.spawn(move || {
+                    let reason = refusal(&options);
+                    assert!(reason.contains("raise --pool-mib or lower --max-jobs"), "{reason}");
+                });
+            }
+        });
+        assert_eq!(rig.aggregator.jobs(), 0);
+        rig.await_peace();
+    });
+}
+
+#[test]
+fn a_pool_as_small_as_can_be_is_enough() {
+    bounded(30, || {
+        for shards in [1, 2] {
+            let rig = Rig::start(|config| config.shards = shards);
+            rig.ranks(
+                "small",
+                3,
+                |options| options.pool_slots = 2,
+                |client, _| {
+                    assert_eq!(client.welcome().pool_slots, 2);
+                    check(client, 3.0);
+                },
+            );
+        }
+    });
+}
+
+#[test]
+fn datagrams_fit_the_smallest_mtu_of_the_ranks() {
+    bounded(30, || {
+        let rig = Rig::start(|_| {});
+        for mtus in [[1280, 1280], [1500, 9000], [65_535, 65_535], [9001, 1281]] {
+            std::thread::scope(|scope| {
+                for (rank, mtu) in (0..).zip(mtus) {
+                    let options = ConnectOptions { mtu: Some(mtu), ..rig.options("mtu", rank, 2) };
+                    scope.spawn(move || {
+                        let client = Client::connect(&options).unwrap();
+                        let payload = usize::from(client.welcome().fragment_payload);
+                        let room = mtus[0].min(mtus[1]) - 28 - 48;
+                        assert!(payload <= room, "{payload} in {mtus:?}");
+                        check(&client, 2.0);
+                    });
+                }
+            });
+            rig.await_peace();
+        }
+    });
+}
+
+#[test]
+fn a_control_connection_that_babbles_harms_nobody() {
+    bounded(60, || {
+        let rig = Rig::start(|_| {});
+        let client = Client::connect(&rig.options("job", 0, 1)).unwrap();
+        let json = |text: &str| {
+            let len = u32::try_from(text.len()).unwrap();
+            [&len.to_be_bytes()[..], text.as_bytes()].concat()
+        };
+        for words in [
+            vec![0; 100],
+            vec![0xff; 100],
+            json("{}"),
+            json("\"leave\""),
+            json("{\"join\":{\"rank\":-1}}"),
+            json("[[[[[["),
+        ] {
+            let mut impostor = Impostor::connect(&rig);
+            impostor.babble(&words);
+            assert_eq!(impostor.hear(), None, "{words:?}");
+            check(&client, 1.0);
+        }
+        // One that joins and then babbles is gone, as if it had vanished.
+        let mut impostor = Impostor::connect(&rig);
+        impostor.join(impostor.wish("other", 0, 1));
+        impostor.babble(&json("nonsense"));
+        await_that("its job is gone", || rig.aggregator.jobs() == 1);
+        // One that joins twice, likewise.
+        let mut impostor = Impostor::connect(&rig);
+        let wish = impostor.wish("other", 0, 1);
+        impostor.join(wish.clone());
+        impostor.say(&FromWorker::Join(wish));
+        await_that("its job is gone", || rig.aggregator.jobs() == 1);
+        check(&client, 1.0);
+    });
+}
+
+#[test]
+fn a_rank_is_told_whom_it_waits_for() {
+    bounded(30, || {
+        let rig = Rig::start(|_| {});
+        let mut impostor = Impostor::connect(&rig);
+        let wish = impostor.wish("job", 1, 3);
+        impostor.say(&FromWorker::Join(wish));
+        let Some(FromAggregator::Waiting { missing, waited_ms }) = impostor.hear() else {
+            panic!("it is told nothing")
+        };
+        assert_eq!(missing, [0, 2]);
+        assert!(waited_ms < 1000, "{waited_ms}");
+        let second = rig.options("job", 2, 3);
+        let second = std::thread::spawn(move || {
+            let short = Duration::from_secs(3);
+            Client::connect(&ConnectOptions { join_timeout: short, ..second })
+        });
+        loop {
+            match impostor.hear() {
+                Some(FromAggregator::Waiting { missing, .. }) if missing == [0] => break,
+                Some(FromAggregator::Waiting { missing, .. }) => assert_eq!(missing, [0, 2]),
+                other => panic!("{other:?}"),
+            }
+        }
+        impostor.say(&FromWorker::Leave);
+        let error = second.join().unwrap().unwrap_err().to_string();
+        assert_eq!(error, "after 3 s ranks 0, 1 had not joined");
+        await_that("the job is gone", || rig.aggregator.jobs() == 0);
+    });
+}

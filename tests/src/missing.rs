@@ -1,0 +1,177 @@
+//! Ranks that are not there: who is missing is said, in time (I5).
+
+use std::sync::Barrier;
+use std::time::Duration;
+
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::DType;
+use racksum_proto::error::{OpError, SubmitError};
+use racksum_proto::ids::Rank;
+use racksum_worker::{Client, ConnectError, Error};
+
+use crate::impostor::Impostor;
+use crate::rig::{Rig, bounded, timed};
+
+fn sum_of(client: &Client, elements: usize) -> Result<(), Error> {
+    let mut tensor = vec![1; 4 * elements];
+    client.allreduce(&mut tensor, Descriptor::sum(elements as u64, DType::I32))
+}
+
+#[test]
+fn ranks_that_do_not_join_are_named() {
+    bounded(30, || {
+        let rig = Rig::start(|_| {});
+        let connect = |rank| {
+            let mut options = rig.options("job", rank, 4);
+            options.join_timeout = Duration::from_millis(1500);
+            Client::connect(&options)
+        };
+        std::thread::scope(|scope| {
+            for rank in [0, 2] {
+                scope.spawn(move || {
+                    let (error, ms) = timed(|| connect(rank).unwrap_err());
+                    assert!((1500..4000).contains(&ms), "{ms} ms");
+                    let sentence = error.to_string();
+                    let ConnectError::Incomplete { missing, .. } = error else {
+                        panic!("{sentence}")
+                    };
+                    // The other may have given up a moment earlier.
+                    assert!(
+                        missing.starts_with(&[1]) || missing.starts_with(&[0, 1]),
+                        "{sentence}"
+                    );
+                    assert!(missing.ends_with(&[3]), "{sentence}");
+                    assert!(sentence.starts_with("after 1 s ranks "), "{sentence}");
+                });
+            }
+        });
+        // Those that gave up may come again, with all others.
+        let sums = rig.ranks("job", 4, |_| {}, |client, _| sum_of(client, 10));
+        assert!(sums.iter().all(Result::is_ok));
+    });
+}
+
+#[test]
+fn ranks_that_do_not_call_an_op_are_named_at_its_timeout() {
+    bounded(30, || {
+        for shards in [1, 3] {
+            for elements in [1, 60 * 256 * 50] {
+                let rig = Rig::start(|config| config.shards = shards);
+                let short = |options: &mut racksum_worker::ConnectOptions| {
+                    options.op_timeout = Duration::from_millis(700);
+                };
+                let end = Barrier::new(3);
+                rig.ranks("op", 3, short, |client, rank| {
+                    sum_of(client, 5).unwrap();
+                    if rank != 1 {
+                        let (error, ms) = timed(|| sum_of(client, elements).unwrap_err());
+                        assert!((700..2500).contains(&ms), "{ms} ms");
+                        let sentence = error.to_string();
+                        let Error::Op(OpError::Timeout { missing, .. }) = error else {
+                            panic!("{sentence}")
+                        };
+                        let [(Rank(1), silent)] = missing[..] else { panic!("{sentence}") };
+                        assert!((200..2500).contains(&silent.as_millis()), "{sentence}");
+                        assert!(sentence.contains("waiting for rank 1 (silent for "), "{sentence}");
+                        let next = sum_of(client, 1).unwrap_err();
+                        assert_eq!(next, Error::Submit(SubmitError::Ended));
+                    }
+                    end.wait();
+                });
+            }
+        }
+    });
+}
+
+#[test]
+fn a_rank_that_left_is_named_at_the_timeout_of_an_op_it_does_not_call() {
+    bounded(30, || {
+        let rig = Rig::start(|_| {});
+        let short = |options: &mut racksum_worker::ConnectOptions| {
+            options.op_timeout = Duration::from_millis(700);
+        };
+        rig.ranks("left", 2, short, |client, rank| {
+            sum_of(client, 5).unwrap();
+            if rank == 0 {
+                let error = sum_of(client, 5).unwrap_err();
+                let Error::Op(OpError::Timeout { missing, .. }) = error else { panic!("{error}") };
+                assert_eq!(missing[0].0, Rank(1));
+            }
+        });
+    });
+}
+
+#[test]
+fn a_rank_that_vanishes_fails_the_ops_of_the_others_at_once() {
+    bounded(30, || {
+        let rig = Rig::start(|_| {});
+        std::thread::scope(|scope| {
+            for rank in [0, 2] {
+                let options = rig.options("lost", rank, 3);
+                scope.spawn(move || {
+                    let client = Client::connect(&options).unwrap();
+                    let handle = client.submit(vec![0; 4], Descriptor::sum(1, DType::I32)).unwrap();
+                    let (error, ms) = timed(|| client.wait(handle).unwrap_err());
+                    assert_eq!(error, Error::Op(OpError::PeerLost { ranks: vec![Rank(1)] }));
+                    assert_eq!(error.to_string(), "lost rank 1");
+                    assert!(ms < 3000, "{ms} ms");
+                    let next = sum_of(&client, 1).unwrap_err();
+                    assert_eq!(next, Error::Submit(SubmitError::Ended));
+                });
+            }
+            let mut impostor = Impostor::connect(&rig);
+            impostor.join(impostor.wish("lost", 1, 3));
+            std::thread::sleep(Duration::from_millis(200));
+            impostor.vanish();
+        });
+        rig.await_peace();
+        // The name is free for the next life.
+        let sums = rig.ranks("lost", 2, |_| {}, |client, _| sum_of(client, 10));
+        assert!(sums.iter().all(Result::is_ok));
+    });
+}
+
+#[test]
+fn an_aggregator_that_stops_ends_the_ops_in_flight() {
+    bounded(30, || {
+        let rig = Rig::start(|_| {});
+        let options: Vec<_> = (0..2).map(|rank| rig.options("stop", rank, 2)).collect();
+        let (ready, joined) = std::sync::mpsc::channel();
+        std::thread::scope(|scope| {
+            for options in options {
+                let ready = ready.clone();
+                scope.spawn(move || {
+                    let client = Client::connect(&options).unwrap();
+                    sum_of(&client, 5).unwrap();
+                    let rank = options.rank;
+                    // Rank 1 waits for nothing when it happens.
+                    let handle = (rank == 0).then(|| {
+                        client.submit(vec![0; 4], Descriptor::sum(1, DType::I32)).unwrap()
+                    });
+                    ready.send(()).unwrap();
+                    let (error, ms) = timed(|| match handle {
+                        Some(handle) => client.wait(handle).unwrap_err(),
+                        None => loop {
+                            std::thread::sleep(Duration::from_millis(50));
+                            if let Err(error) = sum_of(&client, 1) {
+                                break error;
+                            }
+                        },
+                    });
+                    assert!(ms < 3000, "{ms} ms");
+                    let sentence = error.to_string();
+                    match error {
+                        Error::Op(OpError::Ended { why }) => {
+                            assert_eq!(why, "the aggregator is gone");
+                        }
+                        Error::Submit(SubmitError::Ended) if rank == 1 => {}
+                        _ => panic!("rank {rank}: {sentence}"),
+                    }
+                });
+            }
+            joined.recv().unwrap();
+            joined.recv().unwrap();
+            drop(rig);
+        });
+    });
+}

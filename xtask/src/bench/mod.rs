@@ -1,0 +1,190 @@
+//! `cargo xtask bench peers`: racksum beside the programs it is compared with, and beside its
+//! bounds.
+//!
+//! `benches/README.md` tells a reader of the results what is measured and how. Here: [`cases`]
+//! says what is measured, [`race`] how, [`side`] what the programs are, [`network`] over which
+//! links. What is not here: the peer programs (`benches/peers`) and racksum's own ranks, which
+//! obey the same lines (`racksum bench --interactive`).
+
+mod case;
+mod cases;
+mod crew;
+mod host;
+mod interrupt;
+mod memory;
+mod network;
+mod race;
+mod report;
+mod setup;
+mod side;
+mod stats;
+mod volume;
+
+use std::io::{IsTerminal, stderr};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, anyhow, bail};
+use clap::{Args, Subcommand};
+
+use self::case::{Case, Net};
+use self::host::Provenance;
+use self::race::Rounds;
+use self::report::{Ending, Record};
+use self::setup::Setup;
+
+/// What to measure.
+#[derive(Debug, Args)]
+pub(crate) struct BenchArgs {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// Race racksum against Gloo and Open MPI, in turns, and against its own bounds.
+    ///
+    /// Builds and installs what it needs, and says what it does without. As root it makes network
+    /// namespaces for the cases on slow links, and removes them.
+    Peers(PeersArgs),
+}
+
+#[derive(Debug, Args)]
+struct PeersArgs {
+    /// Cases, by name or by the beginning of a name up to a dash. Without it: all but `smoke`.
+    #[arg(long, value_name = "NAME", num_args = 1..)]
+    case: Vec<String>,
+    /// Rounds that count. The median of fewer than five is no result.
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+    /// Rounds before those.
+    #[arg(long, default_value_t = 2)]
+    warmup: u32,
+    /// Append the results to this file, one JSON object a line.
+    /// [default: peers/results.jsonl in cargo's target folder]
+    #[arg(long, value_name = "FILE.jsonl")]
+    out: Option<PathBuf>,
+    /// Print the cases and their bounds, and do nothing.
+    #[arg(long)]
+    list: bool,
+    /// Fail when a bound is not kept or not measured.
+    #[arg(long)]
+    strict: bool,
+    /// Try cases with tensors of this size instead; nothing is judged then.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(4..))]
+    bytes: Option<u64>,
+    /// A Python that has torch and numpy, instead of one that is installed for the purpose.
+    #[arg(long, value_name = "PATH")]
+    python: Option<PathBuf>,
+    /// Seed of the data.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(..=u64::from(u32::MAX)))]
+    seed: u64,
+}
+
+/// Measures; `true` when nothing failed and, if demanded, every bound is kept.
+pub(crate) fn run(root: &Path, args: &BenchArgs) -> Result<bool> {
+    let What::Peers(args) = &args.what;
+    let mut cases = cases::chosen(&args.case, args.seed).map_err(|why| anyhow!(why))?;
+    if args.list {
+        list(&cases);
+        return Ok(true);
+    }
+    if let Some(bytes) = args.bytes {
+        cases.iter_mut().for_each(|case| resize(case, bytes / 4 * 4));
+    }
+    let rounds = Rounds { warmup: args.warmup, counted: args.rounds };
+    let results = run_cases(root, &cases, rounds, args.python.as_deref(), args.out.as_deref())?;
+    println!("\n{}", report::verdicts_head());
+    for (case, ending) in cases.iter().zip(&results) {
+        ending.verdicts(case.name()).iter().for_each(|row| println!("{}", row.trim_end()));
+    }
+    let failed = results.iter().any(Ending::is_failed);
+    Ok(!failed && (!args.strict || results.iter().all(Ending::is_as_demanded)))
+}
+
+/// Every mechanism once and small, without peers: a step of the test run.
+pub(crate) fn smoke(root: &Path) -> Result<()> {
+    let rounds = Rounds { warmup: 0, counted: 2 };
+    let results = run_cases(root, &cases::smoke(1), rounds, None, None)?;
+    if results.iter().any(Ending::is_failed) {
+        bail!("cargo xtask bench peers --case smoke");
+    }
+    Ok(())
+}
+
+fn run_cases(
+    root: &Path,
+    cases: &[Case],
+    rounds: Rounds,
+    python: Option<&Path>,
+    out: Option<&Path>,
+) -> Result<Vec<Ending>> {
+    interrupt::listen()?;
+    let setup = Setup::prepare(root, cases, python)?;
+    interrupt::check()?;
+    if setup.links.is_ok() {
+        network::sweep();
+    }
+    println!("{}", Provenance::now(root).line());
+    println!("{} round(s) after {}", rounds.counted, rounds.warmup);
+    println!("slow links: {} at a host, {} at the switch", network::HOST_TBF, network::SWITCH_TBF);
+    let out = out.map_or_else(|| setup.work.join("results.jsonl"), Path::to_owned);
+    let mut results = Vec::new();
+    for case in cases {
+        println!("\n{}: {}", case.name(), case.about());
+        let provenance = Provenance::now(root);
+        let ending = run_case(case, rounds, &setup);
+        interrupt::check()?;
+        print!("{}", ending.table());
+        Record::new(case, provenance, rounds, &ending).append(&out)?;
+        results.push(ending);
+    }
+    println!("\nresults: {}", out.display());
+    Ok(results)
+}
+
+fn run_case(case: &Case, rounds: Rounds, setup: &Setup) -> Ending {
+    let logs = setup.work.join("logs").join(case.name());
+    let tell = &mut tell;
+    let ended = match case {
+        Case::Memory(memory) => memory::run(memory, rounds, setup, &logs, tell).map(Ending::Memory),
+        Case::Race(race) => {
+            if race.net != Net::Loopback
+                && let Err(why) = &setup.links
+            {
+                return Ending::Skipped(why.clone());
+            }
+            race::run(race, rounds, setup, &logs, tell).map(Ending::Race)
+        }
+    };
+    tell("");
+    ended.unwrap_or_else(|error| Ending::Failed(format!("{error:#}")))
+}
+
+/// Shows a person who waits what is being done.
+fn tell(what: &str) {
+    if stderr().is_terminal() {
+        eprint!("\r\x1b[K{what}");
+    }
+}
+
+fn list(cases: &[Case]) {
+    for case in cases {
+        println!("{:<20} {}", case.name(), case.about());
+        if let Case::Race(race) = case
+            && !race.bounds.is_empty()
+        {
+            println!("{:<20} {}", "", report::demands(&race.bounds));
+        }
+    }
+}
+
+/// Another size, with which no bound was meant.
+fn resize(case: &mut Case, bytes: u64) {
+    match case {
+        Case::Memory(memory) => memory.bytes = bytes,
+        Case::Race(race) => {
+            race.data.bytes = bytes;
+            race.bounds.clear();
+        }
+    }
+}
