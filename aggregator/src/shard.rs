@@ -222,7 +222,9 @@ impl Shard {
             }
             Command::Remove(id) => {
                 if let Some(mut job) = self.jobs.remove(&id) {
-                    self.stats.rejects.add(&job.machine.counters().rejects);
+                    let counters = job.machine.counters();
+                    self.stats.folds += counters.folds;
+                    self.stats.rejects.add(&counters.rejects);
                     job.slots.release(&mut self.arena);
                 }
             }

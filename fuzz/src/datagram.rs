@@ -3,16 +3,20 @@
 
 use racksum_proto::geometry::{Geometry, MAX_WINDOW_BLOCKS, WINDOW_BYTES};
 use racksum_proto::wire::{
-    AskEntries, Disagreement, Header, Kind, MissingRanks, Open, OpenEncoder,
+    self, AskEntries, Disagreement, Header, Kind, MissingRanks, Open, OpenEncoder,
 };
 
-/// Decodes `bytes` as a datagram, and as each of the bodies.
+/// Takes `bytes` for a datagram, and for each of the bodies.
 pub fn run(bytes: &[u8]) {
-    if let Ok((header, body)) = Header::decode(bytes) {
+    let mut at = 0;
+    for message in wire::messages(bytes) {
+        let Ok((header, body)) = message else { break };
         let mut again = [0xa5; Header::LEN];
         header.encode(&mut again);
-        assert_eq!(again, bytes[..Header::LEN], "a header is written as it was read");
-        assert_eq!(body, &bytes[Header::LEN..], "the body is what follows the header");
+        assert_eq!(again, bytes[at..at + Header::LEN], "a header is written as it was read");
+        at += Header::LEN;
+        assert_eq!(body, &bytes[at..at + body.len()], "the body is what follows the header");
+        at += body.len();
         match header.kind {
             Kind::Open => open(body),
             Kind::Ask => asks(body),
@@ -20,6 +24,9 @@ pub fn run(bytes: &[u8]) {
             Kind::Fail => fails(body),
             Kind::Data | Kind::Ack | Kind::Result | Kind::Credit | Kind::Probe => {}
         }
+    }
+    if let Ok((_, body)) = Header::decode(bytes) {
+        assert_eq!(Header::LEN + body.len(), bytes.len(), "the only message is the datagram");
     }
     open(bytes);
     asks(bytes);

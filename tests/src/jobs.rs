@@ -103,6 +103,96 @@ fn twenty_jobs_in_sequence_leave_nothing_behind() {
 }
 
 #[test]
+fn two_aggregators_share_a_job() {
+    bounded(30, || {
+        // Their jobs' numbers differ: the second aggregator has had others before.
+        let rigs = [2, 1].map(|shards| {
+            Rig::start(|config| {
+                config.shards = shards;
+                config.fanout = Fanout::Multicast;
+            })
+        });
+        rigs[1].ranks("earlier", 1, |_| {}, |client, _| work(client, 1, 2, 1));
+        // The ranks bind the two to as many shards as the lesser has, or not at all.
+        let both = |options: &mut racksum_worker::ConnectOptions| {
+            options.aggregators =
+                rigs.iter().map(|rig| rig.aggregator.addr().to_string()).collect();
+        };
+        let mut options = rigs[0].options("both", 0, 1);
+        both(&mut options);
+        let why = "the aggregators differ in --shards; start them alike";
+        assert_eq!(Client::connect(&options).unwrap_err().to_string(), why);
+        drop(rigs);
+
+        let rigs = [(); 2].map(|()| {
+            Rig::start(|config| {
+                config.shards = 2;
+                config.fanout = Fanout::Multicast;
+            })
+        });
+        rigs[1].ranks("earlier", 1, |_| {}, |client, _| work(client, 1, 2, 1));
+        let both = |options: &mut racksum_worker::ConnectOptions| {
+            options.aggregators =
+                rigs.iter().map(|rig| rig.aggregator.addr().to_string()).collect();
+        };
+        rigs[0].ranks("both", 3, both, |client, _| {
+            assert_eq!(client.shards(), 4);
+            work(client, 7, 12, 3);
+        });
+        let folds = |rig: &Rig| rig.aggregator.stats().iter().all(|shard| shard.folds > 0);
+        for rig in &rigs {
+            rig.await_stats("each shard folded", |_| folds(rig));
+            rig.await_peace();
+        }
+    });
+}
+
+#[test]
+fn jobs_run_over_ipv6() {
+    bounded(30, || {
+        let rig = Rig::start(|config| {
+            config.bind = std::net::Ipv6Addr::LOCALHOST.into();
+            // Linux does not multicast IPv6 over loopback: this falls back.
+            config.fanout = Fanout::Auto;
+            config.shards = 2;
+        });
+        rig.ranks("six", 3, |_| {}, |client, _| {
+            assert!(!client.multicast());
+            work(client, 6, 8, 3);
+        });
+    });
+}
+
+#[test]
+fn a_rank_that_multicast_does_not_reach_is_refused_where_it_is_demanded() {
+    bounded(30, || {
+        let rig = Rig::start(|config| config.fanout = Fanout::Multicast);
+        let error = Client::connect(&racksum_worker::ConnectOptions {
+            multicast: false,
+            ..rig.options("deaf", 0, 1)
+        });
+        let why = "the aggregator refused: multicast does not reach rank 0 at 127.0.0.1; start the \
+                   aggregator with --fanout auto or unicast";
+        assert_eq!(error.unwrap_err().to_string(), why);
+        rig.await_peace();
+    });
+}
+
+#[test]
+fn ranks_that_hear_the_group_and_ranks_that_do_not_end_alike() {
+    bounded(30, || {
+        let rig = Rig::start(|config| config.fanout = Fanout::Auto);
+        let deaf = |options: &mut racksum_worker::ConnectOptions| {
+            options.multicast = options.rank != 1;
+        };
+        rig.ranks("some", 4, deaf, |client, rank| {
+            assert_eq!(client.multicast(), rank != 1);
+            work(client, 3, 12, 4);
+        });
+    });
+}
+
+#[test]
 fn ranks_of_many_jobs_come_and_go_at_random() {
     bounded(60, || {
         let rig = Rig::start(|config| config.max_jobs = 8);

@@ -29,6 +29,8 @@ mod joining;
 #[cfg(test)]
 mod missing;
 #[cfg(test)]
+mod mixture;
+#[cfg(test)]
 mod reductions;
 #[cfg(test)]
 mod strangers;

@@ -125,7 +125,7 @@ fn a_world_of_3_gets_the_bits_of_the_definition() {
 
 #[test]
 fn a_world_of_16_gets_the_bits_of_the_definition() {
-    check_world(16, 1, 1);
+    check_world(16, 1, 2);
 }
 
 #[test]

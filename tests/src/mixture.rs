@@ -1,0 +1,147 @@
+//! Ops of every kind, at random: whole tensors and lists, small and large, several in flight over
+//! lanes and shards, some that the ranks disagree on, on a path that loses datagrams.
+
+use racksum_aggregator::Fanout;
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::error::OpError;
+use racksum_worker::{Blocks, Client, ConnectOptions, Error, Faults, Handle};
+
+use crate::inputs::{Random, Values, seed, tensor};
+use crate::oracle::{Expected, kinds, reduce};
+use crate::rig::{Rig, bounded};
+
+const WORLD: u16 = 3;
+
+/// An op of the mixture.
+struct Op {
+    descriptor: Descriptor,
+    /// The rank that means something else, and what.
+    odd: Option<(u16, Descriptor)>,
+    inputs: Vec<Vec<u8>>,
+    expected: Expected,
+    /// Which ranks give lists of blocks.
+    lists: [bool; WORLD as usize],
+}
+
+impl Op {
+    fn draw(random: &mut Random, lanes: u8) -> Self {
+        let kinds = kinds();
+        let kind = kinds[usize::try_from(random.below(kinds.len() as u64)).unwrap()];
+        let block = [32, 64, 128, 256, 512, 1024][usize::try_from(random.below(6)).unwrap()];
+        let longest = [2, 300, 20_000, 200_000][usize::try_from(random.below(4)).unwrap()];
+        let lane = u8::try_from(random.below(u64::from(lanes))).unwrap();
+        let elements = random.below(longest);
+        let descriptor =
+            Descriptor { elements, lane, ..kind }.with_block(block).unwrap();
+        let odd = (random.below(6) == 0).then(|| {
+            let rank = u16::try_from(random.below(WORLD.into())).unwrap();
+            let other = match random.below(3) {
+                0 => Descriptor { elements: random.below(60_000) + 200_000, ..descriptor },
+                1 => Descriptor { lane: (lane + 1) % lanes, tag: 1, ..descriptor },
+                _ => Descriptor { tag: 1, ..descriptor },
+            };
+            (rank, other)
+        });
+        let seed = random.next();
+        let input = |rank| {
+            let own = odd.filter(|(odd, _)| *odd == rank).map_or(descriptor, |(_, other)| other);
+            tensor(own.dtype, own.elements, block, Values::Wide, rank, seed)
+        };
+        let inputs: Vec<_> = (0..WORLD).map(input).collect();
+        let expected = if odd.is_some() {
+            Expected { tensor: vec![], overflows: false, union: vec![] }
+        } else {
+            reduce(&descriptor, &inputs)
+        };
+        let lists = [0; WORLD as usize].map(|_| random.below(3) == 0);
+        Self { descriptor, odd, inputs, expected, lists }
+    }
+
+    fn of_rank(&self, rank: u16) -> Descriptor {
+        self.odd.filter(|(odd, _)| *odd == rank).map_or(self.descriptor, |(_, other)| other)
+    }
+
+    fn start(&self, client: &Client, rank: u16) -> Running {
+        let descriptor = self.of_rank(rank);
+        let input = self.inputs[usize::from(rank)].clone();
+        if !self.lists[usize::from(rank)] {
+            return Running::Whole(client.submit(input, descriptor).unwrap());
+        }
+        let blocks = blocks(&descriptor, &input, &reduce(&descriptor, &[input.clone()]).union);
+        Running::List(client.submit_blocks(blocks, descriptor).unwrap())
+    }
+
+    fn finish(&self, client: &Client, running: Running, what: &str) {
+        let Self { descriptor, expected, .. } = self;
+        let result = match running {
+            Running::Whole(handle) => client.wait(handle).map(|got| got == expected.tensor),
+            Running::List(handle) => client.wait_blocks(handle).map(|got| {
+                got == blocks(descriptor, &expected.tensor, &expected.union)
+            }),
+        };
+        match (result, self.odd) {
+            (Ok(right), None) => assert!(right, "{what}: {descriptor}: wrong sums"),
+            (Err(Error::Op(OpError::Mismatch { .. })), Some(_)) => {}
+            (Err(error), _) => panic!("{what}: {descriptor}: {error}"),
+            (Ok(_), Some(_)) => panic!("{what}: {descriptor}: no disagreement"),
+        }
+    }
+}
+
+enum Running {
+    Whole(Handle<Vec<u8>>),
+    List(Handle<Blocks>),
+}
+
+fn blocks(descriptor: &Descriptor, tensor: &[u8], indices: &[u32]) -> Blocks {
+    let len = descriptor.block_elements() * descriptor.dtype.size();
+    let values = indices.iter().flat_map(|index| {
+        let start = *index as usize * len;
+        tensor[start..(start + len).min(tensor.len())].iter().copied()
+    });
+    Blocks { indices: indices.to_vec(), values: values.collect() }
+}
+
+fn run(seed: u64) {
+    let mut random = Random::new(seed);
+    let lanes = u8::try_from(random.below(3) + 1).unwrap();
+    let shards = u8::try_from(random.below(4) + 1).unwrap();
+    let multicast = random.below(2) == 0;
+    let share = [0.0, 0.01, 0.05][usize::try_from(random.below(3)).unwrap()];
+    let pool_slots = [0, 2, 7][usize::try_from(random.below(3)).unwrap()];
+    let faults = Faults { drop: share, duplicate: share, reorder: share, seed };
+    let ops: Vec<_> = (0..40).map(|_| Op::draw(&mut random, lanes)).collect();
+    let batches: Vec<_> = (0..40).map(|_| random.below(8) + 1).collect();
+    let rig = Rig::start(|config| {
+        config.shards = shards;
+        config.fanout = if multicast { Fanout::Multicast } else { Fanout::Unicast };
+        config.max_jobs = 1;
+    });
+    let change = |options: &mut ConnectOptions| {
+        options.lanes = lanes;
+        options.pool_slots = pool_slots;
+        options.faults = faults;
+    };
+    rig.ranks("mixture", WORLD, change, |client, rank| {
+        let mut left = &ops[..];
+        for batch in &batches {
+            let (now, later) = left.split_at(left.len().min(usize::try_from(*batch).unwrap()));
+            let running: Vec<_> = now.iter().map(|op| op.start(client, rank)).collect();
+            for (op, running) in now.iter().zip(running) {
+                op.finish(client, running, &format!("SEED={seed}, rank {rank}"));
+            }
+            left = later;
+        }
+    });
+    rig.await_peace();
+}
+
+#[test]
+fn a_mixture_of_ops_ends_as_the_definition_says() {
+    bounded(100, || {
+        let first = seed(61);
+        for seed in first..first + 6 {
+            run(seed);
+        }
+    });
+}
