@@ -1,7 +1,8 @@
 //! The kernels, in bytes a second, beside the machine's own memory copy.
 //!
 //! A fold counts the bytes of its inputs, a scan those of the tensor, a conversion those of the
-//! f32 tensor, and a copy the bytes copied. `cargo bench --bench kernels -- fold/f32` runs a part.
+//! f32 tensor, a copy the bytes copied, and a header its own. `cargo bench --bench kernels --
+//! fold/f32` runs a part.
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -11,6 +12,8 @@ use racksum_aggregator::kernel as fold_kernel;
 use racksum_benches::{WORLD, contribution, gradient, sparse};
 use racksum_proto::arith::Fold;
 use racksum_proto::dtype::{DType, Reduction, WireType};
+use racksum_proto::ids::{Generation, JobId, OpId, Rank, WindowId};
+use racksum_proto::wire::{Header, Kind};
 use racksum_worker::kernel as worker_kernel;
 
 fn main() {
@@ -25,6 +28,7 @@ fn main() {
     short_folds(&mut criterion);
     elementwise_conversions(&mut criterion);
     scaled_conversions(&mut criterion);
+    headers(&mut criterion);
     criterion.final_summary();
 }
 
@@ -187,6 +191,31 @@ fn scaled_conversions(criterion: &mut Criterion) {
         });
         group.finish();
     }
+}
+
+/// Headers are read and written once a fragment, and counted in their own bytes.
+fn headers(criterion: &mut Criterion) {
+    let header = Header {
+        kind: Kind::Data,
+        sender: Rank(3),
+        window: WindowId::new(OpId(5), 1000),
+        mask: (1 << 60) - 1,
+        length: 1408,
+        ..Header::probe(JobId(7), Generation(1), 2)
+    };
+    let mut datagram = vec![0; Header::LEN + 1408];
+    let mut group = criterion.benchmark_group("header");
+    group.throughput(Throughput::Bytes(Header::LEN as u64));
+    group.bench_function("encode", |bencher| {
+        let out = datagram.first_chunk_mut().expect("a header fits");
+        bencher.iter(|| {
+            black_box(&header).encode(black_box(out));
+        });
+    });
+    group.bench_function("decode", |bencher| {
+        bencher.iter(|| black_box(Header::decode(black_box(&datagram))));
+    });
+    group.finish();
 }
 
 /// Elements of a block: the default.

@@ -5,10 +5,11 @@ use std::collections::{BTreeMap, VecDeque};
 
 use racksum_proto::aggregator::{self, Aggregation, Fold, Place, Recipient};
 use racksum_proto::descriptor::Descriptor;
+use racksum_proto::error::Reject;
 use racksum_proto::geometry::{Fragmentation, Geometry, MAX_FRAGMENTS, WINDOW_BYTES};
 use racksum_proto::ids::{OpId, Rank, WindowId};
 use racksum_proto::time::{Span, Time};
-use racksum_proto::wire::Header;
+use racksum_proto::wire::{self, Header};
 use racksum_proto::worker::{self, Delivery, Scan, Worker};
 
 use super::script::{GENERATION, JOB};
@@ -38,6 +39,9 @@ pub enum End {
     /// A shard.
     Shard(usize),
 }
+
+/// A message of a datagram, or why it is none.
+type Message<'a> = Result<(Header, &'a [u8]), Reject>;
 
 /// The machines, and what is on its way between them.
 #[derive(Debug)]
@@ -121,25 +125,41 @@ impl Cluster {
         self.wait(due.since(self.now).min(Span::from_secs(1)));
     }
 
-    /// Hands a datagram to a machine, and checks what that makes of it.
+    /// Hands the messages of a datagram to a machine, and checks what that makes of them.
     pub fn deliver(&mut self, to: End, bytes: &[u8], congested: bool) {
-        match to {
-            End::Worker(rank) => self.deliver_to_worker(rank, bytes, congested),
-            End::Shard(shard) => {
-                let machine = &mut self.shards[shard];
-                let verdict = machine.handle_datagram(self.now, bytes, congested, &mut ());
-                if let aggregator::Verdict::Store(place) = verdict {
-                    self.check_place(&place);
-                }
+        for message in wire::messages(bytes) {
+            match to {
+                End::Worker(rank) => self.deliver_to_worker(rank, message, congested),
+                End::Shard(shard) => self.deliver_to_shard(shard, message, congested),
             }
         }
     }
 
-    fn deliver_to_worker(&mut self, rank: usize, bytes: &[u8], congested: bool) {
+    fn deliver_to_shard(&mut self, shard: usize, message: Message<'_>, congested: bool) {
+        let machine = &mut self.shards[shard];
+        let verdict = match message {
+            Ok((header, body)) => {
+                machine.handle_decoded(self.now, &header, body, congested, &mut ())
+            }
+            Err(reject) => machine.reject(reject, &mut ()),
+        };
+        if let aggregator::Verdict::Store(place) = verdict {
+            self.check_place(&place);
+        }
+    }
+
+    fn deliver_to_worker(&mut self, rank: usize, message: Message<'_>, congested: bool) {
         let machine = &mut self.workers[rank];
-        let verdict = machine.handle_datagram(self.now, bytes, congested, &mut ());
+        let (header, body) = match message {
+            Ok(message) => message,
+            Err(reject) => {
+                machine.reject(reject, &mut ());
+                return;
+            }
+        };
+        let verdict = machine.handle_decoded(self.now, &header, body, congested, &mut ());
         let worker::Verdict::Deliver(delivery) = verdict else { return };
-        check_delivery(&delivery, self.shape.cut, bytes.len() - Header::LEN);
+        check_delivery(&delivery, self.shape.cut, body.len());
         if delivery.complete {
             machine.handle_delivered(self.now, &delivery, &mut ());
         }

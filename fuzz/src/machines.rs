@@ -54,11 +54,13 @@ fn step(cluster: &mut Cluster, script: &mut Script<'_>) {
         }
         2 => drop(cluster.wire.pop_front()),
         3 => {
-            // Twice, or marked by a queue.
-            let marked = script.below(2) == 1;
-            if let Some((to, bytes)) = cluster.wire.front().cloned() {
-                cluster.deliver(to, &bytes, marked);
+            // Twice, or marked by a queue, or joined with the next.
+            let how = script.below(3);
+            let Some((to, mut bytes)) = cluster.wire.front().cloned() else { return };
+            if let Some((_, next)) = cluster.wire.get(1).filter(|next| how == 2 && next.0 == to) {
+                bytes.extend_from_slice(next);
             }
+            cluster.deliver(to, &bytes, how == 1);
         }
         4 => {
             let late = script.below(64).min(cluster.wire.len().saturating_sub(1));

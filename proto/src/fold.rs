@@ -93,7 +93,10 @@ mod tests {
     use crate::descriptor::Descriptor;
     use crate::dtype::{DType, WireType};
 
-    fn runs(descriptor: &Descriptor, masks: &[u64]) -> Vec<(Range<usize>, Vec<(u16, usize)>)> {
+    /// A run: its bytes in the result, and where it lies at each rank.
+    type Seen = (Range<usize>, Vec<(u16, usize)>);
+
+    fn runs(descriptor: &Descriptor, masks: &[u64]) -> Vec<Seen> {
         let mut runs = vec![];
         let geometry = Geometry::new(descriptor);
         FoldPlan::new(4).runs(&geometry, 0, masks.iter().copied(), |run| {

@@ -21,7 +21,7 @@ impl Dice {
     }
 
     fn below(&mut self, end: usize) -> usize {
-        usize::try_from(self.roll() % end.max(1) as u64).unwrap()
+        usize::try_from(self.roll() % end.max(1) as u64).expect("less than a usize")
     }
 
     fn byte(&mut self) -> u8 {
@@ -40,10 +40,10 @@ fn seed() -> u64 {
 fn corpus(target: &str) -> Vec<Vec<u8>> {
     let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(target);
     let entries = fs::read_dir(&dir).unwrap_or_else(|error| panic!("{}: {error}", dir.display()));
-    let mut paths: Vec<_> = entries.map(|entry| entry.unwrap().path()).collect();
+    let mut paths: Vec<_> = entries.map(|entry| entry.expect("an entry").path()).collect();
     paths.sort();
     assert!(!paths.is_empty(), "{} is empty", dir.display());
-    paths.iter().map(|path| fs::read(path).unwrap()).collect()
+    paths.iter().map(|path| fs::read(path).expect("a file of the corpus")).collect()
 }
 
 /// Changes some bytes, and now and then cuts, doubles or extends.
@@ -82,7 +82,7 @@ fn the_corpus_of_scripts_and_its_mutations_break_no_machine() {
     let corpus = corpus("machines");
     corpus.iter().for_each(|input| fuzz::machines::run(input));
     let mut dice = Dice(seed());
-    for _ in 0..1_500 {
+    for _ in 0..5_000 {
         let input = &corpus[dice.below(corpus.len())];
         fuzz::machines::run(&mutate(&mut dice, input, 4096));
     }
@@ -91,7 +91,7 @@ fn the_corpus_of_scripts_and_its_mutations_break_no_machine() {
 #[test]
 fn random_scripts_break_no_machine_and_fill_no_memory() {
     let mut dice = Dice(seed() ^ 0xb0b);
-    for _ in 0..60 {
+    for _ in 0..120 {
         let script: Vec<u8> = (0..8192).map(|_| dice.byte()).collect();
         let (fresh, after) = fuzz::machines::footprints(&script);
         assert!(after < fresh + MOST_GROWTH, "from {fresh} to {after}");

@@ -9,7 +9,9 @@ use racksum_proto::dtype::DType;
 use racksum_proto::error::Reject;
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::time::{Span, Time};
-use racksum_proto::wire::{AskEntries, AskEntry, Disagreement, Header, Kind, MissingRanks, Open};
+use racksum_proto::wire::{
+    self, AskEntries, AskEntry, Disagreement, Header, Kind, MissingRanks, Open,
+};
 use racksum_proto::worker::{self, Worker};
 use support::{TIMEOUT, aggregation, datagram, header, open, window, worker};
 
@@ -188,6 +190,23 @@ fn the_machines_say_what_the_document_shows() {
 }
 
 #[test]
+fn messages_share_a_datagram() {
+    // wire: W-54
+    let all: Vec<_> = documented().into_iter().map(|(_, bytes)| bytes).collect();
+    let joined = all.concat();
+    let read: Vec<_> = wire::messages(&joined).map(Result::unwrap).collect();
+    assert_eq!(read.len(), all.len());
+    for ((header, body), bytes) in read.into_iter().zip(&all) {
+        assert_eq!(datagram(header, body), *bytes);
+    }
+    assert_eq!(Header::decode(&joined), Err(Reject::Truncated), "it is not one message");
+    // Nobody knows where the message after a broken one starts.
+    let broken = [&all[0][..], &[0; Header::LEN], &all[0]].concat();
+    let read: Vec<_> = wire::messages(&broken).map(|message| message.err()).collect();
+    assert_eq!(read, [None, Some(Reject::Magic)]);
+}
+
+#[test]
 fn every_truncation_of_a_golden_datagram_is_rejected() {
     // wire: W-1, W-5
     for (name, bytes) in documented() {
@@ -221,8 +240,8 @@ fn no_changed_byte_of_a_golden_datagram_panics_a_machine() {
 fn mid_job() -> (Worker, Aggregation) {
     let (mut rank, mut shard) = (worker(1), aggregation());
     let three_windows = Descriptor::sum(2 * 60 * 256 + 1, DType::F32);
-    rank.submit_scanned(Time(0), four(), vec![1], TIMEOUT).unwrap();
-    rank.submit_scanned(Time(0), three_windows, vec![1, 0, 1], TIMEOUT).unwrap();
+    rank.submit_scanned(Time(0), four(), vec![1], TIMEOUT).expect("a valid op");
+    rank.submit_scanned(Time(0), three_windows, vec![1, 0, 1], TIMEOUT).expect("a valid op");
     for bytes in [golden("open"), golden("open-raw"), golden("data")] {
         shard.handle_datagram(Time(0), &bytes, false, &mut ());
     }

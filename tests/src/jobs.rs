@@ -156,10 +156,15 @@ fn jobs_run_over_ipv6() {
             config.fanout = Fanout::Auto;
             config.shards = 2;
         });
-        rig.ranks("six", 3, |_| {}, |client, _| {
-            assert!(!client.multicast());
-            work(client, 6, 8, 3);
-        });
+        rig.ranks(
+            "six",
+            3,
+            |_| {},
+            |client, _| {
+                assert!(!client.multicast());
+                work(client, 6, 8, 3);
+            },
+        );
     });
 }
 

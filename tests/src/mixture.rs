@@ -31,8 +31,7 @@ impl Op {
         let longest = [2, 300, 20_000, 200_000][usize::try_from(random.below(4)).unwrap()];
         let lane = u8::try_from(random.below(u64::from(lanes))).unwrap();
         let elements = random.below(longest);
-        let descriptor =
-            Descriptor { elements, lane, ..kind }.with_block(block).unwrap();
+        let descriptor = Descriptor { elements, lane, ..kind }.with_block(block).unwrap();
         let odd = (random.below(6) == 0).then(|| {
             let rank = u16::try_from(random.below(WORLD.into())).unwrap();
             let other = match random.below(3) {
@@ -75,9 +74,9 @@ impl Op {
         let Self { descriptor, expected, .. } = self;
         let result = match running {
             Running::Whole(handle) => client.wait(handle).map(|got| got == expected.tensor),
-            Running::List(handle) => client.wait_blocks(handle).map(|got| {
-                got == blocks(descriptor, &expected.tensor, &expected.union)
-            }),
+            Running::List(handle) => client
+                .wait_blocks(handle)
+                .map(|got| got == blocks(descriptor, &expected.tensor, &expected.union)),
         };
         match (result, self.odd) {
             (Ok(right), None) => assert!(right, "{what}: {descriptor}: wrong sums"),

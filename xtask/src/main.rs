@@ -2,8 +2,8 @@
 //! CI runs.
 //!
 //! Read [`steps`] for the steps of a test run, [`tidy`] for the rules that neither rustfmt nor
-//! clippy holds, and [`bench`] for the races against other programs. A new chore is a module here and a variant of [`Chore`]; a new step of the test
-//! run is a variant of [`steps::Step`].
+//! clippy holds, and [`mod@bench`] for the races against other programs. A new chore is a module
+//! here and a variant of [`Chore`]; a new step of the test run is a variant of [`steps::Step`].
 
 mod arrows;
 mod bench;

@@ -14,7 +14,8 @@ pub use open::{Open, OpenEncoder};
 
 use crate::error::Reject;
 
-/// The messages of a datagram, one after the other. What follows a malformed one is lost with it.
+/// The messages of a datagram, one after the other. What follows a malformed one is lost with it
+/// (wire: W-54).
 pub fn messages(datagram: &[u8]) -> impl Iterator<Item = Result<(Header, &[u8]), Reject>> {
     let mut rest = Some(datagram);
     core::iter::from_fn(move || {

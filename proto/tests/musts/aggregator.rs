@@ -97,7 +97,8 @@ impl Shard {
         while let Some(transmit) = self.machine.poll_transmit(self.now, &mut out, &mut ()) {
             said.push(match transmit {
                 Transmit::Datagram { to, len } => {
-                    let (header, body) = Header::decode(&out[..len]).unwrap();
+                    let (header, body) =
+                        Header::decode(&out[..len]).expect("machines write messages");
                     (to, header, body.to_vec())
                 }
                 Transmit::Result { to, result } => {
@@ -146,7 +147,7 @@ impl Shard {
 }
 
 fn entries(body: &[u8]) -> Vec<AskEntry> {
-    AskEntries::decode(body).unwrap().iter().collect()
+    AskEntries::decode(body).expect("an ask").iter().collect()
 }
 
 #[test]

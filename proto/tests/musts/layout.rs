@@ -12,9 +12,9 @@ fn floats(values: &[f32]) -> Vec<u8> {
 }
 
 fn folded(wire: WireType, reduction: Reduction, inputs: &[&[u8]]) -> Vec<u8> {
-    let fold = Fold { world: u32::try_from(inputs.len()).unwrap(), absent: false };
+    let fold = Fold { world: u32::try_from(inputs.len()).expect("a few inputs"), absent: false };
     let mut out = vec![0xa5; inputs[0].len()];
-    fold_run(wire, reduction, fold, inputs, &mut out).unwrap();
+    fold_run(wire, reduction, fold, inputs, &mut out).expect("inputs alike");
     out
 }
 
@@ -118,13 +118,13 @@ fn folds_go_from_rank_to_rank_and_have_one_nan() {
 
 fn block(wire: WireType, world: u32, values: &[f32]) -> Vec<u8> {
     let mut out = vec![0xa5; wire.block_len(values.len())];
-    encode_block(DType::F32, wire, world, &floats(values), &mut out).unwrap();
+    encode_block(DType::F32, wire, world, &floats(values), &mut out).expect("a block of f32");
     out
 }
 
 fn decoded(wire: WireType, block: &[u8], elements: usize) -> Vec<f32> {
     let mut out = vec![0xa5; 4 * elements];
-    decode_block(wire, DType::F32, block, &mut out).unwrap();
+    decode_block(wire, DType::F32, block, &mut out).expect("a block of f32");
     out.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
 }
 

@@ -6,7 +6,7 @@ use racksum_proto::error::{OpError, Reject, SubmitError};
 use racksum_proto::ids::{Generation, JobId, OpId, Rank, WindowId};
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::{AskEntries, AskEntry, Disagreement, Flags, Header, Kind, Open};
-use racksum_proto::worker::{Transmit, Verdict, Worker};
+use racksum_proto::worker::{Config, Transmit, Verdict, Worker};
 
 use crate::support::{TIMEOUT, datagram, header, window, worker};
 
@@ -54,7 +54,7 @@ impl Machine {
     fn start(&mut self, occupied: &[bool]) -> OpId {
         let masks = occupied.iter().map(|is| u64::from(*is)).collect();
         let descriptor = sum(occupied.len() as u64);
-        self.machine.submit_scanned(self.now, descriptor, masks, TIMEOUT).unwrap()
+        self.machine.submit_scanned(self.now, descriptor, masks, TIMEOUT).expect("a valid op")
     }
 
     fn take(&mut self, bytes: &[u8]) -> Verdict {
@@ -85,7 +85,8 @@ impl Machine {
         while let Some(transmit) = self.machine.poll_transmit(self.now, &mut out, &mut ()) {
             said.push(match transmit {
                 Transmit::Datagram { len, .. } => {
-                    let (header, body) = Header::decode(&out[..len]).unwrap();
+                    let (header, body) =
+                        Header::decode(&out[..len]).expect("machines write messages");
                     Said::Datagram(header, body.to_vec())
                 }
                 Transmit::Data(data) => Said::Data(data.header, data.fragments),
@@ -111,13 +112,13 @@ impl Machine {
             .into_iter()
             .filter_map(|said| match said {
                 Said::Datagram(header, body) if header.kind == Kind::Ask => {
-                    Some((header, AskEntries::decode(&body).unwrap().iter().collect()))
+                    Some((header, AskEntries::decode(&body).expect("an ask").iter().collect()))
                 }
                 _ => None,
             })
             .collect();
         assert_eq!(asks.len(), 1, "{asks:?}");
-        asks.into_iter().next().unwrap()
+        asks.into_iter().next().expect("one ask")
     }
 }
 
@@ -380,11 +381,9 @@ fn no_more_ops_are_started_than_were_granted() {
 fn an_op_is_opened_wherever_it_has_a_window() {
     // wire: W-45
     let config = *worker(0).config();
-    let mut machine = Worker::new(racksum_proto::worker::Config { shards: 3, ..config }, Time(0));
-    for windows in [7, 2] {
-        machine
-            .submit_scanned(Time(0), sum(windows), vec![0; 7][..windows as usize].to_vec(), TIMEOUT)
-            .unwrap();
+    let mut machine = Worker::new(Config { shards: 3, ..config }, Time(0));
+    for (windows, masks) in [(7, vec![0; 7]), (2, vec![0; 2])] {
+        machine.submit_scanned(Time(0), sum(windows), masks, TIMEOUT).unwrap();
     }
     let mut rank = Machine { machine, now: Time(0) };
     let mut opened: Vec<_> = rank

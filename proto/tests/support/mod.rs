@@ -14,7 +14,7 @@ pub(crate) const TIMEOUT: Span = Span::from_secs(10);
 
 /// The cut at an MTU of 1500 over IPv4, with room for an authentication code.
 pub(crate) fn cut() -> Fragmentation {
-    Fragmentation::new(1500 - 28 - Header::LEN - Header::MAC_ROOM).unwrap()
+    Fragmentation::new(1500 - 28 - Header::LEN - Header::MAC_ROOM).expect("1408 bytes are enough")
 }
 
 /// The aggregator half of the job at its only shard: two ranks, one lane, eight slots.
@@ -65,7 +65,8 @@ pub(crate) fn header(kind: Kind, sender: Rank) -> Header {
 /// The datagram of a header and a body; the header's length is set.
 pub(crate) fn datagram(header: Header, body: &[u8]) -> Vec<u8> {
     let mut bytes = [0xa5; Header::LEN];
-    Header { length: u16::try_from(body.len()).unwrap(), ..header }.encode(&mut bytes);
+    Header { length: u16::try_from(body.len()).expect("a short body"), ..header }
+        .encode(&mut bytes);
     [&bytes[..], body].concat()
 }
 

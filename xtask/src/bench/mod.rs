@@ -76,7 +76,8 @@ struct PeersArgs {
     #[arg(long, value_name = "PATH")]
     python: Option<PathBuf>,
     /// Seed of the data.
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(..=u64::from(u32::MAX)))]
+    #[arg(long, default_value_t = 1)]
+    #[arg(value_parser = clap::value_parser!(u64).range(..=u64::from(u32::MAX)))]
     seed: u64,
 }
 
