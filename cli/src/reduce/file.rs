@@ -62,7 +62,7 @@ impl GradientFile {
         if len < LENGTH {
             return Err(bad(format!("it has {len} bytes, and the length of its header takes 8")));
         }
-        let mut length = [0; LENGTH as usize];
+        let mut length = [0; LENGTH_LEN];
         file.read_exact_at(&mut length, 0).map_err(unreadable)?;
         let header_len = u64::from_le_bytes(length);
         if header_len > MAX_HEADER || header_len > len - LENGTH {
@@ -194,12 +194,12 @@ pub(super) fn header_of(tensors: &[Tensor]) -> Result<Vec<u8>, Failure> {
         })
         .collect();
     let metadata = Metadata::new(None, infos).map_err(|error| cannot(error.to_string()))?;
-    let mut header = vec![0; LENGTH as usize];
+    let mut header = vec![0; LENGTH_LEN];
     serde_json::to_writer(&mut header, &metadata).map_err(|error| cannot(error.to_string()))?;
     // So that the data begins at a multiple of eight bytes.
     header.resize(header.len().next_multiple_of(8), b' ');
     let len = header.len() as u64 - LENGTH;
-    header[..LENGTH as usize].copy_from_slice(&len.to_le_bytes());
+    header[..LENGTH_LEN].copy_from_slice(&len.to_le_bytes());
     Ok(header)
 }
 
@@ -249,7 +249,9 @@ const fn stored_as(dtype: DType) -> Dtype {
 }
 
 /// Bytes of the header's length, which opens a file.
-const LENGTH: u64 = 8;
+const LENGTH: u64 = LENGTH_LEN as u64;
+/// The same, as a length of memory.
+const LENGTH_LEN: usize = 8;
 /// The longest header that the format allows.
 const MAX_HEADER: u64 = 100_000_000;
 

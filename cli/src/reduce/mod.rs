@@ -137,7 +137,7 @@ impl Args {
     fn descriptor(&self, tensor: &Tensor) -> Result<Descriptor, Failure> {
         let descriptor = Descriptor {
             tag: tensor.tag(),
-            wire: self.wire.unwrap_or(tensor.dtype.native_wire()),
+            wire: self.wire.unwrap_or_else(|| tensor.dtype.native_wire()),
             reduction: self.op,
             ..Descriptor::sum(tensor.elements, tensor.dtype)
         };

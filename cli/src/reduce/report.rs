@@ -181,7 +181,7 @@ impl Table<'_> {
     }
 
     fn wire(&self, tensor: &Tensor) -> &'static str {
-        self.args.wire.unwrap_or(tensor.dtype.native_wire()).name()
+        self.args.wire.unwrap_or_else(|| tensor.dtype.native_wire()).name()
     }
 }
 
