@@ -253,7 +253,9 @@ fn a_rank_sends_its_own_bytes_and_receives_the_unions_and_little_else() {
                 let own = reduce(&descriptor, &[tensor.clone()]).union.len();
                 client.allreduce(&mut tensor, descriptor).unwrap();
                 let stats = client.stats();
-                if stats.retransmits == 0 && stats.kernel_drops == 0 {
+                // Recovery costs bytes, and a starved machine makes ranks ask; the simulator
+                // holds the bound in every run that loses nothing.
+                if stats.retransmits + stats.kernel_drops + stats.asks == 0 {
                     assert!(stats.tx_bytes as f64 <= len_of(own), "{stats:?}, {own} blocks");
                     assert!(stats.rx_bytes as f64 <= len_of(union), "{stats:?}, {union} blocks");
                 }
