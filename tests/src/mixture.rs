@@ -66,7 +66,8 @@ impl Op {
         if !self.lists[usize::from(rank)] {
             return Running::Whole(client.submit(input, descriptor).unwrap());
         }
-        let blocks = blocks(&descriptor, &input, &reduce(&descriptor, std::slice::from_ref(&input)).union);
+        let blocks =
+            blocks(&descriptor, &input, &reduce(&descriptor, std::slice::from_ref(&input)).union);
         Running::List(client.submit_blocks(blocks, descriptor).unwrap())
     }
 
