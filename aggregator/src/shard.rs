@@ -264,8 +264,9 @@ impl Shard {
         stats.datagrams[0] += count as u64;
         stats.bytes[0] += buffer.len() as u64;
         let mut stores = [None; udp::MAX_SEGMENTS];
-        let whole = may_be_whole(buffer, meta.stride);
-        for (datagram, store) in buffer.chunks(meta.stride.max(1)).zip(&mut stores) {
+        // The kernel may join more datagrams than a window has fragments.
+        let whole = count <= stores.len() && may_be_whole(buffer, meta.stride);
+        for (n, datagram) in buffer.chunks(meta.stride.max(1)).enumerate() {
             for message in wire::messages(datagram) {
                 let Some((id, place, body)) =
                     take_message(jobs, &mut stats.rejects, now, message, &meta)
@@ -273,7 +274,7 @@ impl Shard {
                     continue;
                 };
                 if whole {
-                    *store = Some((id, place));
+                    stores[n] = Some((id, place));
                 } else if let Some(job) = jobs.get_mut(&id) {
                     job.slots.copy(place, body, arena);
                 }
@@ -484,6 +485,10 @@ impl Outbox {
                 message.copy_from_slice(result);
                 return self.join(socket, job, message);
             }
+        }
+        if to == Recipient::All {
+            // Results in order: one that overtakes another looks like a loss.
+            self.send_joined(socket, job);
         }
         let Job { slots, ranks, group, unicast, .. } = job;
         let (datagrams, stride) = slots.result(*lane, *slot, *len, header);

@@ -144,7 +144,7 @@ impl Payload {
             return None;
         }
         let index = delivery.window.index;
-        if delivery.complete && delivery.fragment == 0 {
+        if body.len() == delivery.len {
             return self.scatter_blocks(delivery.window, delivery.mask, body);
         }
         let payload = self.partial.entry(index).or_insert_with(|| vec![0; delivery.len]);
