@@ -33,6 +33,8 @@ pub struct Config {
     pub pool_mib: u32,
     /// Most jobs at a time.
     pub max_jobs: u16,
+    /// Seconds that a job may wait for its last rank, from its first on.
+    pub join_timeout_s: u32,
     /// How results reach the ranks.
     pub fanout: Fanout,
     /// Serve beyond loopback without identities.
@@ -48,6 +50,7 @@ impl Default for Config {
             pool_slots: 256,
             pool_mib: 1024,
             max_jobs: 8,
+            join_timeout_s: 600,
             fanout: Fanout::Auto,
             insecure: false,
         }
@@ -97,6 +100,7 @@ impl Config {
             ("pool_slots", u64::from(self.pool_slots), 2, 4096),
             ("pool_mib", u64::from(self.pool_mib), 1, 1 << 20),
             ("max_jobs", u64::from(self.max_jobs), 1, 1024),
+            ("join_timeout_s", u64::from(self.join_timeout_s), 1, 7 * 24 * 3600),
             ("port", u64::from(self.port), 0, ports),
         ] {
             if !(min..=max).contains(&value) {

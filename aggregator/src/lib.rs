@@ -8,18 +8,22 @@
 
 mod arena;
 mod config;
+mod failure;
 pub mod kernel;
+mod outbox;
 mod registry;
 mod server;
 mod shard;
 mod slots;
 
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 pub use config::{Config, ConfigError, Fanout};
+use failure::Failure;
 use racksum_net::NetError;
 use racksum_net::clock::Clock;
 use racksum_net::quic::{Identity, Trust, quinn, server as endpoint};
@@ -45,6 +49,9 @@ pub enum StartError {
     /// Multicast was demanded and cannot be.
     #[error("--fanout multicast needs --bind with the address of one interface; {0} is none")]
     NoMulticast(std::net::IpAddr),
+    /// Multicast was demanded of an interface that has none.
+    #[error("--fanout multicast cannot be: {0}")]
+    Multicast(NetError),
 }
 
 /// A running aggregator. Dropping it stops it.
@@ -54,6 +61,7 @@ pub struct Aggregator {
     registry: Shared,
     endpoint: quinn::Endpoint,
     control: Option<JoinHandle<()>>,
+    failure: Failure,
 }
 
 impl Aggregator {
@@ -77,15 +85,28 @@ impl Aggregator {
             endpoint(bind, &identity, &trust)?
         };
         let addr = endpoint.local_addr()?;
-        let shards = start_shards(&config, clock)?;
-        let can_multicast = interface
-            .is_some_and(|interface| shards.iter().all(|shard| shard.set_multicast(&interface)));
-        let registry = Arc::new(Mutex::new(Registry::new(config, shards, can_multicast)));
-        let serving = server::serve(endpoint.clone(), Arc::clone(&registry));
-        let control = std::thread::Builder::new().name("control".into()).spawn(move || {
-            runtime.block_on(serving);
-        })?;
-        Ok(Self { addr, registry, endpoint, control: Some(control) })
+        let failure = Failure::new();
+        let shards = start_shards(&config, clock, &failure)?;
+        let can_multicast = match interface
+            .map(|interface| shards.iter().try_for_each(|shard| shard.set_multicast(&interface)))
+        {
+            Some(Ok(())) => true,
+            Some(Err(why)) if config.fanout == Fanout::Multicast => {
+                return Err(StartError::Multicast(why));
+            }
+            // Results go out as copies.
+            Some(Err(_)) | None => false,
+        };
+        let registry = Registry::new(config, shards, can_multicast, any_number());
+        let registry = Arc::new(Mutex::new(registry));
+        let serving = server::serve(
+            endpoint.clone(),
+            Arc::clone(&registry),
+            server::MAX_STRANGERS,
+            failure.subscribe(),
+        );
+        let control = failure.spawn("control".into(), move || runtime.block_on(serving))?;
+        Ok(Self { addr, registry, endpoint, control: Some(control), failure })
     }
 
     /// The address of the control plane, which workers connect to.
@@ -104,6 +125,23 @@ impl Aggregator {
     #[must_use]
     pub fn data_addrs(&self) -> Vec<SocketAddr> {
         server::lock(&self.registry).shards().iter().map(|shard| shard.addr).collect()
+    }
+
+    /// Why the aggregator serves no more, if a thread of it has failed: a sentence. Its ranks have
+    /// been told that it is gone.
+    #[must_use]
+    pub fn failure(&self) -> Option<String> {
+        self.failure.subscribe().borrow().clone()
+    }
+
+    /// Waits for [`Aggregator::failure`], which may be for ever.
+    pub async fn failed(&self) -> String {
+        let mut told = self.failure.subscribe();
+        match told.wait_for(Option::is_some).await.as_deref() {
+            Ok(Some(why)) => why.clone(),
+            // `self` holds the sender.
+            _ => std::future::pending().await,
+        }
     }
 
     /// How many jobs there are.
@@ -132,7 +170,11 @@ impl Drop for Aggregator {
 }
 
 /// Starts the shards on the ports after the control port, or on any.
-fn start_shards(config: &Config, clock: Clock) -> Result<Vec<ShardHandle>, StartError> {
+fn start_shards(
+    config: &Config,
+    clock: Clock,
+    failure: &Failure,
+) -> Result<Vec<ShardHandle>, StartError> {
     (0..config.shards)
         .map(|shard| {
             let port = match config.port {
@@ -141,7 +183,16 @@ fn start_shards(config: &Config, clock: Clock) -> Result<Vec<ShardHandle>, Start
             };
             let bind = SocketAddr::new(config.bind, port);
             let number = usize::from(shard);
-            Ok(ShardHandle::start(bind, number, config.buffers(), clock)?)
+            Ok(ShardHandle::start(bind, number, config.buffers(), clock, failure)?)
         })
         .collect()
 }
+
+/// A number that the next life of the aggregator does not know: the seed of a hash table.
+fn any_number() -> u32 {
+    let hash = RandomState::new().build_hasher().finish();
+    u32::try_from(hash >> 32).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests;

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::time::Duration;
 
 use racksum_proto::aggregator::Config as JobConfig;
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, Join, Welcome};
@@ -9,6 +10,7 @@ use racksum_proto::geometry::{Fragmentation, WINDOW_BYTES};
 use racksum_proto::ids::{Generation, JobId};
 use racksum_proto::wire::Header;
 use tokio::sync::mpsc::Sender;
+use tokio::time::Instant;
 
 use crate::config::{Config, Fanout};
 use crate::shard::{Command, NewJob, ShardHandle};
@@ -22,6 +24,11 @@ const MAX_NAME: usize = 128;
 const MAX_OPS: u16 = 64;
 /// From this many ranks on, `auto` tries multicast: for fewer, copies cost less than the care.
 const MULTICAST_WORLD: u16 = 3;
+/// How often a group is probed where there are copies to fall back to: 300 ms.
+const PROBES: u32 = 15;
+/// How often where there are none: 5 s. A link that has just come up, or a switch that has just
+/// heard of the group, may take seconds to pass multicast on.
+const DEMANDED_PROBES: u32 = 250;
 
 /// A rank that has joined.
 #[derive(Debug)]
@@ -43,6 +50,15 @@ struct Job {
     stripe: (u8, u8),
     members: Vec<Option<Member>>,
     state: State,
+    opened: Instant,
+}
+
+/// A rank's place in a job, which another job of the same name does not have.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Seat {
+    job: String,
+    id: JobId,
+    rank: u16,
 }
 
 /// How far a job is.
@@ -78,9 +94,23 @@ pub(crate) enum Joined {
     Ready,
 }
 
+#[cfg(test)]
+impl Seat {
+    pub(crate) fn of(job: &str, id: u32, rank: u16) -> Self {
+        Self { job: job.to_owned(), id: JobId(id), rank }
+    }
+}
+
 impl Registry {
-    pub(crate) fn new(config: Config, shards: Vec<ShardHandle>, can_multicast: bool) -> Self {
-        Self { config, shards, jobs: BTreeMap::new(), last_id: 0, can_multicast }
+    /// Numbers jobs from after `last_id` on. A number that an earlier life of the aggregator has
+    /// given is better not given again: datagrams of that life may still come.
+    pub(crate) const fn new(
+        config: Config,
+        shards: Vec<ShardHandle>,
+        can_multicast: bool,
+        last_id: u32,
+    ) -> Self {
+        Self { config, shards, jobs: BTreeMap::new(), last_id, can_multicast }
     }
 
     pub(crate) fn shards(&self) -> &[ShardHandle] {
@@ -97,6 +127,11 @@ impl Registry {
         self.jobs.len()
     }
 
+    /// How many ranks have joined.
+    pub(crate) fn ranks(&self) -> usize {
+        self.jobs.values().map(|job| job.members.iter().flatten().count()).sum()
+    }
+
     /// Takes a rank into its job.
     ///
     /// # Errors
@@ -106,11 +141,12 @@ impl Registry {
         join: Join,
         addr: IpAddr,
         tell: Sender<FromAggregator>,
-    ) -> Result<Joined, String> {
-        self.check(&join)?;
+        now: Instant,
+    ) -> Result<(Seat, Joined), String> {
+        Self::check(&join, addr)?;
         let name = join.job.clone();
         if !self.jobs.contains_key(&name) {
-            self.open(&join)?;
+            self.open(&join, now)?;
         }
         let job = self.jobs.get_mut(&name).ok_or("the job vanished while it was opened")?;
         job.check(&join)?;
@@ -122,15 +158,17 @@ impl Registry {
                  give each worker its own --rank"
             ));
         }
+        let seat = Seat { job: name, id: job.id, rank: join.rank };
         *place = Some(Member { join, addr, tell, hears: false });
         if job.members.iter().any(Option::is_none) {
-            return Ok(Joined::Waiting);
+            return Ok((seat, Joined::Waiting));
         }
-        self.start(&name)
+        let joined = self.start(&seat.job)?;
+        Ok((seat, joined))
     }
 
     /// Checks what does not depend on the job.
-    fn check(&self, join: &Join) -> Result<(), String> {
+    fn check(join: &Join, addr: IpAddr) -> Result<(), String> {
         if join.version != CONTROL_VERSION {
             return Err(format!(
                 "this aggregator speaks version {CONTROL_VERSION} of the protocol, the worker \
@@ -155,11 +193,26 @@ impl Registry {
         if join.job.is_empty() || join.job.len() > MAX_NAME {
             return Err(format!("a job's name has 1 to {MAX_NAME} bytes, not {}", join.job.len()));
         }
+        if join.data_port == 0 {
+            return Err("a rank needs a UDP port for its data, and 0 is none".into());
+        }
+        if join.pool_slots == 1 {
+            return Err("a stream has 2 slots or more, not 1".into());
+        }
+        if let IpAddr::V6(v6) = addr
+            && v6.to_ipv4_mapped().is_some()
+        {
+            // The control socket takes both, the data sockets take one, so that a peer has one
+            // address.
+            return Err("this aggregator serves IPv6, and the worker came by IPv4; call it by an \
+                        IPv6 address, or start it with an IPv4 address to --bind"
+                .into());
+        }
         Ok(())
     }
 
     /// Opens a job for its first rank.
-    fn open(&mut self, join: &Join) -> Result<(), String> {
+    fn open(&mut self, join: &Join, now: Instant) -> Result<(), String> {
         if self.jobs.len() >= usize::from(self.config.max_jobs) {
             return Err(format!(
                 "this aggregator has {} jobs, as many as --max-jobs allows; try again when one \
@@ -167,18 +220,29 @@ impl Registry {
                 self.jobs.len()
             ));
         }
-        self.last_id = self.last_id.wrapping_add(1).max(1);
         let job = Job {
-            id: JobId(self.last_id),
+            id: self.free_id(),
             generation: join.generation,
             world: join.world,
             lanes: join.lanes,
             stripe: join.stripe,
             members: (0..join.world).map(|_| None).collect(),
             state: State::Gathering,
+            opened: now,
         };
         self.jobs.insert(join.job.clone(), job);
         Ok(())
+    }
+
+    /// The next number that no job has. There are far more numbers than jobs.
+    fn free_id(&mut self) -> JobId {
+        loop {
+            self.last_id = self.last_id.wrapping_add(1).max(1);
+            let id = JobId(self.last_id);
+            if self.jobs.values().all(|job| job.id != id) {
+                return id;
+            }
+        }
     }
 
     /// Grants a complete job its share and tells everyone.
@@ -193,11 +257,18 @@ impl Registry {
                 return Err(reason);
             }
         };
+        let deaf = job.members.iter().flatten().find(|member| !member.join.multicast);
+        if let (Fanout::Multicast, Some(deaf)) = (self.config.fanout, deaf) {
+            let reason = deaf.unreached();
+            self.refuse_all(name, &reason);
+            return Err(reason);
+        }
         let fanout = match self.config.fanout {
             Fanout::Auto if job.world < MULTICAST_WORLD => Fanout::Unicast,
             fanout => fanout,
         };
-        let group = (fanout != Fanout::Unicast && self.can_multicast)
+        let listens = job.members.iter().flatten().any(|member| member.join.multicast);
+        let group = (fanout != Fanout::Unicast && self.can_multicast && listens)
             .then(|| group_of(job.id, self.shards[0].addr));
         let ranks: Vec<SocketAddr> = job.data_addrs().collect();
         for (shard, config) in self.shards.iter().zip(configs) {
@@ -227,50 +298,55 @@ impl Registry {
         affordable.min(asked).min(self.config.pool_slots)
     }
 
-    /// Sends one probe to the group of a job that is being probed. Returns false once it is not.
-    pub(crate) fn probe(&self, name: &str) -> bool {
-        let Some(job) = self.jobs.get(name).filter(|job| job.state == State::Probing) else {
-            return false;
-        };
-        if let Some(shard) = self.shards.first() {
-            shard.tell(Command::Probe(job.id));
+    /// How often a group is to be probed.
+    pub(crate) const fn probes(&self) -> u32 {
+        match self.config.fanout {
+            Fanout::Multicast => DEMANDED_PROBES,
+            Fanout::Auto | Fanout::Unicast => PROBES,
         }
-        true
     }
 
-    /// Notes that a rank hears the group; the job runs once all do.
-    pub(crate) fn heard(&mut self, name: &str, rank: u16) {
-        let Some(job) = self.jobs.get_mut(name) else { return };
-        if let Some(Some(member)) = job.members.get_mut(usize::from(rank)) {
+    /// The job of a seat, unless it is gone.
+    fn job(&mut self, seat: &Seat) -> Option<&mut Job> {
+        self.jobs.get_mut(&seat.job).filter(|job| job.id == seat.id)
+    }
+
+    /// Sends one probe to the group of a job that is being probed. Returns false once it is not.
+    pub(crate) fn probe(&mut self, seat: &Seat) -> bool {
+        let probing = self.job(seat).is_some_and(|job| job.state == State::Probing);
+        if let Some(shard) = self.shards.first().filter(|_| probing) {
+            shard.tell(Command::Probe(seat.id));
+        }
+        probing
+    }
+
+    /// Notes that a rank hears the group; the job runs once all that listen do.
+    pub(crate) fn heard(&mut self, seat: &Seat) {
+        let Some(job) = self.job(seat) else { return };
+        if let Some(member) = &mut job.members[usize::from(seat.rank)] {
             member.hears = true;
         }
-        if job.state == State::Probing && job.members.iter().flatten().all(|m| m.hears) {
-            self.run(name);
+        let mut listening = job.members.iter().flatten().filter(|member| member.join.multicast);
+        if job.state == State::Probing && listening.all(|member| member.hears) {
+            self.run(&seat.job);
         }
     }
 
     /// Ends the probing of a job: who has not heard the group is sent copies, or refused.
-    pub(crate) fn end_probe(&mut self, name: &str) {
-        let Some(job) = self.jobs.get(name).filter(|job| job.state == State::Probing) else {
-            return;
-        };
+    pub(crate) fn end_probe(&mut self, seat: &Seat) {
+        let demanded = self.config.fanout == Fanout::Multicast;
+        let Some(job) = self.job(seat).filter(|job| job.state == State::Probing) else { return };
         let deaf = job.members.iter().flatten().find(|member| !member.hears);
-        if let (Fanout::Multicast, Some(deaf)) = (self.config.fanout, deaf) {
-            let reason = format!(
-                "multicast does not reach rank {} at {}; start the aggregator with --fanout auto \
-                 or unicast",
-                deaf.join.rank, deaf.addr
-            );
-            self.refuse_all(name, &reason);
-            return;
+        match deaf.filter(|_| demanded).map(Member::unreached) {
+            Some(reason) => self.refuse_all(&seat.job, &reason),
+            None => self.run(&seat.job),
         }
-        self.run(name);
     }
 
     fn run(&mut self, name: &str) {
         let Some(job) = self.jobs.get_mut(name) else { return };
         job.state = State::Running;
-        let hears: Vec<bool> = job.members.iter().flatten().map(|member| member.hears).collect();
+        let hears = job.hears();
         for shard in &self.shards {
             shard.tell(Command::Listeners(job.id, hears.clone()));
         }
@@ -289,16 +365,35 @@ impl Registry {
         }
     }
 
-    /// The ranks that a job lacks; empty when it has started.
-    pub(crate) fn missing(&self, name: &str) -> Vec<u16> {
-        let members = self.jobs.get(name).map(|job| &job.members);
-        let absent = members.into_iter().flatten().zip(0..).filter(|(m, _)| m.is_none());
-        absent.map(|(_, rank)| rank).collect()
+    /// The ranks that a job lacks; empty when it has started. A job that has gathered for too
+    /// long ends here: those who came are told who did not.
+    pub(crate) fn missing(&mut self, seat: &Seat, now: Instant) -> Vec<u16> {
+        let patience = Duration::from_secs(self.config.join_timeout_s.into());
+        let Some(job) = self.job(seat).filter(|job| job.state == State::Gathering) else {
+            return Vec::new();
+        };
+        let absent = job.members.iter().zip(0..).filter(|(member, _)| member.is_none());
+        let missing: Vec<u16> = absent.map(|(_, rank)| rank).collect();
+        if now.saturating_duration_since(job.opened) < patience {
+            return missing;
+        }
+        let names: Vec<_> = missing.iter().map(u16::to_string).collect();
+        let reason = format!(
+            "job {:?} has waited {} s for rank{} {}; start what is missing, or raise \
+             --join-timeout-s at the aggregator",
+            seat.job,
+            patience.as_secs(),
+            if names.len() == 1 { "" } else { "s" },
+            names.join(", ")
+        );
+        self.refuse_all(&seat.job, &reason);
+        Vec::new()
     }
 
     /// A rank is gone: cleanly, or lost. A running job that loses a rank is over for all.
-    pub(crate) fn leave(&mut self, name: &str, id: Option<JobId>, rank: u16, clean: bool) {
-        let Some(job) = self.jobs.get_mut(name).filter(|job| Some(job.id) == id) else { return };
+    pub(crate) fn leave(&mut self, seat: &Seat, clean: bool) {
+        let (name, rank) = (&seat.job, seat.rank);
+        let Some(job) = self.job(seat) else { return };
         job.members[usize::from(rank)] = None;
         if !clean && job.state != State::Gathering {
             for member in job.members.iter().flatten() {
@@ -307,16 +402,10 @@ impl Registry {
             tracing::warn!(job = name, rank, "rank lost");
         }
         if job.members.iter().all(Option::is_none) {
-            let id = job.id;
             self.jobs.remove(name);
-            self.forget(id);
+            self.forget(seat.id);
             tracing::info!(job = name, "job ended");
         }
-    }
-
-    /// The number of a job, by its name.
-    pub(crate) fn id(&self, name: &str) -> Option<JobId> {
-        self.jobs.get(name).map(|job| job.id)
     }
 
     fn forget(&self, id: JobId) {
@@ -351,6 +440,12 @@ impl Job {
             }
         }
         Ok(())
+    }
+
+    /// Who hears the group, by rank; one that is gone hears nothing.
+    fn hears(&self) -> Vec<bool> {
+        let hears = |member: &Option<Member>| member.as_ref().is_some_and(|member| member.hears);
+        self.members.iter().map(hears).collect()
     }
 
     fn data_addrs(&self) -> impl Iterator<Item = SocketAddr> + '_ {
@@ -415,7 +510,16 @@ impl Job {
 }
 
 impl Member {
-    /// Tells the rank something. One that does not read is cut off by its connection's timeout.
+    /// Why this rank is no rank of a job that demands multicast.
+    fn unreached(&self) -> String {
+        format!(
+            "multicast does not reach rank {} at {}; start the aggregator with --fanout auto or \
+             unicast",
+            self.join.rank, self.addr
+        )
+    }
+
+    /// Tells the rank something. One that does not read is given up by its connection's task.
     fn tell(&self, message: FromAggregator) {
         if self.tell.try_send(message).is_err() {
             tracing::warn!(rank = self.join.rank, "the rank does not read its messages");
@@ -438,3 +542,6 @@ fn group_of(id: JobId, shard: SocketAddr) -> SocketAddr {
     };
     SocketAddr::new(ip, shard.port())
 }
+
+#[cfg(test)]
+mod tests;

@@ -4,21 +4,26 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use racksum_net::quic::{frames, quinn};
-use racksum_proto::control::{FromAggregator, FromWorker};
+use racksum_proto::control::{FromAggregator, FromWorker, Join};
 use tokio::sync::mpsc::{Receiver, channel};
-use tokio::time::{Instant, interval, timeout};
+use tokio::sync::watch;
+use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
-use crate::registry::{Joined, Registry};
+use crate::registry::{Joined, Registry, Seat};
 
-/// How long a connection may take to say who it is.
+/// Connections at a time that are no rank's: they have not joined yet, or are about to end. Twice
+/// the ranks of a large job.
+pub(crate) const MAX_STRANGERS: usize = 512;
+/// How long a handshake may take, and then a connection to say who it is.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long ranks are told of the end.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
+/// How long a rank may leave a message unread; one that never reads is lost.
+const READ_TIMEOUT: Duration = Duration::from_secs(10);
 /// How often a waiting rank is told whom it waits for.
 const WAITING_PERIOD: Duration = Duration::from_millis(500);
-/// How often, and for how long, a multicast group is probed.
+/// How often a multicast group is probed.
 const PROBE_PERIOD: Duration = Duration::from_millis(20);
-const PROBES: u32 = 15;
 /// Messages that may wait for a rank to read them.
 const QUEUE: usize = 16;
 
@@ -29,12 +34,35 @@ pub(crate) fn lock(registry: &Shared) -> MutexGuard<'_, Registry> {
     registry.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Serves until the endpoint is closed.
-pub(crate) async fn serve(endpoint: quinn::Endpoint, registry: Shared) {
-    while let Some(incoming) = endpoint.accept().await {
+/// Serves until the endpoint is closed or the aggregator has failed, with at most `strangers`
+/// connections that are no rank's.
+pub(crate) async fn serve(
+    endpoint: quinn::Endpoint,
+    registry: Shared,
+    strangers: usize,
+    mut failure: watch::Receiver<Option<String>>,
+) {
+    loop {
+        let incoming = tokio::select! {
+            incoming = endpoint.accept() => incoming,
+            Ok(_) = failure.wait_for(Option::is_some) => {
+                lock(&registry).stop();
+                endpoint.close(1u32.into(), b"the aggregator failed");
+                None
+            }
+        };
+        let Some(incoming) = incoming else { break };
+        if endpoint.open_connections() >= lock(&registry).ranks() + strangers {
+            let from = incoming.remote_address();
+            tracing::warn!(%from, "refused: too many connections have not joined");
+            incoming.refuse();
+            continue;
+        }
+        // From here on it counts as open. One that cannot be accepted is gone already.
+        let Ok(connecting) = incoming.accept() else { continue };
         let registry = Arc::clone(&registry);
         tokio::spawn(async move {
-            if let Ok(connection) = incoming.await {
+            if let Ok(Ok(connection)) = timeout(JOIN_TIMEOUT, connecting).await {
                 serve_rank(connection, registry).await;
             }
         });
@@ -45,61 +73,76 @@ pub(crate) async fn serve(endpoint: quinn::Endpoint, registry: Shared) {
 
 /// Serves one rank from its join to its end.
 async fn serve_rank(connection: quinn::Connection, registry: Shared) {
-    let Ok(Ok((mut send, mut recv))) = timeout(JOIN_TIMEOUT, connection.accept_bi()).await else {
+    let Ok(Some((join, mut send, recv))) = timeout(JOIN_TIMEOUT, hear_join(&connection)).await
+    else {
         return;
     };
-    let first = timeout(JOIN_TIMEOUT, frames::recv(&mut recv)).await;
-    let Ok(Ok(Some(FromWorker::Join(join)))) = first else { return };
     let (tell, mut inbox) = channel(QUEUE);
     let addr = connection.remote_address().ip();
     let (name, rank) = (join.job.clone(), join.rank);
-    let (joined, id) = {
-        let mut registry = lock(&registry);
-        let joined = registry.join(join, addr, tell);
-        (joined, registry.id(&name))
-    };
+    let joined = lock(&registry).join(join, addr, tell, Instant::now());
     match joined {
         Err(reason) => {
             tracing::warn!(job = name, rank, %addr, reason, "join refused");
-            drain(&mut inbox, &mut send).await;
-            // Whether or not the refusal arrives, there is nothing more to do for it.
-            drop(frames::send(&mut send, &FromAggregator::Refused { reason }).await);
-            drop(send.finish());
-            drop(timeout(JOIN_TIMEOUT, connection.closed()).await);
-            return;
+            if say(&mut send, &FromAggregator::Refused { reason }).await {
+                end(&connection, send).await;
+            }
         }
-        Ok(Joined::Probe) => {
-            tokio::spawn(probe(Arc::clone(&registry), name.clone()));
-        }
-        Ok(Joined::Waiting | Joined::Ready) => {}
-    }
-    tracing::info!(job = name, rank, %addr, "rank joined");
-    let clean = attend(&registry, &name, rank, &mut send, recv, &mut inbox).await;
-    lock(&registry).leave(&name, id, rank, clean);
-    if clean {
-        drop(send.finish());
-        drop(timeout(JOIN_TIMEOUT, connection.closed()).await);
-    }
-}
-
-/// Sends what is queued.
-async fn drain(inbox: &mut Receiver<FromAggregator>, send: &mut quinn::SendStream) {
-    while let Ok(message) = inbox.try_recv() {
-        if frames::send(send, &message).await.is_err() {
-            return;
+        Ok((seat, joined)) => {
+            tracing::info!(job = name, rank, %addr, "rank joined");
+            if joined == Joined::Probe {
+                tokio::spawn(probe(Arc::clone(&registry), seat.clone()));
+            }
+            let parting = attend(&registry, &seat, &mut send, recv, &mut inbox).await;
+            lock(&registry).leave(&seat, parting == Parting::Left);
+            if parting != Parting::Lost {
+                end(&connection, send).await;
+            }
         }
     }
 }
 
-/// Passes messages both ways until the rank is gone; returns whether it left by itself.
+/// The first word of a connection, which must be a join, and the stream that it came by.
+async fn hear_join(
+    connection: &quinn::Connection,
+) -> Option<(Join, quinn::SendStream, quinn::RecvStream)> {
+    let (send, mut recv) = connection.accept_bi().await.ok()?;
+    match frames::recv(&mut recv).await {
+        Ok(Some(FromWorker::Join(join))) => Some((join, send, recv)),
+        _ => None,
+    }
+}
+
+/// Ends a conversation so that its last words still arrive.
+async fn end(connection: &quinn::Connection, mut send: quinn::SendStream) {
+    drop(send.finish());
+    drop(timeout(JOIN_TIMEOUT, connection.closed()).await);
+}
+
+/// Tells the rank something; returns false if it is gone or does not read.
+async fn say(send: &mut quinn::SendStream, message: &FromAggregator) -> bool {
+    matches!(timeout(READ_TIMEOUT, frames::send(send, message)).await, Ok(Ok(())))
+}
+
+/// How a rank and its job parted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Parting {
+    /// The rank said so.
+    Left,
+    /// The rank is gone, or makes no sense.
+    Lost,
+    /// The job is over, and the rank was told why.
+    Over,
+}
+
+/// Passes messages both ways until the rank or its job is gone.
 async fn attend(
     registry: &Shared,
-    name: &str,
-    rank: u16,
+    seat: &Seat,
     send: &mut quinn::SendStream,
     mut recv: quinn::RecvStream,
     inbox: &mut Receiver<FromAggregator>,
-) -> bool {
+) -> Parting {
     let (heard, mut words) = channel(QUEUE);
     // A task of its own, since reading a frame must not be cancelled half-way.
     let reader = tokio::spawn(async move {
@@ -111,42 +154,49 @@ async fn attend(
     });
     let joined = Instant::now();
     let mut tick = interval(WAITING_PERIOD);
-    let clean = loop {
+    let parting = loop {
         tokio::select! {
             message = inbox.recv() => {
-                let Some(message) = message else { break false };
-                if frames::send(send, &message).await.is_err() {
-                    break false;
+                let Some(message) = message else { break Parting::Over };
+                if !say(send, &message).await {
+                    break Parting::Lost;
                 }
             }
             word = words.recv() => match word {
-                Some(FromWorker::Heard) => lock(registry).heard(name, rank),
-                Some(FromWorker::Leave) => break true,
-                Some(FromWorker::Join(_)) | None => break false,
+                Some(FromWorker::Heard) => lock(registry).heard(seat),
+                Some(FromWorker::Leave) => break Parting::Left,
+                Some(FromWorker::Join(_)) | None => break Parting::Lost,
             },
             now = tick.tick() => {
-                let missing = lock(registry).missing(name);
+                let missing = lock(registry).missing(seat, now);
                 let waited = now.saturating_duration_since(joined);
                 let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
                 let waiting = FromAggregator::Waiting { missing: missing.clone(), waited_ms };
-                if !missing.is_empty() && frames::send(send, &waiting).await.is_err() {
-                    break false;
+                if !missing.is_empty() && !say(send, &waiting).await {
+                    break Parting::Lost;
                 }
             }
         }
     };
     reader.abort();
-    clean
+    parting
 }
 
-/// Probes a job's group until every rank has heard it, or long enough.
-async fn probe(registry: Shared, name: String) {
+/// Probes a job's group until every rank that listens has heard it, or long enough.
+async fn probe(registry: Shared, seat: Seat) {
     let mut tick = interval(PROBE_PERIOD);
-    for _ in 0..PROBES {
+    // Each probe is to have its time, also when this thread was kept from running for a while.
+    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let probes = lock(&registry).probes();
+    for _ in 0..probes {
         tick.tick().await;
-        if !lock(&registry).probe(&name) {
+        if !lock(&registry).probe(&seat) {
             return;
         }
     }
-    lock(&registry).end_probe(&name);
+    tick.tick().await;
+    lock(&registry).end_probe(&seat);
 }
+
+#[cfg(test)]
+mod tests;

@@ -11,18 +11,16 @@ use bytes::BytesMut;
 use racksum_net::NetError;
 use racksum_net::clock::Clock;
 use racksum_net::interface::Interface;
-use racksum_net::udp::{
-    self, BATCH, Received, RecvRing, SendRing, Transmit as Message, UdpConfig, UdpSocket, Waker,
-};
-use racksum_proto::aggregator::{
-    Aggregation, Config, Place, Recipient, ResultFragments, Transmit, Verdict,
-};
+use racksum_net::udp::{self, BATCH, Gather, Received, RecvRing, UdpConfig, UdpSocket, Waker};
+use racksum_proto::aggregator::{Aggregation, Config, Place, Transmit, Verdict};
 use racksum_proto::error::{Reject, Rejects};
 use racksum_proto::ids::JobId;
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::{self, Header};
 
 use crate::arena::Arena;
+use crate::failure::Failure;
+use crate::outbox::Outbox;
 use crate::slots::Slots;
 
 /// A job as a shard is told of it.
@@ -48,6 +46,9 @@ pub(crate) enum Command {
     Remove(JobId),
     /// The aggregator stops.
     Stop,
+    /// The shard is to fail, as a bug would make it.
+    #[cfg(test)]
+    Panic,
 }
 
 /// What a shard has counted.
@@ -89,6 +90,7 @@ impl ShardHandle {
         number: usize,
         buffers: usize,
         clock: Clock,
+        failure: &Failure,
     ) -> Result<Self, NetError> {
         let socket = Arc::new(UdpSocket::open(&UdpConfig::new(bind))?);
         let addr = socket.local_addr();
@@ -103,6 +105,7 @@ impl ShardHandle {
             clock,
             inbox,
             waker: waker.clone(),
+            gather: Gather::new(receive_buffer, LONGEST_PAUSE),
             jobs: BTreeMap::new(),
             arena: Arena::new(buffers + 2 * BATCH),
             incoming: Vec::with_capacity(BATCH),
@@ -112,18 +115,15 @@ impl ShardHandle {
             shared: Arc::clone(&stats),
             published: Time(0),
         };
-        let thread = std::thread::Builder::new()
-            .name(format!("shard-{number}"))
-            .spawn(move || shard.run())
-            .map_err(io)?;
+        let thread = failure.spawn(format!("shard-{number}"), move || shard.run()).map_err(io)?;
         let thread = Some(thread);
         Ok(Self { addr, receive_buffer, shortfall, socket, commands, waker, stats, thread })
     }
 
-    /// Makes the interface the one that results are multicast from; returns whether it can be.
-    pub(crate) fn set_multicast(&self, interface: &Interface) -> bool {
+    /// Makes the interface the one that results are multicast from, if it can be.
+    pub(crate) fn set_multicast(&self, interface: &Interface) -> Result<(), NetError> {
         let set = self.socket.set_multicast_sender(interface, MULTICAST_TTL);
-        set.inspect_err(|error| tracing::debug!(%error, "no multicast")).is_ok()
+        set.inspect_err(|error| tracing::debug!(%error, "no multicast"))
     }
 
     /// Tells the shard something.
@@ -151,13 +151,13 @@ impl Drop for ShardHandle {
 
 /// A job at the shard.
 #[derive(Debug)]
-struct Job {
-    machine: Aggregation,
-    slots: Slots,
-    ranks: Vec<SocketAddr>,
-    group: Option<SocketAddr>,
+pub(crate) struct Job {
+    pub(crate) machine: Aggregation,
+    pub(crate) slots: Slots,
+    pub(crate) ranks: Vec<SocketAddr>,
+    pub(crate) group: Option<SocketAddr>,
     /// Ranks that do not hear the group.
-    unicast: Vec<SocketAddr>,
+    pub(crate) unicast: Vec<SocketAddr>,
 }
 
 /// The thread's state.
@@ -166,6 +166,7 @@ struct Shard {
     clock: Clock,
     inbox: Receiver<Command>,
     waker: Waker,
+    gather: Gather,
     jobs: BTreeMap<JobId, Job>,
     arena: Arena,
     incoming: Vec<BytesMut>,
@@ -178,14 +179,12 @@ struct Shard {
 
 impl Shard {
     fn run(&mut self) {
-        loop {
-            while let Ok(command) = self.inbox.try_recv() {
-                if !self.obey(command) {
-                    return;
-                }
+        while let Some(received) = self.turn() {
+            if (1..BATCH).contains(&received) && self.gather.is_due(self.backlog()) {
+                // An error is as good as readiness: the next receive finds out.
+                drop(self.gather.pause(&self.waker));
             }
-            if self.receive() == 0 {
-                self.publish();
+            if received == 0 {
                 let fds = [self.socket.as_fd(), self.waker.as_fd()];
                 // The timeout only bounds how stale the published counters can be.
                 let ready = udp::wait(&fds, Some(Span::from_secs(1))).unwrap_or(0);
@@ -194,6 +193,24 @@ impl Shard {
                 }
             }
         }
+    }
+
+    /// The most windows that any job has yet to fold.
+    fn backlog(&self) -> u64 {
+        self.jobs.values().map(|job| job.machine.backlog()).max().unwrap_or(0)
+    }
+
+    /// Does what it was told and takes what has arrived. Returns how many messages that was, or
+    /// none once the shard is to stop.
+    fn turn(&mut self) -> Option<usize> {
+        while let Ok(command) = self.inbox.try_recv() {
+            if !self.obey(command) {
+                return None;
+            }
+        }
+        let received = self.receive();
+        self.publish();
+        Some(received)
     }
 
     fn obey(&mut self, command: Command) -> bool {
@@ -229,6 +246,8 @@ impl Shard {
                 }
             }
             Command::Stop => return false,
+            #[cfg(test)]
+            Command::Panic => panic!("the test said so"),
         }
         true
     }
@@ -246,7 +265,8 @@ impl Shard {
         }
         let now = self.clock.now();
         for i in 0..count {
-            self.take_datagrams(now, i);
+            let meta = self.recv.meta(i);
+            self.take_datagrams(now, i, &meta);
         }
         for job in self.jobs.values_mut() {
             job.serve(now, &mut self.arena, &self.socket, &mut self.out);
@@ -256,9 +276,8 @@ impl Shard {
     }
 
     /// Takes what the kernel handed over as one: datagrams of one sender, `stride` apart.
-    fn take_datagrams(&mut self, now: Time, i: usize) {
-        let Self { jobs, stats, incoming, arena, recv, .. } = self;
-        let meta = recv.meta(i);
+    fn take_datagrams(&mut self, now: Time, i: usize, meta: &Received) {
+        let Self { jobs, stats, incoming, arena, .. } = self;
         let buffer = &incoming[i];
         let count = buffer.len().div_ceil(meta.stride.max(1));
         stats.datagrams[0] += count as u64;
@@ -269,7 +288,7 @@ impl Shard {
         for (n, datagram) in buffer.chunks(meta.stride.max(1)).enumerate() {
             for message in wire::messages(datagram) {
                 let Some((id, place, body)) =
-                    take_message(jobs, &mut stats.rejects, now, message, &meta)
+                    take_message(jobs, &mut stats.rejects, now, message, meta)
                 else {
                     continue;
                 };
@@ -281,18 +300,17 @@ impl Shard {
             }
         }
         if whole {
-            self.keep_or_copy(i, &stores[..count]);
+            self.keep_or_copy(i, meta.stride, &stores[..count]);
         }
     }
 
     /// Keeps a buffer that holds a whole contribution, or copies those of its fragments that are
     /// wanted.
-    fn keep_or_copy(&mut self, i: usize, stores: &[Option<(JobId, Place)>]) {
-        let Self { jobs, incoming, arena, recv, .. } = self;
-        let stride = recv.meta(i).stride;
+    fn keep_or_copy(&mut self, i: usize, stride: usize, stores: &[Option<(JobId, Place)>]) {
+        let Self { jobs, incoming, arena, .. } = self;
         if let Some((id, place)) = whole_window(stores)
             && let Some(job) = jobs.get_mut(&id)
-            && job.slots.fits(place.fragments, stride)
+            && Slots::fits(&place, stride)
             && let Some(fresh) = arena.take()
         {
             let buffer = std::mem::replace(&mut incoming[i], fresh);
@@ -397,177 +415,26 @@ impl Job {
         }
         out.send_joined(socket, self);
     }
-}
 
-/// The addresses a transmit goes to: the group if there is one, then the ranks that do not hear
-/// it; or a single rank.
-fn addresses<'a>(
-    to: Recipient,
-    group: Option<SocketAddr>,
-    unicast: &'a [SocketAddr],
-    ranks: &'a [SocketAddr],
-) -> impl Iterator<Item = SocketAddr> + Clone + 'a {
-    let (group, ranks) = match to {
-        Recipient::All => (group, unicast),
-        Recipient::Rank(rank) => (None, ranks.get(rank.index()..=rank.index()).unwrap_or(&[])),
-    };
-    group.into_iter().chain(ranks.iter().copied())
-}
-
-/// What goes out: the ring to send with, and room to write a datagram in.
-struct Outbox {
-    ring: SendRing,
-    datagram: Box<[u8; MAX_CONTROL]>,
-    /// Messages to all ranks of the job that is being served, to go as one datagram.
-    joined: Vec<u8>,
-    datagrams: u64,
-    bytes: u64,
-}
-
-/// Bytes of the largest result that shares a datagram with others.
-const MAX_JOINED: usize = 16 << 10;
-/// Bytes of the largest datagram without tensor data: an ask or a wait.
-const MAX_CONTROL: usize = 2048;
-
-impl Outbox {
-    fn new() -> Self {
-        Self {
-            ring: SendRing::new(),
-            datagram: Box::new([0; MAX_CONTROL]),
-            joined: Vec::with_capacity(udp::MAX_DATAGRAM),
-            datagrams: 0,
-            bytes: 0,
-        }
+    /// What the messages of a lane are marked with.
+    pub(crate) fn tos_of_lane(&self, lane: u8) -> Option<u8> {
+        udp::tos_of_lane(lane, self.machine.config().lanes)
     }
 
-    fn send_datagram(&mut self, socket: &UdpSocket, job: &Job, to: Recipient, len: usize) {
-        let Self { ring, datagram, datagrams, bytes, .. } = self;
-        let contents = &datagram[..len];
-        let addresses = addresses(to, job.group, &job.unicast, &job.ranks);
-        send(socket, ring, addresses, &[(contents, len)], &mut [datagrams, bytes]);
-    }
-
-    /// Adds a message to those that go to all ranks as one datagram.
-    fn join(&mut self, socket: &UdpSocket, job: &Job, message: &[u8]) {
-        let cut = job.machine.config().cut;
-        if self.joined.len() + message.len() > Header::LEN + cut.payload() {
-            self.send_joined(socket, job);
+    /// What a datagram is marked with, by the lane of its first message.
+    pub(crate) fn tos(&self, datagram: &[u8]) -> Option<u8> {
+        if self.machine.config().lanes < 2 {
+            return None;
         }
-        self.joined.extend_from_slice(message);
-    }
-
-    /// Sends the messages that were joined.
-    fn send_joined(&mut self, socket: &UdpSocket, job: &Job) {
-        let Self { ring, joined, datagrams, bytes, .. } = self;
-        if !joined.is_empty() {
-            let addresses = addresses(Recipient::All, job.group, &job.unicast, &job.ranks);
-            let contents = [(&joined[..], joined.len())];
-            send(socket, ring, addresses, &contents, &mut [datagrams, bytes]);
-            joined.clear();
-        }
-    }
-
-    fn send_result(
-        &mut self,
-        socket: &UdpSocket,
-        job: &mut Job,
-        to: Recipient,
-        result: &ResultFragments,
-    ) {
-        let ResultFragments { lane, slot, len, fragments, header } = result;
-        let cut = job.machine.config().cut;
-        if to == Recipient::All && Header::LEN + len <= MAX_JOINED {
-            // Sparse windows are small, and a datagram costs the same whatever it holds.
-            let mut message = [0; MAX_JOINED];
-            let (result, _) = job.slots.result(*lane, *slot, *len, header);
-            if result.len() <= Header::LEN + cut.payload() {
-                let message = &mut message[..result.len()];
-                message.copy_from_slice(result);
-                return self.join(socket, job, message);
-            }
-        }
-        if to == Recipient::All {
-            // Results in order: one that overtakes another looks like a loss.
-            self.send_joined(socket, job);
-        }
-        let Job { slots, ranks, group, unicast, .. } = job;
-        let (datagrams, stride) = slots.result(*lane, *slot, *len, header);
-        let Self { ring, datagrams: sent, bytes, .. } = self;
-        let addresses = addresses(to, *group, unicast, ranks);
-        if *fragments == cut.all(*len) {
-            let counts = &mut [sent, bytes];
-            send(socket, ring, addresses, &[(datagrams, stride)], counts);
-            return;
-        }
-        for address in addresses {
-            let wanted = datagrams.chunks(stride).enumerate();
-            for (_, datagram) in wanted.filter(|(i, _)| fragments >> i & 1 == 1) {
-                let message = [(datagram, datagram.len())];
-                send(socket, ring, [address].into_iter(), &message, &mut [sent, bytes]);
-            }
-        }
-    }
-
-    /// Sends the probe that shows who hears the group.
-    fn probe(&mut self, socket: &UdpSocket, job: &Job) {
-        let Some(group) = job.group else { return };
-        let config = job.machine.config();
-        let header = Header::probe(config.job, config.generation, config.shard);
-        let mut bytes = [0; Header::LEN];
-        header.encode(&mut bytes);
-        let counts = &mut [&mut self.datagrams, &mut self.bytes];
-        send(socket, &mut self.ring, [group].into_iter(), &[(&bytes, Header::LEN)], counts);
-    }
-
-    fn flush_counts(&mut self, stats: &mut ShardStats) {
-        stats.datagrams[1] += std::mem::take(&mut self.datagrams);
-        stats.bytes[1] += std::mem::take(&mut self.bytes);
+        let (header, _, _) = Header::decode_first(datagram).ok()?;
+        self.tos_of_lane(header.lane)
     }
 }
 
-/// Sends messages to each address; waits a little for room in the send buffer. What still does
-/// not go is lost, and asked for again.
-fn send(
-    socket: &UdpSocket,
-    ring: &mut SendRing,
-    addresses: impl Iterator<Item = SocketAddr>,
-    messages: &[(&[u8], usize)],
-    counts: &mut [&mut u64; 2],
-) {
-    let nowhere = SocketAddr::from(([0, 0, 0, 0], 0));
-    let mut batch = [Message { to: nowhere, contents: &[], stride: 1 }; BATCH];
-    let mut full = 0;
-    let all = addresses.flat_map(|to| {
-        messages.iter().map(move |(contents, stride)| Message { to, contents, stride: *stride })
-    });
-    for message in all {
-        *counts[0] += message.datagrams().unwrap_or(0) as u64;
-        *counts[1] += message.contents.len() as u64;
-        batch[full] = message;
-        full += 1;
-        if full == BATCH {
-            send_batch(socket, ring, &batch);
-            full = 0;
-        }
-    }
-    send_batch(socket, ring, &batch[..full]);
-}
-
-fn send_batch(socket: &UdpSocket, ring: &mut SendRing, mut batch: &[Message<'_>]) {
-    for _ in 0..MAX_SEND_WAITS {
-        if batch.is_empty() {
-            return;
-        }
-        let outcome = socket.send(ring, batch);
-        batch = &batch[(outcome.sent + outcome.failed).min(batch.len())..];
-        if outcome.blocked {
-            // A timeout and readiness are the same here: try again.
-            drop(udp::wait_writable(socket.as_fd(), Some(Span::from_millis(2))));
-        }
-    }
-}
-
+/// Contributions to bulk ops are folded at most this much later, and in batches.
+const LONGEST_PAUSE: Span = Span::from_micros(50);
 /// Results go to hosts of one rack.
 const MULTICAST_TTL: u8 = 1;
-/// How often a full send buffer is waited for before a batch is given up.
-const MAX_SEND_WAITS: usize = 16;
+
+#[cfg(test)]
+mod tests;

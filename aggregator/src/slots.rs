@@ -6,7 +6,7 @@
 //! segmented message.
 
 use bytes::BytesMut;
-use racksum_proto::aggregator::{Aggregation, Config, Fold, Place};
+use racksum_proto::aggregator::{Aggregation, Config, Fold, Place, ResultFragments};
 use racksum_proto::arith::Fold as Terms;
 use racksum_proto::dtype::WireType;
 use racksum_proto::fold::{FoldPlan, Run};
@@ -20,19 +20,23 @@ use crate::kernel;
 /// Most ranks of a job.
 pub const MAX_WORLD: u16 = 256;
 
+/// Why there is a buffer for each result and contribution, whatever the other jobs hold.
+const ADMITTED: &str = "admission leaves a buffer for every slot and rank";
+
 /// Most bytes of a scaled block.
 const MAX_SCALED: usize = WireType::Fixed32.block_len(1024);
 
 /// The buffers of one job's slots.
 #[derive(Debug)]
 pub(crate) struct Slots {
-    layout: Layout,
     world: usize,
     pool: usize,
     /// By lane, slot and rank.
     contributions: Box<[Option<BytesMut>]>,
     /// By lane and slot.
     results: Box<[BytesMut]>,
+    /// Of the contributions to the window that is being folded, by rank.
+    layouts: Vec<Layout>,
     plan: FoldPlan,
     /// Room to put a scaled contribution together in, and its result.
     linear: Box<[u8]>,
@@ -62,6 +66,23 @@ impl Layout {
         (fragment * self.stride() + Header::LEN + within, self.cut.payload() - within)
     }
 
+    /// Visits the pieces of `len` payload bytes from `offset` on: where each lies in a buffer,
+    /// and which of the bytes it is.
+    fn each_piece(
+        &self,
+        offset: usize,
+        len: usize,
+        mut visit: impl FnMut(usize, std::ops::Range<usize>),
+    ) {
+        let mut done = 0;
+        while done < len {
+            let (at, piece) = self.locate(offset + done);
+            let piece = piece.min(len - done);
+            visit(at, done..done + piece);
+            done += piece;
+        }
+    }
+
     /// Bytes of the datagrams of a payload of `len` bytes.
     pub(crate) const fn total(&self, len: usize) -> usize {
         self.cut.count(len) * Header::LEN + len
@@ -69,17 +90,17 @@ impl Layout {
 }
 
 impl Slots {
-    /// Takes the buffers for results out of the arena; admission saw to it that it has them.
+    /// Takes the buffers for results out of the arena.
     pub(crate) fn new(config: &Config, arena: &mut Arena) -> Self {
         let world = usize::from(config.world);
         let pool = config.pool_slots as usize;
         let slots = pool * usize::from(config.lanes);
         Self {
-            layout: Layout::new(config.cut),
             world,
             pool,
             contributions: (0..slots * world).map(|_| None).collect(),
-            results: (0..slots).filter_map(|_| arena.take()).collect(),
+            results: (0..slots).map(|_| arena.take().expect(ADMITTED)).collect(),
+            layouts: Vec::with_capacity(world),
             plan: FoldPlan::new(world),
             linear: vec![0; MAX_SCALED * (world + 1)].into(),
         }
@@ -101,8 +122,8 @@ impl Slots {
     }
 
     /// Whether a buffer of datagrams `stride` apart can serve as the contribution it holds whole.
-    pub(crate) const fn fits(&self, fragments: u8, stride: usize) -> bool {
-        fragments == 1 || stride == self.layout.stride()
+    pub(crate) const fn fits(place: &Place, stride: usize) -> bool {
+        place.fragments == 1 || stride == Layout::new(place.cut).stride()
     }
 
     /// Keeps a buffer that holds a whole contribution; returns the one it replaces.
@@ -110,16 +131,11 @@ impl Slots {
         self.contribution(place.lane, place.slot, place.rank).replace(buffer)
     }
 
-    /// Copies the body of one fragment to its place. Without a free buffer the fragment is lost,
-    /// and asked for again.
+    /// Copies the body of one fragment to its place.
     pub(crate) fn copy(&mut self, place: Place, body: &[u8], arena: &mut Arena) {
-        let start = usize::from(place.fragment) * self.layout.stride() + Header::LEN;
+        let start = usize::from(place.fragment) * Layout::new(place.cut).stride() + Header::LEN;
         let held = self.contribution(place.lane, place.slot, place.rank);
-        if held.is_none() {
-            *held = arena.take();
-        }
-        debug_assert!(held.is_some(), "admission leaves a buffer for every slot and rank");
-        let Some(buffer) = held else { return };
+        let buffer = held.get_or_insert_with(|| arena.take().expect(ADMITTED));
         let end = start + body.len();
         if buffer.len() < end {
             buffer.resize(end, 0);
@@ -130,17 +146,24 @@ impl Slots {
     /// Folds a window into its result, and gives the contributions back.
     pub(crate) fn fold(&mut self, fold: &Fold, machine: &Aggregation, arena: &mut Arena) {
         let slot = usize::from(fold.lane) * self.pool + fold.slot as usize;
-        let Self { layout, plan, contributions, results, world, linear, .. } = self;
+        let Self { layouts, plan, contributions, results, world, linear, .. } = self;
         let contributions = &mut contributions[slot * *world..][..*world];
         let result = &mut results[slot];
+        let layout = Layout::new(fold.cut);
         let total = layout.total(fold.len);
         if result.len() < total {
             result.resize(total, 0);
         }
         let masks = (0..machine.config().world).map(|r| machine.contribution(fold, Rank(r)));
         let scaled = fold.descriptor.wire.is_scaled();
-        let ranks = u32::from(machine.config().world);
-        let mut pieces = Pieces { layout: *layout, fold, contributions, world: ranks };
+        let Fold { geometry, window, .. } = fold;
+        layouts.clear();
+        layouts.extend(masks.clone().map(|mask| {
+            let len = geometry.payload_len(window.index, mask);
+            Layout::new(geometry.cut(machine.config().cut, len))
+        }));
+        let world = u32::from(machine.config().world);
+        let pieces = Pieces { layout, layouts, fold, contributions, world };
         plan.runs(&fold.geometry, fold.window.index, masks, |run| {
             if scaled {
                 pieces.fold_block(&run, result, linear);
@@ -153,29 +176,37 @@ impl Slots {
         }
     }
 
-    /// The datagrams of a result, with their headers written.
-    pub(crate) fn result(
-        &mut self,
-        lane: u8,
-        slot: u32,
-        len: usize,
-        header: &Header,
-    ) -> (&[u8], usize) {
-        let slot = usize::from(lane) * self.pool + slot as usize;
-        let Self { layout, results, .. } = self;
-        let result = &mut results[slot];
-        for fragment in 0..layout.cut.count(len) {
-            let body = layout.cut.range(len, fragment).len();
+    /// Puts a result of zeros into a slot, as a fold would.
+    #[cfg(test)]
+    pub(crate) fn put_result(&mut self, slot: usize, len: usize, cut: Fragmentation) {
+        self.results[slot].resize(Layout::new(cut).total(len), 0);
+    }
+
+    /// Writes the headers of a result's datagrams.
+    pub(crate) fn write_headers(&mut self, result: &ResultFragments) {
+        let ResultFragments { lane, slot, len, cut, header, .. } = *result;
+        let layout = Layout::new(cut);
+        let result = &mut self.results[usize::from(lane) * self.pool + slot as usize];
+        for fragment in 0..cut.count(len) {
+            let body = cut.range(len, fragment).len();
             let place = result[fragment * layout.stride()..].first_chunk_mut();
             header.of_fragment(fragment, body).encode(place.expect("a folded result has room"));
         }
-        (&result[..layout.total(len)], layout.stride())
+    }
+
+    /// The datagrams of a result, and how far they are apart.
+    pub(crate) fn datagrams(&self, result: &ResultFragments) -> (&[u8], usize) {
+        let layout = Layout::new(result.cut);
+        let slot = usize::from(result.lane) * self.pool + result.slot as usize;
+        (&self.results[slot][..layout.total(result.len)], layout.stride())
     }
 }
 
 /// The buffers of one fold.
 struct Pieces<'a> {
+    /// Of the result.
     layout: Layout,
+    layouts: &'a [Layout],
     fold: &'a Fold,
     contributions: &'a [Option<BytesMut>],
     world: u32,
@@ -184,17 +215,17 @@ struct Pieces<'a> {
 impl Pieces<'_> {
     /// Folds a run piece by piece: as far as it lies in one fragment of the result and of each
     /// contribution.
-    fn fold_run(&mut self, run: &Run<'_>, result: &mut BytesMut) {
+    fn fold_run(&self, run: &Run<'_>, result: &mut BytesMut) {
         let mut inputs: [&[u8]; MAX_WORLD as usize] = [&[]; MAX_WORLD as usize];
         let mut done = 0;
         while done < run.out.len() {
             let (out, mut len) = self.layout.locate(run.out.start + done);
             len = len.min(run.out.len() - done);
             for input in run.inputs {
-                len = len.min(self.layout.locate(input.offset + done).1);
+                len = len.min(self.layouts[input.rank.index()].locate(input.offset + done).1);
             }
             for (slice, input) in inputs.iter_mut().zip(run.inputs) {
-                let (at, _) = self.layout.locate(input.offset + done);
+                let (at, _) = self.layouts[input.rank.index()].locate(input.offset + done);
                 *slice = &self.held(input.rank)[at..at + len];
             }
             let out = &mut result[out..out + len];
@@ -204,12 +235,12 @@ impl Pieces<'_> {
     }
 
     /// Folds one scaled block, put together first: fragments may cut it anywhere.
-    fn fold_block(&mut self, run: &Run<'_>, result: &mut BytesMut, linear: &mut [u8]) {
+    fn fold_block(&self, run: &Run<'_>, result: &mut BytesMut, linear: &mut [u8]) {
         let len = run.out.len();
         let (out, ins) = linear.split_at_mut(len);
         for (input, whole) in run.inputs.iter().zip(ins.chunks_exact_mut(len)) {
             let held = self.held(input.rank);
-            self.each_piece(input.offset, len, |at, range| {
+            self.layouts[input.rank.index()].each_piece(input.offset, len, |at, range| {
                 whole[range.clone()].copy_from_slice(&held[at..at + range.len()]);
             });
         }
@@ -218,26 +249,9 @@ impl Pieces<'_> {
             *slice = whole;
         }
         self.apply(run, &inputs[..run.inputs.len()], out);
-        self.each_piece(run.out.start, len, |at, range| {
+        self.layout.each_piece(run.out.start, len, |at, range| {
             result[at..at + range.len()].copy_from_slice(&out[range]);
         });
-    }
-
-    /// Visits the pieces of `len` payload bytes from `offset` on: where each lies in a buffer,
-    /// and which of the bytes it is.
-    fn each_piece(
-        &self,
-        offset: usize,
-        len: usize,
-        mut visit: impl FnMut(usize, std::ops::Range<usize>),
-    ) {
-        let mut done = 0;
-        while done < len {
-            let (at, piece) = self.layout.locate(offset + done);
-            let piece = piece.min(len - done);
-            visit(at, done..done + piece);
-            done += piece;
-        }
     }
 
     fn apply(&self, run: &Run<'_>, inputs: &[&[u8]], out: &mut [u8]) {

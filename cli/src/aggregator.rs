@@ -29,6 +29,9 @@ pub(crate) struct Args {
     /// Most jobs at a time.
     #[arg(long, value_name = "N")]
     max_jobs: Option<u16>,
+    /// Seconds that a job may wait for its last rank.
+    #[arg(long, value_name = "S")]
+    join_timeout_s: Option<u32>,
     /// How results reach the ranks.
     #[arg(long, value_enum)]
     fanout: Option<Fanout>,
@@ -58,13 +61,14 @@ impl Args {
         config.pool_slots = self.pool_slots.unwrap_or(config.pool_slots);
         config.pool_mib = self.pool_mib.unwrap_or(config.pool_mib);
         config.max_jobs = self.max_jobs.unwrap_or(config.max_jobs);
+        config.join_timeout_s = self.join_timeout_s.unwrap_or(config.join_timeout_s);
         config.fanout = self.fanout.map_or(config.fanout, Into::into);
         config.insecure |= self.insecure;
         Ok(config)
     }
 }
 
-/// Serves until a signal ends the process.
+/// Serves until a signal ends the process, or a bug of ours.
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let config = args.config()?;
     let aggregator = Aggregator::start(config.clone())?;
@@ -76,7 +80,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     }
     let ports: Vec<_> =
         aggregator.data_addrs().iter().map(|addr| addr.port().to_string()).collect();
-    println!(
+    let ready = format!(
         "racksum aggregator on {}: {} shard(s) on UDP {}, {} MiB of packet buffers each, at most \
          {} jobs",
         aggregator.addr(),
@@ -85,25 +89,52 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         config.pool_mib,
         config.max_jobs
     );
-    let runtime = tokio::runtime::Builder::new_current_thread()
+    let stop = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
+        .and_then(|runtime| runtime.block_on(stopped(&ready, aggregator.failed())))
         .map_err(|error| Failure::unavailable(format!("cannot wait for signals: {error}")))?;
-    runtime
-        .block_on(stopped())
-        .map_err(|error| Failure::unavailable(format!("cannot wait for signals: {error}")))?;
-    println!("racksum aggregator stops");
-    Ok(())
+    match stop {
+        Stop::Told => {
+            println!("racksum aggregator stops");
+            Ok(())
+        }
+        Stop::Failed(why) => Err(Failure::failed(format!("{why}; start the aggregator again"))),
+    }
 }
 
-/// Returns at SIGINT or SIGTERM.
-async fn stopped() -> std::io::Result<()> {
+/// Why an aggregator serves no more.
+#[derive(Debug, PartialEq, Eq)]
+enum Stop {
+    /// It was told to stop.
+    Told,
+    /// It failed, and how.
+    Failed(String),
+}
+
+/// Says that all is ready; returns at SIGINT or SIGTERM, which it heeds from before it says so,
+/// or when the aggregator has failed.
+async fn stopped(ready: &str, failed: impl Future<Output = String>) -> std::io::Result<Stop> {
     use tokio::signal::unix::{SignalKind, signal};
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
+    println!("{ready}");
     tokio::select! {
-        _ = interrupt.recv() => {}
-        _ = terminate.recv() => {}
+        _ = interrupt.recv() => Ok(Stop::Told),
+        _ = terminate.recv() => Ok(Stop::Told),
+        why = failed => Ok(Stop::Failed(why)),
     }
-    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_aggregator_that_fails_is_not_waited_for() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let failed = std::future::ready("a shard failed".to_owned());
+        let stop = runtime.block_on(stopped("ready", failed)).unwrap();
+        assert_eq!(stop, Stop::Failed("a shard failed".into()));
+    }
 }

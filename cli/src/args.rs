@@ -3,6 +3,14 @@
 use clap::ValueEnum;
 use racksum_proto::dtype::{DType, Reduction, WireType};
 
+/// What the help of each subcommand ends with.
+pub(crate) const EXIT_CODES: &str = "\
+Exit codes:
+  0  success
+  1  the work failed: a wrong sum, a lost rank, a timeout
+  2  the command line or an input is wrong
+  3  the network or the aggregator could not be had";
+
 /// Reads a size: plain bytes, or with K, M or G for powers of 1024.
 pub(crate) fn size(text: &str) -> Result<u64, String> {
     let bad = || format!("{text:?} is no size: give bytes, or a number with K, M or G");

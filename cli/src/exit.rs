@@ -1,7 +1,8 @@
 //! Exit codes, which programs may rely on.
 
 use std::fmt;
-use std::process::{ExitCode, Termination};
+use std::io::{self, Write};
+use std::process::{ExitCode, ExitStatus, Termination};
 
 use racksum_aggregator::StartError;
 use racksum_worker::{ConnectError, Error};
@@ -20,6 +21,26 @@ impl Exit {
     pub(crate) const USAGE: Self = Self(2);
     /// The network or the aggregator could not be had.
     pub(crate) const UNAVAILABLE: Self = Self(3);
+
+    /// How a process ended that does part of this one's work.
+    pub(crate) fn of(status: ExitStatus) -> Self {
+        let own = [Self::USAGE, Self::UNAVAILABLE];
+        own.into_iter().find(|exit| status.code() == Some(exit.0.into())).unwrap_or(Self::FAILED)
+    }
+}
+
+/// Prints a line on standard output, at once.
+///
+/// # Errors
+/// When nobody reads it any more, say. `println!` would panic.
+pub(crate) fn say(line: &str) -> Result<(), Failure> {
+    let mut out = io::stdout().lock();
+    writeln!(out, "{line}").and_then(|()| out.flush()).map_err(unheard)
+}
+
+/// Why nothing can be said on standard output.
+pub(crate) fn unheard(error: io::Error) -> Failure {
+    Failure::failed(format!("cannot write to standard output: {error}"))
 }
 
 impl Termination for Exit {

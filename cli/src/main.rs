@@ -11,11 +11,9 @@ use clap::{Parser, Subcommand};
 use exit::{Exit, Failure};
 
 /// Sums the gradients of training jobs near the rack.
-///
-/// Exit codes: 0 success; 1 the work failed (a wrong sum, a lost rank, a timeout); 2 the command
-/// line or an input is wrong; 3 the network or the aggregator could not be had.
 #[derive(Debug, Parser)]
 #[command(name = "racksum", version, propagate_version = true)]
+#[command(after_long_help = args::EXIT_CODES)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -67,7 +65,9 @@ fn main() -> Exit {
     match done {
         Ok(()) => Exit::OK,
         Err(failure) => {
-            eprintln!("racksum: {failure}");
+            // In one piece: the ranks of a benchmark share standard error.
+            let line = format!("racksum: {failure}\n");
+            eprint!("{line}");
             failure.exit
         }
     }

@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 use std::ops::Range;
 
 use clap::Subcommand;
-use racksum_sim::swarm;
+use racksum_sim::swarm::{self, Summary};
 
 use crate::args::Format;
 use crate::exit::Failure;
@@ -27,6 +27,9 @@ enum Command {
         /// Threads; by default, one a core.
         #[arg(long)]
         threads: Option<usize>,
+        /// Also print how many seeds tried what; JSON always says.
+        #[arg(long)]
+        coverage: bool,
         /// How to print.
         #[arg(long, value_enum, default_value_t = Format::Text)]
         format: Format,
@@ -45,7 +48,7 @@ fn seeds(text: &str) -> Result<Range<u64>, String> {
 }
 
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
-    let Command::Swarm { seeds, threads, format } = &args.command;
+    let Command::Swarm { seeds, threads, coverage, format } = &args.command;
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let progress = *format == Format::Text && std::io::stderr().is_terminal();
     let total = seeds.end - seeds.start;
@@ -61,20 +64,49 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
             eprint!("\r{} of {total} seeds …\x1b[K\r", summary.seeds);
         }
     });
+    if progress {
+        eprint!("\x1b[K");
+    }
     match format {
         Format::Json => println!("{}", serde_json::to_string(&summary).unwrap_or_default()),
-        Format::Text => println!(
-            "{} seeds, {} failed; {} ops at all ranks in {} s of simulated time",
-            summary.seeds,
-            summary.failed,
-            summary.ops,
-            summary.took_us / 1_000_000
-        ),
+        Format::Text => {
+            println!(
+                "{} seeds, {} failed; {} ops at all ranks in {} s of simulated time",
+                summary.seeds,
+                summary.failed,
+                summary.ops,
+                summary.took_us / 1_000_000
+            );
+            if *coverage {
+                print_coverage(&summary);
+            }
+        }
     }
     if summary.failed > 0 {
         return Err(Failure::failed(format!("{} of {total} seeds failed", summary.failed)));
     }
     Ok(())
+}
+
+fn print_coverage(summary: &Summary) {
+    let totals = &summary.totals;
+    println!(
+        "{} datagrams sent, {} lost, {} doubled, {} delayed, {} found a queue full, {} marked; \
+         {} fragments sent again, {} arrived twice, {} asks, {} probes",
+        totals.sent,
+        totals.lost,
+        totals.doubled,
+        totals.delayed,
+        totals.dropped,
+        totals.marked,
+        totals.again,
+        totals.duplicates,
+        totals.asks,
+        totals.probes
+    );
+    for (feature, seeds) in &summary.coverage {
+        println!("{seeds:>9}  {feature}");
+    }
 }
 
 #[cfg(test)]

@@ -159,7 +159,7 @@ impl Cluster {
         };
         let verdict = machine.handle_decoded(self.now, &header, body, congested, &mut ());
         let worker::Verdict::Deliver(delivery) = verdict else { return };
-        check_delivery(&delivery, self.shape.cut, body.len());
+        check_delivery(&delivery, body.len());
         if delivery.complete {
             machine.handle_delivered(self.now, &delivery, &mut ());
         }
@@ -194,7 +194,12 @@ impl Cluster {
                     }
                     worker::Transmit::Data(data) => {
                         let to = [End::Shard(usize::from(data.shard))];
-                        self.post_fragments(&to, &data.header, data.fragments, data.len);
+                        self.post_fragments(
+                            &to,
+                            &data.header,
+                            data.fragments,
+                            (data.len, data.cut),
+                        );
                     }
                 }
             } else if let Some(scan) = machine.poll_scan() {
@@ -232,7 +237,12 @@ impl Cluster {
             aggregator::Transmit::Result { to, result } => {
                 assert!(result.slot < self.shape.pool_slots);
                 let ends = self.ends(*to);
-                self.post_fragments(&ends, &result.header, result.fragments, result.len);
+                self.post_fragments(
+                    &ends,
+                    &result.header,
+                    result.fragments,
+                    (result.len, result.cut),
+                );
             }
         }
     }
@@ -260,8 +270,14 @@ impl Cluster {
         assert!(before < Some(fold.window), "{:?} after {before:?}", fold.window);
     }
 
-    fn post_fragments(&mut self, to: &[End], header: &Header, fragments: u64, len: usize) {
-        let cut = self.shape.cut;
+    fn post_fragments(
+        &mut self,
+        to: &[End],
+        header: &Header,
+        fragments: u64,
+        (len, cut): (usize, Fragmentation),
+    ) {
+        assert!(cut.payload() <= self.shape.cut.payload());
         assert!(len <= WINDOW_BYTES);
         assert_eq!(fragments & !cut.all(len), 0, "no fragment beyond the payload");
         for fragment in (0..cut.count(len)).filter(|i| fragments >> i & 1 == 1) {
@@ -313,8 +329,8 @@ fn mask_of(machine: &Worker, rank: usize, scan: Scan) -> u64 {
 }
 
 /// Checks that a driver can write a delivery without looking.
-fn check_delivery(delivery: &Delivery, cut: Fragmentation, body_len: usize) {
-    let Delivery { geometry, window, mask, len, fragment, descriptor, .. } = delivery;
+fn check_delivery(delivery: &Delivery, body_len: usize) {
+    let Delivery { geometry, window, mask, len, cut, fragment, descriptor, .. } = delivery;
     assert!(window.index < geometry.windows());
     assert_eq!(mask & !geometry.full_mask(window.index), 0);
     assert_eq!(*len, geometry.payload_len(window.index, *mask));

@@ -3,7 +3,7 @@
 
 use racksum_proto::geometry::{Geometry, MAX_WINDOW_BLOCKS, WINDOW_BYTES};
 use racksum_proto::wire::{
-    self, AskEntries, Disagreement, Header, Kind, MissingRanks, Open, OpenEncoder,
+    self, AskEntries, Disagreement, Header, Kind, MissingRanks, Open, OpenDecoder, OpenEncoder,
 };
 
 /// Takes `bytes` for a datagram, and for each of the bodies.
@@ -35,7 +35,7 @@ pub fn run(bytes: &[u8]) {
 }
 
 fn open(body: &[u8]) {
-    let Ok(open) = Open::decode(body) else { return };
+    let Ok(open) = OpenDecoder::new().decode(body) else { return };
     open.descriptor.validate().expect("a decoded descriptor is valid");
     let geometry = Geometry::new(&open.descriptor);
     let last = geometry.windows() - 1;
@@ -52,7 +52,7 @@ fn open(body: &[u8]) {
     let (len, windows) =
         OpenEncoder::new().encode(&open.descriptor, open.after, occupied(), &mut again);
     assert_eq!(windows, open.windows);
-    assert_eq!(Open::decode(&again[..len]), Ok(open), "an open survives its encoder");
+    assert_eq!(OpenDecoder::new().decode(&again[..len]), Ok(open), "an open survives its encoder");
 }
 
 fn asks(body: &[u8]) {

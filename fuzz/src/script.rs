@@ -170,6 +170,7 @@ impl Script<'_> {
     ) -> Vec<u8> {
         header.mask = self.mask() & geometry.full_mask(header.window.index);
         let len = geometry.payload_len(header.window.index, header.mask);
+        let cut = geometry.cut(cut, len);
         let fragment = self.below(cut.count(len));
         header.fragment = u8::try_from(fragment).unwrap_or(u8::MAX);
         if header.kind == Kind::Result {

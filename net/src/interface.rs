@@ -35,6 +35,13 @@ impl Interface {
     pub fn is_usable(&self) -> bool {
         self.is_up && !self.addrs.is_empty()
     }
+
+    /// Whether multicast goes through it. Over loopback Linux does so for IPv4, though the
+    /// interface does not say so, and not for IPv6.
+    #[must_use]
+    pub const fn carries_multicast(&self, ipv6: bool) -> bool {
+        self.is_multicast || (self.is_loopback && !ipv6)
+    }
 }
 
 /// The interface that owns the local address `ip`; none if the host has no such address.

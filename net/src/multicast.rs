@@ -86,6 +86,10 @@ pub(crate) fn prepare_sender(
     interface: &Interface,
     ttl: u8,
 ) -> io::Result<()> {
+    // The kernel takes the options of such an interface, and then nothing arrives.
+    if !interface.carries_multicast(is_ipv6) {
+        return Err(io::Error::new(io::ErrorKind::Unsupported, "it does not multicast"));
+    }
     if is_ipv6 {
         socket.set_multicast_if_v6(interface.index)?;
         socket.set_multicast_hops_v6(ttl.into())?;

@@ -8,16 +8,20 @@
 
 mod buffers;
 mod cmsg;
+mod gather;
 mod recv;
 mod send;
 mod socket;
+mod train;
 mod wait;
 
 pub use buffers::BufferReport;
+pub use gather::Gather;
 pub use recv::{Received, RecvRing};
 pub use send::{SendError, SendOutcome, SendRing, Transmit};
 pub use socket::{UdpConfig, UdpSocket};
-pub use wait::{Interest, Waker, wait, wait_for, wait_writable};
+pub use train::Train;
+pub use wait::{Interest, MAX_FDS, Waker, wait, wait_for, wait_writable};
 
 /// The largest UDP payload over IPv4: 65,535 less an IP and a UDP header.
 pub const MAX_DATAGRAM: usize = 65_507;
@@ -36,6 +40,23 @@ pub const ECT0: u8 = 0b10;
 
 /// The ECN bits of a datagram that met a queue (RFC 3168: CE).
 pub const CE: u8 = 0b11;
+
+/// The TOS byte that a job of several lanes marks a lane with; none in a job of one, which asks
+/// for no priority and gets none.
+///
+/// Lanes 0 to 3 are AF41, AF31, AF21 and AF11 (RFC 2597), by falling priority; the others are best
+/// effort.
+#[must_use]
+pub const fn tos_of_lane(lane: u8, lanes: u8) -> Option<u8> {
+    match lane {
+        _ if lanes < 2 => None,
+        0..4 => Some(tos_of_dscp(AF11 + 8 * (3 - lane))),
+        _ => Some(tos_of_dscp(0)),
+    }
+}
+
+/// The DSCP of assured forwarding's lowest class; the others follow 8 apart.
+const AF11: u8 = 10;
 
 /// The TOS byte for a DSCP (0..=63), marked ECT(0).
 #[must_use]

@@ -15,6 +15,8 @@ pub struct Congestion {
     /// Bytes delivered since the round began; a round is one window's worth.
     delivered: usize,
     lost: usize,
+    /// Rounds that are over.
+    round: u64,
     cut_this_round: bool,
 }
 
@@ -30,6 +32,7 @@ impl Congestion {
             in_flight: 0,
             delivered: 0,
             lost: 0,
+            round: 0,
             cut_this_round: false,
         }
     }
@@ -70,6 +73,7 @@ impl Congestion {
         if self.delivered >= self.window {
             self.delivered = 0;
             self.lost = 0;
+            self.round += 1;
             self.cut_this_round = false;
         }
     }
@@ -82,9 +86,20 @@ impl Congestion {
     /// The receiver lacks `len` bytes.
     pub fn on_lost(&mut self, len: usize) {
         self.lost += len;
-        if self.lost * Self::LOSS_DIVISOR > self.window {
+        self.on_lost_in_round(self.lost);
+    }
+
+    /// One of several receivers has lacked `len` bytes since [`Self::round`] began.
+    pub fn on_lost_in_round(&mut self, len: usize) {
+        if len * Self::LOSS_DIVISOR > self.window {
             self.cut(7, 10);
         }
+    }
+
+    /// The number of the round.
+    #[must_use]
+    pub const fn round(&self) -> u64 {
+        self.round
     }
 
     /// The path marked datagrams: a queue is building.
@@ -104,8 +119,10 @@ impl Congestion {
 
     /// Two full windows, so that a stream never stops and waits.
     const FLOOR: usize = 2 * crate::geometry::WINDOW_BYTES;
-    /// Growth a round once past slow start.
-    const STEP: usize = crate::geometry::WINDOW_BYTES;
+    /// Growth a round once past slow start. A switch's queue may hold no more than a few windows of
+    /// all ranks, and overflows by whole batches: growth by a window a round overflows it every
+    /// other round.
+    const STEP: usize = 4 << 10;
     /// A cut needs more than one part in this many of the window lost in a round.
     const LOSS_DIVISOR: usize = 16;
 }
@@ -147,7 +164,7 @@ mod tests {
             congestion.on_delivered(500 * KB);
         }
         assert!(congestion.window() >= 2 * crate::geometry::WINDOW_BYTES);
-        (0..50).for_each(|_| congestion.on_delivered(500 * KB));
+        (0..200).for_each(|_| congestion.on_delivered(500 * KB));
         assert_eq!(congestion.window(), 500 * KB);
     }
 }

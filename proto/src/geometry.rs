@@ -114,6 +114,19 @@ impl Geometry {
         (count - 1) * full + self.wire.block_len(self.block_elements_of(index, last))
     }
 
+    /// How a payload of `len` bytes is cut in a job whose datagrams hold what `job` says. One of at
+    /// most half a window is cut between blocks: the datagrams of sparse windows are then of one
+    /// size, and a kernel takes many of one size at a time.
+    #[must_use]
+    pub const fn cut(&self, job: Fragmentation, len: usize) -> Fragmentation {
+        // wire: W-55
+        let block = self.wire.block_len(self.block_elements);
+        if len > WINDOW_BYTES / 2 || block > job.payload {
+            return job;
+        }
+        Fragmentation { payload: job.payload / block * block }
+    }
+
     /// The wire type.
     #[must_use]
     pub const fn wire(&self) -> WireType {
@@ -151,7 +164,13 @@ impl Geometry {
         range: Range<usize>,
     ) -> impl Iterator<Item = Packed> + use<> {
         let size = self.wire.element_size();
-        let mut blocks = self.packed(index, mask).peekable();
+        // All blocks before a payload's last are of full length, so most need not be looked at.
+        let full = self.wire.block_len(self.block_elements);
+        let before = range.start / full;
+        let touched = lowest(without_lowest(mask, before), range.end.div_ceil(full) - before);
+        let from = range.start - before * full;
+        let to = range.end - before * full;
+        let mut blocks = self.packed(index, touched).peekable();
         core::iter::from_fn(move || {
             let mut stretch = blocks.next()?;
             while let Some(next) =
@@ -162,12 +181,12 @@ impl Geometry {
             Some(stretch)
         })
         .filter_map(move |stretch| {
-            let start = stretch.offset.max(range.start);
-            let end = (stretch.offset + stretch.elements * size).min(range.end);
+            let start = stretch.offset.max(from);
+            let end = (stretch.offset + stretch.elements * size).min(to);
             (start < end).then(|| Packed {
                 element: stretch.element + ((start - stretch.offset) / size) as u64,
                 elements: (end - start) / size,
-                offset: start - range.start,
+                offset: start - from,
             })
         })
     }
@@ -280,6 +299,16 @@ impl Fragmentation {
     }
 }
 
+/// A mask without its `count` lowest bits that are set.
+fn without_lowest(mask: u64, count: usize) -> u64 {
+    (0..count.min(MAX_WINDOW_BLOCKS)).fold(mask, |rest, _| rest & rest.wrapping_sub(1))
+}
+
+/// The `count` lowest bits of a mask that are set.
+fn lowest(mask: u64, count: usize) -> u64 {
+    mask & !without_lowest(mask, count)
+}
+
 /// Narrows a count that a window or the memory of the machine bounds.
 fn to_usize(n: u64) -> usize {
     usize::try_from(n).unwrap_or(usize::MAX)
@@ -338,6 +367,49 @@ mod tests {
         assert_eq!(packed, [at(0, 256, 0), at(512, 256, 1024), at(768, 10, 2048)]);
         let stretches: Vec<_> = geometry.stretches(1, 0b1101, 1000..2052).collect();
         assert_eq!(stretches, [at(250, 6, 0), at(512, 257, 24)]);
+    }
+
+    /// What the bytes of a payload are, one by one, whichever blocks are there and wherever it is
+    /// cut.
+    #[test]
+    fn stretches_are_the_packed_blocks_cut_anywhere() {
+        let geometry = f32s(60 * 256 + 256 * 3 + 10);
+        for (index, mask) in [(0, u64::MAX >> 4), (0, 0x0f0f_0000_8421_0001), (1, 0b1101), (1, 8)] {
+            let places = |stretch: Packed| {
+                let element = move |i| (stretch.element + i as u64, stretch.offset + 4 * i);
+                (0..stretch.elements).map(element)
+            };
+            let all: Vec<_> = geometry.packed(index, mask).flat_map(places).collect();
+            let len = geometry.payload_len(index, mask);
+            for step in [4, 40, 1024, 1408, 4096, len.max(4)] {
+                for start in (0..len).step_by(step) {
+                    let end = (start + step).min(len);
+                    let got: Vec<_> =
+                        geometry.stretches(index, mask, start..end).flat_map(places).collect();
+                    let due = all[start / 4..end / 4].iter().map(|(e, at)| (*e, at - start));
+                    assert!(got.iter().copied().eq(due), "{mask:x} {start}..{end}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn no_window_has_more_fragments_than_one_word_counts() {
+        for payload in (MIN_FRAGMENT_PAYLOAD..9000).step_by(8) {
+            let job = Fragmentation::new(payload).unwrap();
+            for block in [32, 64, 128, 256, 512, 1024] {
+                for wire in [WireType::F32, WireType::Bf16, WireType::Int8, WireType::Fixed32] {
+                    let descriptor = Descriptor { wire, ..Descriptor::sum(1 << 20, DType::F32) };
+                    let geometry = Geometry::new(&descriptor.with_block(block).unwrap());
+                    let full = geometry.full_mask(0);
+                    for mask in [full, full >> 1, full >> 32, full >> 40, 1] {
+                        let len = geometry.payload_len(0, mask);
+                        let cut = geometry.cut(job, len);
+                        assert!(cut.count(len) <= MAX_FRAGMENTS, "{payload} {block} {wire:?}");
+                    }
+                }
+            }
+        }
     }
 
     #[test]

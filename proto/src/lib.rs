@@ -26,6 +26,7 @@ pub mod fold;
 pub mod geometry;
 pub mod ids;
 pub mod observer;
+mod recovery;
 pub mod rtt;
 mod sequence;
 pub mod time;

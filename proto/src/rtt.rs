@@ -36,6 +36,11 @@ impl Rtt {
         self.smoothed_ns = (7 * self.smoothed_ns + rtt.0) / 8;
     }
 
+    /// Takes a round trip of another kind, which says only how little one may take.
+    pub fn note_least(&mut self, rtt: Span) {
+        self.least_ns = self.least_ns.min(rtt.0);
+    }
+
     /// The smoothed round trip.
     #[must_use]
     pub const fn smoothed(&self) -> Span {
@@ -62,8 +67,8 @@ impl Rtt {
     const MIN_TIMEOUT: Span = Span::from_millis(2);
     /// The timeout is bounded by this many times the least round trip, or by this much if that
     /// is less.
-    const MOST_TIMES: u64 = 8;
-    const PATIENCE: Span = Span::from_millis(10);
+    const MOST_TIMES: u64 = 3;
+    const PATIENCE: Span = Span::from_millis(4);
     const MAX_TIMEOUT: Span = Span::from_millis(100);
     const MAX_BACKOFF: Span = Span::from_millis(100);
 }
@@ -86,7 +91,7 @@ mod tests {
         (0..100).for_each(|_| rtt.sample(Span::from_millis(10)));
         assert!(rtt.timeout() < Span::from_millis(11));
         rtt.sample(Span::from_millis(30));
-        assert!(rtt.timeout() > Span::from_millis(30));
+        assert!(rtt.timeout() > Span::from_millis(25));
     }
 
     #[test]
@@ -95,7 +100,7 @@ mod tests {
         rtt.sample(Span::from_micros(200));
         (0..50).for_each(|_| rtt.sample(Span::from_millis(150)));
         rtt.sample(Span::from_micros(200));
-        assert_eq!(rtt.timeout(), Span::from_millis(10));
+        assert_eq!(rtt.timeout(), Rtt::PATIENCE);
     }
 
     #[test]

@@ -51,16 +51,31 @@ pub(crate) struct Sequence {
     settled: Option<OpId>,
     /// The last of those that was opened and did not fail.
     opened: Option<OpId>,
+    /// How many ops there is room for.
+    capacity: usize,
 }
 
 impl Sequence {
     /// An empty sequence for at most `capacity` ops.
     pub(crate) fn new(capacity: usize) -> Self {
-        Self { ops: VecDeque::with_capacity(capacity), end: 0, settled: None, opened: None }
+        let ops = VecDeque::with_capacity(capacity);
+        Self { ops, end: 0, settled: None, opened: None, capacity }
     }
 
-    /// Appends an op and returns its first position.
+    /// Whether there is room for one more op. If there is not, those that failed and are `passed`
+    /// make room: no position of theirs is ever looked up again. The last op stays, since the
+    /// next comes after it.
+    pub(crate) fn make_room(&mut self, passed: impl Fn(&StreamOp) -> bool) -> bool {
+        if self.ops.len() >= self.capacity {
+            let last = self.last();
+            self.ops.retain(|entry| !entry.failed || Some(entry.op) == last || !passed(entry));
+        }
+        self.ops.len() < self.capacity
+    }
+
+    /// Appends an op and returns its first position. There is room for it.
     pub(crate) fn push(&mut self, op: OpId, descriptor: &Descriptor, stripe: Stripe) -> u64 {
+        debug_assert!(self.ops.len() < self.capacity, "make_room said so");
         let base = self.end;
         let geometry = Geometry::new(descriptor);
         self.end += u64::from(stripe.len());
@@ -68,8 +83,9 @@ impl Sequence {
         base
     }
 
-    /// Puts a failed op without windows among the others.
+    /// Puts a failed op without windows among the others. There is room for it.
     pub(crate) fn insert_failed(&mut self, op: OpId, descriptor: &Descriptor) {
+        debug_assert!(self.ops.len() < self.capacity, "make_room said so");
         let i = self.ops.partition_point(|entry| entry.op < op);
         let base = self.ops.get(i).map_or(self.end, |next| next.base);
         let stripe = Stripe::new(op, 0, 0, 1);
@@ -168,6 +184,13 @@ impl Sequence {
         })
     }
 
+    /// Marks the ops before `op` as failed that have positions from `from` on.
+    pub(crate) fn fail_before(&mut self, op: OpId, from: u64) {
+        for entry in self.ops.iter_mut().take_while(|entry| entry.op < op) {
+            entry.failed |= entry.end() > from;
+        }
+    }
+
     /// Drops the oldest op if all its positions lie before `position`.
     pub(crate) fn settle_before(&mut self, position: u64) -> Option<StreamOp> {
         self.ops.front().filter(|entry| entry.end() <= position)?;
@@ -219,5 +242,39 @@ mod tests {
         assert!(sequence.settle_before(3).is_none());
         assert!(sequence.is_settled(OpId(0)) && !sequence.is_settled(OpId(1)));
         assert_eq!(sequence.before(OpId(1)), Some(OpId(0)));
+    }
+
+    #[test]
+    fn failed_ops_make_room_and_no_others() {
+        let mut sequence = Sequence::new(3);
+        let passed = |failed: &StreamOp| failed.end() <= 3;
+        for op in 0..3 {
+            assert!(sequence.make_room(passed));
+            push(&mut sequence, op, 1);
+        }
+        assert!(!sequence.make_room(passed));
+        sequence.fail(OpId(1));
+        sequence.fail(OpId(2));
+        assert!(sequence.make_room(passed));
+        assert!(sequence.get(OpId(1)).is_none());
+        assert!(sequence.get(OpId(2)).is_some(), "the next op comes after the last");
+        assert_eq!(push(&mut sequence, 3, 1), 3);
+        sequence.fail(OpId(3));
+        assert!(sequence.make_room(passed), "op 2 is not the last any more");
+        assert_eq!(push(&mut sequence, 4, 1), 4);
+        assert!(!sequence.make_room(passed), "op 3 is not passed");
+        assert_eq!(sequence.position(WindowId::new(OpId(4), 0)), Some(4));
+        assert_eq!(sequence.position_from(WindowId::new(OpId(1), 0)), 3);
+    }
+
+    #[test]
+    fn what_is_left_unfinished_fails_and_what_is_done_does_not() {
+        let mut sequence = Sequence::new(4);
+        for op in 0..4 {
+            push(&mut sequence, op, 2);
+        }
+        sequence.fail_before(OpId(3), 3);
+        let failed = [0, 1, 2, 3].map(|op| sequence.get(OpId(op)).map(|entry| entry.failed));
+        assert_eq!(failed, [false, true, true, false].map(Some));
     }
 }

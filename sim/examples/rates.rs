@@ -151,10 +151,17 @@ fn plan(scenario: &Scenario, seed: u64) -> Plan {
     let port = |rate_bps| {
         let up = LinkConfig::lossless(rate_bps, delay);
         let down = LinkConfig { queue_bytes: 1_000_000, mark_bytes: scenario.mark_bytes, ..up };
-        PortPlan { up, down, receive_buffer: 8 << 20, service: Picos(200_000) }
+        PortPlan {
+            up,
+            down,
+            receive_buffer: RECEIVE_BUFFER,
+            send_buffer: SEND_BUFFER,
+            service: Picos(200_000),
+        }
     };
     let network = Network {
         shards: scenario.shards,
+        own_numbers: false,
         worker: port(1_000_000_000),
         shard: port(scenario.shard_rate_bps),
         multicast: scenario.multicast,
@@ -166,7 +173,14 @@ fn plan(scenario: &Scenario, seed: u64) -> Plan {
         ..Inputs::dense(seed)
     };
     let descriptor = Descriptor::sum(scenario.elements, DType::F32);
-    let job = JobPlan::new(WORLD, cut).with(descriptor, inputs, Picos::ZERO);
+    // As an aggregator grants them.
+    let job = JobPlan {
+        in_flight: RECEIVE_BUFFER / usize::from(WORLD),
+        results_in_flight: RECEIVE_BUFFER / usize::from(scenario.shards) / 2,
+        pool_slots: 256,
+        ..JobPlan::new(WORLD, cut)
+    };
+    let job = job.with(descriptor, inputs, Picos::ZERO);
     let mut plan = Plan::new(seed, network, vec![job]);
     if scenario.loss_ppm > 0 {
         let loss = |leg| Rule::chance(leg, scenario.loss_ppm, Effect::Drop);
@@ -241,5 +255,7 @@ impl Checker for Shared {
 }
 
 const WORLD: u16 = 8;
+const RECEIVE_BUFFER: usize = 8 << 20;
+const SEND_BUFFER: usize = 256 << 10;
 /// Runs of which the median is shown.
 const SEEDS: u64 = 5;

@@ -69,6 +69,14 @@ impl Link {
         u64::try_from(bytes).unwrap_or(u64::MAX)
     }
 
+    /// When no more than `len_bytes` wait, if nothing is added.
+    #[must_use]
+    pub fn falls_to(&self, len_bytes: u64) -> Picos {
+        let takes =
+            u128::from(len_bytes) * PICOS_PER_SECOND_BITS / u128::from(self.config.rate_bps);
+        self.free_at.since(Picos(u64::try_from(takes).unwrap_or(u64::MAX)))
+    }
+
     /// Sends a datagram of `len_bytes`, which enters the queue at `now`.
     pub fn send(&mut self, now: Picos, len_bytes: u64) -> Passage {
         let queued = self.queued(now);

@@ -112,16 +112,28 @@ impl WorkerNode {
         self.collect();
     }
 
-    /// Scans and sends all that is due; datagrams go to `out`.
-    pub fn drive(&mut self, now: Time, out: &mut Vec<Datagram>, observer: &mut impl Observer) {
+    /// Scans and sends all that is due, until the datagrams have at least `room` bytes; they go
+    /// to `out`. Returns whether that was all.
+    pub fn drive(
+        &mut self,
+        now: Time,
+        room: usize,
+        out: &mut Vec<Datagram>,
+        observer: &mut impl Observer,
+    ) -> bool {
         let mut joined = Joined::new(self.machine.config().cut);
-        loop {
-            while let Some(transmit) = self.machine.poll_transmit(now, &mut self.buffer, observer) {
-                self.send(&transmit, &mut joined);
+        let all = loop {
+            if joined.len_bytes >= room {
+                break false;
             }
-            let Some(scan) = self.machine.poll_scan() else { break };
-            self.scan(scan);
-        }
+            if let Some(transmit) = self.machine.poll_transmit(now, &mut self.buffer, observer) {
+                self.send(&transmit, &mut joined);
+            } else if let Some(scan) = self.machine.poll_scan() {
+                self.scan(scan);
+            } else {
+                break true;
+            }
+        };
         out.extend(
             joined
                 .datagrams
@@ -129,6 +141,7 @@ impl WorkerNode {
                 .map(|(shard, bytes)| Datagram { to: Endpoint::Shard(shard), bytes: bytes.into() }),
         );
         self.collect();
+        all
     }
 
     fn scan(&mut self, scan: worker::Scan) {
@@ -148,8 +161,7 @@ impl WorkerNode {
             }
             worker::Transmit::Data(data) => {
                 let payload = self.pack(data.header.window, data.header.mask);
-                let cut = self.machine.config().cut;
-                fragments(cut, &data.header, data.fragments, &payload, |bytes| {
+                fragments(data.cut, &data.header, data.fragments, &payload, |bytes| {
                     joined.push(data.shard, bytes);
                 });
             }
@@ -180,7 +192,7 @@ impl WorkerNode {
     fn deliver(&mut self, delivery: &Delivery, body: &[u8]) {
         let descriptor = delivery.descriptor;
         let Some(tensor) = self.tensors.get_mut(&delivery.window.op) else { return };
-        let range = self.machine.config().cut.range(delivery.len, usize::from(delivery.fragment));
+        let range = delivery.cut.range(delivery.len, usize::from(delivery.fragment));
         let index = delivery.window.index;
         if !descriptor.wire.is_scaled() {
             let size = descriptor.wire.element_size();
@@ -339,14 +351,13 @@ impl ShardNode {
     }
 
     fn send(&self, transmit: &aggregator::Transmit, joined: &mut Joined<Recipient>) {
-        let cut = self.machine.config().cut;
         match transmit {
             aggregator::Transmit::Datagram { to, len } => {
                 joined.push(*to, self.buffer[..*len].to_vec());
             }
             aggregator::Transmit::Result { to, result } => {
                 let payload = &self.results[&(result.lane, result.slot)];
-                fragments(cut, &result.header, result.fragments, payload, |bytes| {
+                fragments(result.cut, &result.header, result.fragments, payload, |bytes| {
                     joined.push(*to, bytes);
                 });
             }
@@ -373,15 +384,17 @@ impl ShardNode {
 #[derive(Debug)]
 struct Joined<T> {
     max: usize,
+    len_bytes: usize,
     datagrams: Vec<(T, Vec<u8>)>,
 }
 
 impl<T: PartialEq> Joined<T> {
     const fn new(cut: Fragmentation) -> Self {
-        Self { max: Header::LEN + cut.payload(), datagrams: Vec::new() }
+        Self { max: Header::LEN + cut.payload(), len_bytes: 0, datagrams: Vec::new() }
     }
 
     fn push(&mut self, to: T, message: Vec<u8>) {
+        self.len_bytes += message.len();
         match self.datagrams.last_mut() {
             Some((last, bytes)) if *last == to && bytes.len() + message.len() <= self.max => {
                 bytes.extend(message);

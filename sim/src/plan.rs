@@ -35,6 +35,8 @@ pub struct Plan {
 pub struct Network {
     /// How many shards, each on a host of its own.
     pub shards: u8,
+    /// Whether each shard is an aggregator of its own, with its own numbers for jobs.
+    pub own_numbers: bool,
     /// How a worker is joined.
     pub worker: PortPlan,
     /// How a shard is.
@@ -52,6 +54,9 @@ pub struct PortPlan {
     pub down: LinkConfig,
     /// Bytes that may wait in the socket until the host takes them.
     pub receive_buffer: usize,
+    /// Bytes that may wait for the uplink. A rank that has filled it sends on once half of it is
+    /// free, as a socket would let it; a shard only sends what ranks can take.
+    pub send_buffer: usize,
     /// How long the host is busy with each datagram it takes.
     pub service: Picos,
 }
@@ -168,10 +173,11 @@ impl Plan {
         }
     }
 
-    /// The number that job `job` goes by on the wire.
+    /// The number that job `job` goes by on the wire, to and from a shard.
     #[must_use]
-    pub fn job_id(job: usize) -> JobId {
-        JobId(u32::try_from(job).unwrap_or(u32::MAX).saturating_add(1))
+    pub fn job_id(&self, job: usize, shard: u8) -> JobId {
+        let own = if self.network.own_numbers { u32::from(shard) * 1_000 } else { 0 };
+        JobId(u32::try_from(job).unwrap_or(u32::MAX).saturating_add(1 + own))
     }
 
     /// What a rank is granted.
@@ -179,7 +185,7 @@ impl Plan {
     pub fn worker(&self, job: usize, rank: Rank) -> worker::Config {
         let plan = &self.jobs[job];
         worker::Config {
-            job: Self::job_id(job),
+            job: self.job_id(job, 0),
             generation: Self::GENERATION,
             rank,
             lanes: plan.lanes,
@@ -196,7 +202,7 @@ impl Plan {
     pub fn aggregator(&self, job: usize, shard: u8) -> aggregator::Config {
         let plan = &self.jobs[job];
         aggregator::Config {
-            job: Self::job_id(job),
+            job: self.job_id(job, shard),
             generation: Self::GENERATION,
             world: plan.world,
             lanes: plan.lanes,
@@ -291,9 +297,14 @@ impl Network {
     #[must_use]
     pub const fn ideal(rate_bps: u64, delay: Picos) -> Self {
         let link = LinkConfig::lossless(rate_bps, delay);
-        let port =
-            PortPlan { up: link, down: link, receive_buffer: usize::MAX, service: Picos::ZERO };
-        Self { shards: 1, worker: port, shard: port, multicast: true }
+        let port = PortPlan {
+            up: link,
+            down: link,
+            receive_buffer: usize::MAX,
+            send_buffer: usize::MAX,
+            service: Picos::ZERO,
+        };
+        Self { shards: 1, own_numbers: false, worker: port, shard: port, multicast: true }
     }
 }
 

@@ -136,6 +136,22 @@ fn i5_every_op_ends_although_a_rank_is_missing() {
 }
 
 #[test]
+fn i5_a_rank_that_dies_holding_all_slots_is_the_one_that_is_named() {
+    // The slots hold results that the dead rank will never acknowledge. The other ranks owe the
+    // next window, but have no credit to send it: they are not who is waited for.
+    let (descriptor, halves) = floats(200_000, 1);
+    let inputs = Inputs { density_ppm: 10_000, ..halves };
+    for micros in (100..900).step_by(20) {
+        let absence = Absence::Dies(Picos::from_micros(micros));
+        let missing = Some(Missing { rank: Rank(2), absence });
+        let job = JobPlan { pool_slots: 2, missing, ..job(3) };
+        let mut job = job.with(descriptor, inputs, Picos::ZERO);
+        job.ops[0].timeout = Span::from_millis(300);
+        check(&Plan::new(1, network(), vec![job]));
+    }
+}
+
+#[test]
 fn i5_every_op_ends_with_its_result_under_heavy_loss() {
     for seed in 0..5 {
         let mut plan = Plan::new(seed, network(), vec![busy_job(3)]);

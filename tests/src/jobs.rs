@@ -1,10 +1,14 @@
 //! Jobs beside and after one another: each has its own sums, and gives back what it was granted.
 
+use std::time::Duration;
+
 use racksum_aggregator::Fanout;
+use racksum_proto::control::{FromAggregator, FromWorker, Join};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
 use racksum_worker::Client;
 
+use crate::impostor::Impostor;
 use crate::inputs::floats;
 use crate::rig::{Rig, bounded};
 
@@ -148,6 +152,36 @@ fn two_aggregators_share_a_job() {
 }
 
 #[test]
+fn two_aggregators_that_are_reached_by_different_ways_share_a_job() {
+    let all = racksum_net::interface::interfaces().unwrap();
+    let beyond = all.iter().filter(|interface| interface.is_usable() && !interface.is_loopback);
+    let mut addrs = beyond.flat_map(|interface| &interface.addrs);
+    let Some(own) = addrs.find(|addr| addr.is_ipv4()).copied() else {
+        eprintln!("skipped: this host has no IPv4 address but loopback's");
+        return;
+    };
+    bounded(30, move || {
+        // A rank's data to each must come from the address that its control connection has.
+        let rigs = [std::net::Ipv4Addr::LOCALHOST.into(), own].map(|bind| {
+            Rig::start(|config| {
+                config.bind = bind;
+                config.insecure = true;
+            })
+        });
+        let both = |options: &mut racksum_worker::ConnectOptions| {
+            options.insecure = true;
+            options.aggregators =
+                rigs.iter().map(|rig| rig.aggregator.addr().to_string()).collect();
+        };
+        rigs[0].ranks("both", 2, both, |client, _| work(client, 7, 12, 2));
+        for rig in &rigs {
+            rig.await_stats("each shard folded", |_| rig.aggregator.stats()[0].folds > 0);
+            rig.await_peace();
+        }
+    });
+}
+
+#[test]
 fn jobs_run_over_ipv6() {
     bounded(30, || {
         let rig = Rig::start(|config| {
@@ -180,6 +214,35 @@ fn a_rank_that_multicast_does_not_reach_is_refused_where_it_is_demanded() {
                    aggregator with --fanout auto or unicast";
         assert_eq!(error.unwrap_err().to_string(), why);
         rig.await_peace();
+    });
+}
+
+#[test]
+fn a_rank_that_hears_the_group_late_is_waited_for_only_where_multicast_is_demanded() {
+    bounded(30, || {
+        for (fanout, world, multicast) in [(Fanout::Multicast, 1, true), (Fanout::Auto, 3, false)] {
+            let rig = Rig::start(|config| config.fanout = fanout);
+            let mut ranks: Vec<_> = (0..world).map(|_| Impostor::connect(&rig)).collect();
+            for (impostor, rank) in ranks.iter_mut().zip(0..) {
+                let wish = impostor.wish("late", rank, world);
+                impostor.say(&FromWorker::Join(Join { multicast: true, ..wish }));
+            }
+            // A link that has just come up takes about a second to pass multicast on.
+            std::thread::sleep(Duration::from_millis(1200));
+            for impostor in &mut ranks {
+                impostor.say(&FromWorker::Heard);
+            }
+            for impostor in &mut ranks {
+                let ready = loop {
+                    match impostor.hear() {
+                        Some(FromAggregator::Ready { multicast }) => break multicast,
+                        Some(FromAggregator::Refused { reason }) => panic!("{reason}"),
+                        other => assert!(other.is_some()),
+                    }
+                };
+                assert_eq!(ready, multicast, "{fanout:?}");
+            }
+        }
     });
 }
 

@@ -141,7 +141,7 @@ fn a_world_of_64_gets_the_bits_of_the_definition() {
             .enumerate()
             .filter(|(i, _)| i % 5 == 0)
             .map(|(i, kind)| {
-                let elements = [1, 255, 257][i % 3];
+                let elements = [1, 255, 257, 64 * 256 + 1][i % 4];
                 Case::new(Descriptor { elements, ..kind }, Values::Special, i as u64, 64)
             })
             .collect();

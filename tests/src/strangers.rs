@@ -122,12 +122,17 @@ fn a_stranger_who_knows_the_protocol_changes_nothing() {
     bounded(60, || {
         let rig = Rig::start(|_| {});
         let port = rig.aggregator.data_addrs()[0];
+        // Jobs are numbered one after the other: the victim's is the next.
+        let mut impostor = Impostor::connect(&rig);
+        let JobId(last) = impostor.join(impostor.wish("last", 0, 1)).job;
+        impostor.vanish();
+        let victim = last.wrapping_add(1);
         disturbed(&rig, || {
             let stranger = UdpSocket::bind("127.0.0.1:0").unwrap();
-            // Job 1 is the victim's. Its ranks are known by their addresses.
+            // The victim's ranks are known by their addresses.
             for round in 0..300u32 {
                 for sender in [0, 1, 2, 3, u16::MAX] {
-                    for job in [0, 1, 2, u32::MAX] {
+                    for job in [0, last, victim, victim.wrapping_add(1)] {
                         for kind in [Kind::Ack, Kind::Data, Kind::Ask, Kind::Open] {
                             let ack = WindowId::new(OpId(u32::MAX), u32::MAX);
                             let window = WindowId::new(OpId(round), 0);

@@ -3,6 +3,7 @@
 //! This is OmniReduce's key-value case (Fei et al., SIGCOMM 2021), with a block for a key: the
 //! rows that an embedding's batch touched, say. What comes back is the same form for the union.
 
+use std::num::NonZeroU32;
 use std::ops::Range;
 
 use racksum_proto::arith::{self, ArithError, Fold, MAX_WORLD};
@@ -27,9 +28,13 @@ pub struct Blocks {
 #[derive(Debug)]
 pub(crate) struct BlockSet {
     input: Blocks,
-    /// Where each window's results are in `values`: by window, in the order they came.
+    /// Where each window's results are in `values`, in the order they came.
     arrived: Vec<Arrived>,
+    /// By window, its place in `arrived`.
+    places: Box<[Option<NonZeroU32>]>,
+    /// Sums, up to `used`; what is beyond is left from an earlier op.
     values: Vec<u8>,
+    used: usize,
 }
 
 /// Where the sums of one window are.
@@ -64,9 +69,16 @@ impl BlockSet {
         } else {
             combine(descriptor, &blocks)?
         };
-        // The union is at least this rank's own blocks, and often not much more.
-        let values = Vec::with_capacity(2 * input.values.len());
-        Ok(Self { input, arrived: Vec::new(), values })
+        let windows = Geometry::new(descriptor).windows() as usize;
+        let places = vec![None; windows].into();
+        Ok(Self { input, arrived: Vec::new(), places, values: Vec::new(), used: 0 })
+    }
+
+    /// Puts the sums into memory that is of no more use, which need be neither had nor cleared.
+    pub(crate) fn reuse(&mut self, memory: Vec<u8>) {
+        self.values = memory;
+        // The union holds at least this rank's own blocks, and often not much more.
+        self.values.reserve((2 * self.input.values.len()).saturating_sub(self.values.len()));
     }
 
     /// The non-zero blocks of each window.
@@ -103,14 +115,19 @@ impl BlockSet {
         delivery: &Delivery,
     ) {
         let window = delivery.window.index;
-        if self.arrived.iter().rev().any(|arrived| arrived.window == window) {
+        let place = &mut self.places[window as usize];
+        if place.is_some() {
             return;
         }
-        let start = self.values.len();
+        *place = u32::try_from(self.arrived.len() + 1).ok().and_then(NonZeroU32::new);
+        let start = self.used;
         self.arrived.push(Arrived { window, mask: delivery.mask, start });
         let blocks = geometry.packed(window, delivery.mask);
         let len: usize = blocks.map(|packed| packed.elements * descriptor.dtype.size()).sum();
-        self.values.resize(start + len, 0);
+        self.used += len;
+        if self.values.len() < self.used {
+            self.values.resize(self.used, 0);
+        }
     }
 
     /// Visits the memory that a stretch of sums goes to, block by block.
@@ -122,10 +139,8 @@ impl BlockSet {
         stretch: Packed,
         mut visit: impl FnMut(&mut [u8], usize),
     ) {
-        let Some(arrived) = self.arrived.iter().rev().find(|arrived| arrived.window == window)
-        else {
-            return;
-        };
+        let Some(nth) = self.places[window as usize] else { return };
+        let arrived = self.arrived[nth.get() as usize - 1];
         let full = descriptor.block_elements() * descriptor.dtype.size();
         each_block(descriptor, Packed { offset: 0, ..stretch }, |index, range, offset| {
             let (_, block) = place(geometry, index);
@@ -143,7 +158,7 @@ impl BlockSet {
         }
         let per_window = u32::try_from(geometry.window_blocks()).unwrap_or(u32::MAX);
         let mut indices = Vec::with_capacity(self.arrived.len());
-        let mut values = Vec::with_capacity(if in_order { 0 } else { self.values.len() });
+        let mut values = Vec::with_capacity(if in_order { 0 } else { self.used });
         for arrived in &self.arrived {
             let first = arrived.window * per_window;
             let blocks = (0..64).filter(|block| arrived.mask >> block & 1 == 1);
@@ -154,7 +169,11 @@ impl BlockSet {
                 values.extend_from_slice(&self.values[arrived.start..arrived.start + len]);
             }
         }
-        Blocks { indices, values: if in_order { self.values } else { values } }
+        if in_order {
+            self.values.truncate(self.used);
+            values = self.values;
+        }
+        Blocks { indices, values }
     }
 }
 

@@ -1,12 +1,15 @@
 //! The client: what a training process holds.
 
 use std::marker::PhantomData;
-use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::os::fd::AsFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use racksum_net::udp::{self, UdpSocket, Waker};
+use racksum_net::udp::{self, Gather, UdpSocket, Waker};
 use racksum_proto::control::{FromAggregator, Welcome};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::SubmitError;
@@ -16,9 +19,9 @@ use racksum_proto::time::Span;
 use racksum_proto::worker::Config;
 
 use crate::blocks::{BlockSet, Blocks};
-use crate::engine::{Engine, Links, Stats};
+use crate::engine::{Engine, Links, Next, Progress, Stats};
 use crate::error::{ConnectError, Error};
-use crate::join::{Control, Event, Session, join};
+use crate::join::{Control, Event, Session, join, shard_addrs};
 use crate::options::ConnectOptions;
 use crate::payload::{Data, Payload, bytes_of};
 use crate::tensor::lend;
@@ -43,6 +46,8 @@ pub struct Client {
 #[derive(Debug)]
 struct Shared {
     state: Mutex<State>,
+    /// Threads that want the state while another one drives.
+    wanted: AtomicUsize,
     /// An op ended, or nobody drives any more.
     changed: Condvar,
     /// There is something to drive in the background.
@@ -50,6 +55,7 @@ struct Shared {
     socket: Arc<UdpSocket>,
     groups: Arc<[UdpSocket]>,
     waker: Waker,
+    gather: Gather,
 }
 
 #[derive(Debug)]
@@ -57,15 +63,30 @@ struct State {
     engine: Engine,
     /// Some thread drives the sockets.
     driving: bool,
+    /// Threads that wait for an op: one of them drives, and not the client's own thread.
+    waiting: usize,
     closed: bool,
+    /// The engine panicked: every op has ended, and it is not to be used again.
+    broken: bool,
 }
 
-/// An op in flight.
+/// An op in flight. If it is dropped, the op goes on, since the other ranks need it, but what it
+/// worked on is freed once it ends.
 #[derive(Debug)]
 #[must_use = "an op's result is had by waiting for it"]
 pub struct Handle<T> {
     op: OpId,
+    /// Whose op it is. Not kept alive by it: a client that is closed has no ops.
+    client: Weak<Shared>,
     result: PhantomData<T>,
+}
+
+impl<T> Drop for Handle<T> {
+    fn drop(&mut self) {
+        if let Some(shared) = self.client.upgrade() {
+            shared.lock().engine.abandon(self.op);
+        }
+    }
 }
 
 impl Client {
@@ -83,29 +104,23 @@ impl Client {
             Links { socket: Arc::clone(&socket), groups: Arc::clone(&groups), shards: links };
         let shards = links.shards.len();
         let engine = Engine::new(config, options.world, links, clock, &options.faults);
-        let state = Mutex::new(State { engine, driving: false, closed: false });
-        let shared = Arc::new(Shared {
-            state,
-            changed: Condvar::new(),
-            work: Condvar::new(),
-            socket,
-            groups,
-            waker: Waker::new()?,
-        });
-        let mut threads = Vec::new();
-        let driver = Arc::clone(&shared);
-        threads.push(spawn("racksum-drive", move || driver.drive_in_background())?);
-        for events in events {
-            let listener = Arc::clone(&shared);
-            threads.push(spawn("racksum-listen", move || listener.listen(&events))?);
-        }
+        let shared = Arc::new(Shared::new(engine, socket, groups)?);
         let welcome = welcomes
             .into_iter()
             .next()
             .map(|(_, welcome)| welcome)
             .ok_or_else(|| ConnectError::Protocol("nobody welcomed the rank".into()))?;
         let op_timeout = span(options.op_timeout);
-        Ok(Self { shared, welcome, shards, multicast, op_timeout, _controls: controls, threads })
+        let threads = Vec::new();
+        let mut client =
+            Self { shared, welcome, shards, multicast, op_timeout, _controls: controls, threads };
+        let driver = Arc::clone(&client.shared);
+        client.threads.push(spawn("racksum-drive", move || driver.drive_in_background())?);
+        for events in events {
+            let listener = Arc::clone(&client.shared);
+            client.threads.push(spawn("racksum-listen", move || listener.listen(&events))?);
+        }
+        Ok(client)
     }
 
     /// Reduces `tensor` in place with the same tensors of all other ranks, and waits for it.
@@ -116,8 +131,9 @@ impl Client {
         check_len(tensor.len(), &descriptor)?;
         let (loan, region) = lend(tensor);
         let mut state = self.shared.lock();
-        let op = state.engine.submit(descriptor, Data::Borrowed(region), self.op_timeout)?;
-        let mut state = self.shared.drive(state, |state| state.engine.has_ended(op));
+        let op = state
+            .submit(|engine| engine.submit(descriptor, Data::Borrowed(region), self.op_timeout))?;
+        let mut state = self.shared.await_that(state, |state| !state.engine.is_in_flight(op));
         let (result, payload) = state.engine.take(op).ok_or(SubmitError::Ended)?;
         drop(state);
         drop((payload, loan));
@@ -135,9 +151,10 @@ impl Client {
     ) -> Result<Handle<Vec<u8>>, Error> {
         check_len(tensor.len(), &descriptor)?;
         let mut state = self.shared.lock();
-        let op = state.engine.submit(descriptor, Data::Owned(tensor), self.op_timeout)?;
+        let op = state
+            .submit(|engine| engine.submit(descriptor, Data::Owned(tensor), self.op_timeout))?;
         self.shared.set_off(state);
-        Ok(Handle { op, result: PhantomData })
+        Ok(self.handle(op))
     }
 
     /// Starts reducing some blocks of a tensor, and no others.
@@ -151,15 +168,20 @@ impl Client {
     ) -> Result<Handle<Blocks>, Error> {
         let blocks = BlockSet::new(&descriptor, blocks)?;
         let mut state = self.shared.lock();
-        let op = state.engine.submit_blocks(descriptor, blocks, self.op_timeout)?;
+        let op =
+            state.submit(|engine| engine.submit_blocks(descriptor, blocks, self.op_timeout))?;
         self.shared.set_off(state);
-        Ok(Handle { op, result: PhantomData })
+        Ok(self.handle(op))
+    }
+
+    fn handle<T>(&self, op: OpId) -> Handle<T> {
+        Handle { op, client: Arc::downgrade(&self.shared), result: PhantomData }
     }
 
     /// Waits for a tensor to be reduced.
     ///
     /// # Errors
-    /// Why there is no result.
+    /// Why there is no result; [`Error::OtherClient`] at once when another client started the op.
     pub fn wait(&self, handle: Handle<Vec<u8>>) -> Result<Vec<u8>, Error> {
         match self.await_op(&handle)?.data {
             Data::Owned(tensor) => Ok(tensor),
@@ -170,7 +192,7 @@ impl Client {
     /// Waits for blocks to be reduced: those of the union, sorted.
     ///
     /// # Errors
-    /// Why there is no result.
+    /// As [`Self::wait`].
     pub fn wait_blocks(&self, handle: Handle<Blocks>) -> Result<Blocks, Error> {
         let Payload { data, geometry, descriptor, .. } = self.await_op(&handle)?;
         match data {
@@ -179,10 +201,20 @@ impl Client {
         }
     }
 
+    /// Hands back sums that are of no more use, so that those of later ops take their memory:
+    /// fresh memory costs more than the sums.
+    pub fn recycle(&self, blocks: Blocks) {
+        self.shared.lock().run(|engine| engine.recycle(blocks.values));
+    }
+
     /// Waits for an op to end, and takes what it worked on.
     fn await_op<T>(&self, handle: &Handle<T>) -> Result<Payload, Error> {
+        if !std::ptr::eq(handle.client.as_ptr(), Arc::as_ptr(&self.shared)) {
+            return Err(Error::OtherClient);
+        }
         let op = handle.op;
-        let mut state = self.shared.drive(self.shared.lock(), |state| state.engine.has_ended(op));
+        let ended = |state: &State| !state.engine.is_in_flight(op);
+        let mut state = self.shared.drive(self.shared.lock(), ended);
         let (result, payload) = state.engine.take(op).ok_or(SubmitError::Ended)?;
         drop(state);
         result?;
@@ -219,7 +251,7 @@ impl Drop for Client {
         let mut state = self.shared.lock();
         state.closed = true;
         tracing::debug!(stats = ?state.engine.stats(), "client closes");
-        state.engine.end("the client was closed");
+        state.run(|engine| engine.end("the client was closed"));
         drop(state);
         self.shared.changed.notify_all();
         self.shared.work.notify_all();
@@ -232,59 +264,149 @@ impl Drop for Client {
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+impl State {
+    /// Lets the engine work. If it panics it is never used again, and every op ends with an error:
+    /// a thread that unwound while it drove would leave the others waiting for ever.
+    fn run<T>(&mut self, work: impl FnOnce(&mut Engine) -> T) -> Option<T> {
+        if self.broken {
+            return None;
+        }
+        // The engine may be in any state after a panic, and `broken` keeps everyone away from it.
+        let worked = catch_unwind(AssertUnwindSafe(|| work(&mut self.engine)));
+        if worked.is_err() {
+            self.broken = true;
+            self.engine.give_up("a thread of the client panicked");
+        }
+        worked.ok()
     }
 
-    /// Drives the sockets until `done`, or waits while another thread does.
+    /// Starts an op.
+    fn submit(
+        &mut self,
+        start: impl FnOnce(&mut Engine) -> Result<OpId, SubmitError>,
+    ) -> Result<OpId, SubmitError> {
+        self.run(start).unwrap_or(Err(SubmitError::Ended))
+    }
+
+    fn is_idle(&self) -> bool {
+        self.broken || self.engine.is_idle()
+    }
+}
+
+impl Shared {
+    fn new(
+        engine: Engine,
+        socket: Arc<UdpSocket>,
+        groups: Arc<[UdpSocket]>,
+    ) -> std::io::Result<Self> {
+        let gather = Gather::new(socket.report().got_receive, LONGEST_PAUSE);
+        Ok(Self {
+            wanted: AtomicUsize::new(0),
+            state: Mutex::new(State {
+                engine,
+                driving: false,
+                waiting: 0,
+                closed: false,
+                broken: false,
+            }),
+            changed: Condvar::new(),
+            work: Condvar::new(),
+            socket,
+            groups,
+            waker: Waker::new()?,
+            gather,
+        })
+    }
+
+    /// The state. The lock is never poisoned: panics of the engine end in [`State::run`].
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.wanted.fetch_add(1, Relaxed);
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        self.wanted.fetch_sub(1, Relaxed);
+        state
+    }
+
+    /// Drives the sockets until `done`, or waits while another thread does that waits itself.
+    fn await_that<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        done: impl Fn(&State) -> bool,
+    ) -> MutexGuard<'a, State> {
+        state.waiting += 1;
+        while !done(&state) {
+            if state.driving {
+                // The client's own thread may have to be told that it is no longer needed.
+                self.waker.wake();
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            } else {
+                state = self.drive(state, &done);
+            }
+        }
+        state.waiting -= 1;
+        if state.waiting == 0 && !state.is_idle() {
+            self.work.notify_one();
+        }
+        state
+    }
+
+    /// Drives the sockets until `done`; nobody else does.
     fn drive<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
         done: impl Fn(&State) -> bool,
     ) -> MutexGuard<'a, State> {
+        state.driving = true;
         while !done(&state) {
-            if state.driving {
-                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-                continue;
-            }
-            state.driving = true;
-            while !done(&state) {
-                state = self.step(state);
-            }
-            state.driving = false;
-            self.changed.notify_all();
-            if !state.engine.is_idle() {
-                self.work.notify_one();
-            }
+            state = self.step(state);
         }
+        state.driving = false;
+        self.changed.notify_all();
         state
     }
 
     /// Does what is due, or waits for something to happen. The lock is free while it waits.
     fn step<'a>(&'a self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
-        if state.engine.step() {
+        let Some(Progress { ended, next }) = state.run(Engine::step) else {
             self.changed.notify_all();
             return state;
+        };
+        if ended {
+            self.changed.notify_all();
         }
-        let patience = state.engine.patience();
-        drop(state);
-        let mut fds: Vec<BorrowedFd<'_>> = vec![self.waker.as_fd(), self.socket.as_fd()];
-        fds.extend(self.groups.iter().map(AsFd::as_fd));
-        // An error is as good as readiness: the next step finds out.
-        let ready = udp::wait(&fds, patience).unwrap_or(1);
-        if ready & 1 != 0 {
-            self.waker.drain();
+        // An error of the two waits is as good as readiness: the next step finds out.
+        match next {
+            Next::Gather(backlog) if self.gather.is_due(backlog) => {
+                drop(state);
+                drop(self.gather.pause(&self.waker));
+            }
+            Next::Step | Next::Gather(_) => {
+                // Whoever submits must not wait until there is nothing more to do.
+                if self.wanted.load(Relaxed) == 0 {
+                    return state;
+                }
+                drop(state);
+                std::thread::yield_now();
+            }
+            Next::Wait(patience) => {
+                drop(state);
+                let sockets = std::iter::once(&*self.socket).chain(self.groups.iter());
+                let mut fds = [self.waker.as_fd(); udp::MAX_FDS];
+                fds.iter_mut().skip(1).zip(sockets).for_each(|(fd, socket)| *fd = socket.as_fd());
+                let count = 2 + self.groups.len();
+                if udp::wait(&fds[..count.min(fds.len())], patience).unwrap_or(1) & 1 != 0 {
+                    self.waker.drain();
+                }
+            }
         }
         self.lock()
     }
 
     /// Sends the first of an op that was just submitted, and sees to it that somebody drives.
     fn set_off(&self, mut state: MutexGuard<'_, State>) {
-        state.engine.step();
-        let driving = state.driving;
+        state.run(Engine::step);
+        let driven = state.driving || state.waiting > 0;
         drop(state);
-        if driving {
+        if driven {
             self.waker.wake();
         } else {
             self.work.notify_one();
@@ -294,11 +416,12 @@ impl Shared {
     /// Drives ops that nobody waits for.
     fn drive_in_background(&self) {
         let mut state = self.lock();
+        let needless = |state: &State| state.waiting > 0 || state.is_idle();
         while !state.closed {
-            if state.driving || state.engine.is_idle() {
+            if needless(&state) {
                 state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
             } else {
-                state = self.drive(state, |state| state.closed || state.engine.is_idle());
+                state = self.drive(state, |state| state.closed || needless(state));
             }
         }
     }
@@ -310,9 +433,11 @@ impl Shared {
             match event {
                 Event::Said(FromAggregator::PeerLost { ranks }) => {
                     let ranks: Vec<Rank> = ranks.into_iter().map(Rank).collect();
-                    state.engine.lose(&ranks);
+                    state.run(|engine| engine.lose(&ranks));
                 }
-                Event::Closed(_) => state.engine.end("the aggregator is gone"),
+                Event::Closed(_) => {
+                    state.run(|engine| engine.end("the aggregator is gone"));
+                }
                 Event::Said(_) => continue,
             }
             drop(state);
@@ -342,10 +467,7 @@ fn grant(
     let shards: Vec<_> = session
         .welcomes
         .iter()
-        .flat_map(|(addr, welcome)| {
-            let at = move |port: &u16| std::net::SocketAddr::new(addr.ip(), *port);
-            welcome.data_ports.iter().map(move |port| (at(port), welcome.job))
-        })
+        .flat_map(|(addr, welcome)| shard_addrs(*addr, welcome).map(|addr| (addr, welcome.job)))
         .collect();
     let cut = Fragmentation::new(usize::from(first.fragment_payload))
         .ok_or_else(|| ConnectError::Protocol("fragments too small for a window".into()))?;
@@ -380,3 +502,9 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> std::io::Result<Joi
 fn span(duration: Duration) -> Span {
     Span(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX))
 }
+
+/// Results come at most this much later, and in batches.
+const LONGEST_PAUSE: Span = Span::from_micros(200);
+
+#[cfg(test)]
+mod tests;

@@ -19,12 +19,7 @@ pub enum ConnectError {
     #[error("the aggregator refused: {0}")]
     Refused(String),
     /// The world stayed incomplete.
-    #[error(
-        "after {} s rank{} {} had not joined",
-        waited.as_secs(),
-        plural(missing),
-        list(missing)
-    )]
+    #[error("{}", incomplete(missing, *waited))]
     Incomplete {
         /// The ranks that are missing.
         missing: Vec<u16>,
@@ -63,15 +58,20 @@ pub enum Error {
     /// A block list that cannot be.
     #[error("{0}")]
     Blocks(String),
+    /// The handle is of an op that another client started, or the same before it joined anew.
+    #[error("the op was started by another client; wait for it there")]
+    OtherClient,
     /// The op ended without a result.
     #[error("{0}")]
     Op(#[from] OpError),
 }
 
-fn plural(missing: &[u16]) -> &'static str {
-    if missing.len() == 1 { "" } else { "s" }
-}
-
-fn list(missing: &[u16]) -> String {
-    missing.iter().map(u16::to_string).collect::<Vec<_>>().join(", ")
+fn incomplete(missing: &[u16], waited: Duration) -> String {
+    let waited = waited.as_secs();
+    let ranks: Vec<String> = missing.iter().map(u16::to_string).collect();
+    match &ranks[..] {
+        [] => format!("after {waited} s the aggregator had not said that the job is complete"),
+        [rank] => format!("after {waited} s rank {rank} had not joined"),
+        _ => format!("after {waited} s ranks {} had not joined", ranks.join(", ")),
+    }
 }

@@ -1,6 +1,6 @@
 //! Joining a job: one control connection to each aggregator, for as long as the worker lives.
 
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs};
 use std::os::fd::AsFd;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
@@ -8,13 +8,13 @@ use std::time::Duration;
 
 use bytes::BytesMut;
 use racksum_net::clock::Clock;
-use racksum_net::interface::{interface_of, local_addr_towards, max_datagram};
+use racksum_net::interface::{Interface, interface_of, local_addr_towards, max_datagram};
 use racksum_net::multicast::{Multicast, open_member};
 use racksum_net::quic::{Identity, Trust, connect, frames};
 use racksum_net::udp::{self, RECV_CAPACITY, RecvRing, UdpConfig, UdpSocket};
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Welcome};
 use racksum_proto::time::Span;
-use racksum_proto::wire::{Header, Kind};
+use racksum_proto::wire::Header;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use crate::error::ConnectError;
@@ -24,6 +24,10 @@ use crate::options::ConnectOptions;
 const CONNECT_PATIENCE: Span = Span::from_secs(5);
 /// How often a worker looks for multicast probes while it joins.
 const PROBE_POLL: Duration = Duration::from_millis(2);
+/// Messages that it takes from a group at a time, whatever else floods the group.
+const PROBE_BATCH: usize = 8;
+/// Most aggregators of a job: their groups, the data socket and a waker are waited for at once.
+const MAX_AGGREGATORS: usize = 62;
 
 /// What a control connection tells the worker.
 #[derive(Debug)]
@@ -148,24 +152,67 @@ pub(crate) struct Session {
     pub(crate) clock: Clock,
 }
 
+/// The way to an aggregator.
+#[derive(Debug)]
+struct Route {
+    to: SocketAddr,
+    /// The address of this host that the way begins at.
+    from: SocketAddr,
+    interface: Option<Interface>,
+}
+
+impl Route {
+    fn find(to: SocketAddr) -> Result<Self, ConnectError> {
+        let local = local_addr_towards(to)?;
+        // Not a new address: one of a link means nothing without the scope that `to` has.
+        let mut from = to;
+        from.set_ip(local);
+        from.set_port(0);
+        Ok(Self { to, from, interface: interface_of(local) })
+    }
+}
+
+/// Where the data socket is bound. An aggregator takes a rank's data only from the address that
+/// the rank's control connection has, so on a host with several ways the kernel chooses the
+/// address for each.
+fn data_addr(routes: &[Route]) -> Result<SocketAddr, ConnectError> {
+    let Route { to, from, .. } = routes[0];
+    if let Some(other) = routes.iter().find(|route| route.to.is_ipv6() != to.is_ipv6()) {
+        return Err(ConnectError::Arguments(format!(
+            "the aggregators {to} and {} are of two IP versions, and a worker has one data \
+             socket; name all of them by IPv4 or all by IPv6",
+            other.to
+        )));
+    }
+    if routes.iter().all(|route| route.from == from) {
+        return Ok(from);
+    }
+    let any: IpAddr =
+        if to.is_ipv6() { Ipv6Addr::UNSPECIFIED.into() } else { Ipv4Addr::UNSPECIFIED.into() };
+    Ok(SocketAddr::new(any, 0))
+}
+
 /// Joins a job at all its aggregators; returns once every rank is there.
 pub(crate) fn join(options: &ConnectOptions) -> Result<Session, ConnectError> {
     check(options)?;
     let clock = Clock::start();
-    let addrs =
-        options.aggregators.iter().map(|host| resolve(host)).collect::<Result<Vec<_>, _>>()?;
-    let local = local_addr_towards(addrs[0])?;
-    let interface = interface_of(local);
-    let mtu = options.mtu.or_else(|| interface.as_ref().map(|i| i.mtu)).unwrap_or(1500);
-    let datagram = max_datagram(mtu, local.is_ipv6())?;
-    let socket = UdpSocket::open(&UdpConfig::new(SocketAddr::new(local, 0)))?;
+    let routes = options
+        .aggregators
+        .iter()
+        .map(|host| Route::find(resolve(host)?))
+        .collect::<Result<Vec<_>, _>>()?;
+    let bind = data_addr(&routes)?;
+    // A window is cut the same for all shards, so the narrowest way decides.
+    let narrowest = routes.iter().filter_map(|route| Some(route.interface.as_ref()?.mtu)).min();
+    let mtu = options.mtu.or(narrowest).unwrap_or(1500);
+    let datagram = max_datagram(mtu, bind.is_ipv6())?;
+    let socket = UdpSocket::open(&UdpConfig::new(bind))?;
     if let Some(shortfall) = socket.report().shortfall() {
         tracing::warn!("{shortfall}");
     }
-    let stripes = u8::try_from(addrs.len())
-        .map_err(|_| ConnectError::Arguments("more than 255 aggregators".into()))?;
+    let stripes = u8::try_from(routes.len()).unwrap_or(u8::MAX);
     let (mut controls, mut events) = (Vec::new(), Vec::new());
-    for (place, addr) in (0..).zip(&addrs) {
+    for (place, route) in (0..).zip(&routes) {
         let join = Join {
             version: CONTROL_VERSION,
             job: options.job.clone(),
@@ -176,20 +223,29 @@ pub(crate) fn join(options: &ConnectOptions) -> Result<Session, ConnectError> {
             data_port: socket.local_addr().port(),
             receive_buffer: u32::try_from(socket.report().got_receive).unwrap_or(u32::MAX),
             max_datagram: u16::try_from(datagram).unwrap_or(u16::MAX),
-            multicast: options.multicast && interface.is_some(),
+            multicast: options.multicast && route.interface.is_some(),
             stripe: (place, stripes),
             pool_slots: options.pool_slots,
         };
         let (tell, hear) = channel();
-        controls.push(Control::start(*addr, join, options.insecure, tell)?);
+        controls.push(Control::start(route.to, join, options.insecure, tell)?);
         events.push(hear);
     }
     let mut session =
         Session { controls, events, socket, groups: Vec::new(), welcomes: Vec::new(), clock };
-    for (place, addr) in addrs.iter().enumerate() {
-        let mut joining = Joining { options, clock, group: None, heard: false, missing: vec![] };
-        let welcome = joining.wait(&session, place, &interface)?;
-        session.welcomes.push((*addr, welcome));
+    for (place, route) in routes.iter().enumerate() {
+        let mut joining = Joining {
+            options,
+            clock,
+            route,
+            place,
+            welcome: None,
+            group: None,
+            heard: false,
+            missing: vec![],
+        };
+        let welcome = joining.wait(&session)?;
+        session.welcomes.push((route.to, welcome));
         session.groups.extend(joining.group);
     }
     Ok(session)
@@ -199,6 +255,12 @@ fn check(options: &ConnectOptions) -> Result<(), ConnectError> {
     if options.aggregators.is_empty() {
         return Err(ConnectError::Arguments("no aggregator is named".into()));
     }
+    if options.aggregators.len() > MAX_AGGREGATORS {
+        return Err(ConnectError::Arguments(format!(
+            "{} aggregators are named; a job has at most {MAX_AGGREGATORS}",
+            options.aggregators.len()
+        )));
+    }
     if options.rank >= options.world {
         return Err(ConnectError::Arguments(format!(
             "rank {} is not below the world of {}; ranks count from 0",
@@ -206,6 +268,19 @@ fn check(options: &ConnectOptions) -> Result<(), ConnectError> {
         )));
     }
     Ok(())
+}
+
+/// The addresses of an aggregator's shards.
+pub(crate) fn shard_addrs(
+    aggregator: SocketAddr,
+    welcome: &Welcome,
+) -> impl Iterator<Item = SocketAddr> + '_ {
+    welcome.data_ports.iter().map(move |port| {
+        // Not a new address: the scope of one of a link stays.
+        let mut addr = aggregator;
+        addr.set_port(*port);
+        addr
+    })
 }
 
 /// The address of `HOST:PORT`.
@@ -223,6 +298,10 @@ fn resolve(host: &str) -> Result<SocketAddr, ConnectError> {
 struct Joining<'a> {
     options: &'a ConnectOptions,
     clock: Clock,
+    route: &'a Route,
+    /// Which of the job's aggregators it is.
+    place: usize,
+    welcome: Option<Welcome>,
     group: Option<UdpSocket>,
     heard: bool,
     missing: Vec<u16>,
@@ -230,15 +309,9 @@ struct Joining<'a> {
 
 impl Joining<'_> {
     /// Waits until the aggregator says that ops may start.
-    fn wait(
-        &mut self,
-        session: &Session,
-        place: usize,
-        interface: &Option<racksum_net::interface::Interface>,
-    ) -> Result<Welcome, ConnectError> {
+    fn wait(&mut self, session: &Session) -> Result<Welcome, ConnectError> {
         let started = self.clock.now();
-        let (control, events) = (&session.controls[place], &session.events[place]);
-        let mut welcome = None;
+        let (control, events) = (&session.controls[self.place], &session.events[self.place]);
         loop {
             let event = match events.recv_timeout(PROBE_POLL) {
                 Ok(event) => Some(event),
@@ -260,19 +333,21 @@ impl Joining<'_> {
                     self.missing = missing;
                 }
                 Some(Event::Said(FromAggregator::Welcome(granted))) => {
-                    if let (Some(group), Some(interface)) = (granted.group, interface) {
+                    if let (Some(group), Some(interface)) = (granted.group, &self.route.interface) {
                         let group = Multicast { group, interface: interface.clone() };
                         let buffer = session.socket.report().asked_receive;
                         // Without the group this rank is sent copies.
                         self.group = open_member(&group, buffer).ok();
                     }
-                    welcome = Some(granted);
+                    self.welcome = Some(granted);
                 }
                 Some(Event::Said(FromAggregator::Ready { multicast })) => {
                     if !multicast {
                         self.group = None;
                     }
-                    return welcome
+                    return self
+                        .welcome
+                        .take()
                         .ok_or_else(|| ConnectError::Protocol("ready before welcome".into()));
                 }
                 Some(Event::Said(FromAggregator::PeerLost { ranks })) => {
@@ -293,13 +368,29 @@ impl Joining<'_> {
 
     /// Whether a multicast probe has arrived.
     fn probed(&self) -> bool {
-        let Some(group) = &self.group else { return false };
+        let (Some(group), Some(welcome)) = (&self.group, &self.welcome) else { return false };
         if udp::wait(&[group.as_fd()], Some(Span::ZERO)).unwrap_or(0) == 0 {
             return false;
         }
-        let mut buffers = [BytesMut::with_capacity(RECV_CAPACITY)];
-        let got = group.recv(&mut RecvRing::new(), &mut buffers).unwrap_or(0);
-        let header = Header::decode(&buffers[0]);
-        got > 0 && header.is_ok_and(|(header, _)| header.kind == Kind::Probe)
+        let mut ring = RecvRing::new();
+        let mut buffers = [(); PROBE_BATCH].map(|()| BytesMut::with_capacity(RECV_CAPACITY));
+        let count = group.recv(&mut ring, &mut buffers).unwrap_or(0);
+        ring.received().iter().zip(&buffers[..count]).any(|(meta, buffer)| {
+            let mut datagrams = buffer.chunks(meta.stride);
+            datagrams.any(|datagram| self.is_probe(welcome, datagram, meta.from))
+        })
+    }
+
+    /// Whether a datagram is a probe for this rank, and not another's that shares the group.
+    /// Results are taken from these addresses only, so a probe from elsewhere shows nothing.
+    fn is_probe(&self, welcome: &Welcome, datagram: &[u8], from: SocketAddr) -> bool {
+        let Ok((header, _)) = Header::decode(datagram) else { return false };
+        let first = self.place * welcome.data_ports.len();
+        let mut shards = (first..).zip(shard_addrs(self.route.to, welcome));
+        shards.any(|(shard, addr)| shard == usize::from(header.shard) && addr == from)
+            && header == Header::probe(welcome.job, self.options.generation, header.shard)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -129,13 +129,8 @@ impl Payload {
 
     /// Writes a fragment of a window's sums. Returns the first element of a block that
     /// overflowed, if one did.
-    pub(crate) fn scatter(
-        &mut self,
-        delivery: &Delivery,
-        cut: Fragmentation,
-        body: &[u8],
-    ) -> Option<u64> {
-        let range = cut.range(delivery.len, usize::from(delivery.fragment));
+    pub(crate) fn scatter(&mut self, delivery: &Delivery, body: &[u8]) -> Option<u64> {
+        let range = delivery.cut.range(delivery.len, usize::from(delivery.fragment));
         if let Data::Blocks(blocks) = &mut self.data {
             blocks.expect_window(&self.descriptor, &self.geometry, delivery);
         }
@@ -225,3 +220,6 @@ fn locate(cut: Fragmentation, offset: usize) -> (usize, usize) {
 
 /// Bytes of the largest scaled block.
 const MAX_SCALED: usize = WireType::Fixed32.block_len(1024);
+
+#[cfg(test)]
+mod tests;

@@ -16,6 +16,16 @@ pub(crate) enum Overlap {
     None,
 }
 
+impl Overlap {
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Random => "random",
+            Self::All => "all",
+            Self::None => "none",
+        }
+    }
+}
+
 /// What a rank's tensor holds.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Pattern {

@@ -5,10 +5,12 @@ mod parent;
 mod rank;
 mod report;
 
-use std::io::{BufRead, Write};
+use std::io::BufRead;
 
 use clap::ValueEnum;
 use data::{Overlap, Pattern};
+use racksum_net::interface::max_datagram;
+use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};
 use racksum_worker::Stats;
 use rank::{Identity, Runner};
@@ -16,7 +18,7 @@ use report::Row;
 use serde::Deserialize;
 
 use crate::args::{self, Fanout, Format};
-use crate::exit::Failure;
+use crate::exit::{Failure, say};
 
 /// What an op is given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -36,9 +38,8 @@ impl Input {
     }
 }
 
-/// Without --aggregator, an aggregator and the workers run on this host, each worker a process.
-/// Without any flag, a dense and a 1 % sweep are measured and checked in less than a minute.
 #[derive(Debug, Clone, clap::Args)]
+#[command(before_long_help = HELP, after_long_help = args::EXIT_CODES)]
 pub(crate) struct Args {
     /// Least size: bytes, or with K, M or G.
     #[arg(short = 'b', long, value_parser = args::size, default_value = "4K")]
@@ -63,17 +64,18 @@ pub(crate) struct Args {
     /// Reduction: sum, avg, min, max.
     #[arg(short = 'o', long, value_parser = args::reduction, default_value = "sum")]
     op: Reduction,
-    /// Whether to check the results: 0 or 1.
+    /// Whether to check every element of the last iteration's result: 0 or 1.
     #[arg(short = 'c', long, default_value_t = 1)]
+    #[arg(value_parser = clap::value_parser!(u8).range(0..=1))]
     check: u8,
-    /// Ranks on this host, each a process.
-    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=256))]
-    workers: u16,
+    /// Ranks on this host, each a process [default: 4].
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256))]
+    workers: Option<u16>,
     /// Be one rank of a run at this aggregator, HOST:PORT; A+B spreads the job over both.
     #[arg(long, value_name = "HOST:PORT", requires_all = ["rank", "world"])]
     aggregator: Option<String>,
     /// The job's name in a distributed run.
-    #[arg(long, default_value = "bench")]
+    #[arg(long, default_value = "bench", requires = "aggregator")]
     job: String,
     /// This rank, from 0.
     #[arg(long, requires = "aggregator")]
@@ -82,9 +84,9 @@ pub(crate) struct Args {
     #[arg(long, requires = "aggregator")]
     world: Option<u16>,
     /// Connect beyond loopback without identities.
-    #[arg(long)]
+    #[arg(long, requires = "aggregator")]
     insecure: bool,
-    /// Share of blocks that are not zero, from 0 to 1. Without it: 1, and then 0.01.
+    /// Share of each rank's blocks that are not zero, from 0 to 1 [default: 1, and then 0.01].
     #[arg(long, value_parser = args::share)]
     density: Option<f64>,
     /// Where the non-zero blocks of the ranks lie.
@@ -99,19 +101,19 @@ pub(crate) struct Args {
     /// How elements travel: as they are, or bf16, f16, int8, fixed32.
     #[arg(long, value_parser = args::wire)]
     wire: Option<WireType>,
-    /// Shards of the aggregator on this host.
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=64))]
-    shards: u8,
+    /// Shards of the aggregator on this host [default: 1].
+    #[arg(long, value_parser = clap::value_parser!(u8).range(1..=64))]
+    shards: Option<u8>,
     /// Most slots a stream; 0 leaves it to the aggregator.
     #[arg(long, default_value_t = 0)]
     pool_slots: u32,
-    /// How results reach the ranks on this host.
-    #[arg(long, value_enum, default_value_t = Fanout::Auto)]
-    fanout: Fanout,
-    /// Lanes of the job.
+    /// How results reach the ranks on this host [default: auto].
+    #[arg(long, value_enum)]
+    fanout: Option<Fanout>,
+    /// Lanes of the job, over which the ops in flight are spread.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8))]
     lanes: u8,
-    /// Ops in flight at a time.
+    /// Ops in flight at a time; an iteration is all of them.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     ops_in_flight: u16,
     /// MTU of the path; without it, the interface's.
@@ -130,7 +132,7 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Seconds that joining, and each op, may take.
-    #[arg(long, default_value_t = 60)]
+    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..))]
     timeout: u64,
     /// How to print.
     #[arg(long, value_enum, default_value_t = Format::Text)]
@@ -144,7 +146,80 @@ pub(crate) struct Args {
     interactive: bool,
 }
 
+/// What `--help` opens with.
+const HELP: &str = "\
+Without --aggregator, an aggregator and the workers run on this host, each worker a process. Without
+any flag, a dense and a 1 % sweep are measured and checked in less than a minute.
+
+The columns are those of nccl-tests: time and p99 are quantiles over the iterations, each as long as
+its slowest rank's; algbw is size / time and busbw is algbw * 2 (n-1)/n; #wrong counts elements that
+differ from the expected sum; tx and rx are UDP payload of an iteration at the rank with most; again
+counts fragments that were sent again.
+
+Examples:
+  racksum bench                                      this host, 4 ranks
+  racksum bench -b 1M -e 1G -f 4 --workers 8         other sizes, more ranks
+  racksum bench --density 0.01 --overlap all         sparse: all ranks hold the same 1 % of blocks
+  racksum bench --wire int8 --drop 0.01              narrow, on a path that loses 1 %
+  racksum bench --format json | jq .busbw_gb_s       for programs, one object a size
+  racksum bench --aggregator HOST:7177 --insecure --rank 0 --world 2     one rank of two";
+
+/// Ranks on this host if nothing else is said.
+const WORKERS: u16 = 4;
+
 impl Args {
+    /// Refuses what cannot be before anything is started, and what would be ignored.
+    fn check(&self) -> Result<(), Failure> {
+        let usage = |error: String| Err(Failure::usage(error));
+        if self.min_bytes == 0 {
+            return usage("-b is 0: the least size is 1 byte".into());
+        }
+        let Some(most) = self.sizes().last().copied() else {
+            return usage("-b is greater than -e: there is no size to measure".into());
+        };
+        self.descriptor(most)?;
+        if let Some(mtu) = self.mtu {
+            max_datagram(mtu, false).map_err(|error| Failure::usage(error.to_string()))?;
+        }
+        let world = self.world.or(self.workers).unwrap_or(WORKERS);
+        let most = 1.0 / f64::from(world.max(1));
+        if let (Some(density), Overlap::None) = (self.density, self.overlap)
+            && density > most
+        {
+            return usage(format!(
+                "--overlap none leaves each of {world} ranks at most {most:.3} of the blocks, not \
+                 {density}"
+            ));
+        }
+        // The parent's flags are handed on to its ranks as they are.
+        if self.aggregator.is_none() || self.raw {
+            return Ok(());
+        }
+        let local = [
+            ("--workers", self.workers.is_some()),
+            ("--shards", self.shards.is_some()),
+            ("--fanout", self.fanout.is_some()),
+        ];
+        let given = local.iter().find(|(_, given)| *given);
+        given.map_or(Ok(()), |(flag, _)| {
+            usage(format!("{flag} is of a run on this host, and cannot be used with --aggregator"))
+        })
+    }
+
+    /// The op that reduces a tensor of at most `bytes`.
+    fn descriptor(&self, bytes: u64) -> Result<Descriptor, Failure> {
+        let elements = bytes / self.datatype.size() as u64;
+        let descriptor = Descriptor {
+            wire: self.wire_type(),
+            reduction: self.op,
+            ..Descriptor::sum(elements, self.datatype)
+        };
+        descriptor
+            .with_block(self.block)
+            .and_then(|descriptor| descriptor.validate().map(|()| descriptor))
+            .map_err(|error| Failure::usage(error.to_string()))
+    }
+
     /// How elements travel.
     fn wire_type(&self) -> WireType {
         self.wire.unwrap_or_else(|| self.datatype.native_wire())
@@ -171,9 +246,7 @@ impl Args {
 
 /// Runs the benchmark: as its parent, or as one rank.
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
-    if args.sizes().is_empty() {
-        return Err(Failure::usage("-b is greater than -e: there is no size to measure"));
-    }
+    args.check()?;
     let (Some(aggregator), Some(rank), Some(world)) = (&args.aggregator, args.rank, args.world)
     else {
         return parent::run(args);
@@ -189,25 +262,25 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         let pattern = args.pattern(world, density);
         runner.set_pattern(pattern);
         if args.format == Format::Text && !args.raw {
-            println!("{}", Row::head(&pattern));
+            say(&Row::head(&pattern, Some(rank)))?;
         }
         for bytes in args.sizes() {
             let measured = runner.measure(bytes, args)?;
             wrong += measured.wrong.unwrap_or(0);
             if args.raw {
-                println!("{}", serde_json::to_string(&measured).unwrap_or_default());
+                say(&serde_json::to_string(&measured).unwrap_or_default())?;
             } else if let Some(row) = Row::new(args, &pattern, Some(rank), &[measured]) {
-                print(args.format, &row);
+                print(args.format, &row)?;
             }
         }
     }
     verdict(wrong)
 }
 
-fn print(format: Format, row: &Row) {
+fn print(format: Format, row: &Row) -> Result<(), Failure> {
     match format {
-        Format::Text => println!("{}", row.line()),
-        Format::Json => println!("{}", row.json()),
+        Format::Text => say(&row.line()),
+        Format::Json => say(&row.json()),
     }
 }
 
@@ -231,12 +304,7 @@ struct Change {
 fn interact(args: &Args, runner: &mut Runner) -> Result<(), Failure> {
     let mut args = args.clone();
     let mut case = runner.prepare(args.min_bytes, &args)?;
-    let say = |text: String| {
-        println!("{text}");
-        // A parent that is gone ends the input as well.
-        drop(std::io::stdout().flush());
-    };
-    say(format!("{{\"ready\":true,\"bytes\":{}}}", args.min_bytes));
+    say(&format!("{{\"ready\":true,\"bytes\":{}}}", args.min_bytes))?;
     for line in std::io::stdin().lock().lines() {
         let line = line.map_err(|error| Failure::failed(format!("standard input: {error}")))?;
         match line.split_once(' ').unwrap_or((&line, "")) {
@@ -245,11 +313,11 @@ fn interact(args: &Args, runner: &mut Runner) -> Result<(), Failure> {
                 let us = iteration.us();
                 let rank::Iteration { start_ns, end_ns, spent } = iteration;
                 let Stats { tx_bytes, rx_bytes, retransmits, .. } = spent;
-                say(format!(
+                say(&format!(
                     "{{\"us\":{us},\"start_ns\":{start_ns},\"end_ns\":{end_ns},\
                      \"tx_bytes\":{tx_bytes},\"rx_bytes\":{rx_bytes},\
                      \"retransmits\":{retransmits}}}"
-                ));
+                ))?;
             }
             ("set", change) => {
                 let change = serde_json::from_str(change)
@@ -258,7 +326,7 @@ fn interact(args: &Args, runner: &mut Runner) -> Result<(), Failure> {
                 case = runner.prepare(args.min_bytes, &args)?;
                 runner.iterate(&mut case)?;
                 verdict(runner.check(&args, &case).unwrap_or(0))?;
-                say(format!("{{\"ready\":true,\"bytes\":{}}}", args.min_bytes));
+                say(&format!("{{\"ready\":true,\"bytes\":{}}}", args.min_bytes))?;
             }
             ("quit", "") => return Ok(()),
             _ => return Err(Failure::usage(format!("{line:?} is neither go, set {{…}} nor quit"))),

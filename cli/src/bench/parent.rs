@@ -1,15 +1,15 @@
 //! The benchmark on one host: an aggregator in this process, a process for each rank.
 
 use std::io::{BufRead, BufReader, IsTerminal};
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 
 use racksum_aggregator::{Aggregator, Config};
 
 use super::rank::Measured;
 use super::report::Row;
-use super::{Args, print, verdict};
-use crate::args::Format;
-use crate::exit::Failure;
+use super::{Args, WORKERS, print, verdict};
+use crate::args::{Fanout, Format};
+use crate::exit::{Exit, Failure, say};
 
 /// The workers; those that still run are killed when it is dropped.
 struct Workers(Vec<(Child, BufReader<ChildStdout>)>);
@@ -28,27 +28,28 @@ impl Drop for Workers {
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let config = Config {
         port: 0,
-        shards: args.shards,
+        shards: args.shards.unwrap_or(1),
         pool_slots: if args.pool_slots == 0 {
             Config::default().pool_slots
         } else {
             args.pool_slots
         },
         max_jobs: 1,
-        fanout: args.fanout.into(),
+        fanout: args.fanout.unwrap_or(Fanout::Auto).into(),
         ..Config::default()
     };
     let aggregator = Aggregator::start(config)?;
     for warning in aggregator.warnings() {
         eprintln!("racksum: warning: {warning}");
     }
-    let mut workers = spawn(args, &aggregator)?;
+    let world = args.workers.unwrap_or(WORKERS);
+    let mut workers = spawn(world, &aggregator)?;
     let progress = args.format == Format::Text && std::io::stderr().is_terminal();
     let mut wrong = 0;
     for density in args.densities() {
-        let pattern = args.pattern(args.workers, density);
+        let pattern = args.pattern(world, density);
         if args.format == Format::Text {
-            println!("{}", Row::head(&pattern));
+            say(&Row::head(&pattern, None))?;
         }
         for bytes in args.sizes() {
             if progress {
@@ -62,30 +63,33 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
                 .collect::<Result<Vec<_>, _>>()?;
             if let Some(row) = Row::new(args, &pattern, None, &measured) {
                 wrong += row.wrong();
-                print(args.format, &row);
+                if progress {
+                    eprint!("\x1b[K");
+                }
+                print(args.format, &row)?;
             }
         }
     }
     for (rank, (child, _)) in workers.0.iter_mut().enumerate() {
         let status = child.wait().map_err(|error| Failure::failed(error.to_string()))?;
         if !status.success() && wrong == 0 {
-            return Err(Failure::failed(format!("worker {rank} ended badly ({status})")));
+            return Err(ended(format!("worker {rank} ended badly"), status));
         }
     }
     verdict(wrong)
 }
 
 /// Starts a process for each rank, with the flags of this one.
-fn spawn(args: &Args, aggregator: &Aggregator) -> Result<Workers, Failure> {
+fn spawn(world: u16, aggregator: &Aggregator) -> Result<Workers, Failure> {
     let program = std::env::current_exe()
         .map_err(|error| Failure::failed(format!("cannot find this program: {error}")))?;
     let mut workers = Workers(Vec::new());
-    for rank in 0..args.workers {
+    for rank in 0..world {
         let mut child = Command::new(&program)
             .args(std::env::args_os().skip(1))
             .arg("--raw")
             .args(["--aggregator", &aggregator.addr().to_string()])
-            .args(["--rank", &rank.to_string(), "--world", &args.workers.to_string()])
+            .args(["--rank", &rank.to_string(), "--world", &world.to_string()])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()
@@ -109,6 +113,11 @@ fn next(
         return serde_json::from_str(&line)
             .map_err(|error| Failure::failed(format!("worker {rank} said {line:?}: {error}")));
     }
-    let status = child.wait().map_or_else(|error| error.to_string(), |status| status.to_string());
-    Err(Failure::failed(format!("worker {rank} ended early ({status}); see its message above")))
+    let status = child.wait().map_err(|error| Failure::failed(error.to_string()))?;
+    Err(ended(format!("worker {rank} ended early, see its message above"), status))
+}
+
+/// A worker that did not do its part: what was wrong for it is wrong for all.
+fn ended(what: String, status: ExitStatus) -> Failure {
+    Failure { why: format!("{what} ({status})"), exit: Exit::of(status) }
 }

@@ -94,7 +94,7 @@ impl Runner {
         }
         let iters = u64::from(args.iters.max(1));
         Ok(Measured {
-            bytes,
+            bytes: case.pristine.len() as u64,
             count: case.descriptor.elements,
             times_us,
             tx_bytes: spent.tx_bytes / iters,
@@ -110,18 +110,8 @@ impl Runner {
 
     /// A tensor and its pristine copy.
     pub(crate) fn prepare(&self, bytes: u64, args: &Args) -> Result<Case, Failure> {
-        let size = args.datatype.size() as u64;
-        let elements = bytes / size;
-        let descriptor = Descriptor {
-            wire: args.wire_type(),
-            reduction: args.op,
-            ..Descriptor::sum(elements, args.datatype)
-        };
-        let descriptor = descriptor
-            .with_block(args.block)
-            .and_then(|descriptor| descriptor.validate().map(|()| descriptor))
-            .map_err(|error| Failure::usage(error.to_string()))?;
-        let len = usize::try_from(elements * size)
+        let descriptor = args.descriptor(bytes)?;
+        let len = usize::try_from(descriptor.elements * args.datatype.size() as u64)
             .map_err(|_| Failure::usage(format!("{bytes} bytes do not fit this machine")))?;
         let mut pristine = vec![0; len];
         self.pattern.fill(self.rank, args.datatype, &mut pristine);
@@ -157,7 +147,8 @@ impl Runner {
         match (&mut blocks, &mut case.tensors[..]) {
             (Some(blocks), _) => {
                 let handle = self.client.submit_blocks(std::mem::take(blocks), case.descriptor)?;
-                case.reduced = Some(self.client.wait_blocks(handle)?);
+                let former = case.reduced.replace(self.client.wait_blocks(handle)?);
+                former.into_iter().for_each(|sums| self.client.recycle(sums));
             }
             (None, [tensor]) => self.client.allreduce(tensor, case.descriptor)?,
             (None, tensors) => self.several(tensors, case.descriptor, case.lanes)?,

@@ -4,14 +4,14 @@ use hdrhistogram::Histogram;
 use serde::Serialize;
 
 use super::Args;
-use super::data::{Overlap, Pattern};
+use super::data::Pattern;
 use super::rank::Measured;
 
 /// One size, over all ranks that were measured.
 #[derive(Debug, Serialize)]
 pub(crate) struct Row {
     workers: u16,
-    /// The rank of a distributed run; `None` when the row is of all ranks.
+    /// The only rank whose figures these are, in a distributed run.
     rank: Option<u16>,
     bytes: u64,
     count: u64,
@@ -74,11 +74,7 @@ impl Row {
             wire: wire.name(),
             op: args.op.name(),
             density: pattern.density,
-            overlap: match pattern.overlap {
-                Overlap::Random => "random",
-                Overlap::All => "all",
-                Overlap::None => "none",
-            },
+            overlap: pattern.overlap.name(),
             block: args.block,
             input: args.input.name(),
             shards: first.shards,
@@ -130,17 +126,21 @@ impl Row {
         )
     }
 
-    /// The lines above a table.
-    pub(crate) fn head(pattern: &Pattern) -> String {
+    /// The lines above a table, of all ranks or of one.
+    pub(crate) fn head(pattern: &Pattern, rank: Option<u16>) -> String {
+        let whose = rank.map_or_else(
+            || "time is of the slowest rank".to_owned(),
+            |rank| format!("all figures are of rank {rank} alone"),
+        );
         format!(
-            "# {} ranks, density {} ({:?} overlap), blocks of {}; time is of the slowest rank\n\
+            "# {} ranks, density {} ({} overlap), blocks of {}; {whose}\n\
              #{:>11}  {:>12}  {:>8}  {:>6}  {:>7}  {:>9}  {:>9}  {:>6}  {:>6}  {:>6}  {:>11}  \
              {:>11}  {:>6}\n\
              #{:>11}  {:>12}  {:>8}  {:>6}  {:>7}  {:>9}  {:>9}  {:>6}  {:>6}  {:>6}  {:>11}  \
              {:>11}  {:>6}",
             pattern.world,
             pattern.density,
-            pattern.overlap,
+            pattern.overlap.name(),
             pattern.block,
             "size",
             "count",

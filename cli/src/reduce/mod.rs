@@ -16,12 +16,10 @@ use racksum_worker::{ConnectOptions, Faults};
 
 use self::file::{GradientFile, Tensor};
 use crate::args::{self, Fanout, Format};
-use crate::exit::Failure;
+use crate::exit::{Failure, say};
 
-/// Without --aggregator, an aggregator and one worker process for each file run on this host.
-/// All files hold the same tensors: of one name, one dtype and one shape. The result holds them
-/// too, reduced over the files; a file's `__metadata__` is left out.
 #[derive(Debug, Clone, clap::Args)]
+#[command(before_long_help = HELP, after_long_help = args::EXIT_CODES)]
 pub(crate) struct Args {
     /// Gradients, one file a rank, rank 0 first; with --aggregator this rank's alone.
     #[arg(required = true, value_name = "RANK.safetensors")]
@@ -89,6 +87,18 @@ pub(crate) struct Args {
     #[arg(long, hide = true, requires = "raw")]
     into: Option<PathBuf>,
 }
+
+/// What `--help` opens with.
+const HELP: &str = "\
+Without --aggregator, an aggregator and one worker process for each file run on this host. All files
+hold the same tensors: of one name, one dtype and one shape. The result holds them too, reduced over
+the files; a file's __metadata__ is left out.
+
+Examples:
+  racksum reduce rank0.safetensors rank1.safetensors --out sum.safetensors
+  racksum reduce --op avg --wire bf16 rank*.safetensors --out mean.safetensors
+  racksum reduce rank*.safetensors --format json     how sparse the gradients are, for programs
+  racksum reduce --aggregator HOST:7177 --insecure --rank 0 --world 2 rank0.safetensors";
 
 /// Which rank of which job.
 #[derive(Debug, Clone)]
@@ -164,8 +174,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     };
     if args.raw {
         let said = rank::run_for_parent(args, &identity, path);
-        println!("{}", serde_json::to_string(&said).unwrap_or_default());
-        return Ok(());
+        return say(&serde_json::to_string(&said).unwrap_or_default());
     }
     rank::run(args, &identity, path)
 }

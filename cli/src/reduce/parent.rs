@@ -49,8 +49,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     if let Some(out) = out {
         out.commit()?;
     }
-    Table { args, tensors: &first.tensors, rank: None, reports: &reports }.print();
-    Ok(())
+    Table { args, tensors: &first.tensors, rank: None, reports: &reports }.print()
 }
 
 /// The processes of the ranks; those that still run are killed when it is dropped.

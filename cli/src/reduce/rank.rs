@@ -53,8 +53,7 @@ pub(super) fn run(args: &Args, identity: &Identity, path: &Path) -> Result<(), F
         out.commit()?;
     }
     let rank = Some((identity.rank, identity.world));
-    Table { args, tensors: &file.tensors, rank, reports: &[report] }.print();
-    Ok(())
+    Table { args, tensors: &file.tensors, rank, reports: &[report] }.print()
 }
 
 /// Runs one rank of a reduction on this host, whose parent keeps the result's file.

@@ -1,5 +1,7 @@
 //! What a reduction took, tensor by tensor and in all: a table for people, JSON for programs.
 
+use std::io::{self, Write};
+
 use serde::Serialize;
 
 use super::Args;
@@ -7,6 +9,7 @@ use super::file::Tensor;
 use super::rank::Report;
 use super::survey::Held;
 use crate::args::Format;
+use crate::exit::{Failure, unheard};
 
 /// What is to be printed.
 pub(super) struct Table<'a> {
@@ -55,20 +58,25 @@ struct Total<'a> {
 
 impl Table<'_> {
     /// Prints it.
-    pub(super) fn print(&self) {
-        let Some(first) = self.reports.first() else { return };
+    pub(super) fn print(&self) -> Result<(), Failure> {
+        self.write(&mut io::stdout().lock()).map_err(unheard)
+    }
+
+    fn write(&self, out: &mut impl Write) -> io::Result<()> {
+        let Some(first) = self.reports.first() else { return Ok(()) };
         let world = self.rank.map_or(self.reports.len(), |(_, world)| usize::from(world));
         let sum = sum(&first.held, world);
         match self.args.format {
-            Format::Text => self.print_text(first, &sum),
-            Format::Json => self.print_json(first, &sum),
+            Format::Text => self.write_text(out, first, &sum)?,
+            Format::Json => self.write_json(out, first, &sum)?,
         }
+        out.flush()
     }
 
-    fn print_json(&self, first: &Report, sum: &Held) {
-        let say = |line: Result<String, serde_json::Error>| {
+    fn write_json(&self, out: &mut impl Write, first: &Report, sum: &Held) -> io::Result<()> {
+        let mut say = |line: Result<String, serde_json::Error>| {
             // Numbers and names always serialise.
-            println!("{}", line.unwrap_or_default());
+            writeln!(out, "{}", line.unwrap_or_default())
         };
         for (tensor, held) in self.tensors.iter().zip(&first.held) {
             say(serde_json::to_string(&Row {
@@ -78,7 +86,7 @@ impl Table<'_> {
                 shape: &tensor.shape,
                 elements: tensor.elements,
                 held,
-            }));
+            }))?;
         }
         say(serde_json::to_string(&Total {
             ranks: u16::try_from(sum.rank_blocks.len()).unwrap_or(u16::MAX),
@@ -96,24 +104,26 @@ impl Table<'_> {
             kernel_drops: self.reports.iter().map(|report| report.kernel_drops).sum(),
             time_us: self.time_us(),
             out: self.args.out.as_ref().map(|path| path.display().to_string()),
-        }));
+        }))
     }
 
-    fn print_text(&self, first: &Report, sum: &Held) {
+    fn write_text(&self, out: &mut impl Write, first: &Report, sum: &Held) -> io::Result<()> {
         let world = sum.rank_blocks.len();
         let names = self.tensors.iter().map(|tensor| shown(&tensor.name).chars().count());
         let width = names.max().unwrap_or(0).clamp("# tensor".len(), MAX_NAME);
         let each = if world <= MAX_RANKS { "each rank" } else { "least, mean, most" };
         let across = 6 * world.min(MAX_RANKS);
-        println!(
+        writeln!(
+            out,
             "# {world} ranks, {}, blocks of {}, {} shard(s), {}; density is the share of blocks \
              that are not zero,\n# bytes are those of these blocks on the wire",
             self.args.op.name(),
             self.args.block,
             first.shards,
             fanout(first)
-        );
-        println!(
+        )?;
+        writeln!(
+            out,
             "{:<width$}  {:>5}  {:>7}  {:>11}  {:>8}  {:>across$}  {:>6}  {:>11}  {:>11}  {:>11}",
             "# tensor",
             "dtype",
@@ -125,14 +135,16 @@ impl Table<'_> {
             "tx",
             "rx",
             "dense"
-        );
-        println!(
+        )?;
+        writeln!(
+            out,
             "{:<width$}  {:>5}  {:>7}  {:>11}  {:>8}  {each:>across$}  {:>6}  {:>11}  {:>11}  \
              {:>11}",
             "#", "", "", "", "", "(%)", "(B/rank)", "(B/rank)", "(B/rank)"
-        );
-        let line = |name: &str, dtype: &str, wire: &str, elements: u64, held: &Held| {
-            println!(
+        )?;
+        let mut line = |name: &str, dtype: &str, wire: &str, elements: u64, held: &Held| {
+            writeln!(
+                out,
                 "{name:<width$}  {dtype:>5}  {wire:>7}  {elements:>11}  {:>8}  {:>across$}  {:>6}  \
                  {:>11}  {:>11}  {:>11}",
                 held.blocks,
@@ -141,33 +153,35 @@ impl Table<'_> {
                 mean(&held.rank_bytes),
                 held.union_bytes,
                 held.dense_bytes
-            );
+            )
         };
         for (tensor, held) in self.tensors.iter().zip(&first.held) {
             let name = shown(&tensor.name);
-            line(&name, tensor.dtype.name(), self.wire(tensor), tensor.elements, held);
+            line(&name, tensor.dtype.name(), self.wire(tensor), tensor.elements, held)?;
         }
-        line("# all", "", "", self.elements(), sum);
-        self.print_traffic(sum);
+        line("# all", "", "", self.elements(), sum)?;
+        self.write_traffic(out, sum)
     }
 
     /// What was measured.
-    fn print_traffic(&self, sum: &Held) {
+    fn write_traffic(&self, out: &mut impl Write, sum: &Held) -> io::Result<()> {
         let mean_of =
             |of: fn(&Report) -> u64| mean(&self.reports.iter().map(of).collect::<Vec<_>>());
         let who = self.rank.map_or_else(|| "a rank".to_owned(), |(rank, _)| format!("rank {rank}"));
         let (tx, rx) = (mean_of(|report| report.tx_bytes), mean_of(|report| report.rx_bytes));
         let dense = sum.dense_bytes;
-        println!(
+        writeln!(
+            out,
             "# {who} sent {tx} B and received {rx} B with all headers, {} % and {} % of {dense} B \
              dense;\n# {} fragments went again; {:.1} ms",
             percent(tx, dense),
             percent(rx, dense),
             self.reports.iter().map(|report| report.retransmits).sum::<u64>(),
             self.time_us() / 1e3,
-        );
-        if let Some(out) = &self.args.out {
-            println!("# wrote {}", out.display());
+        )?;
+        match &self.args.out {
+            Some(path) => writeln!(out, "# wrote {}", path.display()),
+            None => Ok(()),
         }
     }
 

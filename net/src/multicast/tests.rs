@@ -113,6 +113,20 @@ fn an_interface_that_is_gone_is_an_error_that_names_it() {
 }
 
 #[test]
+fn an_interface_that_does_not_multicast_is_refused_and_loopback_does_for_ipv4() {
+    let loopback = interface_of(Ipv4Addr::LOCALHOST.into()).unwrap();
+    assert!(loopback.carries_multicast(false) && !loopback.carries_multicast(true));
+    let plain = Interface { is_loopback: false, is_multicast: false, ..loopback.clone() };
+    for (bind, interface) in [("127.0.0.1:0", &plain), ("[::1]:0", &loopback)] {
+        let sender = UdpSocket::open(&UdpConfig::new(bind.parse().unwrap())).unwrap();
+        let error = sender.set_multicast_sender(interface, 1).unwrap_err().to_string();
+        let why = "cannot use lo for multicast: it does not multicast; choose another interface, \
+                   or turn multicast off";
+        assert_eq!(error, why);
+    }
+}
+
+#[test]
 fn an_ipv6_group_gets_its_interface_as_scope() {
     let interface = interface_of(Ipv4Addr::LOCALHOST.into()).unwrap();
     let index = interface.index;

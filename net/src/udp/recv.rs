@@ -24,6 +24,8 @@ pub struct Received {
     /// The length of each datagram in it but the last, which may be shorter. At least 1, so that
     /// `chunks(stride)` holds.
     pub stride: usize,
+    /// The TOS byte it arrived with: the sender's DSCP, and ECN bits that queues may have changed.
+    pub tos: u8,
     /// A queue on the way marked it: congestion experienced.
     pub ce: bool,
 }
@@ -152,13 +154,13 @@ impl RecvRing {
         let Storage { headers, controls, .. } = &*self.storage;
         let header = &headers[index];
         let control = controls[index].messages(header.msg_hdr.msg_controllen);
-        let (mut stride, mut ce) = (None, false);
+        let (mut stride, mut tos) = (None, 0);
         for message in control {
             match (message.level, message.kind) {
                 (libc::SOL_UDP, libc::UDP_GRO) => stride = message.int(),
-                (libc::IPPROTO_IP, libc::IP_TOS) => ce = is_ce(message.byte()),
+                (libc::IPPROTO_IP, libc::IP_TOS) => tos = message.byte().unwrap_or(0),
                 (libc::IPPROTO_IPV6, libc::IPV6_TCLASS) => {
-                    ce = is_ce(message.int().and_then(|tos| u8::try_from(tos).ok()));
+                    tos = message.int().and_then(|tos| u8::try_from(tos).ok()).unwrap_or(0);
                 }
                 (libc::SOL_SOCKET, libc::SO_RXQ_OVFL) => {
                     message.int().into_iter().for_each(|n| socket.note_drops(n.cast_unsigned()));
@@ -172,7 +174,7 @@ impl RecvRing {
             return Received::NOTHING;
         }
         let Some(from) = self.sender(index) else { return Received::NOTHING };
-        Received { from, len, stride: stride_of(stride, len), ce }
+        Received { from, len, stride: stride_of(stride, len), tos, ce: tos & CE == CE }
     }
 
     fn sender(&mut self, index: usize) -> Option<SocketAddr> {
@@ -202,12 +204,9 @@ impl Received {
         from: SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0),
         len: 0,
         stride: 1,
+        tos: 0,
         ce: false,
     };
-}
-
-fn is_ce(tos: Option<u8>) -> bool {
-    tos.is_some_and(|tos| tos & CE == CE)
 }
 
 /// The kernel names a stride only where it joined; a lone datagram is its own.

@@ -3,14 +3,15 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::ptr;
 
 use libc::{c_int, c_uint};
+use racksum_proto::time::Span;
 use socket2::SockAddr;
 
 use super::cmsg::Control;
-use super::{BATCH, MAX_DATAGRAM, MAX_SEGMENTS, UdpSocket};
+use super::{BATCH, MAX_DATAGRAM, MAX_SEGMENTS, UdpSocket, wait_writable};
 
 /// Bytes for one receiver, to be cut into datagrams.
 #[derive(Debug, Clone, Copy)]
@@ -84,6 +85,22 @@ struct Storage {
 unsafe impl Send for Storage {}
 
 impl UdpSocket {
+    /// Sends a batch, and waits for room in the send buffer, 2 ms at most and `waits` times at
+    /// most. What still does not go is lost, and so whoever lacks it asks for it.
+    pub fn send_patiently(&self, ring: &mut SendRing, mut batch: &[Transmit<'_>], waits: u32) {
+        for _ in 0..waits {
+            if batch.is_empty() {
+                return;
+            }
+            let outcome = self.send(ring, batch);
+            batch = &batch[(outcome.sent + outcome.failed).min(batch.len())..];
+            if outcome.blocked {
+                // A timeout and readiness are the same here: try again.
+                drop(wait_writable(self.as_fd(), Some(Span::from_millis(2))));
+            }
+        }
+    }
+
     /// Sends a batch, in order, with as few system calls as its size allows.
     ///
     /// Without GSO each datagram is a message. When the buffer fills in the middle of a transmit,

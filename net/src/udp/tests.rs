@@ -247,6 +247,34 @@ fn check_marks(sender: &UdpSocket, receiver: &UdpSocket) {
 }
 
 #[test]
+fn a_datagram_arrives_with_the_mark_of_its_lane() {
+    let (sender, receiver) = (loopback(), loopback());
+    check_lanes(&sender, &receiver);
+    if crate::interface::interface_of(Ipv6Addr::LOCALHOST.into()).is_none() {
+        eprintln!("skipped the IPv6 half: this host has no ::1");
+        return;
+    }
+    check_lanes(&open(Ipv6Addr::LOCALHOST), &open(Ipv6Addr::LOCALHOST));
+}
+
+fn check_lanes(sender: &UdpSocket, receiver: &UdpSocket) {
+    let mut ring = SendRing::new();
+    let one = Transmit { to: receiver.local_addr(), contents: &[7; 3000], stride: 1000 };
+    // AF41, AF31, AF21, AF11, best effort; each marked ECT(0), so that queues mark and not drop.
+    let dscps = [34, 26, 18, 10, 0, 0, 0, 0];
+    for (lane, dscp) in (0..).zip(dscps) {
+        ring.set_tos(tos_of_lane(lane, 8));
+        assert_eq!(sender.send(&mut ring, &[one]).sent, 1);
+        for (meta, _) in receive(receiver, 3000) {
+            assert_eq!(meta.tos, dscp << 2 | ECT0, "lane {lane}");
+        }
+    }
+    ring.set_tos(tos_of_lane(0, 1));
+    assert_eq!(sender.send(&mut ring, &[one]).sent, 1);
+    assert!(receive(receiver, 3000).iter().all(|(meta, _)| meta.tos == ECT0), "a lane alone");
+}
+
+#[test]
 fn a_sockets_own_mark_is_on_what_it_sends() {
     let config = UdpConfig { tos: CE, ..UdpConfig::new("127.0.0.1:0".parse().unwrap()) };
     let (sender, receiver) = (UdpSocket::open(&config).unwrap(), loopback());

@@ -142,5 +142,5 @@ fn to_timespec(span: Span) -> timespec {
     }
 }
 
-/// One bit each in the answer.
-const MAX_FDS: usize = 64;
+/// The most descriptors that are waited for at once: one bit each in the answer.
+pub const MAX_FDS: usize = 64;

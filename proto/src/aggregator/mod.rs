@@ -34,7 +34,7 @@ use crate::geometry::{Fragmentation, Geometry, Stripe};
 use crate::ids::{Generation, JobId, OpId, Rank, WindowId};
 use crate::observer::{Event, Observer};
 use crate::time::Time;
-use crate::wire::{AskEntries, Disagreement, Flags, Header, Kind, Open};
+use crate::wire::{AskEntries, Disagreement, Flags, Header, Kind, OpenDecoder};
 
 /// What a job was granted at a shard.
 #[derive(Debug, Clone, Copy)]
@@ -87,6 +87,8 @@ pub struct Place {
     pub fragment: u8,
     /// Fragments of the whole contribution.
     pub fragments: u8,
+    /// How it is cut.
+    pub cut: Fragmentation,
 }
 
 /// A window whose contributions are complete: fold them in rank order.
@@ -106,6 +108,8 @@ pub struct Fold {
     pub union: u64,
     /// Bytes of the result's payload.
     pub len: usize,
+    /// How that is cut.
+    pub cut: Fragmentation,
     ready: Ready,
 }
 
@@ -129,6 +133,7 @@ pub struct Counters {
 pub struct Aggregation {
     config: Config,
     agreement: Agreement,
+    opens: OpenDecoder,
     streams: Box<[Stream]>,
     /// When each rank was last heard.
     heard: Box<[Time]>,
@@ -143,17 +148,22 @@ impl Aggregation {
     #[must_use]
     pub fn new(config: Config, now: Time) -> Self {
         let world = usize::from(config.world);
-        // A rank may be a full set of ops ahead of one that lacks only a last result.
-        let max_ops = 2 * usize::from(config.max_ops);
         let slots = config.pool_slots.max(1) as usize;
-        let max_results = slots * crate::geometry::WINDOW_BYTES;
+        // Those that opens are taken of; those that are folded, each of which has a result in a
+        // slot; and the last, which stays although it failed.
+        let max_ops = Agreement::span(config.max_ops, config.shards) + slots + 1;
+        // What is in flight beyond what the ranks can buffer only overflows on the way.
+        let max_results = config.results_in_flight.min(slots * crate::geometry::WINDOW_BYTES);
         let results = Congestion::new(config.results_in_flight, max_results);
-        let stream = || Stream::new(Pool::new(slots, world), world, max_ops, results, config.cut);
+        let stream = || {
+            Stream::new(Pool::new(slots, world, config.cut), world, max_ops, results, config.cut)
+        };
         let streams: Vec<_> = (0..config.lanes).map(|_| stream()).collect();
         Self {
-            agreement: Agreement::new(max_ops * usize::from(config.lanes)),
+            agreement: Agreement::new(world, config.max_ops, config.shards),
+            opens: OpenDecoder::new(),
             heard: vec![now; world].into(),
-            queue: Queue::new(world, usize::from(config.lanes), slots),
+            queue: Queue::new(world, usize::from(config.lanes)),
             unsent: VecDeque::with_capacity(streams.len() * slots),
             streams: streams.into(),
             counters: Counters::default(),
@@ -177,6 +187,13 @@ impl Aggregation {
     #[must_use]
     pub fn heard(&self, rank: Rank) -> Option<Time> {
         self.heard.get(rank.index()).copied()
+    }
+
+    /// The most windows of any stream that some rank has opened and that are not folded: how much
+    /// is still to come.
+    #[must_use]
+    pub fn backlog(&self) -> u64 {
+        self.streams.iter().map(Stream::backlog).max().unwrap_or(0)
     }
 
     /// Takes a datagram of one message. `congested` says that it carried an ECN congestion mark.
@@ -227,7 +244,7 @@ impl Aggregation {
         congested: bool,
         observer: &mut impl Observer,
     ) -> Verdict {
-        if let Err(reject) = self.check_identity(header) {
+        if let Err(reject) = self.check_identity(header).and_then(|()| check_kind(header, body)) {
             return Verdict::Reject(reject);
         }
         let lane = header.lane;
@@ -244,12 +261,9 @@ impl Aggregation {
         self.retire(lane, observer);
         match header.kind {
             Kind::Data => self.handle_data(now, header, body, observer),
-            Kind::Open => self.handle_open(header, body, observer),
-            Kind::Ask => self.handle_ask(header, body),
-            // wire: W-25, W-26
-            Kind::Ack if body.is_empty() => Verdict::Control,
-            Kind::Ack => Verdict::Reject(Reject::Body),
-            _ => Verdict::Reject(Reject::Kind),
+            Kind::Open => said(self.handle_open(header, body, observer)),
+            Kind::Ask => said(self.handle_ask(header, body)),
+            _ => Verdict::Control,
         }
     }
 
@@ -280,9 +294,7 @@ impl Aggregation {
         while let Some(window) = stream.retire() {
             observer.on_event(&Event::Retired { window });
         }
-        while let Some(entry) = stream.settle() {
-            self.agreement.settle(entry.op, entry.failed);
-        }
+        while stream.settle() {}
     }
 
     fn handle_data(
@@ -296,7 +308,8 @@ impl Aggregation {
         let stream = &mut self.streams[usize::from(lane)];
         let op = header.window.op;
         let Some(entry) = stream.sequence.get(op).copied() else {
-            if stream.sequence.is_settled(op) || self.agreement.disagreement(op).is_some() {
+            let ended = stream.sequence.is_settled(op) || self.agreement.is_past(op);
+            if ended || self.agreement.disagreement(op).is_some() {
                 return Verdict::Reject(Reject::Stale);
             }
             self.queue.note(lane, rank, |due| due.open = true);
@@ -305,17 +318,18 @@ impl Aggregation {
         if entry.failed {
             return Verdict::Reject(Reject::Stale);
         }
-        let (len, fragments) = match self.config.check_shape(header, body, &entry.geometry) {
+        let (len, cut) = match self.config.check_shape(header, body, &entry.geometry) {
             Ok(shape) => shape,
             Err(reject) => return Verdict::Reject(reject),
         };
         let Some(position) = stream.sequence.position(header.window) else {
             return Verdict::Reject(Reject::Stream);
         };
-        let stored = stream.handle_fragment(now, rank, position, header, len);
+        let stored = stream.handle_fragment(now, rank, position, header, cut.all(len));
         let place = |slot| {
             let fragment = header.fragment;
-            Verdict::Store(Place { lane, slot, rank, fragment, fragments })
+            let fragments = u8::try_from(cut.count(len)).unwrap_or(u8::MAX);
+            Verdict::Store(Place { lane, slot, rank, fragment, fragments, cut })
         };
         match stored {
             Ok(Stored::New(slot)) => place(slot),
@@ -341,32 +355,39 @@ impl Aggregation {
         header: &Header,
         body: &[u8],
         observer: &mut impl Observer,
-    ) -> Verdict {
-        let open = match Open::decode(body) {
-            // wire: W-24
-            Ok(open) if open.descriptor.lane == header.lane => open,
-            Ok(_) => return Verdict::Reject(Reject::Body),
-            Err(reject) => return Verdict::Reject(reject),
-        };
+    ) -> Result<(), Reject> {
+        let open = self.opens.decode(body)?;
+        // wire: W-24
+        if open.descriptor.lane != header.lane {
+            return Err(Reject::Body);
+        }
         let (lane, rank, op) = (header.lane, header.sender, header.window.op);
-        let failed = match self.check_agreement(op, rank, &open.descriptor, observer) {
-            Ok(failed) => failed,
-            Err(reject) => return Verdict::Reject(reject),
-        };
-        if failed {
-            self.queue.note(lane, rank, |due| due.failed = Some(op));
-        }
-        if self.streams[usize::from(lane)].sequence.is_settled(op) {
-            return Verdict::Reject(Reject::Stale);
-        }
         let (shard, shards) = (self.config.shard, self.config.shards);
         let stripe = Stripe::new(op, Geometry::new(&open.descriptor).windows(), shard, shards);
-        let Some(nth) = stripe.nth(header.window.index) else {
-            return Verdict::Reject(Reject::Shape);
-        };
+        let nth = stripe.nth(header.window.index).ok_or(Reject::Shape)?;
         // wire: W-20
         if nth + open.windows > stripe.len() {
-            return Verdict::Reject(Reject::Shape);
+            return Err(Reject::Shape);
+        }
+        self.note_reached(rank, op);
+        self.agreement.admits(op)?;
+        let stream = &mut self.streams[usize::from(lane)];
+        if stream.sequence.is_settled(op) {
+            // A lane that is past the op may never have had it: then others have it elsewhere.
+            let elsewhere = self.agreement.descriptor(op).is_some_and(|it| it != open.descriptor);
+            if !elsewhere {
+                return Err(Reject::Stale);
+            }
+            self.check_agreement(op, rank, &open.descriptor, observer);
+            self.queue.note(lane, rank, |due| due.failed = Some(op));
+            return Ok(());
+        }
+        if !stream.has_room_for(op) {
+            return Err(Reject::BeyondOps);
+        }
+        let failed = self.check_agreement(op, rank, &open.descriptor, observer);
+        if failed {
+            self.queue.note(lane, rank, |due| due.failed = Some(op));
         }
         let stream = &mut self.streams[usize::from(lane)];
         match stream.place(op, &open, rank, stripe) {
@@ -380,7 +401,16 @@ impl Aggregation {
             }
             Placed::At(_) | Placed::Missing => self.queue.note(lane, rank, |due| due.open = true),
         }
-        Verdict::Control
+        Ok(())
+    }
+
+    /// Notes that a rank is as far as `op`. What every rank has ended, and is not folded, failed.
+    fn note_reached(&mut self, rank: Rank, op: OpId) {
+        if let Some(first) = self.agreement.note_reached(rank, op) {
+            for stream in &mut self.streams {
+                stream.sequence.fail_before(first, stream.next);
+            }
+        }
     }
 
     /// Takes a rank's descriptor of an op; returns whether the op has failed.
@@ -390,20 +420,14 @@ impl Aggregation {
         rank: Rank,
         descriptor: &Descriptor,
         observer: &mut impl Observer,
-    ) -> Result<bool, Reject> {
-        let lane = &self.streams[usize::from(descriptor.lane)];
-        if lane.sequence.is_settled(op) {
-            return Ok(self.agreement.disagreement(op).is_some());
-        }
+    ) -> bool {
         match self.agreement.check(op, rank, *descriptor) {
-            agreement::Verdict::Agrees => Ok(false),
-            agreement::Verdict::Failed => Ok(true),
-            // wire: W-43
-            agreement::Verdict::TooMany => Err(Reject::BeyondOps),
+            agreement::Verdict::Agrees => false,
+            agreement::Verdict::Failed => true,
             // wire: W-40
             agreement::Verdict::Disagrees(disagreement) => {
                 self.fail(op, disagreement, observer);
-                Ok(true)
+                true
             }
         }
     }
@@ -420,45 +444,71 @@ impl Aggregation {
         observer.on_event(&Event::Failed { op, error: None });
     }
 
-    /// A rank lacks results, or hears nothing: resends what was folded, and says what it takes
-    /// to fold the rest.
-    fn handle_ask(&mut self, header: &Header, body: &[u8]) -> Verdict {
-        let Ok(entries) = AskEntries::decode(body) else {
-            return Verdict::Reject(Reject::Body);
-        };
+    /// A rank lacks results, or hears nothing: resends what it lacks, and says what it takes to
+    /// fold the rest.
+    fn handle_ask(&mut self, header: &Header, body: &[u8]) -> Result<(), Reject> {
+        let entries = AskEntries::decode(body)?;
         let (lane, rank) = (header.lane, header.sender);
-        let stream = &mut self.streams[usize::from(lane)];
-        let mut entries = entries.iter().peekable();
-        while let Some(entry) = entries.next() {
-            let from = stream.sequence.position_from(entry.window);
-            let to = match entries.peek() {
-                _ if entry.fragments != 0 => from + 1,
-                Some(next) => stream.sequence.position_from(next.window),
-                None => stream.next,
-            };
-            let first = stream.folded.partition_point(|position| *position < from);
-            for position in stream.folded.range(first..).take_while(|position| **position < to) {
-                let Some(slot) = stream.pool.get(*position) else { continue };
-                let all = self.config.cut.all(slot.result_len);
-                let wanted = if entry.fragments == 0 { all } else { entry.fragments & all };
-                let lost = self.config.cut.payload() * wanted.count_ones() as usize;
-                stream.results.on_lost(lost.min(slot.result_len));
-                self.queue.resend(lane, rank, *position, wanted);
-            }
-        }
+        let from = self.resend_asked(lane, rank, &entries);
         // wire: W-22
+        let stream = &self.streams[usize::from(lane)];
         let asked = header.window.op;
         let failed = self.agreement.disagreement(asked).is_some();
         let at = stream.sequence.position_from(header.window);
         let opened = stream.ranks[rank.index()].opened;
         let next = stream.next;
-        let has_results = stream.folded.back().is_some_and(|last| *last >= at);
+        let has_none =
+            from.is_some_and(|from| stream.folded.back().is_none_or(|last| *last < from));
         self.queue.note(lane, rank, |due| {
             due.failed = failed.then_some(asked).or(due.failed);
             due.open |= !failed && opened <= at.max(next);
-            due.stalled |= !has_results;
+            due.stalled |= has_none;
         });
-        Verdict::Control
+        Ok(())
+    }
+
+    /// Queues the results that a rank lacks for certain. Returns from where on it does not know
+    /// whether it lacks any, if it says so.
+    fn resend_asked(&mut self, lane: u8, rank: Rank, entries: &AskEntries<'_>) -> Option<u64> {
+        let stream = &mut self.streams[usize::from(lane)];
+        let mut entries = entries.iter().peekable();
+        // However its entries overlap, an ask costs no more than this many windows.
+        let mut left = AskEntries::MAX;
+        while let Some(entry) = entries.next() {
+            let (from, to) = match entries.peek() {
+                _ if entry.fragments != 0 => {
+                    let Some(position) = stream.sequence.position(entry.window) else { continue };
+                    (position, position + 1)
+                }
+                Some(next) => {
+                    let [from, to] = [entry.window, next.window]
+                        .map(|window| stream.sequence.position_from(window));
+                    (from, to)
+                }
+                None => {
+                    let from = stream.sequence.position_from(entry.window);
+                    if let Some((newest, fragments)) = stream.newest_result(from) {
+                        self.queue.resend(lane, rank, newest, fragments);
+                    }
+                    return Some(from);
+                }
+            };
+            let first = stream.folded.partition_point(|position| *position < from);
+            for i in first..stream.folded.len() {
+                let position = stream.folded[i];
+                if position >= to || left == 0 {
+                    break;
+                }
+                left -= 1;
+                let Some(slot) = stream.pool.get(position).copied() else { continue };
+                let all = slot.cut.all(slot.result_len);
+                let wanted = if entry.fragments == 0 { all } else { entry.fragments & all };
+                let lost = self.queue.resend(lane, rank, position, wanted);
+                let lost = slot.cut.payload() * lost.count_ones() as usize;
+                stream.note_result_lost(rank, lost.min(slot.result_len));
+            }
+        }
+        None
     }
 
     /// The next window to fold, lanes in priority order.
@@ -467,6 +517,7 @@ impl Aggregation {
             let ready = stream.poll_ready()?;
             let window = ready.entry.window(ready.position);
             let geometry = ready.entry.geometry;
+            let len = geometry.payload_len(window.index, ready.union);
             Some(Fold {
                 lane,
                 slot: stream.pool.number(ready.position),
@@ -474,7 +525,8 @@ impl Aggregation {
                 geometry,
                 descriptor: self.agreement.descriptor(window.op)?,
                 union: ready.union,
-                len: geometry.payload_len(window.index, ready.union),
+                len,
+                cut: geometry.cut(self.config.cut, len),
                 ready,
             })
         })
@@ -501,15 +553,34 @@ impl Aggregation {
     }
 }
 
+/// Whether a worker sends this kind of message.
+fn check_kind(header: &Header, body: &[u8]) -> Result<(), Reject> {
+    match header.kind {
+        Kind::Open | Kind::Data | Kind::Ask => Ok(()),
+        // wire: W-25, W-26
+        Kind::Ack if body.is_empty() => Ok(()),
+        Kind::Ack => Err(Reject::Body),
+        _ => Err(Reject::Kind),
+    }
+}
+
+/// The verdict about a message without payload.
+const fn said(taken: Result<(), Reject>) -> Verdict {
+    match taken {
+        Ok(()) => Verdict::Control,
+        Err(reject) => Verdict::Reject(reject),
+    }
+}
+
 impl Config {
     /// Checks mask, fragment number and length against the window, and returns the length of
-    /// its payload and the number of its fragments.
+    /// its payload and how it is cut.
     fn check_shape(
         &self,
         header: &Header,
         body: &[u8],
         geometry: &Geometry,
-    ) -> Result<(usize, u8), Reject> {
+    ) -> Result<(usize, Fragmentation), Reject> {
         let index = header.window.index;
         // wire: W-11
         if index >= geometry.windows()
@@ -519,12 +590,12 @@ impl Config {
             return Err(Reject::Shape);
         }
         let len = geometry.payload_len(index, header.mask);
-        let fragments = self.cut.count(len);
+        let cut = geometry.cut(self.cut, len);
         let fragment = usize::from(header.fragment);
         // wire: W-21
-        if fragment >= fragments || self.cut.range(len, fragment).len() != body.len() {
+        if fragment >= cut.count(len) || cut.range(len, fragment).len() != body.len() {
             return Err(Reject::Shape);
         }
-        Ok((len, u8::try_from(fragments).unwrap_or(u8::MAX)))
+        Ok((len, cut))
     }
 }

@@ -3,7 +3,9 @@
 use alloc::boxed::Box;
 use alloc::vec;
 
+use crate::geometry::Fragmentation;
 use crate::ids::Rank;
+use crate::recovery::Asked;
 
 /// What one rank has sent of one window.
 #[derive(Debug, Clone, Copy, Default)]
@@ -14,6 +16,10 @@ pub(super) struct Contribution {
     pub(super) have: u64,
     /// Whether all have.
     pub(super) complete: bool,
+    /// The fragments that must have been sent, since later ones have arrived.
+    pub(super) sent: u64,
+    /// What of them was asked for.
+    pub(super) asked: Asked,
 }
 
 /// The aggregator's place for one window in flight.
@@ -27,6 +33,8 @@ pub(super) struct Slot {
     pub(super) union: u64,
     /// Bytes of the result's payload, once folded.
     pub(super) result_len: usize,
+    /// How it is cut.
+    pub(super) cut: Fragmentation,
     /// The op's previous window with a result.
     pub(super) previous: u32,
 }
@@ -44,8 +52,9 @@ pub(super) struct Pool {
 }
 
 impl Pool {
-    pub(super) fn new(slots: usize, world: usize) -> Self {
-        let free = Slot { position: Slot::FREE, complete: 0, union: 0, result_len: 0, previous: 0 };
+    pub(super) fn new(slots: usize, world: usize, cut: Fragmentation) -> Self {
+        let position = Slot::FREE;
+        let free = Slot { position, complete: 0, union: 0, result_len: 0, cut, previous: 0 };
         Self {
             slots: vec![free; slots].into(),
             contributions: vec![Contribution::default(); slots * world].into(),
@@ -74,7 +83,8 @@ impl Pool {
         let number = self.number(position) as usize;
         let slot = &mut self.slots[number];
         if slot.position != position {
-            *slot = Slot { position, complete: 0, union: 0, result_len: 0, previous: 0 };
+            let cut = slot.cut;
+            *slot = Slot { position, complete: 0, union: 0, result_len: 0, cut, previous: 0 };
             let first = number * self.world;
             self.contributions[first..first + self.world].fill(Contribution::default());
         }

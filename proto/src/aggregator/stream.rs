@@ -5,11 +5,12 @@ use alloc::collections::VecDeque;
 use alloc::vec;
 
 use super::occupancy::{OPEN_AHEAD, Occupancy};
-use super::pool::{Contribution, Pool};
+use super::pool::Pool;
 use crate::congestion::Congestion;
 use crate::error::Reject;
 use crate::geometry::{Fragmentation, Stripe};
 use crate::ids::{OpId, Rank, WindowId};
+use crate::recovery::{self, Answered};
 use crate::rtt::Rtt;
 use crate::sequence::{Sequence, StreamOp};
 use crate::time::{Span, Time};
@@ -24,10 +25,14 @@ pub(super) struct Progress {
     pub(super) acked: u64,
     /// The lowest window the rank owes and has not sent whole; a hint, never too high.
     oldest_missing: u64,
-    /// After the highest window the rank has sent whole.
-    newest_complete: u64,
-    /// When the rank was last asked for fragments, until it answers.
-    asked_at: Option<Time>,
+    /// All that the rank owes of windows before this must have been sent.
+    sent: u64,
+    /// Windows before this have been looked through for what is lost.
+    searched: u64,
+    /// The latest ask for fragments that the rank has answered.
+    answered: Answered,
+    /// Bytes of results that the rank lacked in a round of the stream's congestion.
+    lost: (u64, usize),
     /// When the rank was last asked for opens, until it moves on.
     open_asked_at: Option<Time>,
     /// Round trips from an ask to what it brought.
@@ -39,16 +44,13 @@ impl Progress {
         opened: 0,
         acked: 0,
         oldest_missing: 0,
-        newest_complete: 0,
-        asked_at: None,
+        sent: 0,
+        searched: 0,
+        answered: Answered::NONE,
+        lost: (0, 0),
         open_asked_at: None,
         rtt: Rtt::new(Span::from_millis(1)),
     };
-
-    /// Whether an ask is out whose answer may still be under way.
-    fn awaits_answer(&self, now: Time) -> bool {
-        self.asked_at.is_some_and(|at| now.since(at) < self.rtt.timeout())
-    }
 }
 
 /// The next window of a stream whose contributions are complete.
@@ -78,7 +80,7 @@ pub(super) enum Stored {
     Duplicate,
     /// It is new; the slot's number.
     New(u32),
-    /// It is new, and windows before it are missing although they were sent earlier.
+    /// It is new, and something is missing that was sent earlier and has not been asked for.
     Gap(u32),
 }
 
@@ -127,6 +129,12 @@ impl Stream {
         }
     }
 
+    /// Windows that some rank has opened and that are not folded.
+    pub(super) fn backlog(&self) -> u64 {
+        let opened = self.ranks.iter().map(|progress| progress.opened).max().unwrap_or(0);
+        opened.saturating_sub(self.next)
+    }
+
     /// The lowest window that some rank has not acknowledged: the base of all credits.
     pub(super) fn low(&self) -> u64 {
         self.folded.front().copied().unwrap_or(self.next)
@@ -167,8 +175,19 @@ impl Stream {
     }
 
     /// Gives back the oldest op if all its windows are folded and acknowledged.
-    pub(super) fn settle(&mut self) -> Option<StreamOp> {
-        self.sequence.settle_before(self.low())
+    pub(super) fn settle(&mut self) -> bool {
+        self.sequence.settle_before(self.low()).is_some()
+    }
+
+    /// Whether `op` is one of the stream's, or there is room for it.
+    pub(super) fn has_room_for(&mut self, op: OpId) -> bool {
+        let Self { sequence, folded, next, .. } = self;
+        sequence.get(op).is_some()
+            || sequence.make_room(|failed| {
+                let result = folded.partition_point(|position| *position < failed.base);
+                let result = folded.get(result).is_some_and(|at| *at < failed.end());
+                failed.end() <= *next && !result
+            })
     }
 
     /// Finds a place for an op that a rank opens, given the op it names before it.
@@ -251,7 +270,7 @@ impl Stream {
         rank: Rank,
         position: u64,
         header: &Header,
-        len: usize,
+        all: u64,
     ) -> Result<Stored, Reject> {
         // wire: W-42
         if position < self.next {
@@ -280,75 +299,111 @@ impl Stream {
         }
         contribution.mask = header.mask;
         contribution.have |= bit;
-        contribution.complete = contribution.have == self.cut.all(len);
+        contribution.complete = contribution.have == all;
         let complete = contribution.complete;
         let progress = &mut self.ranks[rank.index()];
-        if header.flags.has(Flags::AGAIN)
-            && let Some(asked_at) = progress.asked_at.take()
-        {
-            progress.rtt.sample(now.since(asked_at));
+        let Progress { answered, rtt, .. } = progress;
+        if let Some(took) = contribution.asked.answer(bit, position, now, answered) {
+            rtt.sample(took);
         }
+        let again = header.flags.has(Flags::AGAIN);
+        contribution.sent |= recovery::sent_before(header.fragment, again);
+        if recovery::proves_earlier(header.fragment, complete, again) {
+            progress.sent = progress.sent.max(position);
+        }
+        let hole = contribution.sent & !contribution.have != 0 && !complete;
+        if complete {
+            self.pool.claim(position).complete += 1;
+        }
+        let gap = (hole && self.lacks(now, rank, position)) | self.search(now, rank, complete);
         let number = self.pool.number(position);
-        if !complete {
-            return Ok(Stored::New(number));
-        }
-        self.pool.claim(position).complete += 1;
-        let gap = self.note_complete(rank, position);
-        let due = gap && !self.ranks[rank.index()].awaits_answer(now);
-        Ok(if due { Stored::Gap(number) } else { Stored::New(number) })
+        Ok(if gap { Stored::Gap(number) } else { Stored::New(number) })
     }
 
-    /// Notes that `rank` is complete at `position`; returns whether it lacks windows before it.
-    fn note_complete(&mut self, rank: Rank, position: u64) -> bool {
-        let mut progress = self.ranks[rank.index()];
-        progress.newest_complete = progress.newest_complete.max(position + 1);
-        let mut oldest = progress.oldest_missing.max(self.next);
-        while let Some(owed) = self.occupancy.next_of(rank, oldest, progress.newest_complete) {
-            oldest = owed;
-            if !self.pool.contribution(owed, rank).complete {
-                break;
+    /// Whether something is lost of the windows that `rank` must have sent: of each window once,
+    /// and of the oldest that is not whole whenever a window has become `complete`.
+    fn search(&mut self, now: Time, rank: Rank, complete: bool) -> bool {
+        let Progress { sent, searched, oldest_missing, .. } = self.ranks[rank.index()];
+        let mut gap = false;
+        let mut at = searched.max(self.next);
+        while let Some(owed) = self.occupancy.next_of(rank, at, sent) {
+            gap |= self.lacks(now, rank, owed);
+            at = owed + 1;
+        }
+        let mut oldest = oldest_missing.max(self.next);
+        if complete {
+            while let Some(owed) = self.occupancy.next_of(rank, oldest, sent) {
+                oldest = owed;
+                if !self.pool.contribution(owed, rank).complete {
+                    gap |= self.lacks(now, rank, owed);
+                    break;
+                }
+                oldest += 1;
             }
-            oldest += 1;
         }
+        let progress = &mut self.ranks[rank.index()];
+        progress.searched = at.max(sent);
         progress.oldest_missing = oldest;
-        self.ranks[rank.index()] = progress;
-        oldest + 1 < progress.newest_complete
+        gap
     }
 
-    /// What `rank` owes and has not sent. Unless it is `stalled`, only windows before the newest
-    /// that it has sent whole: the others may be under way.
+    /// Whether `rank` is to be asked for something of the window at `position`.
+    fn lacks(&self, now: Time, rank: Rank, position: u64) -> bool {
+        self.due_of(now, rank, position, false) != 0
+    }
+
+    /// The fragments of a window to ask `rank` for: those that were sent and must be lost, but
+    /// for what was asked for and may still come; all that are missing if the rank is `stalled`.
+    fn due_of(&self, now: Time, rank: Rank, position: u64, stalled: bool) -> u64 {
+        let contribution = self.pool.contribution(position, rank);
+        if contribution.complete {
+            return 0;
+        }
+        let Progress { sent, answered, rtt, .. } = &self.ranks[rank.index()];
+        let all = self.all_of(position, contribution.mask) & !contribution.have;
+        if stalled {
+            return all;
+        }
+        let lost = if position < *sent { all } else { all & contribution.sent };
+        contribution.asked.due(lost, position, *answered, now, rtt)
+    }
+
+    /// The fragments of a contribution with the blocks `mask`; all there can be if nothing of it
+    /// has arrived.
+    fn all_of(&self, position: u64, mask: u64) -> u64 {
+        if mask == 0 {
+            return u64::MAX;
+        }
+        let entry = self.sequence.at(position);
+        entry.map_or(0, |entry| {
+            let len = entry.geometry.payload_len(entry.window(position).index, mask);
+            entry.geometry.cut(self.cut, len).all(len)
+        })
+    }
+
+    /// What to ask `rank` for. Unless it is `stalled`, only what must have been sent: the rest
+    /// may be under way.
     pub(super) fn missing_of(
         &self,
+        now: Time,
         rank: Rank,
         stalled: bool,
     ) -> impl Iterator<Item = AskEntry> + '_ {
         let progress = &self.ranks[rank.index()];
-        let end = if stalled {
-            progress.opened.min(self.low() + self.pool.len())
-        } else {
-            progress.newest_complete
-        };
+        let end = progress.opened.min(self.low() + self.pool.len());
+        // The newest window may have gaps, although what is before it is sent for certain.
+        let end = if stalled { end } else { end.min(progress.sent + 1) };
         let mut at = self.next;
         core::iter::from_fn(move || {
             loop {
                 let position = self.occupancy.next_of(rank, at, end)?;
                 at = position + 1;
-                let contribution = self.pool.contribution(position, rank);
-                if !contribution.complete {
-                    return Some(self.ask_entry(position, contribution));
+                let fragments = self.due_of(now, rank, position, stalled);
+                if fragments != 0 {
+                    return Some(AskEntry { window: self.sequence.window(position), fragments });
                 }
             }
         })
-    }
-
-    fn ask_entry(&self, position: u64, contribution: Contribution) -> AskEntry {
-        let window = self.sequence.window(position);
-        let len = self
-            .sequence
-            .at(position)
-            .map_or(0, |entry| entry.geometry.payload_len(window.index, contribution.mask));
-        let all = if contribution.mask == 0 { u64::MAX } else { self.cut.all(len) };
-        AskEntry { window, fragments: all & !contribution.have }
     }
 
     /// From where on the opens of `rank` are missing. Between two ops it is whatever the rank has
@@ -373,19 +428,65 @@ impl Stream {
         true
     }
 
-    /// Notes that `rank` has been asked for fragments.
-    pub(super) fn note_asked(&mut self, rank: Rank, now: Time) {
-        self.ranks[rank.index()].asked_at = Some(now);
+    /// The newest result, if it is not before `from`, and its last fragments: they come behind all
+    /// results that are on their way, so whoever gets one of them knows what is lost.
+    pub(super) fn newest_result(&self, from: u64) -> Option<(u64, u64)> {
+        let newest = self.folded.back().copied().filter(|newest| *newest >= from)?;
+        let slot = self.pool.get(newest)?;
+        let all = slot.cut.all(slot.result_len);
+        Some((newest, all & !(all >> Self::SIGN_FRAGMENTS)))
     }
 
-    /// Whether the next window waits for `rank`.
-    pub(super) fn waits_for(&self, rank: Rank) -> bool {
-        if self.next < self.agreed {
-            self.occupancy.owes(rank, self.next)
-                && !self.pool.contribution(self.next, rank).complete
-        } else {
-            self.ranks[rank.index()].opened <= self.next
+    /// The ranks that the next window waits for.
+    pub(super) fn awaited(&self) -> impl Iterator<Item = Rank> + '_ {
+        let ranks = (0..self.ranks.len()).map(|rank| Rank(u16::try_from(rank).unwrap_or(u16::MAX)));
+        ranks.filter(|rank| self.waits_for(*rank))
+    }
+
+    /// Notes that `rank` lacks bytes of results. Every rank gets every result, and the slowest
+    /// way sets the pace: what counts is the most that one rank lost, not what all lost together.
+    pub(super) fn note_result_lost(&mut self, rank: Rank, len: usize) {
+        let round = self.results.round();
+        let (of_round, lost) = &mut self.ranks[rank.index()].lost;
+        if *of_round != round {
+            (*of_round, *lost) = (round, 0);
         }
+        *lost += len;
+        self.results.on_lost_in_round(*lost);
+    }
+
+    /// Notes that `rank` is asked for fragments of a window.
+    pub(super) fn note_asked(&mut self, now: Time, rank: Rank, entry: AskEntry) {
+        let Some(position) = self.sequence.position(entry.window) else { return };
+        self.pool.claim(position);
+        self.pool.contribution_mut(position, rank).asked.note(entry.fragments, now);
+    }
+
+    /// Whether the next window waits for `rank`: for its open or its data, or, when there is no
+    /// room for one more result, for its acknowledgement of the oldest.
+    pub(super) fn waits_for(&self, rank: Rank) -> bool {
+        let progress = &self.ranks[rank.index()];
+        let low = self.low();
+        if self.next >= low + self.pool.len() {
+            // What others owe they may not send before the oldest slot is free.
+            progress.acked <= low
+        } else if self.next >= self.agreed {
+            progress.opened <= self.next
+        } else if self.is_complete(self.next) {
+            low < self.next && progress.acked <= low
+        } else {
+            self.owes_still(rank, self.next)
+        }
+    }
+
+    fn owes_still(&self, rank: Rank, position: u64) -> bool {
+        self.occupancy.owes(rank, position) && !self.pool.contribution(position, rank).complete
+    }
+
+    /// Whether every rank that owes the window at `position` has sent it whole.
+    fn is_complete(&self, position: u64) -> bool {
+        let complete = self.pool.get(position).map_or(0, |slot| slot.complete);
+        complete >= self.occupancy.owing(position)
     }
 
     /// Moves on over windows that nobody owes, and returns the next that is complete, if the
@@ -415,12 +516,11 @@ impl Stream {
         if position >= self.low() + self.pool.len() {
             return None;
         }
-        let contributors = self.occupancy.owing(position);
-        let complete = self.pool.get(position).map_or(0, |slot| slot.complete);
         // wire: W-30
-        if complete < contributors {
+        if !self.is_complete(position) {
             return None;
         }
+        let contributors = self.occupancy.owing(position);
         self.pool.claim(position);
         let union = self.pool.contributions(position).iter().fold(0, |union, c| union | c.mask);
         let len = entry.geometry.payload_len(entry.window(position).index, union);
@@ -435,6 +535,7 @@ impl Stream {
         let slot = self.pool.claim(ready.position);
         slot.union = ready.union;
         slot.result_len = len;
+        slot.cut = ready.entry.geometry.cut(self.cut, len);
         slot.previous = previous;
         self.results.on_sent(len);
         self.folded.push_back(ready.position);
@@ -453,6 +554,9 @@ impl Stream {
         self.previous = Header::NO_PREVIOUS;
         self.move_to(entry.end());
     }
+
+    /// Several, since a sign may be lost as well; small windows are sent whole.
+    const SIGN_FRAGMENTS: u32 = 4;
 
     fn move_to(&mut self, position: u64) {
         if position > self.next {

@@ -5,6 +5,7 @@ use alloc::collections::VecDeque;
 use alloc::vec;
 
 use super::Aggregation;
+use crate::geometry::Fragmentation;
 use crate::ids::{OpId, Rank, WindowId};
 use crate::observer::{Event, Observer};
 use crate::time::Time;
@@ -47,6 +48,8 @@ pub struct ResultFragments {
     pub slot: u32,
     /// Bytes of the whole payload.
     pub len: usize,
+    /// How it is cut.
+    pub cut: Fragmentation,
     /// The fragments to send.
     pub fragments: u64,
     /// Their header but for length and fragment number.
@@ -69,27 +72,36 @@ pub(super) struct Due {
     queued: bool,
 }
 
+/// Fragments of a result that a rank lacks.
+#[derive(Debug, Clone, Copy)]
+struct Resend {
+    lane: u8,
+    position: u64,
+    fragments: u64,
+}
+
 /// What is due, in the order in which it became so. Bounded by the world and the pool.
 #[derive(Debug)]
 pub(super) struct Queue {
     due: Box<[Due]>,
     world: usize,
     order: VecDeque<(u8, Rank)>,
-    resends: VecDeque<(u8, Rank, u64, u64)>,
-    max_resends: usize,
+    /// By rank, so that none takes the room of another.
+    resends: Box<[VecDeque<Resend>]>,
+    /// The ranks that lack something, in turns.
+    turns: VecDeque<Rank>,
     failures: VecDeque<OpId>,
 }
 
 impl Queue {
-    pub(super) fn new(world: usize, lanes: usize, slots: usize) -> Self {
-        // A rank that is not served now asks again.
-        let max_resends = world * slots.min(AskEntries::MAX);
+    pub(super) fn new(world: usize, lanes: usize) -> Self {
+        let resends = || VecDeque::with_capacity(Self::MAX_RESENDS);
         Self {
             due: vec![Due::default(); world * lanes].into(),
             world,
             order: VecDeque::with_capacity(world * lanes),
-            resends: VecDeque::with_capacity(max_resends),
-            max_resends,
+            resends: (0..world).map(|_| resends()).collect(),
+            turns: VecDeque::with_capacity(world),
             failures: VecDeque::with_capacity(Self::MAX_FAILURES),
         }
     }
@@ -104,11 +116,35 @@ impl Queue {
         }
     }
 
-    /// Notes that fragments of a result are to be sent to a rank again.
-    pub(super) fn resend(&mut self, lane: u8, rank: Rank, position: u64, fragments: u64) {
-        if fragments != 0 && self.resends.len() < self.max_resends {
-            self.resends.push_back((lane, rank, position, fragments));
+    /// Notes that fragments of a result are to be sent to a rank again, and returns those that
+    /// were not noted before. What there is no room for the rank asks for again.
+    pub(super) fn resend(&mut self, lane: u8, rank: Rank, position: u64, fragments: u64) -> u64 {
+        let resends = &mut self.resends[rank.index()];
+        let mut noted = resends.iter_mut();
+        if let Some(noted) = noted.find(|noted| (noted.lane, noted.position) == (lane, position)) {
+            let more = fragments & !noted.fragments;
+            noted.fragments |= more;
+            return more;
         }
+        if fragments == 0 || resends.len() == Self::MAX_RESENDS {
+            return 0;
+        }
+        if resends.is_empty() {
+            self.turns.push_back(rank);
+        }
+        resends.push_back(Resend { lane, position, fragments });
+        fragments
+    }
+
+    /// The next fragments to send again, of each rank in its turn.
+    fn pop_resend(&mut self) -> Option<(Rank, Resend)> {
+        let rank = self.turns.pop_front()?;
+        let resends = &mut self.resends[rank.index()];
+        let resend = resends.pop_front()?;
+        if !resends.is_empty() {
+            self.turns.push_back(rank);
+        }
+        Some((rank, resend))
     }
 
     /// Notes that an op failed; ranks that miss this are told when they ask.
@@ -126,6 +162,8 @@ impl Queue {
     }
 
     const MAX_FAILURES: usize = 64;
+    /// Windows that are sent to a rank again before it has to ask once more.
+    const MAX_RESENDS: usize = AskEntries::MAX;
 }
 
 impl Aggregation {
@@ -146,8 +184,8 @@ impl Aggregation {
         if let Some((lane, position)) = self.unsent.pop_front() {
             return Some(self.result(lane, position, u64::MAX, Recipient::All));
         }
-        while let Some((lane, rank, position, fragments)) = self.queue.resends.pop_front() {
-            if let Some(transmit) = self.resend(lane, rank, position, fragments, observer) {
+        while let Some((rank, resend)) = self.queue.pop_resend() {
+            if let Some(transmit) = self.resend(rank, resend, observer) {
                 return Some(transmit);
             }
         }
@@ -162,12 +200,11 @@ impl Aggregation {
     /// A result again, unless its slot was given back in the meantime.
     fn resend(
         &mut self,
-        lane: u8,
         rank: Rank,
-        position: u64,
-        fragments: u64,
+        resend: Resend,
         observer: &mut impl Observer,
     ) -> Option<Transmit> {
+        let Resend { lane, position, fragments } = resend;
         self.streams[usize::from(lane)].folded.binary_search(&position).ok()?;
         self.counters.fragments_again += u64::from(fragments.count_ones());
         let window = self.streams[usize::from(lane)].sequence.window(position);
@@ -194,7 +231,8 @@ impl Aggregation {
             lane,
             slot: self.streams[usize::from(lane)].pool.number(position),
             len: slot.result_len,
-            fragments: fragments & self.config.cut.all(slot.result_len),
+            cut: slot.cut,
+            fragments: fragments & slot.cut.all(slot.result_len),
             header,
         };
         Transmit::Result { to, result }
@@ -227,11 +265,12 @@ impl Aggregation {
         if due.stalled && !stream.waits_for(rank) {
             return Some(self.write_wait(now, lane, rank, out));
         }
-        let entries: AskBatch = stream.missing_of(rank, due.stalled).collect();
+        let entries: AskBatch = stream.missing_of(now, rank, due.stalled).collect();
         if let Some(first) = entries.first() {
             self.counters.asks += 1;
             observer.on_event(&Event::Asked { of: rank, from: first.window });
-            self.streams[usize::from(lane)].note_asked(rank, now);
+            let stream = &mut self.streams[usize::from(lane)];
+            entries.iter().for_each(|entry| stream.note_asked(now, rank, entry));
         } else if due.stalled {
             return Some(self.write_wait(now, lane, rank, out));
         } else if !due.congested {
@@ -260,13 +299,14 @@ impl Aggregation {
         self.finish(Recipient::Rank(rank), header, len, out)
     }
 
-    /// Tells a rank whom its window waits for.
+    /// Tells a rank whom its window waits for: other ranks, or if there is none the rank itself.
     fn write_wait(&mut self, now: Time, lane: u8, rank: Rank, out: &mut [u8]) -> Transmit {
         let stream = &self.streams[usize::from(lane)];
-        let missing = (0..self.config.world)
-            .map(Rank)
-            .filter(|other| stream.waits_for(*other))
-            .map(|other| (other, now.since(self.heard[other.index()])));
+        let alone = stream.awaited().all(|awaited| awaited == rank);
+        let missing = stream
+            .awaited()
+            .filter(|awaited| alone || *awaited != rank)
+            .map(|awaited| (awaited, now.since(self.heard[awaited.index()])));
         let len = MissingRanks::encode(missing, &mut out[Header::LEN..]);
         let window = stream.sequence.window(stream.next);
         let header = Header { window, ..self.header(Kind::Wait, lane) };

@@ -12,7 +12,8 @@ pub struct AskEntry {
     /// The window.
     pub window: WindowId,
     /// The fragments of it that are missing. To a worker, 0 asks for its opens from the window
-    /// on; to the aggregator, 0 asks for every result from the window up to the next entry's.
+    /// on; to the aggregator, 0 asks for every result from the window up to the next entry's, and
+    /// in the last entry whether there are any from the window on.
     pub fragments: u64,
 }
 
@@ -23,6 +24,8 @@ pub struct AskEntries<'a>(&'a [u8]);
 impl<'a> AskEntries<'a> {
     /// Most entries of an ask; they fit a datagram at every MTU.
     pub const MAX: usize = 64;
+    /// Bytes of the body of an ask without entries.
+    pub(crate) const NONE_LEN: usize = COUNT_LEN;
     const ENTRY_LEN: usize = 16;
 
     /// Reads the body of an ask.
@@ -68,6 +71,12 @@ impl<'a> AskEntries<'a> {
 pub struct MissingRanks<'a>(&'a [u8]);
 
 impl<'a> MissingRanks<'a> {
+    /// Whether no rank is named.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// Most ranks that a wait names; they fit a datagram at every MTU.
     pub const MAX: usize = 128;
     const ENTRY_LEN: usize = 6;

@@ -1,10 +1,12 @@
 //! The body of an open: a descriptor, and which windows of a stretch are non-zero.
 
 use alloc::vec::Vec;
+use core::fmt;
 
 use bitvec::order::Lsb0;
 use bitvec::slice::BitSlice;
 use bitvec::view::BitView;
+use zstd::bulk::{Compressor, Decompressor};
 
 use super::{read_u32, read_u64};
 use crate::descriptor::Descriptor;
@@ -35,8 +37,10 @@ pub struct Open {
     pub after: Option<OpId>,
     /// Windows the stretch covers.
     pub windows: u32,
-    occupancy: [u64; Self::MAX_WINDOWS / 64],
+    occupancy: Occupancy,
 }
+
+type Occupancy = [u64; Open::MAX_WINDOWS / 64];
 
 impl Open {
     /// Bytes of the body before the occupancy.
@@ -44,11 +48,37 @@ impl Open {
     /// Most windows of a stretch: their raw bits fit a datagram at every MTU.
     pub const MAX_WINDOWS: usize = 8192;
 
+    /// Which windows of the stretch are non-zero.
+    #[must_use]
+    pub fn occupancy(&self) -> &BitSlice<u64, Lsb0> {
+        &self.occupancy.view_bits::<Lsb0>()[..self.windows as usize]
+    }
+}
+
+/// Reads opens. Its memory is kept from one to the next.
+#[derive(Default)]
+pub struct OpenDecoder {
+    zstd: Decompressor<'static>,
+}
+
+impl fmt::Debug for OpenDecoder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OpenDecoder").finish_non_exhaustive()
+    }
+}
+
+impl OpenDecoder {
+    /// A decoder.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
     /// Reads the body of an open.
     ///
     /// # Errors
     /// The reason why it is none.
-    pub fn decode(body: &[u8]) -> Result<Self, Reject> {
+    pub fn decode(&mut self, body: &[u8]) -> Result<Open, Reject> {
         let (descriptor, rest) =
             body.split_first_chunk::<{ Descriptor::LEN }>().ok_or(Reject::Body)?;
         let descriptor = Descriptor::decode(descriptor)?;
@@ -58,62 +88,58 @@ impl Open {
         let packed = rest.get(16..).ok_or(Reject::Body)?;
         let count = windows as usize;
         // wire: W-14
-        if count == 0 || count > Self::MAX_WINDOWS {
+        if count == 0 || count > Open::MAX_WINDOWS {
             return Err(Reject::Body);
         }
-        let mut open = Self {
-            descriptor,
-            after: (after != u32::MAX).then_some(OpId(after)),
-            windows,
-            occupancy: [0; Self::MAX_WINDOWS / 64],
-        };
-        open.unpack(encoding, packed)?;
-        Ok(open)
+        let after = (after != u32::MAX).then_some(OpId(after));
+        let occupancy = self.unpack(count, encoding, packed)?;
+        Ok(Open { descriptor, after, windows, occupancy })
     }
 
-    /// Fills in the occupancy from its packed form.
-    fn unpack(&mut self, encoding: u64, packed: &[u8]) -> Result<(), Reject> {
-        let count = self.windows as usize;
+    /// The occupancy of `count` windows from its packed form.
+    fn unpack(&mut self, count: usize, encoding: u64, packed: &[u8]) -> Result<Occupancy, Reject> {
+        let mut occupancy = [0; Open::MAX_WINDOWS / 64];
+        let mut raw = [0u8; Open::MAX_WINDOWS / 8];
         let raw_len = count.div_ceil(8);
-        let mut raw = [0u8; Self::MAX_WINDOWS / 8];
         // wire: W-15
         match encoding {
-            e if e == Encoding::Empty as u64 && packed.is_empty() => return Ok(()),
+            e if e == Encoding::Empty as u64 && packed.is_empty() => return Ok(occupancy),
             e if e == Encoding::Full as u64 && packed.is_empty() => {
-                self.occupancy.view_bits_mut::<Lsb0>()[..count].fill(true);
-                return Ok(());
+                occupancy.view_bits_mut::<Lsb0>()[..count].fill(true);
+                return Ok(occupancy);
             }
             e if e == Encoding::Raw as u64 && packed.len() == raw_len => {
                 raw[..raw_len].copy_from_slice(packed);
             }
             e if e == Encoding::Zstd as u64 => {
-                let got = zstd::bulk::decompress_to_buffer(packed, &mut raw[..raw_len]);
+                // A frame that would grow beyond the raw bytes is an error, not an allocation.
+                let got = self.zstd.decompress_to_buffer(packed, &mut raw[..raw_len]);
                 if got.ok() != Some(raw_len) {
                     return Err(Reject::Body);
                 }
             }
             _ => return Err(Reject::Body),
         }
-        for (word, bytes) in self.occupancy.iter_mut().zip(raw.chunks_exact(8)) {
+        for (word, bytes) in occupancy.iter_mut().zip(raw.chunks_exact(8)) {
             *word = bytes.iter().rev().fold(0, |word, byte| (word << 8) | u64::from(*byte));
         }
         // wire: W-16
-        let stray = self.occupancy.view_bits::<Lsb0>()[count..].any();
-        if stray { Err(Reject::Body) } else { Ok(()) }
-    }
-
-    /// Which windows of the stretch are non-zero.
-    #[must_use]
-    pub fn occupancy(&self) -> &BitSlice<u64, Lsb0> {
-        &self.occupancy.view_bits::<Lsb0>()[..self.windows as usize]
+        let stray = occupancy.view_bits::<Lsb0>()[count..].any();
+        if stray { Err(Reject::Body) } else { Ok(occupancy) }
     }
 }
 
-/// Writes opens. Its buffers are allocated once.
-#[derive(Debug)]
+/// Writes opens. Its memory is kept from one to the next.
 pub struct OpenEncoder {
     raw: Vec<u8>,
     compressed: Vec<u8>,
+    zstd: Compressor<'static>,
+}
+
+impl fmt::Debug for OpenEncoder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OpenEncoder").field("raw", &self.raw).finish_non_exhaustive()
+    }
 }
 
 impl Default for OpenEncoder {
@@ -130,7 +156,11 @@ impl OpenEncoder {
     #[must_use]
     pub fn new() -> Self {
         let raw_len = Open::MAX_WINDOWS / 8;
-        Self { raw: Vec::with_capacity(raw_len), compressed: alloc::vec![0; raw_len] }
+        Self {
+            raw: Vec::with_capacity(raw_len),
+            compressed: alloc::vec![0; raw_len],
+            zstd: Compressor::default(),
+        }
     }
 
     /// Writes the body of an open into `out`, with `occupied` as the occupancy, and returns its
@@ -178,7 +208,7 @@ impl OpenEncoder {
         if self.raw.len() >= Self::WORTH_COMPRESSING {
             let room = &mut self.compressed[..self.raw.len() - 1];
             // Not shorter than the raw bits: an error here only says that it did not fit.
-            if let Ok(len) = zstd::bulk::compress_to_buffer(&self.raw, room, 1) {
+            if let Ok(len) = self.zstd.compress_to_buffer(&self.raw, room) {
                 return (Encoding::Zstd, &self.compressed[..len]);
             }
         }
@@ -200,7 +230,7 @@ mod tests {
         let (len, windows) =
             OpenEncoder::new().encode(&descriptor, Some(OpId(7)), bits.iter().copied(), &mut out);
         assert_eq!(windows as usize, bits.len());
-        let open = Open::decode(&out[..len]).unwrap();
+        let open = OpenDecoder::new().decode(&out[..len]).unwrap();
         assert_eq!(open.descriptor, descriptor);
         assert_eq!(open.after, Some(OpId(7)));
         assert_eq!(open.occupancy().iter().by_vals().collect::<Vec<_>>(), bits);
@@ -239,12 +269,12 @@ mod tests {
         let (len, _) = OpenEncoder::new().encode(&descriptor, None, bits.into_iter(), &mut out);
         let good = &out[..len];
         for len in 0..good.len() {
-            assert!(Open::decode(&good[..len]).is_err(), "{len}");
+            assert!(OpenDecoder::new().decode(&good[..len]).is_err(), "{len}");
         }
         let broken = |at: usize, value: u8| {
             let mut bytes = good.to_vec();
             bytes[at] = value;
-            Open::decode(&bytes)
+            OpenDecoder::new().decode(&bytes)
         };
         assert_eq!(broken(16, 99), Err(Reject::Descriptor), "dtype");
         assert_eq!(broken(17, 99), Err(Reject::Descriptor), "wire");
@@ -256,5 +286,46 @@ mod tests {
         assert_eq!(broken(39, 9), Err(Reject::Body), "encoding");
         assert_eq!(broken(39, 3), Err(Reject::Body), "not zstd");
         assert_eq!(broken(40, 0xff), Err(Reject::Body), "stray bits");
+    }
+
+    /// The body of an open of `windows` windows with `frame` as its occupancy.
+    fn compressed(windows: u32, frame: &[u8]) -> Vec<u8> {
+        let mut head = [0; Open::LEN];
+        OpenEncoder::new().encode(
+            &Descriptor::sum(1, DType::F32),
+            None,
+            [true].into_iter(),
+            &mut head,
+        );
+        head[28..32].copy_from_slice(&windows.to_be_bytes());
+        head[32..40].copy_from_slice(&(Encoding::Zstd as u64).to_be_bytes());
+        [&head[..], frame].concat()
+    }
+
+    #[test]
+    fn a_frame_that_holds_more_than_the_stretch_is_rejected_and_spoils_nothing() {
+        // wire: W-15
+        let mut decoder = OpenDecoder::new();
+        let good = compressed(8192, &zstd::bulk::compress(&[1; 1024], 1).unwrap());
+        let long = compressed(8192, &zstd::bulk::compress(&[1; 1025], 1).unwrap());
+        let bomb = compressed(8192, &zstd::bulk::compress(&vec![0; 64 << 20], 1).unwrap());
+        assert!(decoder.decode(&good).is_ok());
+        for bad in [&long, &bomb[..Open::LEN + 1024.min(bomb.len() - Open::LEN)], &good[..50]] {
+            assert_eq!(decoder.decode(bad), Err(Reject::Body));
+            assert_eq!(decoder.decode(&good).map(|open| open.occupancy().count_ones()), Ok(1024));
+        }
+    }
+
+    #[test]
+    fn an_encoder_writes_the_same_whatever_it_wrote_before() {
+        let bits = |step: usize| (0..8192).map(move |i| i % step == 0);
+        let descriptor = Descriptor::sum(1 << 30, DType::F32);
+        let mut used = OpenEncoder::new();
+        for step in [977, 3, 64, 977] {
+            let [mut one, mut other] = [[0xa5; 1200]; 2];
+            used.encode(&descriptor, None, bits(step), &mut one);
+            OpenEncoder::new().encode(&descriptor, None, bits(step), &mut other);
+            assert_eq!(one, other, "{step}");
+        }
     }
 }

@@ -3,7 +3,8 @@
 //! The machine decides; the driver owns the tensors and the sockets. The calling order is:
 //! [`Worker::submit`] ops; then, as often as anything happens, [`Worker::handle_datagram`] for
 //! each datagram (and [`Worker::handle_delivered`] once a window is written),
-//! [`Worker::handle_timeout`] once [`Worker::poll_timeout`] has passed,
+//! [`Worker::handle_timeout`] once [`Worker::poll_timeout`] has passed and all that has arrived is
+//! taken (what is still unread is not lost),
 //! [`Worker::poll_scan`] with [`Worker::handle_scanned`] for windows whose non-zero blocks are to
 //! be found, [`Worker::poll_transmit`] until `None`, and [`Worker::poll_outcome`] until `None`.
 
@@ -11,6 +12,7 @@ mod op;
 mod receive;
 mod stream;
 mod transmit;
+mod waited;
 
 #[cfg(test)]
 mod tests;
@@ -24,6 +26,7 @@ use op::Op;
 pub use receive::{Delivery, Verdict};
 use stream::Stream;
 pub use transmit::{DataFragments, Transmit};
+use waited::Waited;
 
 use crate::congestion::Congestion;
 use crate::descriptor::Descriptor;
@@ -97,7 +100,19 @@ struct Path {
     /// The job's number at the shard's aggregator.
     job: JobId,
     congestion: Congestion,
+    /// From a window's data to its result, which waits for other ranks too.
     rtt: Rtt,
+    /// From an ask to what it brings.
+    asks: Rtt,
+}
+
+impl Path {
+    /// Notes how long an answer took. It waited for no other rank, so it also says how little a
+    /// round trip may take.
+    fn note_answer(&mut self, took: Span) {
+        self.asks.sample(took);
+        self.rtt.note_least(took);
+    }
 }
 
 /// The worker half of one rank.
@@ -110,9 +125,12 @@ pub struct Worker {
     /// Lane by lane, shard by shard.
     streams: Box<[Stream]>,
     paths: Box<[Path]>,
+    /// The shard that is sent to next.
+    turn: u8,
+    /// When the last result came, of whatever stream.
+    heard: Time,
     outcomes: VecDeque<Outcome>,
-    /// The ranks that the aggregator last said it waits for, and how long each was silent.
-    waited_for: Vec<(Rank, Span)>,
+    waited: Waited,
     opens: OpenEncoder,
     ended: Option<&'static str>,
     counters: Counters,
@@ -131,15 +149,18 @@ impl Worker {
         let path = || Path {
             job: config.job,
             congestion: Congestion::new(config.in_flight, max),
-            rtt: Rtt::new(Span::from_millis(5)),
+            rtt: Rtt::new(Span::from_millis(2)),
+            asks: Rtt::new(Span::from_millis(1)),
         };
         Self {
             ops: VecDeque::with_capacity(usize::from(config.max_ops)),
             next_op: 0,
             streams: streams.into(),
             paths: (0..config.shards).map(|_| path()).collect(),
+            turn: 0,
+            heard: now,
             outcomes: VecDeque::with_capacity(usize::from(config.max_ops)),
-            waited_for: Vec::with_capacity(crate::wire::MissingRanks::MAX),
+            waited: Waited::new(),
             opens: OpenEncoder::new(),
             ended: None,
             counters: Counters::default(),
@@ -170,6 +191,12 @@ impl Worker {
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.ops.is_empty()
+    }
+
+    /// The most windows that any stream has yet to have passed: how much is still to come.
+    #[must_use]
+    pub fn backlog(&self) -> u64 {
+        self.streams.iter().map(|stream| stream.sequence.end() - stream.cursor).max().unwrap_or(0)
     }
 
     /// Starts an op, whose windows are scanned as they are about to be sent.
@@ -207,7 +234,7 @@ impl Worker {
     }
 
     /// Whether an op may start; returns how many windows it has.
-    fn check(&self, descriptor: &Descriptor) -> Result<u32, SubmitError> {
+    fn check(&mut self, descriptor: &Descriptor) -> Result<u32, SubmitError> {
         descriptor.validate()?;
         let (lane, lanes) = (descriptor.lane, self.config.lanes);
         if lane >= lanes {
@@ -217,8 +244,14 @@ impl Worker {
             return Err(SubmitError::Ended);
         }
         // wire: W-43
+        // An op whose outcome has not been polled is in flight as well.
         let max = usize::from(self.config.max_ops);
-        if self.ops.len() >= max {
+        let running = self.ops.iter().filter(|op| !op.ended).count();
+        let shards = usize::from(self.config.shards);
+        let mut streams = self.streams.iter_mut().skip(usize::from(lane) * shards).take(shards);
+        if self.ops.len().max(running + self.outcomes.len()) >= max
+            || !streams.all(Stream::has_room)
+        {
             return Err(SubmitError::TooManyOps { max });
         }
         if self.next_op == u32::MAX {
@@ -305,7 +338,7 @@ impl Worker {
         let ops = self.ops.iter().filter(|op| !op.ended).map(|op| op.deadline);
         let streams = self.streams.iter().map(|stream| {
             let rtt = &self.paths[usize::from(stream.shard)].rtt;
-            stream.timeout(rtt)
+            stream.timeout(rtt, self.heard)
         });
         ops.chain(streams).min().unwrap_or(Time::NEVER)
     }
@@ -314,15 +347,23 @@ impl Worker {
     pub fn handle_timeout(&mut self, now: Time, observer: &mut impl Observer) {
         for stream in &mut self.streams {
             let rtt = &self.paths[usize::from(stream.shard)].rtt;
-            stream.handle_timeout(now, rtt);
+            stream.handle_timeout(now, rtt, self.heard);
         }
-        let late = self.ops.iter().find(|op| !op.ended && op.deadline <= now);
-        if let Some(op) = late {
-            let (id, after) = (op.id, now.since(op.started));
-            let missing = core::mem::take(&mut self.waited_for);
+        let mut late = false;
+        while let Some((id, started)) = self.late(now) {
+            let (after, missing) = (now.since(started), self.waited.ranks(now).to_vec());
             self.fail(id, OpError::Timeout { op: id, after, missing }, observer);
+            late = true;
+        }
+        if late {
             self.end("an earlier op timed out", observer);
         }
+    }
+
+    /// An op that should have ended by now, and when it started.
+    fn late(&self, now: Time) -> Option<(OpId, Time)> {
+        let late = self.ops.iter().find(|op| !op.ended && op.deadline <= now)?;
+        Some((late.id, late.started))
     }
 
     /// Ends the session because ranks are gone: every op in flight fails.
@@ -357,12 +398,12 @@ impl Worker {
         observer.on_event(&Event::Failed { op: id, error: Some(&error) });
         self.outcomes.push_back(Outcome { op: id, result: Err(error) });
         for stream in &mut self.streams {
-            stream.fail(id);
-        }
-        for at in 0..self.streams.len() {
-            self.forget(at);
+            let congestion = &mut self.paths[usize::from(stream.shard)].congestion;
+            stream.fail(id, |len| congestion.on_forgotten(len));
         }
         self.drop_ended();
+        // Ops behind it may be scanned already, and only this one's windows held them back.
+        (0..self.config.lanes).for_each(|lane| self.note_scanned(lane));
     }
 
     /// Notes that one more stream has all results of an op.
@@ -380,16 +421,6 @@ impl Worker {
         }
         self.outcomes.push_back(Outcome { op: id, result });
         self.drop_ended();
-    }
-
-    /// Forgets what is in flight for windows that were skipped.
-    fn forget(&mut self, at: usize) {
-        let stream = &mut self.streams[at];
-        let congestion = &mut self.paths[usize::from(stream.shard)].congestion;
-        while let Some(sent) = stream.in_flight.pop_front_if(|sent| sent.position < stream.cursor) {
-            stream.repeats -= usize::from(sent.again != 0);
-            congestion.on_forgotten(sent.len);
-        }
     }
 
     fn drop_ended(&mut self) {

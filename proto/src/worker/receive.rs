@@ -4,9 +4,10 @@ use super::stream::{Arrival, Stalled};
 use super::{Path, Worker};
 use crate::descriptor::Descriptor;
 use crate::error::{OpError, Reject};
-use crate::geometry::Geometry;
+use crate::geometry::{Fragmentation, Geometry};
 use crate::ids::{OpId, Rank, WindowId};
 use crate::observer::{Event, Observer};
+use crate::recovery::{self, Asked};
 use crate::time::Time;
 use crate::wire::{AskEntries, Disagreement, Flags, Header, Kind, MissingRanks};
 
@@ -32,12 +33,14 @@ pub struct Delivery {
     pub window: WindowId,
     /// What the op is.
     pub descriptor: Descriptor,
-    /// How it is cut.
+    /// Its blocks and windows.
     pub geometry: Geometry,
     /// The blocks that the packed payload holds.
     pub mask: u64,
     /// Bytes of the whole packed payload.
     pub len: usize,
+    /// How it is cut.
+    pub cut: Fragmentation,
     /// The fragment's number.
     pub fragment: u8,
     /// Whether all fragments of the window have arrived with this one: once it is written, call
@@ -107,7 +110,7 @@ impl Worker {
             // wire: W-25, W-26
             Kind::Credit | Kind::Probe if body.is_empty() => Ok(Verdict::Control),
             Kind::Credit | Kind::Probe => Err(Reject::Body),
-            Kind::Wait => self.handle_wait(now, at, body),
+            Kind::Wait => self.handle_wait(now, at, header.window.op, body),
             Kind::Fail => self.handle_fail(now, header.window.op, body, observer),
             Kind::Open | Kind::Data | Kind::Ack => Err(Reject::Kind),
         }
@@ -143,45 +146,76 @@ impl Worker {
     ) -> Result<Verdict, Reject> {
         let window = header.window;
         let at = self.config.stream(header.lane, header.shard);
+        let op = self.op(window.op).map(|op| (op.descriptor, op.geometry));
         let stream = &mut self.streams[at];
         let Some(position) = stream.sequence.position(window) else {
             let settled = stream.sequence.is_settled(window.op);
             return Err(if settled { Reject::Stale } else { Reject::Unopened });
         };
         // wire: W-42
-        if position < stream.cursor {
+        let failed = stream.sequence.get(window.op).is_none_or(|entry| entry.failed);
+        let (false, Some((descriptor, geometry))) = (failed || position < stream.cursor, op) else {
             return Err(Reject::Stale);
-        }
+        };
         if position >= stream.opened {
             return Err(Reject::Unopened);
         }
         let arrival = self.place_arrival(at, position, header, body)?;
-        let stream = &mut self.streams[at];
-        let arrival = &mut stream.arrivals[arrival];
-        let bit = 1 << header.fragment;
-        if arrival.have & bit != 0 {
+        let Some(complete) = self.note_arrival(now, at, arrival, header) else {
             let (from, fragment) = (Rank::AGGREGATOR, header.fragment);
             observer.on_event(&Event::Duplicate { from, window, fragment });
             return Ok(Verdict::Duplicate);
+        };
+        self.waited.forget(window.op);
+        let Arrival { mask, len, .. } = self.streams[at].arrivals[arrival];
+        let Header { shard, fragment, .. } = *header;
+        let cut = geometry.cut(self.config.cut, len);
+        let delivery =
+            Delivery { shard, window, descriptor, geometry, mask, len, cut, fragment, complete };
+        Ok(Verdict::Deliver(delivery))
+    }
+
+    /// Notes a fragment, and asks for what it shows to be lost. Returns whether its window is whole
+    /// with it; `None` if it had arrived before.
+    fn note_arrival(
+        &mut self,
+        now: Time,
+        at: usize,
+        place: usize,
+        header: &Header,
+    ) -> Option<bool> {
+        let path = &mut self.paths[usize::from(header.shard)];
+        let stream = &mut self.streams[at];
+        let arrival = &mut stream.arrivals[place];
+        let position = arrival.position;
+        let bit = 1 << header.fragment;
+        let new = arrival.have & bit == 0;
+        if new {
+            stream.quiet_since = now;
+            stream.probes = 0;
+            self.heard = now;
         }
         arrival.have |= bit;
-        stream.quiet_since = now;
-        stream.probes = 0;
-        let (complete, mask, len) = (arrival.complete(), arrival.mask, arrival.len);
-        if header.flags.has(Flags::AGAIN)
-            && let Some(asked_at) = stream.asked_at.take()
-        {
-            self.paths[usize::from(header.shard)].rtt.sample(now.since(asked_at));
+        if let Some(took) = arrival.asked.answer(bit, position, now, &mut stream.answered) {
+            path.note_answer(took);
         }
-        let Some((descriptor, geometry)) =
-            self.op(window.op).map(|op| (op.descriptor, op.geometry))
-        else {
-            return Err(Reject::Stale);
-        };
-        let Header { shard, fragment, .. } = *header;
-        let delivery =
-            Delivery { shard, window, descriptor, geometry, mask, len, fragment, complete };
-        Ok(Verdict::Deliver(delivery))
+        let again = header.flags.has(Flags::AGAIN);
+        arrival.sent |= recovery::sent_before(header.fragment, again);
+        let complete = arrival.complete();
+        let hole = arrival.sent & arrival.all & !arrival.have != 0;
+        let proves = recovery::proves_earlier(header.fragment, complete, again);
+        let later = proves && position > stream.results_sent;
+        if later {
+            stream.results_sent = position;
+        }
+        // wire: W-38
+        // One that is whole is looked at once it is delivered.
+        let asks = &path.asks;
+        let lacks = hole && stream.lacks_of(place, now, asks) || later && stream.lacks(now, asks);
+        if !complete && lacks {
+            stream.ask.get_or_insert(Stalled(false));
+        }
+        new.then_some(complete)
     }
 
     /// Checks a result's shape and finds or makes its entry among the arrivals.
@@ -192,7 +226,6 @@ impl Worker {
         header: &Header,
         body: &[u8],
     ) -> Result<usize, Reject> {
-        let cut = self.config.cut;
         let stream = &mut self.streams[at];
         let entry = stream.sequence.at(position).ok_or(Reject::Stale)?;
         let index = header.window.index;
@@ -201,6 +234,7 @@ impl Worker {
             return Err(Reject::Shape);
         }
         let len = entry.geometry.payload_len(index, header.mask);
+        let cut = entry.geometry.cut(self.config.cut, len);
         let fragment = usize::from(header.fragment);
         // wire: W-21
         if fragment >= cut.count(len) || cut.range(len, fragment).len() != body.len() {
@@ -223,7 +257,13 @@ impl Worker {
             Err(_) if stream.arrivals.len() as u64 >= stream.pool() => Err(Reject::BeyondPool),
             Err(i) => {
                 let (mask, all) = (header.mask, cut.all(len));
-                let arrival = Arrival { position, start, mask, have: 0, all, len };
+                // What is asked for of a gap is asked for of every window in it.
+                let asked = stream.arrivals.get(i).map_or_else(Asked::default, |next| {
+                    if position >= next.start { Asked::default() } else { next.gap_asked }
+                });
+                let gap_asked = Asked::default();
+                let arrival =
+                    Arrival { position, start, mask, have: 0, all, len, sent: 0, asked, gap_asked };
                 stream.arrivals.insert(i, arrival);
                 Ok(i)
             }
@@ -250,11 +290,9 @@ impl Worker {
         }
         self.release(now, at);
         let stream = &mut self.streams[at];
-        let rtt = &self.paths[usize::from(stream.shard)].rtt;
+        let asks = &self.paths[usize::from(stream.shard)].asks;
         // wire: W-38
-        // Results come in order, so a whole one beyond the cursor says that others were lost.
-        let gap = stream.arrivals.back().is_some_and(Arrival::complete);
-        if gap && !stream.awaits_answer(now, rtt) {
+        if stream.lacks(now, asks) {
             stream.ask.get_or_insert(Stalled(false));
         }
     }
@@ -265,7 +303,7 @@ impl Worker {
         let path = &mut self.paths[usize::from(stream.shard)];
         while let Some(sent) = stream.in_flight.pop_front_if(|sent| sent.position < stream.cursor) {
             stream.repeats -= usize::from(sent.again != 0);
-            path.congestion.on_delivered(sent.len);
+            path.congestion.on_delivered(sent.on_path);
             if !sent.repeated {
                 path.rtt.sample(now.since(sent.at));
             }
@@ -275,6 +313,7 @@ impl Worker {
     /// The aggregator lacks fragments or opens.
     fn handle_ask(&mut self, now: Time, at: usize, body: &[u8]) -> Result<Verdict, Reject> {
         let entries = AskEntries::decode(body)?;
+        self.note_off_path(at, &entries);
         let stream = &mut self.streams[at];
         let path: &mut Path = &mut self.paths[usize::from(stream.shard)];
         for entry in entries.iter() {
@@ -287,27 +326,57 @@ impl Worker {
             let Some(position) = stream.sequence.position(entry.window) else { continue };
             let found = stream.in_flight.binary_search_by_key(&position, |sent| sent.position);
             let Ok(i) = found else { continue };
-            let all = self.config.cut.all(stream.in_flight[i].len);
+            let len = stream.in_flight[i].len;
+            let op = stream.sequence.at(position);
+            let cut = op.map_or(self.config.cut, |op| op.geometry.cut(self.config.cut, len));
             let sent = &mut stream.in_flight[i];
             // wire: W-37
-            let wanted = entry.fragments & all & !sent.again;
+            let wanted = entry.fragments & cut.all(len) & !sent.again;
             stream.repeats += usize::from(sent.again == 0 && wanted != 0);
             sent.again |= wanted;
             stream.quiet_since = now;
             stream.probes = 0;
             sent.repeated = true;
-            let lost = self.config.cut.payload() * wanted.count_ones() as usize;
-            path.congestion.on_lost(lost.min(sent.len));
+            let lost = cut.payload() * wanted.count_ones() as usize;
+            let lost = lost.min(sent.len);
+            path.congestion.on_lost(lost);
+            path.congestion.on_sent(lost);
+            sent.on_path += lost;
         }
         Ok(Verdict::Control)
     }
 
-    /// The aggregator is there and waits for other ranks.
-    fn handle_wait(&mut self, now: Time, at: usize, body: &[u8]) -> Result<Verdict, Reject> {
-        let missing = MissingRanks::decode(body)?;
-        self.waited_for.clear();
-        self.waited_for.extend(missing.iter());
-        self.streams[at].quiet_since = now;
+    /// What was sent up to the last window that the aggregator asks for has arrived by now, or is
+    /// lost. Its results may take a while, but the path has room again.
+    fn note_off_path(&mut self, at: usize, entries: &AskEntries<'_>) {
+        let stream = &mut self.streams[at];
+        let path = &mut self.paths[usize::from(stream.shard)];
+        let asked = entries.iter().filter(|entry| entry.fragments != 0);
+        let Some(last) = asked.filter_map(|entry| stream.sequence.position(entry.window)).max()
+        else {
+            return;
+        };
+        for sent in stream.in_flight.iter_mut().take_while(|sent| sent.position <= last) {
+            path.congestion.on_delivered(core::mem::take(&mut sent.on_path));
+        }
+    }
+
+    /// The aggregator is there, and waits for ranks.
+    fn handle_wait(
+        &mut self,
+        now: Time,
+        at: usize,
+        op: OpId,
+        body: &[u8],
+    ) -> Result<Verdict, Reject> {
+        self.waited.set(now, op, MissingRanks::decode(body)?);
+        let stream = &mut self.streams[at];
+        // A later probe's answer cannot be told from a late one to the first (Karn).
+        let first = stream.probes == 1;
+        stream.note_wait(now);
+        if let Some(probed_at) = stream.probed_at.take().filter(|_| first) {
+            self.paths[usize::from(stream.shard)].note_answer(now.since(probed_at));
+        }
         Ok(Verdict::Control)
     }
 

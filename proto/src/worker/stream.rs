@@ -1,21 +1,25 @@
 //! One stream of a worker: what is scanned, opened, sent, and which results are in.
 
 use alloc::collections::VecDeque;
+use core::ops::Range;
 
 use super::Config;
 use crate::descriptor::Descriptor;
 use crate::geometry::{Stripe, WINDOW_BYTES};
 use crate::ids::{OpId, WindowId};
+use crate::recovery::{Answered, Asked};
 use crate::rtt::Rtt;
 use crate::sequence::Sequence;
 use crate::time::{Span, Time};
-use crate::wire::AskEntry;
+use crate::wire::{AskEntries, AskEntry};
 
 /// A window that was sent and has no result yet.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Sent {
     pub(super) position: u64,
     pub(super) len: usize,
+    /// How much of it may be on its way; what has arrived may still wait for other ranks.
+    pub(super) on_path: usize,
     pub(super) at: Time,
     /// Fragments that the aggregator asked for again.
     pub(super) again: u64,
@@ -33,11 +37,38 @@ pub(super) struct Arrival {
     pub(super) have: u64,
     pub(super) all: u64,
     pub(super) len: usize,
+    /// The fragments that must have been sent, since later ones have arrived.
+    pub(super) sent: u64,
+    /// What of them was asked for.
+    pub(super) asked: Asked,
+    /// What was asked for of the windows between `start` and the arrival before.
+    pub(super) gap_asked: Asked,
 }
 
 impl Arrival {
     pub(super) const fn complete(&self) -> bool {
         self.have == self.all
+    }
+}
+
+/// What to ask for of a window of which some has arrived.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Lack {
+    position: u64,
+    /// The windows before it that have results, none of which has arrived.
+    gap: Range<u64>,
+    fragments: u64,
+}
+
+impl Lack {
+    /// The entries that it takes in an ask.
+    const fn entries(&self) -> usize {
+        let gap = match self.gap.end.saturating_sub(self.gap.start) {
+            0 => 0,
+            1 => 1,
+            _ => 2,
+        };
+        gap + (self.fragments != 0) as usize
     }
 }
 
@@ -69,12 +100,16 @@ pub(super) struct Stream {
     pub(super) stretch: u64,
     /// Results are to be asked for, and whether because nothing is heard.
     pub(super) ask: Option<Stalled>,
-    /// When results were last asked for, until an answer.
-    pub(super) asked_at: Option<Time>,
+    /// All results of windows before this must have been sent.
+    pub(super) results_sent: u64,
+    /// The latest ask for results that was answered.
+    pub(super) answered: Answered,
     /// When something last moved, or was last asked for.
     pub(super) quiet_since: Time,
-    /// Questions since something last moved.
+    /// Questions since something last moved, and more for each that was answered with a wait.
     pub(super) probes: u32,
+    /// When the last of them was sent, until an answer.
+    pub(super) probed_at: Option<Time>,
     /// Windows and bytes of results since the last acknowledgement, and since when.
     pub(super) unacked: Unacked,
     pub(super) ack_due: bool,
@@ -103,8 +138,9 @@ impl Stream {
         Self {
             lane,
             shard,
-            // Between the credit and the cursor each op has a result, and so a slot.
-            sequence: Sequence::new(usize::from(config.max_ops) + slots),
+            // Those in flight; those between the credit and the cursor, each of which has a result
+            // in a slot; and the last, which stays although it failed.
+            sequence: Sequence::new(usize::from(config.max_ops) + slots + 1),
             scanned: 0,
             opened: 0,
             sent: 0,
@@ -116,9 +152,11 @@ impl Stream {
             reopen: None,
             stretch: Self::MIN_STRETCH,
             ask: None,
-            asked_at: None,
+            results_sent: 0,
+            answered: Answered::NONE,
             quiet_since: now,
             probes: 0,
+            probed_at: None,
             unacked: Unacked::default(),
             ack_due: false,
             congested: false,
@@ -141,7 +179,13 @@ impl Stream {
         self.pool
     }
 
-    /// Appends an op.
+    /// Whether there is room for one more op.
+    pub(super) fn has_room(&mut self) -> bool {
+        let cursor = self.cursor;
+        self.sequence.make_room(|failed| failed.end() <= cursor)
+    }
+
+    /// Appends an op. There is room for it.
     pub(super) fn push(&mut self, now: Time, op: OpId, descriptor: &Descriptor, stripe: Stripe) {
         if self.cursor == self.sequence.end() {
             self.quiet_since = now;
@@ -165,11 +209,24 @@ impl Stream {
         }
     }
 
-    /// Skips an op that failed.
-    pub(super) fn fail(&mut self, op: OpId) {
-        if self.sequence.fail(op) {
-            self.skip_failed();
-        }
+    /// Skips an op that failed, and forgets what was in flight for it: `forgotten` is told how
+    /// much.
+    pub(super) fn fail(&mut self, op: OpId, mut forgotten: impl FnMut(usize)) {
+        let Some(failed) = self.sequence.get(op).map(|entry| entry.base..entry.end()) else {
+            return;
+        };
+        self.sequence.fail(op);
+        let Self { in_flight, repeats, arrivals, .. } = self;
+        arrivals.retain(|arrival| !failed.contains(&arrival.position));
+        in_flight.retain(|sent| {
+            let keep = !failed.contains(&sent.position);
+            if !keep {
+                *repeats -= usize::from(sent.again != 0);
+                forgotten(sent.on_path);
+            }
+            keep
+        });
+        self.skip_failed();
     }
 
     /// Moves every position that lies in a failed op past it.
@@ -239,14 +296,17 @@ impl Stream {
         self.cursor < self.opened
     }
 
-    /// Whether an ask is out whose answer may still be under way.
-    pub(super) fn awaits_answer(&self, now: Time, rtt: &Rtt) -> bool {
-        self.asked_at.is_some_and(|at| now.since(at) < rtt.timeout())
+    /// When the silence has lasted too long. While results of other streams come in, those of this
+    /// one may wait behind them: then `heard`, when the last came, puts the probe off for a while.
+    fn probe_at(&self, rtt: &Rtt, heard: Time) -> Time {
+        let patience = rtt.backed_off(self.probes / Self::PROBES_A_STEP);
+        let most = self.quiet_since + patience + patience;
+        self.quiet_since.max(heard.min(most)) + patience
     }
 
-    pub(super) fn timeout(&self, rtt: &Rtt) -> Time {
+    pub(super) fn timeout(&self, rtt: &Rtt, heard: Time) -> Time {
         let probe = if self.awaits() && self.ask.is_none() {
-            self.quiet_since + rtt.backed_off(self.probes)
+            self.probe_at(rtt, heard)
         } else {
             Time::NEVER
         };
@@ -257,47 +317,100 @@ impl Stream {
         probe.min(ack)
     }
 
-    pub(super) fn handle_timeout(&mut self, now: Time, rtt: &Rtt) {
-        let Some(since) = self.unacked.since.filter(|_| self.awaits()) else {
-            return self.probe_if_quiet(now, rtt);
-        };
-        self.ack_due |= since + Self::MAX_ACK_DELAY <= now;
-        self.probe_if_quiet(now, rtt);
-    }
-
-    fn probe_if_quiet(&mut self, now: Time, rtt: &Rtt) {
+    pub(super) fn handle_timeout(&mut self, now: Time, rtt: &Rtt, heard: Time) {
+        if let Some(since) = self.unacked.since.filter(|_| self.awaits()) {
+            self.ack_due |= since + Self::MAX_ACK_DELAY <= now;
+        }
         // wire: W-39
-        if self.awaits() && self.quiet_since + rtt.backed_off(self.probes) <= now {
+        if self.awaits() && self.probe_at(rtt, heard) <= now {
             self.ask = Some(Stalled(true));
             self.quiet_since = now;
             self.probes += 1;
         }
     }
 
-    /// What results are missing: the fragments of those that arrived in part, and the windows
-    /// before one that arrived. When `stalled`, also all after the last that arrived.
-    pub(super) fn missing(&self, stalled: bool) -> impl Iterator<Item = AskEntry> + '_ {
-        let whole = |position: u64, fragments: u64| AskEntry {
+    /// Whether results are lost that are not asked for, or in vain.
+    pub(super) fn lacks(&self, now: Time, asks: &Rtt) -> bool {
+        self.lacking(now, asks).any(|lack| lack.entries() > 0)
+    }
+
+    /// The same of the arrival at a place among the arrivals alone.
+    pub(super) fn lacks_of(&self, at: usize, now: Time, asks: &Rtt) -> bool {
+        self.lack(&self.arrivals[at], 0..0, now, asks).entries() > 0
+    }
+
+    /// What results to ask for: those that must have been lost, but for what is asked for and may
+    /// still come. When `stalled`, also for a sign of what else there is: if it is on its way, the
+    /// sign comes behind it, and nothing is sent in vain.
+    pub(super) fn missing<'a>(
+        &'a self,
+        now: Time,
+        asks: &'a Rtt,
+        stalled: bool,
+    ) -> impl Iterator<Item = AskEntry> + 'a {
+        let entry = |position: u64, fragments: u64| AskEntry {
             window: self.sequence.window(position),
             fragments,
         };
-        let after = self.arrivals.back().map_or(self.cursor, |last| last.position + 1);
-        let mut expected = self.cursor;
-        self.arrivals
-            .iter()
-            .flat_map(move |arrival| {
+        self.lacking(now, asks)
+            .flat_map(move |Lack { position, gap, fragments }| {
                 // All that is known of a gap is its last window, and that it may hold more.
-                let gap = arrival.start > expected;
-                let more = (gap && arrival.start - 1 > expected).then(|| whole(expected, 0));
-                let last = gap.then(|| whole(arrival.start - 1, u64::MAX));
-                let rest = (!arrival.complete())
-                    .then(|| whole(arrival.position, arrival.all & !arrival.have));
-                expected = arrival.position + 1;
+                let last = (!gap.is_empty()).then(|| gap.end - 1);
+                let more = last.filter(|last| *last > gap.start).map(|_| entry(gap.start, 0));
+                let last = last.map(|last| entry(last, u64::MAX));
+                let rest = (fragments != 0).then(|| entry(position, fragments));
                 [more, last, rest].into_iter().flatten()
             })
-            .chain(stalled.then(|| whole(after, 0)))
+            .chain(stalled.then(|| entry(self.cursor, 0)))
     }
 
+    /// Notes that what [`Self::missing`] names is asked for, as far as it fits an ask.
+    pub(super) fn note_asked(&mut self, now: Time, asks: &Rtt) {
+        let mut room = AskEntries::MAX;
+        let mut expected = self.cursor;
+        for at in 0..self.arrivals.len() {
+            let arrival = self.arrivals[at];
+            let lack = self.lack(&arrival, expected..arrival.start, now, asks);
+            let Some(left) = room.checked_sub(lack.entries()) else { break };
+            room = left;
+            expected = arrival.position + 1;
+            let arrival = &mut self.arrivals[at];
+            arrival.asked.note(lack.fragments, now);
+            if !lack.gap.is_empty() {
+                arrival.gap_asked.note(u64::MAX, now);
+            }
+        }
+    }
+
+    fn lacking<'a>(&'a self, now: Time, asks: &'a Rtt) -> impl Iterator<Item = Lack> + 'a {
+        let mut expected = self.cursor;
+        self.arrivals.iter().map(move |arrival| {
+            let gap = expected..arrival.start;
+            expected = arrival.position + 1;
+            self.lack(arrival, gap, now, asks)
+        })
+    }
+
+    /// What to ask for of a window and of the gap before it.
+    fn lack(&self, arrival: &Arrival, gap: Range<u64>, now: Time, asks: &Rtt) -> Lack {
+        let Arrival { position, all, have, sent, asked, gap_asked, .. } = *arrival;
+        let missing = all & !have;
+        let lost = if position < self.results_sent { missing } else { missing & sent };
+        let fragments = asked.due(lost, position, self.answered, now, asks);
+        let lost = if position <= self.results_sent { u64::MAX } else { 0 };
+        let due = gap_asked.due(lost, gap.start, self.answered, now, asks) != 0;
+        Lack { position, gap: if due { gap } else { 0..0 }, fragments }
+    }
+
+    /// Notes that the last probe was answered: it is others that are waited for, and that may
+    /// take long. A probe without an answer may just be lost, which makes less patient.
+    pub(super) fn note_wait(&mut self, now: Time) {
+        self.quiet_since = now;
+        self.probes = (self.probes / Self::PROBES_A_STEP + 1) * Self::PROBES_A_STEP;
+    }
+
+    /// This many probes without an answer double the patience once.
+    const PROBES_A_STEP: u32 = 4;
     /// Windows sent at first in an op; stretches double up to [`Self::MAX_STRETCH`].
     pub(super) const MIN_STRETCH: u64 = 4;
     /// Stretches grow no further: opening in larger pieces would save nothing worth the wait.

@@ -1,1 +1,64 @@
+use std::vec;
+use std::vec::Vec;
 
+use super::*;
+use crate::dtype::DType;
+use crate::wire::{Disagreement, Flags, Header, Kind};
+
+fn worker() -> Worker {
+    let config = Config {
+        job: JobId(1),
+        generation: Generation(0),
+        rank: Rank(0),
+        lanes: 1,
+        shards: 1,
+        pool_slots: 4,
+        max_ops: 4,
+        cut: Fragmentation::new(1408).unwrap(),
+        in_flight: 1 << 20,
+    };
+    Worker::new(config, Time(0))
+}
+
+/// The ops that are opened by what the machine has to send.
+fn opened(worker: &mut Worker) -> Vec<OpId> {
+    let mut out = [0xa5; Header::LEN + 1408];
+    let mut ops = Vec::new();
+    while let Some(transmit) = worker.poll_transmit(Time(0), &mut out, &mut ()) {
+        let Transmit::Datagram { len, .. } = transmit else { continue };
+        let (header, _) = Header::decode(&out[..len]).unwrap();
+        if header.kind == Kind::Open {
+            ops.push(header.window.op);
+        }
+    }
+    ops
+}
+
+#[test]
+fn an_op_that_is_scanned_already_is_opened_once_the_one_before_it_failed() {
+    let mut worker = worker();
+    let timeout = Span::from_secs(1);
+    let large = Descriptor::sum(100 * 60 * 256, DType::F32);
+    let first = worker.submit(Time(0), large, timeout).unwrap();
+    let small = Descriptor::sum(1, DType::F32);
+    let second = worker.submit_scanned(Time(0), small, vec![1], timeout).unwrap();
+    // Of the first op only a part is scanned, and nothing of it will be scanned any more.
+    for _ in 0..10 {
+        let scan = worker.poll_scan().unwrap();
+        worker.handle_scanned(scan, 1);
+    }
+    assert_eq!(opened(&mut worker), [first]);
+    let other = Descriptor { tag: 1, ..large };
+    let mut body = [0; Disagreement::LEN];
+    Disagreement { one: (Rank(0), large), other: (Rank(1), other) }.encode(&mut body);
+    let header = Header {
+        kind: Kind::Fail,
+        window: WindowId::new(first, 0),
+        ack: WindowId::new(first, 0),
+        flags: Flags::NONE,
+        length: u16::try_from(body.len()).unwrap(),
+        ..Header::probe(JobId(1), Generation(0), 0)
+    };
+    worker.handle_decoded(Time(1), &header, &body, false, &mut ());
+    assert_eq!(opened(&mut worker), [second]);
+}

@@ -2,6 +2,7 @@
 
 use super::stream::{Sent, Stalled, Stream};
 use super::{Config, Worker};
+use crate::geometry::Fragmentation;
 use crate::ids::{OpId, Rank, WindowId};
 use crate::observer::{Event, Observer};
 use crate::time::Time;
@@ -28,6 +29,8 @@ pub struct DataFragments {
     pub shard: u8,
     /// Bytes of the whole packed payload.
     pub len: usize,
+    /// How it is cut.
+    pub cut: Fragmentation,
     /// The fragments to send.
     pub fragments: u64,
     /// Their header but for length and fragment number; it names the window and its blocks.
@@ -35,7 +38,8 @@ pub struct DataFragments {
 }
 
 impl Worker {
-    /// The next thing to send, lanes in priority order. Datagrams are written into `out`, which
+    /// The next thing to send: lanes in priority order, shards in turn, so that a driver that
+    /// cannot send all at once keeps all of them busy. Datagrams are written into `out`, which
     /// has room for one of the job's; poll until `None`.
     pub fn poll_transmit(
         &mut self,
@@ -43,7 +47,10 @@ impl Worker {
         out: &mut [u8],
         observer: &mut impl Observer,
     ) -> Option<Transmit> {
-        (0..self.streams.len()).find_map(|at| {
+        let shards = usize::from(self.config.shards);
+        let turn = usize::from(self.turn);
+        (0..self.streams.len()).find_map(|i| {
+            let at = i / shards * shards + (i + turn) % shards;
             self.write_open(at, out)
                 .or_else(|| self.repeat(at, observer))
                 .or_else(|| self.send_next(now, at))
@@ -102,7 +109,8 @@ impl Worker {
         let sent = stream.in_flight.iter_mut().find(|sent| sent.again != 0)?;
         let (position, fragments) = (sent.position, core::mem::take(&mut sent.again));
         stream.repeats -= 1;
-        let window = stream.sequence.at(position).filter(|entry| !entry.failed)?.window(position);
+        // What failed is in flight no more.
+        let window = stream.sequence.at(position)?.window(position);
         self.counters.fragments_again += u64::from(fragments.count_ones());
         observer.on_event(&Event::Again { window, fragments });
         Some(self.data(at, window, fragments, Flags::AGAIN))
@@ -133,8 +141,11 @@ impl Worker {
             // wire: W-28
             // Each stream may always have its lowest window in flight. Without that, two ranks
             // could fill their paths with windows of different lanes, each waiting for the other.
-            let lowest = self.streams[at].in_flight.is_empty();
-            if position >= low + pool || !(lowest || path.congestion.admits(len)) {
+            let in_flight = self.streams[at].in_flight.len() as u64;
+            let admitted = in_flight == 0 || path.congestion.admits(len);
+            // The aggregator may have moved on over an op of whose failure this rank is yet to
+            // hear: its windows count all the same.
+            if position >= low + pool || in_flight >= pool || !admitted {
                 return None;
             }
             break (window, len);
@@ -142,9 +153,10 @@ impl Worker {
         let stream = &mut self.streams[at];
         let position = stream.sent;
         stream.sent += 1;
-        let sent = Sent { position, len, at: now, again: 0, repeated: false };
+        let sent = Sent { position, len, on_path: len, at: now, again: 0, repeated: false };
         stream.in_flight.push_back(sent);
         self.paths[usize::from(stream.shard)].congestion.on_sent(len);
+        self.turn = (stream.shard + 1) % self.config.shards;
         if let Some(op) = self.op_mut(window.op) {
             op.sent = op.sent.max(window.index + 1);
         }
@@ -155,10 +167,11 @@ impl Worker {
         let mask = self.mask(window);
         let geometry = self.op(window.op).map(|op| op.geometry);
         let len = geometry.map_or(0, |geometry| geometry.payload_len(window.index, mask));
+        let cut = geometry.map_or(self.config.cut, |geometry| geometry.cut(self.config.cut, len));
         let flags = flags.with(self.congestion_flag(at));
         let header = Header { window, mask, flags, ..self.header(at, Kind::Data) };
-        let fragments = fragments & self.config.cut.all(len);
-        Transmit::Data(DataFragments { shard: header.shard, len, fragments, header })
+        let fragments = fragments & cut.all(len);
+        Transmit::Data(DataFragments { shard: header.shard, len, cut, fragments, header })
     }
 
     /// Asks for results that are missing, or for a word of what is awaited.
@@ -171,12 +184,14 @@ impl Worker {
     ) -> Option<Transmit> {
         let stream = &mut self.streams[at];
         let Stalled(stalled) = stream.ask.take()?;
+        let asks = &self.paths[usize::from(stream.shard)].asks;
         let body = out.get_mut(Header::LEN..)?;
-        let len = AskEntries::encode(stream.missing(stalled), body);
-        if len == 2 {
+        let len = AskEntries::encode(stream.missing(now, asks, stalled), body);
+        if len == AskEntries::NONE_LEN {
             return None;
         }
-        stream.asked_at = Some(now);
+        stream.note_asked(now, asks);
+        stream.probed_at = stalled.then_some(now).or(stream.probed_at);
         let window = stream.sequence.window(stream.cursor);
         self.counters.asks += 1;
         self.counters.probes += u64::from(stalled);

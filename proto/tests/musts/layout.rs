@@ -47,6 +47,24 @@ fn fragments_split_no_element_and_are_at_most_64() {
 }
 
 #[test]
+fn sparse_windows_are_cut_between_blocks() {
+    // wire: W-55
+    let job = Fragmentation::new(1408).unwrap();
+    let payload = |wire, block, len| {
+        let descriptor = Descriptor { wire, ..Descriptor::sum(1 << 20, DType::F32) };
+        let geometry = Geometry::new(&descriptor.with_block(block).unwrap());
+        geometry.cut(job, len).payload()
+    };
+    assert_eq!(payload(WireType::F32, 256, 1024), 1024);
+    assert_eq!(payload(WireType::F32, 256, 30 * 1024), 1024);
+    assert_eq!(payload(WireType::F32, 256, 31 * 1024), 1408);
+    assert_eq!(payload(WireType::F32, 64, 256), 5 * 256);
+    assert_eq!(payload(WireType::Int8, 256, 260), 5 * 260);
+    // A block that does not fit a datagram is cut as anything else.
+    assert_eq!(payload(WireType::F32, 1024, 4096), 1408);
+}
+
+#[test]
 fn packed_blocks_are_in_order_and_only_the_last_is_short() {
     // wire: W-46
     let elements = 60 * 256 + 3 * 256 + 10;

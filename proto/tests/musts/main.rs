@@ -5,5 +5,11 @@
 mod support;
 
 mod aggregator;
+mod asks;
+mod ends;
 mod layout;
+mod opens;
+mod rank;
+mod recovery;
+mod shard;
 mod worker;

@@ -1,126 +1,13 @@
 //! What a worker has to do.
 
-use racksum_proto::descriptor::Descriptor;
-use racksum_proto::dtype::DType;
-use racksum_proto::error::{OpError, Reject, SubmitError};
-use racksum_proto::ids::{Generation, JobId, OpId, Rank, WindowId};
-use racksum_proto::time::{Span, Time};
-use racksum_proto::wire::{AskEntries, AskEntry, Disagreement, Flags, Header, Kind, Open};
-use racksum_proto::worker::{Config, Transmit, Verdict, Worker};
+use racksum_proto::error::Reject;
+use racksum_proto::ids::{Generation, JobId, OpId, Rank};
+use racksum_proto::time::Time;
+use racksum_proto::wire::{AskEntry, Flags, Header, Kind, OpenDecoder};
+use racksum_proto::worker::{Config, Verdict, Worker};
 
+use crate::rank::{Machine, Said, ask, credit, everything_from, fail, result, sum};
 use crate::support::{TIMEOUT, datagram, header, window, worker};
-
-fn sum(windows: u64) -> Descriptor {
-    Descriptor::sum(windows * 60 * 256, DType::F32)
-}
-
-/// One block of a window's sums.
-fn result(id: WindowId, previous: Option<u32>) -> Vec<u8> {
-    let previous = previous.unwrap_or(Header::NO_PREVIOUS);
-    let header = header(Kind::Result, Rank::AGGREGATOR);
-    datagram(Header { window: id, mask: 1, previous, ..header }, &[0; 1024])
-}
-
-/// What the aggregator lacks.
-fn ask(entries: &[AskEntry]) -> Vec<u8> {
-    let mut body = [0; 1200];
-    let len = AskEntries::encode(entries.iter().copied(), &mut body);
-    datagram(header(Kind::Ask, Rank::AGGREGATOR), &body[..len])
-}
-
-fn credit(low: WindowId) -> Vec<u8> {
-    datagram(Header { ack: low, ..header(Kind::Credit, Rank::AGGREGATOR) }, &[])
-}
-
-/// A rank's machine, at one instant after the other.
-struct Machine {
-    machine: Worker,
-    now: Time,
-}
-
-/// What a machine says: of data, the header and which fragments.
-#[derive(Debug, PartialEq, Eq)]
-enum Said {
-    Datagram(Header, Vec<u8>),
-    Data(Header, u64),
-}
-
-impl Machine {
-    fn new() -> Self {
-        Self { machine: worker(0), now: Time(0) }
-    }
-
-    /// Starts an op, each window with one block or none.
-    fn start(&mut self, occupied: &[bool]) -> OpId {
-        let masks = occupied.iter().map(|is| u64::from(*is)).collect();
-        let descriptor = sum(occupied.len() as u64);
-        self.machine.submit_scanned(self.now, descriptor, masks, TIMEOUT).expect("a valid op")
-    }
-
-    fn take(&mut self, bytes: &[u8]) -> Verdict {
-        let verdict = self.machine.handle_datagram(self.now, bytes, false, &mut ());
-        if let Verdict::Deliver(delivery) = verdict
-            && delivery.complete
-        {
-            self.machine.handle_delivered(self.now, &delivery, &mut ());
-        }
-        verdict
-    }
-
-    fn reject(&mut self, bytes: &[u8]) -> Reject {
-        match self.take(bytes) {
-            Verdict::Reject(reject) => reject,
-            verdict => panic!("{verdict:?}"),
-        }
-    }
-
-    fn deliver(&mut self, bytes: &[u8]) {
-        let verdict = self.take(bytes);
-        assert!(matches!(verdict, Verdict::Deliver(_)), "{verdict:?}");
-    }
-
-    fn said(&mut self) -> Vec<Said> {
-        let mut out = [0xa5; 2048];
-        let mut said = Vec::new();
-        while let Some(transmit) = self.machine.poll_transmit(self.now, &mut out, &mut ()) {
-            said.push(match transmit {
-                Transmit::Datagram { len, .. } => {
-                    let (header, body) =
-                        Header::decode(&out[..len]).expect("machines write messages");
-                    Said::Datagram(header, body.to_vec())
-                }
-                Transmit::Data(data) => Said::Data(data.header, data.fragments),
-            });
-        }
-        said
-    }
-
-    /// The windows of which data is sent.
-    fn sends(&mut self) -> Vec<u32> {
-        let said = self.said();
-        let data = said.iter().filter_map(|said| match said {
-            Said::Data(header, _) => Some(header.window.index),
-            Said::Datagram(..) => None,
-        });
-        data.collect()
-    }
-
-    /// The entries of the only ask that is sent, and its header.
-    fn asks(&mut self) -> (Header, Vec<AskEntry>) {
-        let asks: Vec<_> = self
-            .said()
-            .into_iter()
-            .filter_map(|said| match said {
-                Said::Datagram(header, body) if header.kind == Kind::Ask => {
-                    Some((header, AskEntries::decode(&body).expect("an ask").iter().collect()))
-                }
-                _ => None,
-            })
-            .collect();
-        assert_eq!(asks.len(), 1, "{asks:?}");
-        asks.into_iter().next().expect("one ask")
-    }
-}
 
 #[test]
 fn what_is_not_of_the_job_is_rejected_by_the_reason() {
@@ -162,12 +49,12 @@ fn results_of_another_shape_than_their_window_are_rejected() {
     rank.said();
     let header = header(Kind::Result, Rank::AGGREGATOR);
     let good = Header { window: window(0, 1), mask: 0b11, previous: 0, ..header };
-    let first = [0; 1408];
+    let first = [0; 1024];
     for (bad, body, reject) in [
         (Header { window: window(0, 3), ..good }, &first[..], Reject::Unopened),
         (Header { mask: 1 << 60, ..good }, &first[..1024], Reject::Shape),
         (Header { fragment: 2, ..good }, &[], Reject::Shape),
-        (good, &first[..1407], Reject::Shape),
+        (good, &first[..1023], Reject::Shape),
         (Header { previous: 1, ..good }, &first, Reject::Shape),
         (Header { previous: 2, ..good }, &first, Reject::Shape),
         (Header { previous: 7, ..good }, &first, Reject::Shape),
@@ -177,7 +64,7 @@ fn results_of_another_shape_than_their_window_are_rejected() {
     rank.deliver(&datagram(good, &first));
     let other_mask = Header { mask: 0b01, ..good };
     assert_eq!(rank.reject(&datagram(other_mask, &[0; 1024])), Reject::Shape);
-    rank.deliver(&datagram(Header { fragment: 1, ..good }, &[0; 640]));
+    rank.deliver(&datagram(Header { fragment: 1, ..good }, &[0; 1024]));
 }
 
 #[test]
@@ -186,6 +73,10 @@ fn windows_are_sent_as_far_as_the_pool_reaches() {
     let mut rank = Machine::new();
     rank.start(&[true; 20]);
     assert_eq!(rank.sends(), (0..8).collect::<Vec<_>>());
+    for index in 0..4 {
+        rank.deliver(&result(window(0, index), index.checked_sub(1)));
+    }
+    assert_eq!(rank.sends(), [0; 0]);
     rank.take(&credit(window(0, 3)));
     assert_eq!(rank.sends(), [8, 9, 10]);
     // What comes late takes no credit back.
@@ -203,7 +94,7 @@ fn opens_reach_no_further_than_they_may() {
         let said = rank.said();
         let ends = said.iter().map(|said| match said {
             Said::Datagram(header, body) if header.kind == Kind::Open => {
-                header.window.index + Open::decode(body).unwrap().windows
+                header.window.index + OpenDecoder::new().decode(body).unwrap().windows
             }
             said => panic!("{said:?}"),
         });
@@ -228,7 +119,7 @@ fn opens_that_are_asked_for_are_sent_again() {
         let said = rank.said();
         let [Said::Datagram(header, body)] = &said[..] else { panic!("{said:?}") };
         assert_eq!((header.kind, header.window.index), (Kind::Open, expected));
-        assert_eq!(expected + Open::decode(body).unwrap().windows, 6);
+        assert_eq!(expected + OpenDecoder::new().decode(body).unwrap().windows, 6);
     }
 }
 
@@ -264,6 +155,28 @@ fn fragments_that_are_asked_for_are_sent_again_and_no_others() {
 }
 
 #[test]
+fn what_is_asked_for_of_an_op_that_fails_hides_nothing_behind_it() {
+    // wire: W-37
+    let mut rank = Machine::new();
+    for _ in 0..3 {
+        rank.start(&[true]);
+    }
+    rank.said();
+    let lacks = [1, 2].map(|op| AskEntry { window: window(op, 0), fragments: 1 });
+    rank.take(&ask(&lacks));
+    rank.take(&fail(window(1, 0)));
+    let windows: Vec<_> = rank
+        .said()
+        .iter()
+        .filter_map(|said| match said {
+            Said::Data(header, 1) => Some(header.window),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(windows, [window(2, 0)]);
+}
+
+#[test]
 fn results_before_a_whole_one_are_asked_for_at_once() {
     // wire: W-38
     let mut rank = Machine::new();
@@ -282,52 +195,17 @@ fn results_before_a_whole_one_are_asked_for_at_once() {
 }
 
 #[test]
-fn silence_is_probed_until_the_op_times_out() {
-    // wire: W-39
+fn a_probe_asks_what_there_is_and_for_nothing_yet() {
+    // wire: W-38, W-39
     let mut rank = Machine::new();
-    rank.start(&[true; 2]);
-    rank.said();
-    let mut last = Time(0);
-    let mut longest = Span::ZERO;
-    while rank.machine.poll_timeout() < Time(0) + TIMEOUT {
-        rank.now = rank.machine.poll_timeout();
-        rank.machine.handle_timeout(rank.now, &mut ());
-        let (header, entries) = rank.asks();
-        assert_eq!(header.window, window(0, 0));
-        assert_eq!(entries, [AskEntry { window: window(0, 0), fragments: 0 }]);
-        assert!(rank.now.since(last) >= longest, "patience grows");
-        longest = rank.now.since(last);
-        last = rank.now;
-    }
-    assert!(rank.machine.counters().probes > 3);
-    rank.now = rank.machine.poll_timeout();
-    rank.machine.handle_timeout(rank.now, &mut ());
-    let outcome = rank.machine.poll_outcome().unwrap();
-    let Err(OpError::Timeout { op, after, .. }) = outcome.result else { panic!("{outcome:?}") };
-    assert_eq!((op, after), (OpId(0), TIMEOUT));
-}
-
-#[test]
-fn a_fail_ends_its_op_and_the_next_goes_on() {
-    // wire: W-41
-    let mut rank = Machine::new();
-    rank.start(&[true; 4]);
-    rank.start(&[true]);
+    rank.start(&[true; 8]);
     rank.said();
     rank.deliver(&result(window(0, 0), None));
-    let disagreement = Disagreement { one: (Rank(0), sum(4)), other: (Rank(1), sum(3)) };
-    let mut body = [0; Disagreement::LEN];
-    disagreement.encode(&mut body);
-    let fail = datagram(header(Kind::Fail, Rank::AGGREGATOR), &body);
-    assert_eq!(rank.take(&fail), Verdict::Control);
-    let outcome = rank.machine.poll_outcome().unwrap();
-    let Disagreement { one, other } = disagreement;
-    assert_eq!(outcome.op, OpId(0));
-    assert_eq!(outcome.result, Err(OpError::Mismatch { op: OpId(0), one, other }));
-    assert_eq!(rank.reject(&result(window(0, 1), Some(0))), Reject::Stale);
-    rank.deliver(&result(window(1, 0), None));
-    let outcome = rank.machine.poll_outcome().unwrap();
-    assert_eq!((outcome.op, outcome.result), (OpId(1), Ok(())));
+    rank.said();
+    rank.expire();
+    let (header, entries) = rank.asks();
+    assert_eq!(header.window, window(0, 1));
+    assert_eq!(entries, everything_from(window(0, 1)));
 }
 
 #[test]
@@ -368,16 +246,6 @@ fn a_result_acknowledges_itself_in_the_next_datagram() {
 }
 
 #[test]
-fn no_more_ops_are_started_than_were_granted() {
-    // wire: W-43
-    let mut rank = Machine::new();
-    let ops = [(); 4].map(|()| rank.start(&[true]));
-    assert_eq!(ops, [0, 1, 2, 3].map(OpId));
-    let fifth = rank.machine.submit(rank.now, sum(1), TIMEOUT);
-    assert_eq!(fifth, Err(SubmitError::TooManyOps { max: 4 }));
-}
-
-#[test]
 fn an_op_is_opened_wherever_it_has_a_window() {
     // wire: W-45
     let config = *worker(0).config();
@@ -391,7 +259,7 @@ fn an_op_is_opened_wherever_it_has_a_window() {
         .iter()
         .map(|said| match said {
             Said::Datagram(header, body) => {
-                let open = Open::decode(body).unwrap();
+                let open = OpenDecoder::new().decode(body).unwrap();
                 (header.window.op.0, header.shard, header.window.index, open.windows, open.after)
             }
             said => panic!("{said:?}"),

@@ -132,7 +132,7 @@ fn few_bytes_fires_when_a_rank_sends_or_receives_too_many() {
 fn datagram(kind: Kind, index: u32, ack: u32) -> Vec<u8> {
     let header = Header {
         kind,
-        job: Plan::job_id(0),
+        job: plan().job_id(0, 0),
         generation: Plan::GENERATION,
         sender: Rank(0),
         lane: 0,

@@ -58,6 +58,8 @@ pub(super) struct WorkerHost {
     calls: usize,
     /// Whether the next call must wait for an op to end.
     full: bool,
+    /// Whether the machine has more to send than the send buffer had room for.
+    blocked: bool,
     /// Ops called that have not ended, and when they were.
     open: BTreeMap<OpId, Picos>,
     pub(super) ended: Vec<(OpId, Ended)>,
@@ -132,7 +134,12 @@ impl HostState {
                 for (bytes, marked) in batch {
                     worker.handle(now, &bytes, marked, checkers);
                 }
-                worker.drive(now, &plan.jobs[worker.job], out, checkers);
+                let queued = usize::try_from(self.up.queued(now)).unwrap_or(usize::MAX);
+                let room = match self.port.send_buffer.saturating_sub(queued) {
+                    room if worker.blocked && room < self.port.send_buffer / 2 => 0,
+                    room => room,
+                };
+                worker.drive(now, room, &plan.jobs[worker.job], out, checkers);
             }
             Role::Shard { shard, jobs } => {
                 for (bytes, marked) in batch {
@@ -149,7 +156,11 @@ impl HostState {
             return self.free_at;
         }
         match &self.role {
-            Role::Worker(worker) => worker.next_due(&plan.jobs[worker.job]),
+            Role::Worker(worker) => {
+                let due = worker.next_due(&plan.jobs[worker.job]);
+                let half = (self.port.send_buffer / 2) as u64;
+                if worker.blocked { due.min(self.up.falls_to(half)) } else { due }
+            }
             Role::Shard { .. } => Picos::NEVER,
         }
     }
@@ -168,7 +179,11 @@ impl HostState {
                 watch.foreign = true;
                 worker.node.handle(now.time(), bytes, false, &mut watch);
                 let mut sent = Vec::new();
-                worker.node.drive(now.time(), &mut sent, &mut worker.watch(now, checkers));
+                // What waits for the send buffer is no answer to a stranger.
+                if !worker.blocked {
+                    let mut watch = worker.watch(now, checkers);
+                    worker.node.drive(now.time(), usize::MAX, &mut sent, &mut watch);
+                }
                 out.extend(sent.into_iter().map(|datagram| (worker.job, datagram)));
             }
             Role::Shard { shard, jobs } => {
@@ -186,13 +201,18 @@ impl HostState {
 impl WorkerHost {
     pub(super) fn new(plan: &Plan, job: usize, rank: Rank) -> Self {
         let of_job = &plan.jobs[job];
+        let mut node = WorkerNode::new(plan.worker(job, rank), of_job.world, Time(0));
+        for shard in 0..plan.network.shards {
+            node.machine.set_shard_job(shard, plan.job_id(job, shard));
+        }
         Self {
             job,
             rank,
-            node: WorkerNode::new(plan.worker(job, rank), of_job.world, Time(0)),
+            node,
             called: 0,
             calls: of_job.calls(rank),
             full: false,
+            blocked: false,
             open: BTreeMap::new(),
             ended: Vec::new(),
             spins: 0,
@@ -227,6 +247,7 @@ impl WorkerHost {
     fn drive(
         &mut self,
         now: Picos,
+        room: usize,
         plan: &JobPlan,
         out: &mut Vec<(usize, Datagram)>,
         checkers: &mut Checkers,
@@ -237,10 +258,10 @@ impl WorkerHost {
         if self.node.machine.poll_timeout() <= now.time() {
             self.node.handle_timeout(now.time(), &mut watch);
         }
-        self.node.drive(now.time(), &mut sent, &mut watch);
-        if self.call(now, plan, checkers) {
+        self.blocked = !self.node.drive(now.time(), room, &mut sent, &mut watch);
+        if self.call(now, plan, checkers) && !self.blocked {
             let mut watch = self.watch(now, checkers);
-            self.node.drive(now.time(), &mut sent, &mut watch);
+            self.blocked = !self.node.drive(now.time(), room, &mut sent, &mut watch);
         }
         let due_at_once = self.node.machine.poll_timeout() <= now.time();
         self.spins = if due_at_once { self.spins + 1 } else { 0 };
@@ -309,7 +330,8 @@ fn handle_at_shard(
     checkers: &mut Checkers,
 ) {
     let Ok((header, ..)) = Header::decode_first(bytes) else { return };
-    let mine = jobs.iter_mut().enumerate().find(|(job, _)| Plan::job_id(*job) == header.job);
+    let mine =
+        jobs.iter_mut().enumerate().find(|(_, node)| node.machine.config().job == header.job);
     let Some((job, node)) = mine else { return };
     let machine = Machine::Shard { job, shard };
     checkers.see(now, machine, &Sight::Received(bytes));

@@ -48,7 +48,7 @@ impl Strangers {
             2 => bytes[3] = 10,
             // Another job, another life, no such rank.
             3 => other(4),
-            4 => other(8),
+            4 => other(11),
             5 => bytes[12..14].copy_from_slice(&[0x7f, 0xff]),
             // No such lane, and a bit that must be zero.
             6 => bytes[14] = 0x80,

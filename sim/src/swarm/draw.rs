@@ -58,17 +58,19 @@ fn network(random: &mut Random) -> Network {
     let mark_bytes = if random.once_in(2) { u64::MAX } else { random.across(1 << 14..=1 << 20) };
     let service = if random.once_in(2) { 0 } else { random.below(2_000_000) };
     let receive_buffer = 1 << random.within(18..=23);
+    let send_buffer = if random.once_in(2) { usize::MAX } else { 1 << random.within(12..=22) };
     let mut port = |worker: bool| {
         let rate_bps = rate(random);
         // A host waits for its own card; only the switch drops.
         let up = LinkConfig { mark_bytes, ..LinkConfig::lossless(rate_bps, delay) };
         let down = LinkConfig { rate_bps, delay, queue_bytes, mark_bytes };
         let service = Picos(if worker { service } else { service / 4 });
-        PortPlan { up, down, receive_buffer, service }
+        PortPlan { up, down, receive_buffer, send_buffer, service }
     };
     let (worker, shard) = (port(true), port(false));
     let shards = random.pick(&[1, 1, 1, 2, 2, 3, 4]);
-    Network { shards, worker, shard, multicast: random.once_in(2) }
+    let multicast = random.once_in(2);
+    Network { shards, own_numbers: random.once_in(2), worker, shard, multicast }
 }
 
 fn jobs(random: &Random, network: &Network) -> Vec<JobPlan> {
@@ -77,7 +79,7 @@ fn jobs(random: &Random, network: &Network) -> Vec<JobPlan> {
 }
 
 fn job(random: &mut Random, network: &Network) -> JobPlan {
-    let world = if random.once_in(50) { 64 } else { random.across(1..=16) };
+    let world = if random.once_in(25) { random.within(17..=64) } else { random.across(1..=16) };
     let world = u16::try_from(world).expect("at most 64");
     let max_ops = u16::try_from(random.across(1..=8)).expect("at most 8");
     let mut job = JobPlan {

@@ -1,6 +1,7 @@
 //! Swarms: a plan from every seed, each with its own mix of sizes, links and faults, and every
 //! run judged by all checkers. A seed that fails fails again wherever it is run.
 
+mod coverage;
 mod draw;
 
 use std::ops::Range;
@@ -11,6 +12,7 @@ use std::thread;
 
 use serde::Serialize;
 
+pub use self::coverage::Coverage;
 pub use self::draw::plan;
 use crate::check::{Foreign, Invariant, SameBits, Violation};
 use crate::cluster::{Cluster, Run, Totals};
@@ -18,7 +20,7 @@ use crate::plan::Plan;
 use crate::random::Random;
 
 /// What a seed came to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Report {
     /// The seed.
     pub seed: u64,
@@ -30,6 +32,8 @@ pub struct Report {
     pub ops: u64,
     /// What was counted.
     pub totals: Totals,
+    /// What the seed tried.
+    pub features: Vec<String>,
 }
 
 /// A seed whose run broke an invariant.
@@ -61,6 +65,8 @@ pub struct Summary {
     pub took_us: u64,
     /// What was counted.
     pub totals: Totals,
+    /// How many of the seeds that did not fail tried what.
+    pub coverage: Coverage,
 }
 
 /// Runs the plan of one seed.
@@ -134,13 +140,14 @@ fn judge(seed: u64) -> Result<Report, Violation> {
         let other = draw::other(&plan, &mut random);
         SameBits::compare(&run, &Cluster::check(&other)?)?;
     }
-    Ok(report(seed, &run))
+    Ok(report(&plan, &run))
 }
 
-fn report(seed: u64, run: &Run) -> Report {
+fn report(plan: &Plan, run: &Run) -> Report {
     let Run { trace, took, totals, .. } = *run;
     let ops = run.ended.len() as u64;
-    Report { seed, trace, took_us: took.as_micros(), ops, totals }
+    let features = coverage::features(plan, &totals);
+    Report { seed: plan.seed, trace, took_us: took.as_micros(), ops, totals, features }
 }
 
 impl Summary {
@@ -151,6 +158,9 @@ impl Summary {
                 self.ops += report.ops;
                 self.took_us += report.took_us;
                 self.totals.add(&report.totals);
+                for feature in report.features {
+                    *self.coverage.entry(feature).or_default() += 1;
+                }
             }
             Err(failure) => {
                 self.failed += 1;

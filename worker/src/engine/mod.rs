@@ -3,7 +3,10 @@
 mod receive;
 mod send;
 
-use std::collections::BTreeMap;
+#[cfg(test)]
+pub(crate) mod tests;
+
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 
 use bytes::BytesMut;
@@ -21,6 +24,7 @@ use crate::fault::{Dice, Faults};
 use crate::payload::{Data, Payload};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::ids::JobId;
+use receive::Haul;
 use send::Staging;
 
 /// What a worker has sent and received, in UDP payload.
@@ -55,6 +59,25 @@ pub(crate) struct Links {
     pub(crate) shards: Vec<(SocketAddr, JobId)>,
 }
 
+/// What one step came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Progress {
+    /// Some op has ended.
+    pub(crate) ended: bool,
+    pub(crate) next: Next,
+}
+
+/// What a step leaves to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Next {
+    /// There may be more to do at once.
+    Step,
+    /// There may be a few datagrams at once, or many a little later: this many windows are to come.
+    Gather(u64),
+    /// Wait for datagrams, but not longer than this.
+    Wait(Option<Span>),
+}
+
 /// The engine of one rank.
 pub(crate) struct Engine {
     machine: Worker,
@@ -63,10 +86,17 @@ pub(crate) struct Engine {
     links: Links,
     payloads: BTreeMap<OpId, Payload>,
     finished: BTreeMap<OpId, (Result<(), OpError>, Payload)>,
+    /// Ops in flight that nobody will wait for.
+    abandoned: BTreeSet<OpId>,
     recv: RecvRing,
     buffers: Vec<BytesMut>,
+    /// The same of the sockets of multicast groups.
+    group_recv: RecvRing,
+    group_buffers: Vec<BytesMut>,
     staging: Staging,
     stats: Stats,
+    /// Memory for the sums of ops on lists of blocks.
+    spare: Vec<Vec<u8>>,
     /// Faults on the way out and in.
     faults: Option<[Dice; 2]>,
 }
@@ -90,6 +120,8 @@ impl Engine {
             machine.set_shard_job(shard, *job);
         }
         let dice = |direction: u64| Dice::new(*faults, u64::from(config.rank.0) * 2 + direction);
+        let buffers =
+            || (0..RECEIVE_BATCH).map(|_| BytesMut::with_capacity(RECV_CAPACITY)).collect();
         Self {
             machine,
             world,
@@ -97,10 +129,14 @@ impl Engine {
             links,
             payloads: BTreeMap::new(),
             finished: BTreeMap::new(),
+            abandoned: BTreeSet::new(),
             recv: RecvRing::new(),
-            buffers: (0..RECEIVE_BATCH).map(|_| BytesMut::with_capacity(RECV_CAPACITY)).collect(),
-            staging: Staging::new(),
+            buffers: buffers(),
+            group_recv: RecvRing::new(),
+            group_buffers: buffers(),
+            staging: Staging::new(config.lanes),
             stats: Stats::default(),
+            spare: Vec::new(),
             faults: faults.any().then(|| [dice(0), dice(1)]),
         }
     }
@@ -121,9 +157,10 @@ impl Engine {
     pub(crate) fn submit_blocks(
         &mut self,
         descriptor: Descriptor,
-        blocks: BlockSet,
+        mut blocks: BlockSet,
         timeout: Span,
     ) -> Result<OpId, SubmitError> {
+        blocks.reuse(self.spare.pop().unwrap_or_default());
         let masks = blocks.masks(&Geometry::new(&descriptor));
         let op = self.machine.submit_scanned(self.clock.now(), descriptor, masks, timeout)?;
         let payload = Payload::new(descriptor, Data::Blocks(blocks), self.world);
@@ -131,12 +168,20 @@ impl Engine {
         Ok(op)
     }
 
-    /// Receives, times out, scans and sends what is due. Returns whether there may be more to do
-    /// at once.
-    pub(crate) fn step(&mut self) -> bool {
+    /// Takes back the memory of sums that are of no more use, for those of later ops.
+    pub(crate) fn recycle(&mut self, memory: Vec<u8>) {
+        if self.spare.len() < MAX_SPARE {
+            self.spare.push(memory);
+        }
+    }
+
+    /// Receives, times out, scans and sends what is due.
+    pub(crate) fn step(&mut self) -> Progress {
         let received = self.receive();
         let now = self.clock.now();
-        if !received && self.machine.poll_timeout() <= now {
+        let due = self.machine.poll_timeout();
+        // What has arrived may hold what is awaited, but a flood must not put off every timeout.
+        if due <= now && (received == Haul::Nothing || now.since(due) > GRACE) {
             self.machine.handle_timeout(now, &mut ());
         }
         self.transmit(now);
@@ -147,7 +192,13 @@ impl Engine {
         self.flush();
         // An op may end because nothing came: whoever waits for it must look before it sleeps.
         let ended = self.collect();
-        received || scanned || ended
+        let next = match received {
+            _ if scanned || ended => Next::Step,
+            Haul::Batch => Next::Step,
+            Haul::Some => Next::Gather(self.machine.backlog()),
+            Haul::Nothing => Next::Wait(self.patience()),
+        };
+        Progress { ended, next }
     }
 
     /// Finds the non-zero blocks of a few windows.
@@ -169,10 +220,17 @@ impl Engine {
         while let Some(outcome) = self.machine.poll_outcome() {
             any = true;
             if let Some(payload) = self.payloads.remove(&outcome.op) {
-                self.finished.insert(outcome.op, (outcome.result, payload));
+                self.finish(outcome.op, outcome.result, payload);
             }
         }
         any
+    }
+
+    /// Keeps an op's outcome for whoever waits for it.
+    fn finish(&mut self, op: OpId, result: Result<(), OpError>, payload: Payload) {
+        if !self.abandoned.remove(&op) {
+            self.finished.insert(op, (result, payload));
+        }
     }
 
     /// The outcome of an op that has ended, with what it worked on.
@@ -180,9 +238,16 @@ impl Engine {
         self.finished.remove(&op)
     }
 
-    /// Whether an op has ended.
-    pub(crate) fn has_ended(&self, op: OpId) -> bool {
-        self.finished.contains_key(&op)
+    /// Notes that nobody will wait for an op: what it works on is freed once it ends.
+    pub(crate) fn abandon(&mut self, op: OpId) {
+        if self.finished.remove(&op).is_none() && self.is_in_flight(op) {
+            self.abandoned.insert(op);
+        }
+    }
+
+    /// Whether an op has started and not ended.
+    pub(crate) fn is_in_flight(&self, op: OpId) -> bool {
+        self.payloads.contains_key(&op)
     }
 
     /// Whether any op is in flight.
@@ -191,7 +256,7 @@ impl Engine {
     }
 
     /// How long to wait for datagrams before something is due.
-    pub(crate) fn patience(&self) -> Option<Span> {
+    fn patience(&self) -> Option<Span> {
         let at = self.machine.poll_timeout();
         (at < Time::NEVER).then(|| at.since(self.clock.now()))
     }
@@ -208,6 +273,13 @@ impl Engine {
         self.collect();
     }
 
+    /// Ends every op in flight without the machine, which cannot be trusted after a panic.
+    pub(crate) fn give_up(&mut self, why: &'static str) {
+        for (op, payload) in std::mem::take(&mut self.payloads) {
+            self.finish(op, Err(OpError::Ended { why }), payload);
+        }
+    }
+
     pub(crate) fn stats(&self) -> Stats {
         let counters = self.machine.counters();
         let sockets = std::iter::once(&*self.links.socket).chain(self.links.groups.iter());
@@ -215,14 +287,18 @@ impl Engine {
             retransmits: counters.fragments_again,
             asks: counters.asks,
             probes: counters.probes,
-            rejects: self.stats.rejects + counters.rejects.total(),
+            rejects: counters.rejects.total(),
             kernel_drops: sockets.map(UdpSocket::drops).sum(),
             ..self.stats
         }
     }
 }
 
+/// How long a timeout waits for what has arrived already.
+const GRACE: Span = Span::from_millis(10);
 /// Messages received at a time: few, so that they stay in the processor's cache.
 const RECEIVE_BATCH: usize = 8;
+/// Sums whose memory is kept for later ops.
+const MAX_SPARE: usize = 4;
 /// Windows scanned at a time, between looks at the socket.
 const SCAN_BATCH: usize = 8;

@@ -1,11 +1,8 @@
-//! Datagrams out: windows are gathered from the tensor into a small staging buffer, and sent a
-//! window a segmented message, several messages a system call.
+//! Datagrams out: windows are gathered from the tensor into a small staging buffer, and sent as
+//! trains of datagrams, several trains a system call.
 
-use std::ops::Range;
-use std::os::fd::AsFd;
-
-use racksum_net::udp::{self, BATCH, RECV_CAPACITY, SendRing, Transmit as Message, UdpSocket};
-use racksum_proto::time::{Span, Time};
+use racksum_net::udp::{self, BATCH, RECV_CAPACITY, SendRing, Train, Transmit as Message};
+use racksum_proto::time::Time;
 use racksum_proto::wire::Header;
 use racksum_proto::worker::{DataFragments, Transmit};
 
@@ -18,25 +15,35 @@ pub(super) struct Staging {
     bytes: Vec<u8>,
     used: usize,
     messages: Vec<Staged>,
+    /// Lanes of the job.
+    lanes: u8,
     /// A datagram held back by a fault.
-    held: Option<(u8, Vec<u8>)>,
+    held: Option<(Stream, Vec<u8>)>,
 }
 
-/// One message: where its bytes are, how far apart its datagrams, for which shard.
+/// What goes out as one: where its bytes are, and of which stream.
 #[derive(Debug, Clone)]
 struct Staged {
-    range: Range<usize>,
-    stride: usize,
+    start: usize,
+    train: Train,
+    stream: Stream,
+}
+
+/// The stream of a message: its shard says where it goes, its lane how it is marked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Stream {
+    lane: u8,
     shard: u8,
 }
 
 impl Staging {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(lanes: u8) -> Self {
         Self {
             ring: SendRing::new(),
             bytes: vec![0; STAGING],
             used: 0,
             messages: Vec::with_capacity(BATCH),
+            lanes,
             held: None,
         }
     }
@@ -45,23 +52,25 @@ impl Staging {
         self.bytes.len() - self.used < RECV_CAPACITY || self.messages.len() == BATCH
     }
 
-    /// Adds the next `len` bytes, datagrams `stride` apart. What fits into the datagram before
-    /// joins it: sparse windows are small, and a datagram costs the same whatever it holds.
-    fn push(&mut self, len: usize, stride: usize, shard: u8, max_datagram: usize) {
-        let range = self.used..self.used + len;
+    /// Adds the next `len` bytes, datagrams `stride` apart.
+    fn push(&mut self, len: usize, stride: usize, stream: Stream, max_datagram: usize) {
+        let start = self.used;
         self.used += len;
-        if let Some(last) = self.messages.last_mut()
-            && last.shard == shard
-            && last.range.end == range.start
-            && last.range.len() <= last.stride
-            && len <= stride
-            && last.range.len() + len <= max_datagram
-        {
-            last.range.end = range.end;
-            last.stride = max_datagram;
-            return;
+        let before = self
+            .messages
+            .last_mut()
+            .filter(|last| last.stream == stream && last.start + last.train.len() == start);
+        if !before.is_some_and(|last| last.train.couple(len, stride, max_datagram)) {
+            self.stage(start, len, stride, stream);
         }
-        self.messages.push(Staged { range, stride, shard });
+    }
+
+    /// Adds a message that goes out alone, unless others follow it.
+    fn stage(&mut self, start: usize, len: usize, stride: usize, stream: Stream) {
+        let mut train = Train::default();
+        let first = train.couple(len, stride, stride);
+        debug_assert!(first, "an empty train takes any message");
+        self.messages.push(Staged { start, train, stream });
     }
 }
 
@@ -78,7 +87,8 @@ impl Engine {
             match machine.poll_transmit(now, out, &mut ()) {
                 None => return,
                 Some(Transmit::Datagram { shard, len }) => {
-                    staging.push(len, len, shard, max_datagram)
+                    let lane = Header::decode(&out[..len]).map_or(0, |(header, _)| header.lane);
+                    staging.push(len, len, Stream { lane, shard }, max_datagram);
                 }
                 Some(Transmit::Data(data)) => self.stage_window(&data),
             }
@@ -88,12 +98,14 @@ impl Engine {
     fn stage_window(&mut self, data: &DataFragments) {
         let Self { payloads, staging, machine, .. } = self;
         let Some(payload) = payloads.get(&data.header.window.op) else { return };
-        let cut = machine.config().cut;
+        let cut = data.cut;
         let stride = Header::LEN + cut.payload();
         let out = &mut staging.bytes[staging.used..];
         let len = payload.gather(&data.header, cut, data.len, out);
+        let stream = Stream { lane: data.header.lane, shard: data.shard };
         if data.fragments == cut.all(data.len) {
-            staging.push(len, stride, data.shard, stride);
+            let max_datagram = Header::LEN + machine.config().cut.payload();
+            staging.push(len, stride, stream, max_datagram);
             return;
         }
         // Some fragments of a window, one message each.
@@ -104,7 +116,7 @@ impl Engine {
             if staging.messages.len() == BATCH {
                 flush(&self.links, staging, &mut self.stats, self.faults.as_mut());
             }
-            staging.messages.push(Staged { range: at..end, stride, shard: data.shard });
+            staging.stage(at, end - at, stride, stream);
         }
         staging.used = start + len;
     }
@@ -120,24 +132,29 @@ fn flush(
     links: &Links,
     staging: &mut Staging,
     stats: &mut super::Stats,
-    faults: Option<&mut [Dice; 2]>,
+    mut faults: Option<&mut [Dice; 2]>,
 ) {
-    let Staging { ring, bytes, messages, held, .. } = staging;
+    let Staging { ring, bytes, messages, lanes, held, .. } = staging;
     let nowhere = std::net::SocketAddr::from(([0, 0, 0, 0], 0));
     let mut batch = [Message { to: nowhere, contents: &[], stride: 1 }; BATCH];
     for (message, staged) in batch.iter_mut().zip(messages.iter()) {
-        let to = links.shards[usize::from(staged.shard)].0;
-        *message = Message { to, contents: &bytes[staged.range.clone()], stride: staged.stride };
-        stats.tx_bytes += staged.range.len() as u64;
+        let to = links.shards[usize::from(staged.stream.shard)].0;
+        let Staged { start, train, .. } = *staged;
+        let contents = &bytes[start..start + train.len()];
+        *message = Message { to, contents, stride: train.stride() };
+        stats.tx_bytes += train.len() as u64;
         stats.tx_datagrams += message.datagrams().unwrap_or(0) as u64;
     }
-    let batch = &batch[..messages.len()];
-    match faults {
-        None => send(&links.socket, ring, batch),
-        Some([dice, _]) => {
-            for (message, staged) in batch.iter().zip(messages.iter()) {
-                for datagram in message.contents.chunks(staged.stride) {
-                    send_by_chance(links, ring, dice, held, staged.shard, datagram);
+    let mut batch = &batch[..messages.len()];
+    for run in messages.chunk_by(|one, other| one.stream.lane == other.stream.lane) {
+        ring.set_tos(udp::tos_of_lane(run[0].stream.lane, *lanes));
+        let (now, later) = batch.split_at(run.len());
+        batch = later;
+        match faults.as_deref_mut() {
+            None => links.socket.send_patiently(ring, now, MAX_SEND_WAITS),
+            Some([dice, _]) => {
+                for (message, staged) in now.iter().zip(run) {
+                    send_by_chance(links, ring, dice, held, staged.stream, message);
                 }
             }
         }
@@ -145,49 +162,47 @@ fn flush(
     messages.clear();
 }
 
-/// Sends a datagram, or not, or twice, or after the next.
+/// Sends each datagram of a train, or not, or twice, or after the next; those that nothing strikes
+/// go on together.
 fn send_by_chance(
     links: &Links,
     ring: &mut SendRing,
     dice: &mut Dice,
-    held: &mut Option<(u8, Vec<u8>)>,
-    shard: u8,
-    datagram: &[u8],
+    held: &mut Option<(Stream, Vec<u8>)>,
+    stream: Stream,
+    train: &Message<'_>,
 ) {
-    let fate = dice.roll();
-    let post = |ring: &mut SendRing, shard: u8, contents: &[u8]| {
-        let to = links.shards[usize::from(shard)].0;
-        send(&links.socket, ring, &[Message { to, contents, stride: contents.len().max(1) }]);
+    let Message { contents, stride, .. } = *train;
+    let mut post = |stream: Stream, contents: &[u8]| {
+        if !contents.is_empty() {
+            let to = links.shards[usize::from(stream.shard)].0;
+            let train = [Message { to, contents, stride }];
+            links.socket.send_patiently(ring, &train, MAX_SEND_WAITS);
+        }
     };
-    if fate == Fate::Hold && held.is_none() {
-        *held = Some((shard, datagram.to_vec()));
-        return;
-    }
-    for _ in 0..fate.copies() {
-        post(ring, shard, datagram);
-    }
-    if let Some((shard, late)) = held.take() {
-        post(ring, shard, &late);
-    }
-}
-
-/// Sends messages, waiting for room in the send buffer. What still does not go is lost, and
-/// asked for again.
-fn send(socket: &UdpSocket, ring: &mut SendRing, mut batch: &[Message<'_>]) {
-    for _ in 0..MAX_SEND_WAITS {
-        if batch.is_empty() {
-            return;
+    let mut rest = 0;
+    for (i, datagram) in contents.chunks(stride).enumerate() {
+        let fate = dice.roll();
+        if fate == Fate::Pass && held.is_none() {
+            continue;
         }
-        let outcome = socket.send(ring, batch);
-        batch = &batch[(outcome.sent + outcome.failed).min(batch.len())..];
-        if outcome.blocked {
-            // A timeout and readiness are the same here: try again.
-            drop(udp::wait_writable(socket.as_fd(), Some(Span::from_millis(2))));
+        post(stream, &contents[rest..i * stride]);
+        rest = i * stride + datagram.len();
+        if fate == Fate::Hold && held.is_none() {
+            *held = Some((stream, datagram.to_vec()));
+            continue;
+        }
+        for _ in 0..fate.copies() {
+            post(stream, datagram);
+        }
+        if let Some((stream, late)) = held.take() {
+            post(stream, &late);
         }
     }
+    post(stream, &contents[rest..]);
 }
 
 /// Bytes staged at a time: a few windows, so that they stay in the processor's cache.
 const STAGING: usize = 4 * RECV_CAPACITY;
 /// How often a full send buffer is waited for before a batch is given up.
-const MAX_SEND_WAITS: usize = 64;
+const MAX_SEND_WAITS: u32 = 64;

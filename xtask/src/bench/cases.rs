@@ -112,6 +112,14 @@ fn sparse(seed: u64, density: f64, overlap: Overlap) -> Data {
 }
 
 const RACKSUM: Side = Side { name: "racksum", program: Program::Racksum(Racksum::PLAIN) };
+/// Given a list of blocks.
+const RACKSUM_BLOCKS: Side = Side {
+    name: "racksum",
+    program: Program::Racksum(Racksum { input: Input::Blocks, ..Racksum::PLAIN }),
+};
+/// Given whole tensors beside a side that is not.
+const RACKSUM_DENSE: Side =
+    Side { name: "racksum-dense-in", program: Program::Racksum(Racksum::PLAIN) };
 const GLOO: Side = Side { name: "gloo", program: Program::Gloo { sparse: false } };
 const GLOO_SPARSE: Side = Side { name: "gloo-sparse", program: Program::Gloo { sparse: true } };
 const OPENMPI: Side = Side { name: "openmpi", program: Program::OpenMpi };
@@ -173,11 +181,18 @@ fn on_slow_links(seed: u64) -> Vec<Case> {
             &[RACKSUM, GLOO],
             &[time(900.0, 870.0), gain("gloo", 1.6, 1.6)],
         ),
-        race("sparse1-1g-w8", random(0.01), &[RACKSUM, GLOO_SPARSE], &[time(80.0, 70.0)]),
+        // All eight hosts' tensors are scanned by the cores of one here, which takes longer than
+        // these links: the judged side is given what Gloo's sparse one is given, a list.
+        race(
+            "sparse1-1g-w8",
+            random(0.01),
+            &[RACKSUM_BLOCKS, RACKSUM_DENSE, GLOO_SPARSE],
+            &[time(80.0, 70.0)],
+        ),
         race(
             "sparse1-all-1g-w8",
             sparse(seed, 0.01, Overlap::All),
-            &[RACKSUM, GLOO_SPARSE],
+            &[RACKSUM_BLOCKS, RACKSUM_DENSE, GLOO_SPARSE],
             &[time(15.0, 11.0)],
         ),
         race("sparse10-1g-w8", random(0.1), &[RACKSUM, GLOO, GLOO_SPARSE], &[time(560.0, 520.0)]),

@@ -153,7 +153,11 @@ impl Team {
     ) -> Result<Self> {
         let Ok(python) = &setup.python else { bail!("there is no python with torch") };
         let master = match place.worker(0) {
-            Some(host) => format!("{}:29500", host.addr),
+            // A host of its own, but two sides may be Gloo.
+            Some(host) => {
+                let nth = race.sides.iter().position(|other| other.name == side.name);
+                format!("{}:{}", host.addr, 29_500 + nth.unwrap_or(0))
+            }
             None => format!("127.0.0.1:{}", free_port()?),
         };
         let data = race.data;

@@ -1,0 +1,187 @@
+use racksum_net::clock::Clock;
+use tokio::sync::mpsc::{Receiver, channel};
+
+use super::*;
+use crate::failure::Failure;
+
+/// A registry with one shard, whose next job has the number after `last_id`.
+fn registry(fanout: Fanout, last_id: u32) -> Registry {
+    let config = Config { pool_mib: 4, fanout, ..Config::default() };
+    let bind = "127.0.0.1:0".parse().unwrap();
+    let shard =
+        ShardHandle::start(bind, 0, config.buffers(), Clock::start(), &Failure::new()).unwrap();
+    Registry::new(config, vec![shard], true, last_id)
+}
+
+fn wish(job: &str, rank: u16, world: u16) -> Join {
+    Join {
+        version: CONTROL_VERSION,
+        job: job.to_owned(),
+        generation: Generation(0),
+        rank,
+        world,
+        lanes: 1,
+        data_port: 1000 + rank,
+        receive_buffer: 1 << 20,
+        max_datagram: 1472,
+        multicast: true,
+        stripe: (0, 1),
+        pool_slots: 2,
+    }
+}
+
+type Inbox = Receiver<FromAggregator>;
+
+fn join(registry: &mut Registry, join: Join) -> Result<(Seat, Joined, Inbox), String> {
+    let (tell, inbox) = channel(8);
+    let addr = IpAddr::from([127, 0, 0, 1]);
+    let (seat, joined) = registry.join(join, addr, tell, Instant::now())?;
+    Ok((seat, joined, inbox))
+}
+
+/// The last thing that a rank was told.
+fn told(inbox: &mut Inbox) -> Option<FromAggregator> {
+    std::iter::from_fn(|| inbox.try_recv().ok()).last()
+}
+
+#[test]
+fn no_two_jobs_have_one_number_even_when_the_numbers_begin_anew() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let (first, ..) = join(&mut registry, wish("first", 0, 2)).unwrap();
+    let (second, ..) = join(&mut registry, wish("second", 0, 2)).unwrap();
+    assert_eq!([first.id, second.id], [JobId(1), JobId(2)]);
+    registry.last_id = u32::MAX - 1;
+    for (name, id) in [("third", u32::MAX), ("fourth", 3)] {
+        let (seat, ..) = join(&mut registry, wish(name, 0, 2)).unwrap();
+        assert_eq!(seat.id, JobId(id));
+    }
+}
+
+#[test]
+fn a_job_that_gathers_for_too_long_names_who_did_not_come_and_frees_its_place() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    registry.config.join_timeout_s = 3;
+    let (seat, joined, mut inbox) = join(&mut registry, wish("job", 1, 4)).unwrap();
+    assert_eq!(joined, Joined::Waiting);
+    let opened = Instant::now();
+    assert_eq!(registry.missing(&seat, opened), [0, 2, 3]);
+    // Who comes and goes meanwhile does not make the job any younger.
+    let (other, ..) = join(&mut registry, wish("job", 2, 4)).unwrap();
+    assert_eq!(registry.missing(&seat, opened + Duration::from_secs(2)), [0, 3]);
+    registry.leave(&other, true);
+    assert_eq!(registry.missing(&seat, opened + Duration::from_secs(4)), [0; 0]);
+    let reason = "job \"job\" has waited 3 s for ranks 0, 2, 3; start what is missing, or \
+                  raise --join-timeout-s at the aggregator";
+    assert_eq!(told(&mut inbox), Some(FromAggregator::Refused { reason: reason.into() }));
+    assert!(inbox.is_closed());
+    assert_eq!(registry.jobs(), 0);
+}
+
+#[test]
+fn a_job_that_runs_is_not_bounded_in_time() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let (seat, joined, _inbox) = join(&mut registry, wish("job", 0, 1)).unwrap();
+    assert_eq!(joined, Joined::Ready);
+    let late = Instant::now() + Duration::from_secs(1 << 30);
+    assert_eq!(registry.missing(&seat, late), [0; 0]);
+    assert_eq!(registry.jobs(), 1);
+}
+
+#[test]
+fn a_seat_of_an_earlier_job_means_nothing_in_a_later_one_of_its_name() {
+    let mut registry = registry(Fanout::Auto, 0);
+    let lives: Vec<Vec<_>> = (0..2)
+        .map(|_| {
+            let ranks = (0..3).map(|rank| join(&mut registry, wish("job", rank, 3)).unwrap());
+            let ranks: Vec<_> = ranks.collect();
+            if registry.last_id == 1 {
+                registry.refuse_all("job", "for the test's sake");
+            }
+            ranks
+        })
+        .collect();
+    for (seat, ..) in &lives[0] {
+        registry.heard(seat);
+        registry.end_probe(seat);
+        registry.leave(seat, false);
+        assert!(!registry.probe(seat));
+    }
+    let job = &registry.jobs["job"];
+    assert_eq!((job.state, job.hears()), (State::Probing, vec![false; 3]));
+    assert!(registry.probe(&lives[1][0].0));
+}
+
+#[test]
+fn a_rank_that_leaves_while_the_group_is_probed_does_not_pass_for_another() {
+    let mut registry = registry(Fanout::Auto, 0);
+    let mut ranks: Vec<_> =
+        (0..3).map(|rank| join(&mut registry, wish("job", rank, 3)).unwrap()).collect();
+    assert_eq!(ranks[2].1, Joined::Probe);
+    registry.heard(&ranks[1].0);
+    registry.leave(&ranks[0].0, true);
+    registry.end_probe(&ranks[1].0);
+    assert_eq!(registry.jobs["job"].hears(), [false, true, false]);
+    for (rank, multicast) in [(1, true), (2, false)] {
+        assert_eq!(told(&mut ranks[rank].2), Some(FromAggregator::Ready { multicast }));
+    }
+}
+
+#[test]
+fn a_rank_that_does_not_listen_is_not_probed_for() {
+    let deaf = |rank| Join { multicast: false, ..wish("job", rank, 3) };
+    // It is known to need a copy, and the others are all that is waited for.
+    let mut auto = registry(Fanout::Auto, 0);
+    let (first, ..) = join(&mut auto, wish("job", 0, 3)).unwrap();
+    let (second, ..) = join(&mut auto, wish("job", 1, 3)).unwrap();
+    assert_eq!(join(&mut auto, deaf(2)).unwrap().1, Joined::Probe);
+    auto.heard(&first);
+    auto.heard(&second);
+    assert_eq!(auto.jobs["job"].state, State::Running);
+    // If none listens, there is nothing to find out.
+    let mut none = registry(Fanout::Auto, 0);
+    let joined = [0, 1, 2].map(|rank| join(&mut none, deaf(rank)).unwrap().1);
+    assert_eq!(joined, [Joined::Waiting, Joined::Waiting, Joined::Ready]);
+    // Where multicast is demanded it is refused at once.
+    let mut demanded = registry(Fanout::Multicast, 0);
+    let (_, _, mut inbox) = join(&mut demanded, wish("job", 0, 2)).unwrap();
+    let reason = join(&mut demanded, Join { world: 2, ..deaf(1) }).unwrap_err();
+    assert!(reason.starts_with("multicast does not reach rank 1 at 127.0.0.1; "), "{reason}");
+    assert_eq!(told(&mut inbox), Some(FromAggregator::Refused { reason }));
+    assert_eq!(demanded.jobs(), 0);
+}
+
+#[test]
+fn a_rank_that_has_not_heard_the_group_is_refused_only_where_multicast_is_demanded() {
+    for fanout in [Fanout::Auto, Fanout::Multicast] {
+        let mut registry = registry(fanout, 0);
+        let mut ranks: Vec<_> =
+            (0..3).map(|rank| join(&mut registry, wish("job", rank, 3)).unwrap()).collect();
+        registry.heard(&ranks[0].0);
+        registry.end_probe(&ranks[0].0);
+        let due = |rank| match fanout {
+            Fanout::Multicast => FromAggregator::Refused {
+                reason: "multicast does not reach rank 1 at 127.0.0.1; start the aggregator with \
+                         --fanout auto or unicast"
+                    .into(),
+            },
+            _ => FromAggregator::Ready { multicast: rank == 0 },
+        };
+        for (rank, (_, _, inbox)) in ranks.iter_mut().enumerate() {
+            assert_eq!(told(inbox), Some(due(rank)));
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_no_data_could_reach_is_refused() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let port = Join { data_port: 0, ..wish("job", 0, 1) };
+    assert!(join(&mut registry, port).unwrap_err().contains("0 is none"));
+    let slots = Join { pool_slots: 1, ..wish("job", 0, 1) };
+    assert!(join(&mut registry, slots).unwrap_err().contains("2 slots or more, not 1"));
+    let (tell, _inbox) = channel(8);
+    let mapped = Ipv4Addr::LOCALHOST.to_ipv6_mapped().into();
+    let refused = registry.join(wish("job", 0, 1), mapped, tell, Instant::now());
+    assert!(refused.unwrap_err().contains("the worker came by IPv4"));
+    assert_eq!(registry.jobs(), 0);
+}

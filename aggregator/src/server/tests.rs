@@ -1,0 +1,96 @@
+use racksum_net::quic::{Connection, Identity, Trust, connect, server as endpoint};
+use racksum_proto::control::CONTROL_VERSION;
+use racksum_proto::ids::Generation;
+use racksum_proto::time::Span;
+
+use super::*;
+use crate::config::Config;
+use crate::failure::Failure;
+
+/// Runs a test on one thread, with time for everything but hanging.
+fn bounded<T>(test: impl Future<Output = T>) -> T {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async { timeout(Duration::from_secs(20), test).await.expect("ends in time") })
+}
+
+/// A served registry without shards; returns where it is called.
+fn serving(strangers: usize) -> (std::net::SocketAddr, Shared, Failure) {
+    let (identity, failure) = (Identity::ephemeral().unwrap(), Failure::new());
+    let served = endpoint("127.0.0.1:0".parse().unwrap(), &identity, &Trust::Loopback).unwrap();
+    let addr = served.local_addr().unwrap();
+    let registry = Arc::new(Mutex::new(Registry::new(Config::default(), Vec::new(), false, 0)));
+    tokio::spawn(serve(served, Arc::clone(&registry), strangers, failure.subscribe()));
+    (addr, registry, failure)
+}
+
+async fn call(addr: std::net::SocketAddr) -> Result<Connection, racksum_net::NetError> {
+    let identity = Identity::ephemeral().unwrap();
+    connect(addr, &identity, &Trust::Loopback, Span::from_secs(5)).await
+}
+
+/// Joins as rank 0 of a job of two; returns the streams, which keep the seat.
+async fn join(connection: &Connection, job: &str) -> (quinn::SendStream, quinn::RecvStream) {
+    let (mut send, mut recv) = connection.quic().open_bi().await.unwrap();
+    let join = Join {
+        version: CONTROL_VERSION,
+        job: job.to_owned(),
+        generation: Generation(0),
+        rank: 0,
+        world: 2,
+        lanes: 1,
+        data_port: 9,
+        receive_buffer: 1 << 20,
+        max_datagram: 1472,
+        multicast: false,
+        stripe: (0, 1),
+        pool_slots: 0,
+    };
+    frames::send(&mut send, &FromWorker::Join(join)).await.unwrap();
+    let heard = frames::recv(&mut recv).await.unwrap();
+    assert!(matches!(heard, Some(FromAggregator::Waiting { .. })), "{heard:?}");
+    (send, recv)
+}
+
+#[test]
+fn connections_that_do_not_join_are_few_and_those_that_joined_do_not_count() {
+    bounded(async {
+        let (addr, registry, _failure) = serving(2);
+        let silent = call(addr).await.unwrap();
+        let joined = call(addr).await.unwrap();
+        let _streams = join(&joined, "first").await;
+        // The place of the one that has joined is free again, that of the silent one is not.
+        let other = call(addr).await.unwrap();
+        let error = call(addr).await.unwrap_err().to_string();
+        assert!(error.contains("refused"), "{error}");
+        let _more = join(&other, "second").await;
+        assert_eq!(lock(&registry).jobs(), 2);
+        // A silent connection is given up, and then there is room again.
+        silent.quic().closed().await;
+        let third = loop {
+            if let Ok(third) = call(addr).await {
+                break third;
+            }
+        };
+        let _last = join(&third, "third").await;
+    });
+}
+
+#[test]
+fn a_refusal_arrives_although_the_connection_ends_with_it() {
+    bounded(async {
+        let (addr, registry, _failure) = serving(2);
+        let connection = call(addr).await.unwrap();
+        let (_send, mut recv) = join(&connection, "job").await;
+        // Ends the job as its gathering for too long does.
+        let late = Instant::now() + Duration::from_secs(1 << 20);
+        lock(&registry).missing(&Seat::of("job", 1, 0), late);
+        let heard = loop {
+            match frames::recv(&mut recv).await.unwrap() {
+                Some(FromAggregator::Waiting { .. }) => {}
+                other => break other,
+            }
+        };
+        assert!(matches!(heard, Some(FromAggregator::Refused { .. })), "{heard:?}");
+        assert_eq!(frames::recv::<FromAggregator>(&mut recv).await.unwrap(), None);
+    });
+}

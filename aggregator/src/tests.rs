@@ -1,0 +1,49 @@
+use std::time::Duration;
+
+use racksum_net::quic::connect;
+use racksum_proto::time::Span;
+
+use super::*;
+use crate::shard::Command;
+
+fn config() -> Config {
+    Config { port: 0, pool_mib: 1, ..Config::default() }
+}
+
+#[test]
+fn a_shard_that_panics_ends_the_aggregator_and_its_ranks_are_told() {
+    let aggregator = Aggregator::start(Config { shards: 2, ..config() }).unwrap();
+    assert_eq!(aggregator.failure(), None);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let why = "the thread shard-1 failed, which is a bug of racksum; all jobs are lost";
+    let told = runtime.block_on(async {
+        let identity = Identity::ephemeral().unwrap();
+        let patience = Span::from_secs(5);
+        let rank = connect(aggregator.addr(), &identity, &Trust::Loopback, patience).await.unwrap();
+        server::lock(&aggregator.registry).shards()[1].tell(Command::Panic);
+        let both = async { (aggregator.failed().await, rank.quic().closed().await) };
+        tokio::time::timeout(Duration::from_secs(10), both).await.unwrap()
+    });
+    assert_eq!(told.0, why);
+    assert!(told.1.to_string().contains("the aggregator failed"), "{}", told.1);
+    assert_eq!(aggregator.failure().as_deref(), Some(why));
+}
+
+#[test]
+fn multicast_is_refused_where_it_cannot_be_and_passed_over_where_it_need_not() {
+    let six = Config { bind: std::net::Ipv6Addr::LOCALHOST.into(), ..config() };
+    let error = Aggregator::start(Config { fanout: Fanout::Multicast, ..six.clone() }).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "--fanout multicast cannot be: cannot use lo for multicast: it does not multicast; choose \
+         another interface, or turn multicast off"
+    );
+    drop(Aggregator::start(Config { fanout: Fanout::Auto, ..six }).unwrap());
+    drop(Aggregator::start(Config { fanout: Fanout::Multicast, ..config() }).unwrap());
+}
+
+#[test]
+fn lives_of_an_aggregator_begin_their_jobs_at_numbers_of_their_own() {
+    let numbers: std::collections::BTreeSet<_> = (0..100).map(|_| any_number()).collect();
+    assert!(numbers.len() > 90, "{numbers:?}");
+}

@@ -1,0 +1,18 @@
+//! The program as users run it: processes, files, exit codes, sentences; and real network
+//! namespaces where they can be had.
+
+#[cfg(test)]
+mod files;
+#[cfg(test)]
+mod process;
+
+#[cfg(test)]
+mod deaths;
+#[cfg(test)]
+mod namespaces;
+#[cfg(test)]
+mod noise;
+#[cfg(test)]
+mod reduce;
+#[cfg(test)]
+mod refusals;

@@ -1,0 +1,206 @@
+//! Two hosts and a wire between them, as network namespaces: what loopback cannot show of MTUs,
+//! segmentation and multicast.
+
+use std::process::Command;
+
+use crate::files::{Folder, captured, check};
+use crate::process::{Process, RACKSUM, Serving};
+
+/// Two hosts, `a` with the aggregator and `b` with the ranks. Removed when it is dropped.
+struct Hosts {
+    name: String,
+}
+
+impl Hosts {
+    /// Makes them; says why it cannot.
+    fn make(name: &str, mtu: u32) -> Result<Self, String> {
+        let hosts = Self { name: format!("rs{}{name}", std::process::id()) };
+        let [a, b] = [hosts.of('a'), hosts.of('b')];
+        let mtu = mtu.to_string();
+        ip(&["netns", "add", &a])?;
+        ip(&["netns", "add", &b])?;
+        // The two ends have names of their own in namespaces of their own.
+        let pair = ["link", "add", "wire", "mtu", &mtu, "netns", &a, "type", "veth", "peer"];
+        ip(&[&pair[..], &["name", "wire", "mtu", &mtu, "netns", &b]].concat())?;
+        for (host, last) in [(&a, 1), (&b, 2)] {
+            ip(&["-n", host, "link", "set", "lo", "up"])?;
+            let four = format!("10.77.0.{last}/24");
+            ip(&["-n", host, "addr", "add", &four, "dev", "wire"])?;
+            let six = format!("fd77::{last}/64");
+            ip(&["-n", host, "-6", "addr", "add", &six, "dev", "wire", "nodad"])?;
+            ip(&["-n", host, "link", "set", "wire", "up"])?;
+        }
+        Ok(hosts)
+    }
+
+    fn of(&self, side: char) -> String {
+        format!("{}{side}", self.name)
+    }
+
+    /// Starts the program on one of them.
+    fn start(&self, side: char, args: &[&str]) -> Process {
+        let exec = ["netns", "exec", &self.of(side), RACKSUM];
+        Process::spawn(Command::new("ip").args(exec).args(args))
+    }
+
+    /// Starts an aggregator on one of them.
+    fn serve(&self, bind: &str, flags: &[&str]) -> Serving {
+        let args = ["aggregator", "--insecure", "--port", "0", "--pool-mib", "64", "--bind", bind];
+        Serving::of(self.start('a', &[&args, flags].concat()))
+    }
+
+    /// Runs all ranks of a command on the other; checks that all end well.
+    fn ranks(&self, serving: &Serving, command: &str, flags: &[Vec<String>]) -> Vec<String> {
+        let world = flags.len().to_string();
+        let ranks: Vec<_> = flags
+            .iter()
+            .enumerate()
+            .map(|(rank, flags)| {
+                let rank = rank.to_string();
+                let mut args = vec![command, "--insecure", "--aggregator", &serving.addr];
+                args.extend(["--rank", &rank, "--world", &world]);
+                args.extend(flags.iter().map(|flag| &flag[..]));
+                self.start('b', &args)
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.end(60).ok().out).collect()
+    }
+}
+
+impl Drop for Hosts {
+    fn drop(&mut self) {
+        for side in ['a', 'b'] {
+            // One that was never made cannot be removed.
+            ip(&["netns", "del", &self.of(side)]).unwrap_or(());
+        }
+    }
+}
+
+fn ip(args: &[&str]) -> Result<(), String> {
+    let said = Command::new("ip").args(args).output().map_err(|error| format!("no ip: {error}"))?;
+    if said.status.success() {
+        return Ok(());
+    }
+    Err(format!("ip {}: {}", args.join(" "), String::from_utf8_lossy(&said.stderr).trim()))
+}
+
+/// The hosts, or `None` where they cannot be had, which it says.
+fn hosts(name: &str, mtu: u32) -> Option<Hosts> {
+    match Hosts::make(name, mtu) {
+        Ok(hosts) => Some(hosts),
+        Err(why) => {
+            eprintln!("skipped: network namespaces take root and iproute2: {why}");
+            None
+        }
+    }
+}
+
+fn flags(all: &[&str]) -> Vec<String> {
+    all.iter().map(|flag| (*flag).to_owned()).collect()
+}
+
+/// The rows of a benchmark, whose sums have been checked.
+fn rows(out: &str) -> Vec<serde_json::Value> {
+    let rows: Vec<serde_json::Value> =
+        out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert!(rows.iter().all(|row| row["wrong"] == 0), "{out}");
+    rows
+}
+
+#[test]
+fn sums_are_right_at_every_mtu() {
+    for mtu in [1280, 1500, 9000] {
+        let Some(hosts) = hosts("m", mtu) else { return };
+        for (bind, fanout) in [
+            ("10.77.0.1", "unicast"),
+            ("10.77.0.1", "multicast"),
+            ("fd77::1", "unicast"),
+            ("fd77::1", "multicast"),
+        ] {
+            let serving = hosts.serve(bind, &["--fanout", fanout, "--shards", "2"]);
+            let bench = flags(&["-b", "4K", "-e", "2M", "-n", "2", "-w", "1", "--format", "json"]);
+            for out in hosts.ranks(&serving, "bench", &vec![bench; 3]) {
+                let rows = rows(&out);
+                assert_eq!(rows.len(), 8, "{mtu} {bind} {fanout}: {out}");
+                assert!(rows.iter().all(|row| row["fanout"] == fanout), "{mtu} {bind}: {out}");
+            }
+        }
+    }
+}
+
+#[test]
+fn captured_gradients_are_reduced_between_hosts() {
+    let Some(hosts) = hosts("g", 1500) else { return };
+    let folder = Folder::new("namespaces");
+    for (bind, what) in [("10.77.0.1", "digits"), ("fd77::1", "words")] {
+        let serving = hosts.serve(bind, &[]);
+        let files = captured(what);
+        let outs: Vec<_> = (0..4).map(|rank| folder.path(&format!("{what}{rank}"))).collect();
+        let each = files.iter().zip(&outs).map(|(file, out)| flags(&["--out", out, file]));
+        hosts.ranks(&serving, "reduce", &each.collect::<Vec<_>>());
+        check(&files, &outs[0], "sum", 4e-7);
+        let first = std::fs::read(&outs[0]).unwrap();
+        assert!(outs.iter().all(|out| std::fs::read(out).unwrap() == first));
+    }
+}
+
+#[test]
+fn a_wire_that_loses_and_reorders_changes_no_sum() {
+    let Some(hosts) = hosts("l", 1500) else { return };
+    // Real loss on the wire both ways, not the program's own.
+    for side in ['a', 'b'] {
+        let netem = ["netem", "delay", "1ms", "500us", "loss", "2%", "duplicate", "1%"];
+        let qdisc = ["qdisc", "add", "dev", "wire", "root"];
+        let tc = Command::new("tc").args(["-n", &hosts.of(side)]).args(qdisc).args(netem).output();
+        match tc {
+            Ok(said) if said.status.success() => {}
+            said => {
+                eprintln!("skipped: this takes tc and netem: {said:?}");
+                return;
+            }
+        }
+    }
+    for fanout in ["unicast", "multicast"] {
+        let serving = hosts.serve("10.77.0.1", &["--fanout", fanout]);
+        let bench = flags(&["-b", "64K", "-e", "4M", "-n", "2", "-w", "0", "--format", "json"]);
+        for out in hosts.ranks(&serving, "bench", &vec![bench; 3]) {
+            assert_eq!(rows(&out).len(), 6, "{fanout}: {out}");
+        }
+    }
+}
+
+#[test]
+fn a_link_that_cannot_do_what_is_asked_is_named() {
+    let Some(hosts) = hosts("n", 1500) else { return };
+    let set = |side, what: [&str; 2]| {
+        ip(&[&["-n", &hosts.of(side), "link", "set", "wire"][..], &what].concat()).unwrap();
+    };
+    set('a', ["multicast", "off"]);
+    let demanded = ["--port", "0", "--bind", "10.77.0.1", "--fanout", "multicast"];
+    let args = [&["aggregator", "--insecure"], &demanded[..]].concat();
+    let ended = hosts.start('a', &args).end(10);
+    let why = "--fanout multicast cannot be: cannot use wire for multicast: it does not multicast";
+    assert!(ended.failed(3).starts_with(why), "{ended:?}");
+    // What is not demanded is done without.
+    let serving = hosts.serve("10.77.0.1", &["--fanout", "auto"]);
+    let bench = flags(&["-b", "4K", "-e", "4K", "-n", "2", "-w", "0", "--format", "json"]);
+    for out in hosts.ranks(&serving, "bench", &vec![bench; 3]) {
+        assert!(rows(&out).iter().all(|row| row["fanout"] == "unicast"), "{out}");
+    }
+    set('b', ["mtu", "1000"]);
+    let rank = ["--insecure", "--aggregator", &serving.addr, "--rank", "0", "--world", "1"];
+    let ended = hosts.start('b', &[&["bench"], &rank[..]].concat()).end(10);
+    assert!(ended.failed(3).starts_with("an MTU of 1000 is too small; racksum needs"), "{ended:?}");
+}
+
+#[test]
+fn without_insecure_nothing_beyond_loopback_is_served_or_called() {
+    let Some(hosts) = hosts("i", 1500) else { return };
+    let ended = hosts.start('a', &["aggregator", "--port", "0", "--bind", "10.77.0.1"]).end(10);
+    assert!(ended.failed(3).contains("pass --insecure if"), "{ended:?}");
+    let serving = hosts.serve("10.77.0.1", &[]);
+    let args = ["bench", "--aggregator", &serving.addr, "--rank", "0", "--world", "1"];
+    let ended = hosts.start('b', &args).end(10);
+    assert!(ended.failed(3).contains("pass --insecure if"), "{ended:?}");
+    assert_eq!(serving.port().parse::<u16>().map(|port| port > 0), Ok(true));
+}

@@ -1,0 +1,216 @@
+//! Processes of the program, none of which outlives its test or its patience.
+
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use racksum_net::clock::Clock;
+
+/// The program under test.
+pub(crate) const RACKSUM: &str = env!("CARGO_BIN_EXE_racksum");
+
+/// How a process ended.
+#[derive(Debug)]
+pub(crate) struct Ended {
+    /// The exit code; `None` when a signal ended it.
+    pub(crate) code: Option<i32>,
+    pub(crate) out: String,
+    pub(crate) err: String,
+}
+
+impl Ended {
+    /// Checks that all went well.
+    pub(crate) fn ok(self) -> Self {
+        assert_eq!(self.code, Some(0), "{self:?}");
+        self
+    }
+
+    /// Checks the exit code, and that the user is told one sentence; returns it.
+    pub(crate) fn failed(&self, code: i32) -> &str {
+        assert_eq!(self.code, Some(code), "{self:?}");
+        let told: Vec<_> = self
+            .err
+            .lines()
+            .filter_map(|line| line.strip_prefix("racksum: "))
+            .filter(|line| !line.starts_with("warning: "))
+            .collect();
+        assert_eq!(told.len(), 1, "{self:?}");
+        assert!(!self.err.contains("panicked"), "{self:?}");
+        told[0]
+    }
+}
+
+/// A running process; killed when it is dropped.
+pub(crate) struct Process {
+    child: Child,
+    out: Reader,
+    err: Reader,
+}
+
+/// A pipe that is read as it fills.
+struct Reader {
+    read: Arc<Mutex<String>>,
+    thread: JoinHandle<()>,
+}
+
+impl Reader {
+    fn start(pipe: impl Read + Send + 'static) -> Self {
+        let read = Arc::new(Mutex::new(String::new()));
+        let into = Arc::clone(&read);
+        let thread = std::thread::spawn(move || {
+            let mut lines = BufReader::new(pipe);
+            let mut line = String::new();
+            while lines.read_line(&mut line).unwrap() > 0 {
+                into.lock().unwrap().push_str(&line);
+                line.clear();
+            }
+        });
+        Self { read, thread }
+    }
+
+    fn so_far(&self) -> String {
+        self.read.lock().unwrap().clone()
+    }
+}
+
+impl Process {
+    /// Starts the program.
+    pub(crate) fn start<S: AsRef<str>>(args: &[S]) -> Self {
+        Self::spawn(Command::new(RACKSUM).args(args.iter().map(AsRef::as_ref)))
+    }
+
+    /// Starts a command.
+    pub(crate) fn spawn(command: &mut Command) -> Self {
+        let mut child = command
+            .env_remove("RACKSUM_LOG")
+            .env("RUST_BACKTRACE", "0")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let out = Reader::start(child.stdout.take().unwrap());
+        let err = Reader::start(child.stderr.take().unwrap());
+        Self { child, out, err }
+    }
+
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The processes that this one has started.
+    pub(crate) fn children(&self) -> Vec<u32> {
+        let id = self.id();
+        let children = std::fs::read_to_string(format!("/proc/{id}/task/{id}/children"));
+        children.unwrap_or_default().split_whitespace().map(|id| id.parse().unwrap()).collect()
+    }
+
+    /// What it has printed so far.
+    pub(crate) fn out(&self) -> String {
+        self.out.so_far()
+    }
+
+    /// Whether it still runs.
+    pub(crate) fn runs(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+
+    /// Waits for it to end, which must not take longer than `seconds`.
+    pub(crate) fn end(mut self, seconds: u64) -> Ended {
+        let clock = Clock::start();
+        let start = clock.now();
+        while self.runs() {
+            let waited = clock.now().since(start).as_millis();
+            assert!(
+                waited < seconds * 1000,
+                "it still runs after {waited} ms: {} {}",
+                self.out(),
+                self.err.so_far()
+            );
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let code = self.child.wait().unwrap().code();
+        // A grandchild may hold the pipes a little longer.
+        await_that("its pipes are closed", || {
+            self.out.thread.is_finished() && self.err.thread.is_finished()
+        });
+        Ended { code, out: self.out.so_far(), err: self.err.so_far() }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // It may have ended, which is as good.
+        self.child.kill().unwrap_or(());
+        drop(self.child.wait());
+    }
+}
+
+/// Runs the program to its end.
+pub(crate) fn run<S: AsRef<str>>(args: &[S]) -> Ended {
+    Process::start(args).end(60)
+}
+
+/// Sends a signal to a process.
+pub(crate) fn signal(id: u32, name: &str) {
+    let kill = Command::new("kill").args([&format!("-{name}"), &id.to_string()]).status();
+    assert!(kill.unwrap().success());
+}
+
+/// Waits for a condition, and fails when it takes too long.
+pub(crate) fn await_that(what: &str, mut done: impl FnMut() -> bool) {
+    let clock = Clock::start();
+    let start = clock.now();
+    while !done() {
+        assert!(clock.now().since(start).as_millis() < 20_000, "in vain: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// How long something took, in milliseconds.
+pub(crate) fn timed<T>(work: impl FnOnce() -> T) -> (T, u64) {
+    let clock = Clock::start();
+    let start = clock.now();
+    let done = work();
+    (done, clock.now().since(start).as_millis())
+}
+
+/// An aggregator as a process.
+pub(crate) struct Serving {
+    pub(crate) process: Process,
+    /// `HOST:PORT` of its control plane.
+    pub(crate) addr: String,
+}
+
+impl Serving {
+    pub(crate) fn start(flags: &[&str]) -> Self {
+        let args = [&["aggregator", "--port", "0", "--pool-mib", "64"], flags].concat();
+        Self::of(Process::start(&args))
+    }
+
+    /// Waits until an aggregator serves.
+    pub(crate) fn of(mut process: Process) -> Self {
+        await_that("the aggregator serves", || {
+            assert!(process.runs(), "{}", process.err.so_far());
+            process.out().contains('\n')
+        });
+        let out = process.out();
+        let (_, rest) = out.split_once(" on ").unwrap();
+        let (addr, _) = rest.split_once(": ").unwrap();
+        Self { addr: addr.to_owned(), process }
+    }
+
+    /// The port that it can be reached at.
+    pub(crate) fn port(&self) -> &str {
+        self.addr.rsplit_once(':').unwrap().1
+    }
+}
+
+/// Starts one rank of a benchmark at an aggregator.
+pub(crate) fn bench_rank(addr: &str, rank: u16, world: u16, flags: &[&str]) -> Process {
+    let (rank, world) = (rank.to_string(), world.to_string());
+    let args = ["bench", "--aggregator", addr, "--rank", &rank, "--world", &world];
+    Process::start(&[&args, flags].concat())
+}

@@ -1,0 +1,380 @@
+//! `racksum reduce` end to end: captured gradients of real training, files of every dtype, and
+//! files that cannot be.
+
+use std::time::Duration;
+
+use safetensors::tensor::Dtype;
+use serde_json::Value;
+
+use crate::files::{Folder, Tensor, captured, check, read, union};
+use crate::process::{Ended, Process, Serving, await_that, run, signal, timed};
+
+/// Reduces files on this host.
+fn reduce(files: &[String], out: &str, flags: &[&str]) -> Ended {
+    let files: Vec<&str> = files.iter().map(|file| &file[..]).collect();
+    run(&[&["reduce", "--out", out], flags, &files[..]].concat())
+}
+
+fn lines(ended: &Ended) -> Vec<Value> {
+    ended.out.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[test]
+fn captured_gradients_are_reduced_as_in_f64() {
+    let folder = Folder::new("captured");
+    for what in ["digits", "words"] {
+        let files = captured(what);
+        let out = folder.path(what);
+        for (flags, op, epsilon) in [
+            (&[][..], "sum", 4e-7),
+            (&["--op", "avg"], "avg", 4e-7),
+            (&["--op", "min"], "min", 0.0),
+            (&["--op", "max"], "max", 0.0),
+            // Each rank's rounding, and that of the sum.
+            (&["--wire", "bf16"], "sum", 1.0 / 128.0),
+            (&["--wire", "f16", "--op", "avg"], "avg", 1.0 / 1024.0),
+        ] {
+            let ended = reduce(&files, &out, flags).ok();
+            assert!(ended.err.is_empty(), "{ended:?}");
+            // The least f16 is not nothing where gradients are tiny.
+            if flags.contains(&"f16") {
+                continue;
+            }
+            check(&files, &out, op, epsilon);
+        }
+    }
+    assert_eq!(folder.names(), ["digits", "words"]);
+}
+
+#[test]
+fn a_result_has_the_same_bits_over_shards_and_fanouts_and_faults() {
+    let folder = Folder::new("same");
+    let files = captured("words");
+    let plain = folder.path("plain");
+    reduce(&files, &plain, &[]).ok();
+    let plain = std::fs::read(plain).unwrap();
+    for flags in [
+        &["--shards", "2"][..],
+        &["--shards", "3", "--fanout", "unicast"],
+        &["--fanout", "multicast"],
+        &["--drop", "0.05", "--dup", "0.05", "--reorder", "0.05", "--seed", "7"],
+        &["--shards", "2", "--drop", "0.1", "--fanout", "multicast"],
+        &["--block", "64"],
+        &["--block", "1024", "--timeout", "20"],
+    ] {
+        let out = folder.path("other");
+        reduce(&files, &out, flags).ok();
+        assert!(std::fs::read(&out).unwrap() == plain, "{flags:?}");
+    }
+}
+
+#[test]
+fn the_report_counts_what_the_files_hold() {
+    let folder = Folder::new("report");
+    for what in ["digits", "words"] {
+        let files = captured(what);
+        let out = folder.path("sum");
+        let ended = reduce(&files, &out, &["--format", "json", "--fanout", "unicast"]).ok();
+        let lines = lines(&ended);
+        let ranks: Vec<_> = files.iter().map(read).collect();
+        let (total, rows) = lines.split_last().unwrap();
+        assert_eq!(rows.len(), ranks[0].len());
+        for row in rows {
+            let name = row["tensor"].as_str().unwrap();
+            let tensors: Vec<_> = ranks.iter().map(|rank| &rank[name]).collect();
+            let held: Vec<_> = tensors.iter().map(|tensor| union(&[tensor], 256)).collect();
+            assert_eq!(row["rank_blocks"], Value::from(held), "{row}");
+            assert_eq!(row["union_blocks"], Value::from(union(&tensors, 256)), "{row}");
+            assert_eq!(row["dense_bytes"], Value::from(tensors[0].bytes.len()), "{row}");
+            assert_eq!(row["elements"], Value::from(tensors[0].bytes.len() / 4), "{row}");
+            assert_eq!(row["shape"], Value::from(tensors[0].shape.clone()), "{row}");
+            assert_eq!((&row["dtype"], &row["wire"]), (&"f32".into(), &"f32".into()));
+        }
+        assert_eq!((&total["ranks"], &total["rank"]), (&4.into(), &Value::Null));
+        assert_eq!(total["out"], Value::from(out));
+        for rank in 0..4 {
+            // I3: 6 % and a datagram an op.
+            let room = 1500 * rows.len() as u64;
+            let bytes = |key: &str| total[key][rank].as_u64().unwrap();
+            let own = bytes("rank_bytes");
+            assert!((own..own * 106 / 100 + room).contains(&bytes("tx_bytes")), "{total}");
+            let all = total["union_bytes"].as_u64().unwrap();
+            assert!((all..all * 106 / 100 + room).contains(&bytes("rx_bytes")), "{total}");
+        }
+        let text = reduce(&files, &folder.path("sum"), &[]).ok().out;
+        assert!(ranks[0].keys().all(|name| text.contains(name)), "{text}");
+    }
+}
+
+#[test]
+fn every_dtype_and_shape_is_reduced() {
+    let folder = Folder::new("dtypes");
+    let files: Vec<_> = (0..3)
+        .map(|rank| {
+            let numbers: Vec<f64> = (0..6).map(|i| f64::from(i * (rank + 1) - 3)).collect();
+            let long: Vec<f64> = (0..70_000).map(|i| f64::from(i % 5 + rank)).collect();
+            let of = |dtype| Tensor::of(dtype, &[2, 3], &numbers);
+            folder.write(
+                &format!("rank{rank}"),
+                &[
+                    ("f32", of(Dtype::F32)),
+                    ("f64", of(Dtype::F64)),
+                    ("f16", of(Dtype::F16)),
+                    ("bf16", of(Dtype::BF16)),
+                    ("i32", of(Dtype::I32)),
+                    ("i64", of(Dtype::I64)),
+                    ("a scalar", Tensor::of(Dtype::F32, &[], &[f64::from(rank)])),
+                    ("nothing", Tensor::of(Dtype::F64, &[0, 7], &[])),
+                    ("long \u{1f}\n\"name\"", Tensor::of(Dtype::F32, &[7, 10_000], &long)),
+                ],
+            )
+        })
+        .collect();
+    let out = folder.path("sum");
+    for (flags, op) in [(&[][..], "sum"), (&["--op", "max", "--shards", "2"], "max")] {
+        let ended = reduce(&files, &out, flags).ok();
+        assert!(!ended.out.contains('\u{1f}'), "{}", ended.out);
+        check(&files, &out, op, 0.0);
+    }
+    reduce(&files[..1], &out, &[]).ok();
+    assert_eq!(read(&out), read(&files[0]), "the sum of one");
+    let why = reduce(&files, &out, &["--op", "avg"]);
+    assert!(why.failed(2).contains("avg is not defined for i64"), "{why:?}");
+    let why = reduce(&files, &out, &["--wire", "bf16"]);
+    assert!(why.failed(2).contains("wire type bf16 cannot carry a tensor of "), "{why:?}");
+}
+
+#[test]
+fn files_without_tensors_are_reduced_to_one() {
+    let folder = Folder::new("none");
+    let file = folder.write("none", &[]);
+    let out = folder.path("sum");
+    reduce(&[file.clone(), file], &out, &[]).ok();
+    assert!(read(&out).is_empty());
+}
+
+#[test]
+fn a_result_may_replace_a_file_and_even_an_input() {
+    let folder = Folder::new("replace");
+    let one = Tensor::of(Dtype::F32, &[2], &[1.0, 2.0]);
+    let two = Tensor::of(Dtype::F32, &[2], &[2.0, 4.0]);
+    let file = folder.write("own", &[("w", one)]);
+    reduce(&[file.clone(), file.clone()], &file, &[]).ok();
+    assert_eq!(read(&file)["w"], two);
+    assert_eq!(folder.names(), ["own"]);
+}
+
+#[test]
+fn what_cannot_be_reduced_is_refused_in_a_sentence_and_nothing_is_written() {
+    let folder = Folder::new("bad");
+    let vector = |dtype, len: usize| Tensor::of(dtype, &[len], &vec![1.0; len]);
+    let good = folder.write("good", &[("a", vector(Dtype::F32, 6)), ("b", vector(Dtype::F32, 2))]);
+    let garbage = folder.path("garbage");
+    std::fs::write(&garbage, "this is no file of tensors").unwrap();
+    let cut = folder.path("cut");
+    std::fs::write(&cut, &std::fs::read(&good).unwrap()[..60]).unwrap();
+    let shape = folder.write(
+        "shape",
+        &[("a", Tensor::of(Dtype::F32, &[2, 3], &[1.0; 6])), ("b", vector(Dtype::F32, 2))],
+    );
+    let dtype =
+        folder.write("dtype", &[("a", vector(Dtype::I32, 6)), ("b", vector(Dtype::F32, 2))]);
+    let fewer = folder.write("fewer", &[("a", vector(Dtype::F32, 6))]);
+    let other =
+        folder.write("other", &[("a", vector(Dtype::F32, 6)), ("c", vector(Dtype::F32, 2))]);
+    let bytes = folder.write("bytes", &[("a", vector(Dtype::U8, 6)), ("b", vector(Dtype::F32, 2))]);
+    let before = folder.names();
+    let missing = folder.path("missing");
+    let own = folder.path("");
+    let of = |second: &str| vec![good.clone(), second.to_owned()];
+    for (files, why) in [
+        (of(&missing), format!("cannot read {missing}: No such file")),
+        (of(&own), "is a directory, not a file".to_owned()),
+        (of(&garbage), format!("{garbage} is no safetensors file: ")),
+        (of(&cut), format!("{cut} is no safetensors file: ")),
+        (of(&shape), format!("tensor \"a\" has the shape [2, 3] in {shape}, but [6] in {good}")),
+        (of(&dtype), format!("tensor \"a\" is i32 in {dtype}, but f32 in {good}")),
+        (of(&fewer), format!("{fewer} has no tensor \"b\", which {good} has")),
+        (of(&other), format!("{other} has no tensor \"b\", which {good} has")),
+        (
+            vec![fewer.clone(), good.clone()],
+            format!("{good} has a tensor \"b\", which {fewer} has"),
+        ),
+        (of(&bytes), format!("tensor \"a\" of {bytes} is U8, which racksum cannot reduce")),
+        (vec![bytes.clone()], format!("tensor \"a\" of {bytes} is U8")),
+    ] {
+        let ended = reduce(&files, &folder.path("sum"), &[]);
+        assert!(ended.failed(2).contains(&why), "{why}: {ended:?}");
+        assert!(ended.out.is_empty(), "{ended:?}");
+        assert_eq!(folder.names(), before);
+    }
+    let nowhere = folder.path("nowhere/sum");
+    for (out, why) in [(&nowhere, "there is no directory"), (&own, "names no file")] {
+        let ended = reduce(&of(&good), out, &[]);
+        assert!(ended.failed(2).contains(why), "{ended:?}");
+        assert_eq!(folder.names(), before);
+    }
+    for (flags, why) in [
+        (&["--block", "48"][..], "tensor \"a\": a block has 32 to 1024 elements"),
+        (&["--wire", "i32"], "tensor \"a\": wire type i32 cannot carry a tensor of f32"),
+    ] {
+        let ended = reduce(&of(&good), &folder.path("sum"), flags);
+        assert!(ended.failed(2).contains(why), "{ended:?}");
+        assert_eq!(folder.names(), before);
+    }
+}
+
+#[test]
+fn a_reduction_that_fails_on_the_way_leaves_what_was_there() {
+    let folder = Folder::new("fails");
+    let fine = Tensor::of(Dtype::F32, &[3], &[1.0; 3]);
+    let broken = Tensor::of(Dtype::F32, &[3], &[1.0, f64::NAN, 1.0]);
+    let files = [
+        folder.write("rank0", &[("fine", fine.clone()), ("w", fine.clone())]),
+        folder.write("rank1", &[("fine", fine), ("w", broken)]),
+    ];
+    let out = folder.path("sum");
+    std::fs::write(&out, "what was there").unwrap();
+    let ended = reduce(&files, &out, &["--wire", "fixed32"]);
+    let why = ended.failed(1);
+    assert!(why.contains("tensor \"w\": ") && why.contains("fixed32 cannot carry"), "{why}");
+    assert_eq!(std::fs::read(&out).unwrap(), b"what was there");
+    assert_eq!(folder.names(), ["rank0", "rank1", "sum"]);
+}
+
+#[test]
+fn a_rank_that_is_killed_ends_the_reduction_at_once() {
+    let folder = Folder::new("killed");
+    let numbers = vec![1.0; 4_000_000];
+    let file = folder.write("rank", &[("w", Tensor::of(Dtype::F32, &[4_000_000], &numbers))]);
+    let out = folder.path("sum");
+    // So lossy that it takes until the rank is killed.
+    let args = ["reduce", "--out", &out, "--drop", "0.9", &file, &file, &file];
+    let parent = Process::start(&args);
+    await_that("the ranks run", || parent.children().len() == 3);
+    std::thread::sleep(Duration::from_millis(300));
+    signal(parent.children()[1], "KILL");
+    let (ended, ms) = timed(|| parent.end(10));
+    assert!(ended.failed(1).starts_with("rank 1 ended early (signal: 9"), "{ended:?}");
+    assert!(ms < 5000, "{ms} ms");
+    assert_eq!(folder.names(), ["rank"]);
+}
+
+#[test]
+fn a_timeout_says_which_tensor_and_leaves_nothing() {
+    let folder = Folder::new("timeout");
+    let file = folder.write("rank", &[("w", Tensor::of(Dtype::F32, &[9], &[1.0; 9]))]);
+    let out = folder.path("sum");
+    let ended = run(&["reduce", "--out", &out, "--drop", "1", "--timeout", "1", &file, &file]);
+    let why = ended.failed(1);
+    assert!(why.contains("no result after 10") && why.contains("no word from the"), "{why}");
+    assert_eq!(folder.names(), ["rank"]);
+}
+
+/// Starts a rank of a distributed reduction.
+fn rank(serving: &Serving, rank: usize, world: usize, file: &str, flags: &[&str]) -> Process {
+    let (rank, world) = (rank.to_string(), world.to_string());
+    let args = ["reduce", "--aggregator", &serving.addr, "--rank", &rank, "--world", &world, file];
+    Process::start(&[&args, flags].concat())
+}
+
+#[test]
+fn ranks_of_a_distributed_run_end_as_those_of_one_host() {
+    let folder = Folder::new("distributed");
+    let serving = Serving::start(&["--shards", "2"]);
+    let files = captured("digits");
+    let local = folder.path("local");
+    reduce(&files, &local, &["--op", "avg"]).ok();
+    let outs: Vec<_> = (0..4).map(|rank| folder.path(&format!("sum{rank}"))).collect();
+    let ranks: Vec<_> = (0..4)
+        .map(|at| {
+            let out = ["--op", "avg", "--format", "json", "--out", &outs[at]];
+            // Rank 1 wants no file.
+            let flags = if at == 1 { &out[..4] } else { &out[..] };
+            rank(&serving, at, 4, &files[at], flags)
+        })
+        .collect();
+    for (at, process) in ranks.into_iter().enumerate() {
+        let ended = process.end(30).ok();
+        let lines = lines(&ended);
+        let total = lines.last().unwrap();
+        assert_eq!((&total["ranks"], &total["rank"]), (&4.into(), &at.into()));
+        // Every rank knows what all hold.
+        assert_eq!(total["rank_blocks"], Value::from(vec![71, 69, 69, 77]));
+        assert_eq!(total["union_blocks"], Value::from(79));
+        if at != 1 {
+            assert!(std::fs::read(&outs[at]).unwrap() == std::fs::read(&local).unwrap());
+        }
+    }
+    assert_eq!(folder.names(), ["local", "sum0", "sum2", "sum3"]);
+}
+
+#[test]
+fn ranks_with_other_tensors_are_told_which_before_any_is_sent() {
+    let folder = Folder::new("differ");
+    let serving = Serving::start(&[]);
+    let vector = |len: usize| Tensor::of(Dtype::F32, &[len], &vec![1.0; len]);
+    let one = folder.write("one", &[("a", vector(4)), ("b", vector(6)), ("c", vector(4))]);
+    let size = folder.write("size", &[("a", vector(4)), ("b", vector(7)), ("c", vector(4))]);
+    let name = folder.write("name", &[("a", vector(4)), ("bb", vector(6)), ("c", vector(4))]);
+    let table = Tensor::of(Dtype::F32, &[2, 3], &[1.0; 6]);
+    let shape = folder.write("shape", &[("a", vector(4)), ("b", table), ("c", vector(4))]);
+    let fewer = folder.write("fewer", &[("a", vector(4)), ("b", vector(6))]);
+    let before = folder.names();
+    let out = folder.path("sum");
+    for (other, flags, why) in [
+        (&size, &[][..], "tensor \"b\" is not the same at all ranks: rank "),
+        (&name, &[], "differ in its name or shape"),
+        (&shape, &[], "tensor \"b\" is not the same at all ranks: rank "),
+        (&fewer, &[], " tensors, but rank "),
+        (&one, &["--op", "max"], "tensor \"a\" is not the same at all ranks: rank "),
+        (&one, &["--block", "64"], "tensor \"a\" is not the same at all ranks: rank "),
+    ] {
+        let (results, ms) = timed(|| {
+            let ranks =
+                [rank(&serving, 0, 2, &one, &["--out", &out]), rank(&serving, 1, 2, other, flags)];
+            ranks.map(|rank| rank.end(30))
+        });
+        for ended in results {
+            assert!(ended.failed(2).contains(why), "{why}: {ended:?}");
+        }
+        assert!(ms < 5000, "{ms} ms");
+        assert_eq!(folder.names(), before);
+    }
+}
+
+#[test]
+fn arguments_that_contradict_each_other_are_refused() {
+    let file = &captured("digits")[0];
+    for args in [
+        &["reduce"][..],
+        &["reduce", "--op", "median", file],
+        &["reduce", "--aggregator", "127.0.0.1:1", file],
+        &["reduce", "--rank", "1", file],
+        &[
+            "reduce",
+            "--aggregator",
+            "127.0.0.1:1",
+            "--rank",
+            "0",
+            "--world",
+            "1",
+            "--shards",
+            "2",
+            file,
+        ],
+        &["reduce", "--insecure", file],
+        &["reduce", "--drop", "1.5", file],
+        &["reduce", "--timeout", "0", file],
+        &["reduce", "--out"],
+    ] {
+        let ended = run(args);
+        assert_eq!(ended.code, Some(2), "{args:?}: {ended:?}");
+        assert!(ended.err.starts_with("error: "), "{ended:?}");
+    }
+    let two = ["reduce", "--aggregator", "127.0.0.1:1", "--rank", "0", "--world", "2", file, file];
+    assert!(run(&two).failed(2).contains("give this rank's file alone, not 2"));
+    let mut many = vec!["reduce"];
+    many.extend([&file[..]; 257]);
+    assert!(run(&many).failed(2).contains("a job has 1 to 256 ranks, not 257"));
+}

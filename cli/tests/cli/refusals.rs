@@ -1,0 +1,291 @@
+//! What cannot be is said in one sentence, with an exit code that tells whose fault it is.
+
+use std::net::UdpSocket;
+
+use crate::files::Folder;
+use crate::process::{Ended, Process, Serving, bench_rank, run, signal, timed};
+
+#[test]
+fn an_aggregator_that_cannot_serve_says_why() {
+    let taken = UdpSocket::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port().to_string();
+    let ended = run(&["aggregator", "--port", &port]);
+    let why =
+        format!("cannot bind 127.0.0.1:{port}: the port is taken; choose another with --port");
+    assert!(ended.failed(3).starts_with(&why), "{ended:?}");
+
+    let ended = run(&["aggregator", "--bind", "203.0.113.7", "--insecure"]);
+    assert!(ended.failed(3).contains("no interface of this host has this address"), "{ended:?}");
+    let ended = run(&["aggregator", "--bind", "0.0.0.0", "--port", "0"]);
+    assert!(ended.failed(3).contains("pass --insecure if"), "{ended:?}");
+    let everywhere = ["aggregator", "--bind", "0.0.0.0", "--port", "0", "--insecure"];
+    let ended = run(&[&everywhere[..], &["--fanout", "multicast"]].concat());
+    assert!(ended.failed(3).contains("--fanout multicast needs --bind with the"), "{ended:?}");
+
+    let six = ["aggregator", "--bind", "::1", "--port", "0", "--fanout", "multicast"];
+    let why = "--fanout multicast cannot be: cannot use lo for multicast: it does not multicast; ";
+    assert!(run(&six).failed(3).starts_with(why));
+
+    let folder = Folder::new("config");
+    let config = folder.path("racksum.toml");
+    let ended = run(&["aggregator", "--config", &config]);
+    assert!(ended.failed(2).starts_with(&format!("cannot read {config}: ")), "{ended:?}");
+    std::fs::write(&config, "port = 0\nshards = 0\n").unwrap();
+    let ended = run(&["aggregator", "--config", &config]);
+    assert!(ended.failed(2).ends_with("shards is 0, but must be from 1 to 64"), "{ended:?}");
+    let ended = run(&["aggregator", "--join-timeout-s", "0"]);
+    assert_eq!(ended.failed(2), "join_timeout_s is 0, but must be from 1 to 604800");
+    let ended = run(&["aggregator", "--shards", "65"]);
+    assert_eq!(ended.failed(2), "shards is 65, but must be from 1 to 64");
+    std::fs::write(&config, "prot = 0\n").unwrap();
+    let ended = run(&["aggregator", "--config", &config]);
+    assert_eq!(ended.code, Some(2));
+    assert!(ended.err.contains("prot") && ended.err.contains("line 1"), "{ended:?}");
+}
+
+#[test]
+fn an_aggregator_names_the_port_of_a_shard_that_is_taken() {
+    // A port whose lower neighbour is free, for the control plane.
+    let (taken, port) = (0..100)
+        .find_map(|_| {
+            let taken = UdpSocket::bind("127.0.0.1:0").unwrap();
+            let port = taken.local_addr().unwrap().port();
+            UdpSocket::bind(("127.0.0.1", port - 1)).ok().map(|_| (taken, port))
+        })
+        .unwrap();
+    let ended = run(&["aggregator", "--port", &(port - 1).to_string(), "--pool-mib", "1"]);
+    let why = format!("cannot bind 127.0.0.1:{port}: the port is taken; choose another");
+    assert!(ended.failed(3).starts_with(&why), "{ended:?}");
+    drop(taken);
+}
+
+#[test]
+fn an_aggregator_for_ipv6_says_so_to_who_comes_by_ipv4() {
+    let serving = Serving::start(&["--bind", "::", "--insecure"]);
+    let ended = bench_rank(&format!("127.0.0.1:{}", serving.port()), 0, 1, &[]).end(30);
+    let why = "the aggregator refused: this aggregator serves IPv6, and the worker came by IPv4; ";
+    assert!(ended.failed(3).starts_with(why), "{ended:?}");
+}
+
+#[test]
+fn a_job_that_an_aggregator_has_held_for_too_long_names_who_is_missing() {
+    let serving = Serving::start(&["--join-timeout-s", "1", "--max-jobs", "1"]);
+    for (rank, missing) in [(0, 1), (1, 0)] {
+        let ended = bench_rank(&serving.addr, rank, 2, &["--timeout", "30"]).end(20);
+        let why = format!(
+            "the aggregator refused: job \"bench\" has waited 1 s for rank {missing}; start what \
+             is missing, or raise --join-timeout-s at the aggregator"
+        );
+        assert_eq!(ended.failed(3), why);
+    }
+    // The only place for a job is free again.
+    bench_rank(&serving.addr, 0, 1, &["-e", "4K"]).end(30).ok();
+}
+
+#[test]
+fn ranks_that_call_other_ops_are_told_both_at_every_rank() {
+    let serving = Serving::start(&[]);
+    let rank = |at, size, wire| {
+        bench_rank(&serving.addr, at, 3, &["-b", size, "-e", size, "--wire", wire])
+    };
+    for (size, wire, theirs) in
+        [("8K", "f32", "2048 x f32, wire f32"), ("4K", "bf16", "1024 x f32, wire bf16")]
+    {
+        let ranks = [rank(0, "4K", "f32"), rank(1, size, wire), rank(2, "4K", "f32")];
+        for ended in ranks.map(|rank| rank.end(30)) {
+            let why = ended.failed(1);
+            assert!(why.contains("the ranks disagree: rank "), "{why}");
+            assert!(why.contains(&format!("rank 1 has sum of {theirs}, block 256")), "{why}");
+            assert!(why.contains("has sum of 1024 x f32, wire f32, block 256"), "{why}");
+        }
+    }
+    // The aggregator serves on.
+    bench_rank(&serving.addr, 0, 1, &["-e", "4K"]).end(30).ok();
+}
+
+#[test]
+fn a_rank_that_finds_no_aggregator_says_so() {
+    let free = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let (ended, ms) = timed(|| bench_rank(&free, 0, 1, &[]).end(30));
+    let why = format!("nobody answered at {free} within 5000 ms; check the address");
+    assert!(ended.failed(3).starts_with(&why), "{ended:?}");
+    assert!(ms < 8000, "{ms} ms");
+
+    let ended = bench_rank("no-such-host.invalid:7177", 0, 1, &[]).end(30);
+    let why = "\"no-such-host.invalid:7177\" is no address of an aggregator (HOST:PORT): ";
+    assert!(ended.failed(2).starts_with(why), "{ended:?}");
+    let ended = bench_rank("127.0.0.1", 0, 1, &[]).end(30);
+    assert!(ended.failed(2).starts_with("\"127.0.0.1\" is no address of an"), "{ended:?}");
+}
+
+#[test]
+fn a_rank_that_does_not_fit_says_why() {
+    let serving = Serving::start(&[]);
+    let rank = |rank, world, flags: &[&str]| bench_rank(&serving.addr, rank, world, flags);
+    let ended = rank(0, 1, &["--mtu", "1000"]).end(30);
+    assert!(ended.failed(2).starts_with("an MTU of 1000 is too small; racksum needs"), "{ended:?}");
+    let ended = rank(2, 2, &[]).end(30);
+    let why = "rank 2 is not below the world of 2; ranks count from 0";
+    assert_eq!(ended.failed(2), why);
+    let first = rank(0, 2, &["-e", "4K"]);
+    // Whether or not it was there first: one of the two is refused.
+    let second = rank(0, 2, &["-e", "4K", "--timeout", "3"]);
+    let wrong = rank(1, 3, &["-e", "4K", "--timeout", "3"]);
+    let refused = wrong.end(30);
+    let why = "rank 1 says 3";
+    assert!(refused.failed(3).contains(why), "{refused:?}");
+    let last = rank(1, 2, &["-e", "4K"]);
+    let ended = [first.end(60), second.end(60)];
+    let of = |ended: &Ended| ended.code == Some(0);
+    assert_eq!(ended.iter().filter(|ended| of(ended)).count(), 1, "{ended:?}");
+    let refused = ended.iter().find(|ended| !of(ended)).unwrap();
+    let why = refused.failed(3);
+    assert!(
+        why.starts_with("the aggregator refused: rank 0 of job \"bench\" has already joined from")
+            || why.contains("is running with all its 2 ranks"),
+        "{why}"
+    );
+    last.end(60).ok();
+}
+
+#[test]
+fn a_world_that_stays_incomplete_names_who_is_missing() {
+    let serving = Serving::start(&[]);
+    let ranks = [0, 3].map(|rank| bench_rank(&serving.addr, rank, 4, &["--timeout", "2"]));
+    for ended in ranks.map(|rank| rank.end(30)) {
+        let why = ended.failed(1);
+        // The other may have left a moment before.
+        let whom = ["1, 2", "0, 1, 2", "1, 2, 3"];
+        let told = whom.map(|whom| format!("after 2 s ranks {whom} had not joined"));
+        assert!(told.contains(&why.to_owned()), "{why}");
+    }
+}
+
+#[test]
+fn an_aggregator_ends_well_when_it_is_told_to() {
+    for name in ["TERM", "INT"] {
+        let serving = Serving::start(&[]);
+        signal(serving.process.id(), name);
+        let ended = serving.process.end(10).ok();
+        assert!(ended.out.ends_with("racksum aggregator stops\n"), "{ended:?}");
+    }
+}
+
+#[test]
+fn help_says_what_there_is() {
+    let ended = run(&["--help"]).ok();
+    for command in ["aggregator", "bench", "reduce"] {
+        assert!(ended.out.contains(command), "{}", ended.out);
+        let help = run(&[command, "--help"]).ok().out;
+        assert!(!help.contains("--raw") && !help.contains("--into"), "{help}");
+    }
+    let ended = run(&["nonsense"]);
+    assert_eq!((ended.code, ended.err.is_empty()), (Some(2), false));
+    let ended = run(&["--log", "a=b=c", "bench", "-e", "4K"]);
+    assert!(ended.failed(2).starts_with("--log \"a=b=c\": "), "{ended:?}");
+}
+
+#[test]
+fn a_benchmark_on_one_host_checks_its_sums() {
+    let ended = run(&["bench", "--workers", "3", "-e", "64K", "-n", "3", "--shards", "2"]).ok();
+    assert_eq!(ended.out.lines().filter(|line| !line.starts_with('#')).count(), 4, "{ended:?}");
+    let flags = ["--drop", "0.02", "--dup", "0.02", "--reorder", "0.02", "--format", "json"];
+    let args = ["bench", "--workers", "2", "-e", "300K", "-n", "3", "--input", "blocks"];
+    let ended = run(&[&args[..], &flags].concat()).ok();
+    for line in ended.out.lines() {
+        let row: serde_json::Value = serde_json::from_str(line).unwrap();
+        assert_eq!((&row["wrong"], &row["workers"]), (&0.into(), &2.into()), "{row}");
+    }
+    let nothing = Process::start(&["bench", "-b", "8K", "-e", "4K"]).end(10);
+    assert!(nothing.failed(2).contains("no size to measure"), "{nothing:?}");
+}
+
+#[test]
+fn a_benchmark_that_cannot_be_is_refused_before_it_starts() {
+    let far = ["--aggregator", "127.0.0.1:1", "--rank", "0", "--world", "2"];
+    for (flags, why) in [
+        (&["-b", "0"][..], "-b is 0"),
+        (&["--block", "100"], "a block has 32 to 1024 elements, a power of two; 100 is not"),
+        (&["-d", "i32", "-o", "avg"], "avg is not defined for i32"),
+        (&["-d", "i32", "--wire", "int8"], "wire type int8 cannot carry a tensor of i32"),
+        (&["--mtu", "1279"], "an MTU of 1279 is too small"),
+        (&["--overlap", "none", "--density", "0.3"], "at most 0.250 of the blocks, not 0.3"),
+        (&[&far[..], &["--workers", "2"]].concat(), "--workers is of a run on this host"),
+        (&[&far[..], &["--shards", "2"]].concat(), "--shards is of a run on this host"),
+        (&[&far[..], &["--fanout", "auto"]].concat(), "--fanout is of a run on this host"),
+    ] {
+        let ended = run(&[&["bench"], flags].concat());
+        assert!(ended.failed(2).contains(why), "{ended:?}");
+        assert_eq!(ended.err.lines().count(), 1, "{ended:?}");
+    }
+    for flags in [["--timeout", "0"], ["--check", "2"], ["--job", "x"], ["--density", "nan"]] {
+        let ended = run(&[&["bench"][..], &flags].concat());
+        assert_eq!((ended.code, &ended.out[..]), (Some(2), ""), "{ended:?}");
+    }
+}
+
+#[test]
+fn a_benchmark_says_whose_figures_it_shows() {
+    let serving = Serving::start(&[]);
+    let flags = ["-b", "4K", "-e", "4K", "-n", "2", "--density", "1"];
+    let ranks = [0, 1].map(|rank| bench_rank(&serving.addr, rank, 2, &flags));
+    for (rank, process) in ranks.into_iter().enumerate() {
+        let out = process.end(30).ok().out;
+        assert!(out.contains(&format!("all figures are of rank {rank} alone")), "{out}");
+    }
+    let all = run(&[&["bench", "--workers", "2"], &flags[..]].concat()).ok().out;
+    assert!(all.contains("time is of the slowest rank"), "{all}");
+}
+
+#[test]
+fn a_row_for_programs_has_every_field() {
+    // 1001 bytes are 125 elements of 8.
+    let args = ["bench", "--workers", "2", "-b", "1001", "-e", "1001", "-d", "f64", "-n", "2"];
+    let more = ["--format", "json", "--density", "0.5", "--lanes", "3", "--ops-in-flight", "4"];
+    let out = run(&[&args[..], &more].concat()).ok().out;
+    let row: serde_json::Value = serde_json::from_str(out.trim_end()).unwrap();
+    for (field, value) in [
+        ("workers", 2.into()),
+        ("bytes", 1000.into()),
+        ("count", 125.into()),
+        ("dtype", "f64".into()),
+        ("wire", "f64".into()),
+        ("op", "sum".into()),
+        ("density", 0.5.into()),
+        ("overlap", "random".into()),
+        ("block", 256.into()),
+        ("shards", 1.into()),
+        ("lanes", 3.into()),
+        ("ops_in_flight", 4.into()),
+        ("fanout", "unicast".into()),
+        ("iters", 2.into()),
+        ("retransmits", 0.into()),
+        ("wrong", 0.into()),
+    ] {
+        let value: serde_json::Value = value;
+        assert_eq!(row[field], value, "{field} of {row}");
+    }
+    for field in ["algbw_gb_s", "busbw_gb_s", "pool_slots", "tx_bytes_per_rank"] {
+        assert!(row[field].is_number(), "{field} of {row}");
+    }
+    for field in ["min", "p50", "p99", "max"] {
+        assert!(row["time_us"][field].as_f64().unwrap() > 0.0, "{field} of {row}");
+    }
+    assert!(row["rx_bytes_per_rank"].is_number(), "{row}");
+}
+
+#[test]
+fn a_reader_that_is_gone_is_no_panic() {
+    let binary = env!("CARGO_BIN_EXE_racksum");
+    let mut child = std::process::Command::new(binary)
+        .args(["bench", "--workers", "1", "-e", "64K", "-f", "2", "-n", "2"])
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let ended = child.wait_with_output().unwrap();
+    let err = String::from_utf8(ended.stderr).unwrap();
+    assert_eq!(ended.status.code(), Some(1), "{err}");
+    assert!(err.contains("racksum: cannot write to standard output: Broken pipe"), "{err}");
+}

@@ -1,0 +1,148 @@
+//! Which messages go out with one segmented send.
+
+use super::{MAX_DATAGRAM, MAX_SEGMENTS};
+
+/// Messages one after the other in a buffer, which go out as one: small ones share a datagram, and
+/// datagrams of one size share a send.
+///
+/// A datagram costs the same whatever it holds, and so does a send on most of its way.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Train {
+    len: usize,
+    datagrams: usize,
+    /// Bytes of every datagram but the last.
+    stride: usize,
+    /// Bytes of the last.
+    last: usize,
+}
+
+impl Train {
+    /// Bytes of all messages.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there is no message.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Bytes from one datagram to the next.
+    #[must_use]
+    pub const fn stride(&self) -> usize {
+        self.stride
+    }
+
+    /// Adds a message of `len` bytes, itself cut into datagrams `stride` apart, none of which may
+    /// have more than `max_datagram`. False if it needs a train of its own.
+    #[must_use]
+    pub fn couple(&mut self, len: usize, stride: usize, max_datagram: usize) -> bool {
+        let datagrams = len.div_ceil(stride);
+        let room = if self.datagrams == 1 { max_datagram } else { self.stride };
+        if self.is_empty() {
+            self.stride = if datagrams == 1 { len } else { stride };
+        } else if self.len + len > MAX_DATAGRAM {
+            return false;
+        } else if datagrams == 1 && self.last + len <= room {
+            self.len += len;
+            self.last += len;
+            self.stride = self.stride.max(self.last);
+            return true;
+        } else if self.last != self.stride
+            || self.datagrams + datagrams > MAX_SEGMENTS
+            || if datagrams == 1 { len > self.stride } else { stride != self.stride }
+        {
+            return false;
+        }
+        self.len += len;
+        self.datagrams += datagrams;
+        self.last = len - (datagrams - 1) * stride;
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Couples single datagrams; returns how many the train took, and its distances.
+    fn singles(lens: &[usize]) -> (usize, usize, usize) {
+        let mut train = Train::default();
+        let taken = lens.iter().take_while(|len| train.couple(**len, 1472, 1472)).count();
+        (taken, train.len(), train.stride())
+    }
+
+    #[test]
+    fn small_messages_share_a_datagram() {
+        assert_eq!(singles(&[300, 48, 1000]), (3, 1348, 1348));
+        assert_eq!(singles(&[300, 48, 1000, 124]), (4, 1472, 1472));
+    }
+
+    #[test]
+    fn datagrams_of_one_size_share_a_send_and_a_shorter_one_ends_it() {
+        assert_eq!(singles(&[1072, 1072, 1072]), (3, 3216, 1072));
+        assert_eq!(singles(&[1072, 1072, 600, 1072]), (3, 2744, 1072));
+        assert_eq!(singles(&[1072, 1072, 600, 472, 1072]), (5, 4288, 1072));
+        assert_eq!(singles(&[1072, 1100]), (1, 1072, 1072));
+        assert_eq!(singles(&[560, 560, 560, 560, 560]), (5, 2800, 1120));
+    }
+
+    #[test]
+    fn windows_of_several_datagrams_follow_each_other_if_they_are_cut_alike() {
+        let mut train = Train::default();
+        assert!(train.couple(3 * 1072, 1072, 1472));
+        assert!(train.couple(1072, 1072, 1472));
+        assert!(train.couple(2 * 1072, 1072, 1472));
+        assert!(!train.couple(2 * 1472, 1472, 1472));
+        assert!(train.couple(1072 + 100, 1072, 1472));
+        assert!(!train.couple(1073, 1072, 1472));
+        assert_eq!((train.len(), train.stride()), (7 * 1072 + 100, 1072));
+        // What fits into a short last datagram still does.
+        assert!(train.couple(972, 1072, 1472));
+    }
+
+    #[test]
+    fn a_train_is_no_longer_than_the_kernel_takes() {
+        let mut train = Train::default();
+        let taken = (0..100).take_while(|_| train.couple(1000, 1000, 1000)).count();
+        assert_eq!(taken, MAX_SEGMENTS);
+        let mut train = Train::default();
+        let taken = (0..100).take_while(|_| train.couple(9000, 9000, 9000)).count();
+        assert_eq!(taken, MAX_DATAGRAM / 9000);
+    }
+
+    /// Every message lies within one datagram or begins one, and only the last may be short.
+    #[test]
+    fn receivers_find_whole_messages() {
+        for seed in 0..2000_u64 {
+            let mut train = Train::default();
+            let mut rest = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+            let mut messages = Vec::new();
+            loop {
+                rest ^= rest << 13;
+                rest ^= rest >> 7;
+                rest ^= rest << 17;
+                let size = [48, 200, 560, 1072, 1472][(rest % 5) as usize];
+                let count = [1, 1, 1, 2, 7][(rest / 5 % 5) as usize];
+                let len = size * count - if count > 1 { (rest / 25 % 2) as usize } else { 0 };
+                let start = train.len();
+                if !train.couple(len, size, 1472) {
+                    break;
+                }
+                messages.push((start, len, size));
+            }
+            for (start, len, size) in messages {
+                if len <= size {
+                    let [first, last] = [start, start + len - 1].map(|at| at / train.stride());
+                    assert_eq!(first, last, "seed {seed}");
+                } else {
+                    assert_eq!(start % train.stride(), 0, "seed {seed}");
+                    assert_eq!(size, train.stride(), "seed {seed}");
+                }
+            }
+            assert!(train.stride() <= 1472 && train.len().div_ceil(train.stride()) <= MAX_SEGMENTS);
+        }
+    }
+}

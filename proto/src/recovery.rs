@@ -1,0 +1,96 @@
+//! What was asked for again, and whether the answer is lost too.
+//!
+//! Both halves send a window's fragments in order, and answer questions in the order in which
+//! they come. So a fragment that others have overtaken is lost, and so is an answer that the
+//! answer to a later question has overtaken. No timer has to run out to know it.
+
+use crate::rtt::Rtt;
+use crate::time::{Span, Time};
+
+/// Fragments of one window that were asked for.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Asked {
+    /// Those that have not arrived since.
+    fragments: u64,
+    /// When they were last asked for.
+    at: Time,
+    /// How often any of them was asked for again. Then its answer measures nothing (Karn), and
+    /// is waited for longer.
+    repeated: u32,
+}
+
+/// The latest question that was answered: when it was asked, and about which position.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Answered {
+    at: Time,
+    position: u64,
+}
+
+impl Answered {
+    /// No question was answered yet.
+    pub(crate) const NONE: Self = Self { at: Time(0), position: 0 };
+}
+
+impl Asked {
+    /// Notes that `fragments` are asked for.
+    pub(crate) const fn note(&mut self, fragments: u64, now: Time) {
+        self.repeated += (self.fragments & fragments != 0) as u32;
+        self.fragments |= fragments;
+        self.at = now;
+    }
+
+    /// What of `lost` to ask for now: all but what is asked for and may still come.
+    pub(crate) fn due(
+        &self,
+        lost: u64,
+        position: u64,
+        answered: Answered,
+        now: Time,
+        rtt: &Rtt,
+    ) -> u64 {
+        let fresh = lost & !self.fragments;
+        if fresh == lost {
+            return lost;
+        }
+        let overtaken = Answered { at: self.at, position } < answered;
+        let late = now.since(self.at) >= rtt.backed_off(self.repeated / 2);
+        if overtaken || late { lost } else { fresh }
+    }
+
+    /// Takes a fragment that arrived at `now` as an answer, if it was asked for. Returns how long
+    /// that took, if it can be told.
+    pub(crate) fn answer(
+        &mut self,
+        fragment: u64,
+        position: u64,
+        now: Time,
+        answered: &mut Answered,
+    ) -> Option<Span> {
+        if self.fragments & fragment == 0 {
+            return None;
+        }
+        self.fragments &= !fragment;
+        *answered = (*answered).max(Answered { at: self.at, position });
+        (self.repeated == 0).then(|| now.since(self.at))
+    }
+}
+
+/// The fragments of a window that must have been sent, now that `fragment` has arrived for the
+/// first time or `again`: all but as many behind it as networks reorder were overtaken (the
+/// packet threshold of RFC 9002). What is sent again is sent after all of its window.
+pub(crate) const fn sent_before(fragment: u8, again: bool) -> u64 {
+    match fragment.checked_sub(REORDERING - 1) {
+        _ if again => u64::MAX,
+        Some(sure) => (1 << sure) - 1,
+        None => 0,
+    }
+}
+
+/// Whether all earlier windows must have been sent, now that this fragment of a window has
+/// arrived, for the first time or `again`, and has made the window `complete` or not.
+pub(crate) const fn proves_earlier(fragment: u8, complete: bool, again: bool) -> bool {
+    complete || again || fragment + 1 >= REORDERING
+}
+
+/// Datagrams that may overtake another before it counts as lost.
+const REORDERING: u8 = 3;

@@ -1,0 +1,45 @@
+//! Whom the aggregator last said it waits for, to name them when an op times out.
+
+use alloc::vec::Vec;
+
+use crate::ids::{OpId, Rank};
+use crate::time::{Span, Time};
+use crate::wire::MissingRanks;
+
+/// What the last wait said. Allocated at start, never grown.
+#[derive(Debug)]
+pub(super) struct Waited {
+    heard: Time,
+    op: OpId,
+    ranks: Vec<(Rank, Span)>,
+}
+
+impl Waited {
+    pub(super) fn new() -> Self {
+        Self { heard: Time(0), op: OpId(0), ranks: Vec::with_capacity(MissingRanks::MAX) }
+    }
+
+    /// A window of `op` waits for these ranks.
+    pub(super) fn set(&mut self, now: Time, op: OpId, ranks: MissingRanks<'_>) {
+        self.heard = now;
+        self.op = op;
+        self.ranks.clear();
+        self.ranks.extend(ranks.iter());
+    }
+
+    /// A result of `op` has come: what was said of it holds no longer.
+    pub(super) fn forget(&mut self, op: OpId) {
+        if self.op == op {
+            self.ranks.clear();
+        }
+    }
+
+    /// The ranks, and how long each was silent; none when that was said too long ago to be
+    /// the reason still.
+    pub(super) fn ranks(&self, now: Time) -> &[(Rank, Span)] {
+        if now.since(self.heard) <= Self::FRESH { &self.ranks } else { &[] }
+    }
+
+    /// Many times the longest wait between two probes, each of which is answered.
+    const FRESH: Span = Span::from_secs(1);
+}

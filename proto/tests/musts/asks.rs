@@ -1,0 +1,161 @@
+//! What an aggregator has to answer.
+
+use racksum_proto::aggregator::{self, Aggregation, Recipient};
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::DType;
+use racksum_proto::ids::Rank;
+use racksum_proto::time::{Span, Time};
+use racksum_proto::wire::{AskEntry, Header, Kind};
+
+use crate::shard::{Shard, ack, ask, entries, everything_from, names, sum};
+use crate::support::{datagram, header, open, shard, window};
+
+#[test]
+fn an_ask_is_answered_with_what_it_takes() {
+    // wire: W-22
+    let mut shard = Shard::new();
+    let start = window(0, 0);
+    let probe = ask(0, start, &everything_from(start));
+
+    // The rank's own open is missing.
+    shard.take(&probe);
+    let (_, body) = shard.says_to(0, Kind::Ask);
+    assert_eq!(entries(&body), everything_from(start));
+
+    // The other rank's is.
+    shard.unheard.clear();
+    shard.now = Time(2_000_000_000);
+    shard.take(&open(0, 0, 0, &sum(2), None, &[true; 2]));
+    shard.take(&probe);
+    let (header, body) = shard.says_to(0, Kind::Wait);
+    assert_eq!(header.window, start);
+    assert_eq!(names(&body), [(Rank(1), Span::from_secs(2))]);
+
+    // Its own data is.
+    shard.unheard.clear();
+    shard.take(&open(1, 0, 0, &sum(2), None, &[true; 2]));
+    shard.take(&probe);
+    let (_, body) = shard.says_to(0, Kind::Ask);
+    let all = u64::MAX;
+    let lacks = [0, 1].map(|index| AskEntry { window: window(0, index), fragments: all });
+    assert_eq!(entries(&body), lacks);
+
+    // The result is there: a sign of it comes behind it.
+    shard.finish(start);
+    shard.said();
+    shard.take(&probe);
+    let (header, fragments) = shard.says_to(0, Kind::Result);
+    assert_eq!(header.window, start);
+    assert_eq!(fragments, 1u64.to_be_bytes());
+
+    // The op failed.
+    shard.take(&open(1, 0, 0, &sum(3), None, &[true; 3]));
+    shard.said();
+    shard.take(&probe);
+    assert!(
+        shard.said().iter().any(|(to, header, _)| {
+            (*to, header.kind) == (Recipient::Rank(Rank(0)), Kind::Fail)
+        })
+    );
+}
+
+#[test]
+fn a_wait_names_others_than_the_rank_that_asks() {
+    // wire: W-22
+    let mut shard = Shard::new();
+    let start = window(0, 0);
+    let probe = ask(0, start, &everything_from(start));
+    let missing = |shard: &mut Shard| {
+        shard.now = shard.now + Span::from_secs(1);
+        shard.take(&probe);
+        let (_, body) = shard.says_to(0, Kind::Wait);
+        shard.unheard.clear();
+        names(&body).iter().map(|(rank, _)| *rank).collect::<Vec<_>>()
+    };
+    // Neither has opened anything.
+    assert_eq!(missing(&mut shard), [Rank(1)]);
+    // Nobody else is waited for.
+    shard.take(&open(1, 0, 0, &sum(1), None, &[true]));
+    assert_eq!(missing(&mut shard), [Rank(0)]);
+}
+
+#[test]
+fn a_wait_names_the_ranks_that_keep_the_pool_full() {
+    // wire: W-22, W-32
+    let mut shard = Shard::new();
+    shard.open(0, None, &[true; 9]);
+    for index in 0..8 {
+        shard.finish(window(0, index));
+    }
+    shard.take(&ack(0, window(0, 8)));
+    shard.said();
+    shard.take(&ask(0, window(0, 8), &everything_from(window(0, 8))));
+    let (_, body) = shard.says_to(0, Kind::Wait);
+    assert_eq!(names(&body), [(Rank(1), Span::ZERO)]);
+}
+
+/// A shard with 128 results of which nobody has acknowledged any.
+fn of_many_results() -> Shard {
+    let config = aggregator::Config { pool_slots: 128, ..shard(0, 1) };
+    let mut shard = Shard::of(Aggregation::new(config, Time(0)));
+    shard.open(0, None, &[true; 128]);
+    for index in 0..128 {
+        shard.finish(window(0, index));
+    }
+    shard.said();
+    shard
+}
+
+#[test]
+fn a_result_that_is_asked_for_twice_is_sent_once() {
+    // wire: W-22
+    let mut shard = Shard::new();
+    let two_blocks = Descriptor::sum(512, DType::F32);
+    let data = |rank| Header { mask: 0b11, ..header(Kind::Data, Rank(rank)) };
+    for rank in [0, 1] {
+        shard.take(&open(rank, 0, 0, &two_blocks, None, &[true]));
+        shard.store(&datagram(data(rank), &[0; 1024]));
+        shard.store(&datagram(Header { fragment: 1, ..data(rank) }, &[0; 1024]));
+    }
+    shard.fold();
+    shard.said();
+    for fragments in [0b01, 0b11, 0b10] {
+        let lost = [AskEntry { window: window(0, 0), fragments }];
+        shard.take(&ask(0, window(0, 0), &lost));
+    }
+    let (_, fragments) = shard.says_to(0, Kind::Result);
+    assert_eq!(fragments, 0b11u64.to_be_bytes());
+    assert_eq!(shard.machine.counters().fragments_again, 2);
+}
+
+#[test]
+fn an_ask_costs_no_more_than_64_windows_and_no_other_rank_its_turn() {
+    let mut shard = of_many_results();
+    let [start, end] = [0, 128].map(|index| AskEntry { window: window(0, index), fragments: 0 });
+    let greedy = [[start, end]; 32].concat();
+    for _ in 0..5 {
+        shard.take(&ask(0, window(0, 0), &greedy));
+    }
+    let one = [AskEntry { window: window(0, 100), fragments: 1 }];
+    shard.take(&ask(1, window(0, 100), &one));
+    let said = shard.said();
+    let results = said.iter().filter(|(_, header, _)| header.kind == Kind::Result);
+    let ranks: Vec<_> = results.map(|(to, ..)| *to).collect();
+    assert_eq!(ranks[..2], [0, 1].map(|rank| Recipient::Rank(Rank(rank))));
+    assert_eq!(ranks.len(), 64 + 1);
+}
+
+#[test]
+fn a_window_that_is_no_more_is_not_taken_for_another() {
+    let mut shard = Shard::new();
+    shard.open(0, None, &[true]);
+    shard.finish(window(0, 0));
+    for rank in 0..2 {
+        shard.take(&ack(rank, window(1, 0)));
+    }
+    shard.open(1, Some(0), &[true]);
+    shard.finish(window(1, 0));
+    shard.said();
+    shard.take(&ask(0, window(1, 0), &[AskEntry { window: window(0, 0), fragments: 1 }]));
+    assert!(shard.said().iter().all(|(_, header, _)| header.kind != Kind::Result));
+}

@@ -1,0 +1,172 @@
+//! How a worker has to end its ops.
+
+use racksum_proto::error::{OpError, Reject, SubmitError};
+use racksum_proto::ids::{OpId, Rank};
+use racksum_proto::time::{Span, Time};
+use racksum_proto::wire::{AskEntry, Disagreement};
+use racksum_proto::worker::Verdict;
+use racksum_proto::worker::{Config, Worker};
+
+use crate::rank::{Machine, Said, ask, disagreement, fail, result, sum, wait};
+use crate::support::{TIMEOUT, window, worker};
+
+#[test]
+fn silence_is_probed_until_the_op_times_out() {
+    // wire: W-39
+    let mut rank = Machine::new();
+    rank.start(&[true; 2]);
+    rank.said();
+    let mut last = Time(0);
+    let mut longest = Span::ZERO;
+    while rank.machine.poll_timeout() < Time(0) + TIMEOUT {
+        rank.now = rank.machine.poll_timeout();
+        rank.machine.handle_timeout(rank.now, &mut ());
+        let (header, entries) = rank.asks();
+        assert_eq!(header.window, window(0, 0));
+        assert_eq!(entries, [AskEntry { window: window(0, 0), fragments: 0 }]);
+        assert!(rank.now.since(last) >= longest, "patience grows");
+        longest = rank.now.since(last);
+        last = rank.now;
+    }
+    assert!(rank.machine.counters().probes > 3);
+    rank.now = rank.machine.poll_timeout();
+    rank.machine.handle_timeout(rank.now, &mut ());
+    let outcome = rank.machine.poll_outcome().unwrap();
+    let Err(OpError::Timeout { op, after, .. }) = outcome.result else { panic!("{outcome:?}") };
+    assert_eq!((op, after), (OpId(0), TIMEOUT));
+}
+
+#[test]
+fn a_timeout_names_the_ranks_that_are_waited_for_and_no_others() {
+    let mut rank = Machine::new();
+    rank.start(&[true; 2]);
+    rank.said();
+    rank.take(&wait(window(0, 0), &[(Rank(1), Span::from_millis(9))]));
+    // It had come after all.
+    rank.deliver(&result(window(0, 0), None));
+    rank.expire_ops();
+    let missing = |rank: &mut Machine| match rank.machine.poll_outcome().unwrap().result {
+        Err(OpError::Timeout { missing, .. }) => missing,
+        result => panic!("{result:?}"),
+    };
+    assert_eq!(missing(&mut rank), []);
+
+    for (heard, expected) in [(Span::from_secs(8), 0), (Span::from_millis(9_900), 1)] {
+        let mut rank = Machine::new();
+        rank.start(&[true; 2]);
+        rank.said();
+        rank.now = rank.now + heard;
+        rank.take(&wait(window(0, 0), &[(Rank(1), Span::from_millis(9))]));
+        rank.expire_ops();
+        assert_eq!(missing(&mut rank).len(), expected, "the aggregator is silent since");
+    }
+}
+
+#[test]
+fn every_op_that_is_late_says_so_and_the_others_say_why_they_ended() {
+    let mut rank = Machine::new();
+    let ops = [(); 2].map(|()| rank.start(&[true]));
+    rank.now = rank.now + Span::from_secs(5);
+    let young = rank.start(&[true]);
+    rank.said();
+    rank.take(&wait(window(0, 0), &[(Rank(1), Span::from_secs(5))]));
+    rank.now = Time(0) + TIMEOUT;
+    rank.take(&wait(window(0, 0), &[(Rank(1), TIMEOUT)]));
+    rank.machine.handle_timeout(rank.now, &mut ());
+    for id in ops {
+        let outcome = rank.machine.poll_outcome().unwrap();
+        let missing = vec![(Rank(1), TIMEOUT)];
+        let late = OpError::Timeout { op: id, after: TIMEOUT, missing };
+        assert_eq!((outcome.op, outcome.result), (id, Err(late)));
+    }
+    let outcome = rank.machine.poll_outcome().unwrap();
+    assert_eq!(outcome.op, young);
+    assert!(matches!(outcome.result, Err(OpError::Ended { .. })), "{outcome:?}");
+    assert!(rank.machine.poll_outcome().is_none() && rank.machine.is_idle());
+    assert_eq!(rank.machine.submit(rank.now, sum(1), TIMEOUT), Err(SubmitError::Ended));
+}
+
+#[test]
+fn an_op_whose_outcome_is_not_polled_counts_as_in_flight() {
+    // wire: W-43
+    let mut rank = Machine::new();
+    for op in 0..4 {
+        rank.start(&[true]);
+        rank.said();
+        rank.deliver(&result(window(op, 0), None));
+    }
+    let fifth = rank.machine.submit(rank.now, sum(1), TIMEOUT);
+    assert_eq!(fifth, Err(SubmitError::TooManyOps { max: 4 }));
+    assert!(rank.machine.poll_outcome().is_some());
+    rank.start(&[true]);
+}
+
+#[test]
+fn an_op_that_failed_is_in_flight_no_more() {
+    // wire: W-37, W-41, W-42
+    let mut rank = Machine::new();
+    for _ in 0..3 {
+        rank.start(&[true]);
+    }
+    rank.said();
+    rank.take(&ask(&[0, 1, 2].map(|op| AskEntry { window: window(op, 0), fragments: 1 })));
+    rank.take(&fail(window(1, 0)));
+    assert_eq!(rank.reject(&result(window(1, 0), None)), Reject::Stale);
+    let said = rank.said();
+    let again = said.iter().map(|said| match said {
+        Said::Data(header, _) => header.window.op.0,
+        said @ Said::Datagram(..) => panic!("{said:?}"),
+    });
+    assert_eq!(again.collect::<Vec<_>>(), [0, 2]);
+}
+
+#[test]
+fn ops_that_fail_leave_nothing_behind_a_credit_that_stands_still() {
+    // wire: W-41
+    // With one slot and one op in flight there is no room to spare.
+    let config = Config { pool_slots: 1, max_ops: 1, ..*worker(0).config() };
+    let mut rank = Machine { machine: Worker::new(config, Time(0)), now: Time(0) };
+    rank.start(&[true]);
+    rank.said();
+    rank.deliver(&result(window(0, 0), None));
+    rank.machine.poll_outcome().unwrap();
+    // Another rank never acknowledges op 0, so the credit stays at its window.
+    let started = format!("{:?}", rank.machine).len();
+    for op in 1..1000 {
+        rank.start(&[true]);
+        rank.said();
+        rank.take(&fail(window(op, 0)));
+        assert!(rank.machine.poll_outcome().is_some());
+    }
+    let grown = format!("{:?}", rank.machine).len() - started;
+    assert!(grown < 20_000, "{grown}");
+}
+
+#[test]
+fn a_fail_ends_its_op_and_the_next_goes_on() {
+    // wire: W-41
+    let mut rank = Machine::new();
+    rank.start(&[true; 4]);
+    rank.start(&[true]);
+    rank.said();
+    rank.deliver(&result(window(0, 0), None));
+    assert_eq!(rank.take(&fail(window(0, 0))), Verdict::Control);
+    let outcome = rank.machine.poll_outcome().unwrap();
+    let Disagreement { one, other } = disagreement();
+    assert_eq!(outcome.op, OpId(0));
+    assert_eq!(outcome.result, Err(OpError::Mismatch { op: OpId(0), one, other }));
+    assert_eq!(rank.reject(&result(window(0, 1), Some(0))), Reject::Stale);
+    rank.deliver(&result(window(1, 0), None));
+    let outcome = rank.machine.poll_outcome().unwrap();
+    assert_eq!((outcome.op, outcome.result), (OpId(1), Ok(())));
+}
+
+#[test]
+fn no_more_ops_are_started_than_were_granted() {
+    // wire: W-43
+    let mut rank = Machine::new();
+    let ops = [(); 4].map(|()| rank.start(&[true]));
+    assert_eq!(ops, [0, 1, 2, 3].map(OpId));
+    let fifth = rank.machine.submit(rank.now, sum(1), TIMEOUT);
+    assert_eq!(fifth, Err(SubmitError::TooManyOps { max: 4 }));
+}

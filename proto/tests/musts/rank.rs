@@ -1,0 +1,155 @@
+//! A rank of one small job, and what the aggregator says to it.
+
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::DType;
+use racksum_proto::error::Reject;
+use racksum_proto::ids::{OpId, Rank, WindowId};
+use racksum_proto::time::{Span, Time};
+use racksum_proto::wire::{AskEntries, AskEntry, Disagreement, Header, Kind, MissingRanks};
+use racksum_proto::worker::{Transmit, Verdict, Worker};
+
+use crate::support::{TIMEOUT, datagram, header, worker};
+
+pub(crate) fn sum(windows: u64) -> Descriptor {
+    Descriptor::sum(windows * 60 * 256, DType::F32)
+}
+
+/// One block of a window's sums.
+pub(crate) fn result(id: WindowId, previous: Option<u32>) -> Vec<u8> {
+    let previous = previous.unwrap_or(Header::NO_PREVIOUS);
+    let header = header(Kind::Result, Rank::AGGREGATOR);
+    datagram(Header { window: id, mask: 1, previous, ..header }, &[0; 1024])
+}
+
+/// What the aggregator lacks.
+pub(crate) fn ask(entries: &[AskEntry]) -> Vec<u8> {
+    let mut body = [0; 1200];
+    let len = AskEntries::encode(entries.iter().copied(), &mut body);
+    datagram(header(Kind::Ask, Rank::AGGREGATOR), &body[..len])
+}
+
+pub(crate) fn everything_from(from: WindowId) -> [AskEntry; 1] {
+    [AskEntry { window: from, fragments: 0 }]
+}
+
+pub(crate) fn wait(window: WindowId, ranks: &[(Rank, Span)]) -> Vec<u8> {
+    let mut body = [0; 1200];
+    let len = MissingRanks::encode(ranks.iter().copied(), &mut body);
+    datagram(Header { window, ..header(Kind::Wait, Rank::AGGREGATOR) }, &body[..len])
+}
+
+pub(crate) fn disagreement() -> Disagreement {
+    Disagreement { one: (Rank(0), sum(4)), other: (Rank(1), sum(3)) }
+}
+
+pub(crate) fn fail(window: WindowId) -> Vec<u8> {
+    let mut body = [0; Disagreement::LEN];
+    disagreement().encode(&mut body);
+    datagram(Header { window, ..header(Kind::Fail, Rank::AGGREGATOR) }, &body)
+}
+
+pub(crate) fn credit(low: WindowId) -> Vec<u8> {
+    datagram(Header { ack: low, ..header(Kind::Credit, Rank::AGGREGATOR) }, &[])
+}
+
+/// A rank's machine, at one instant after the other.
+pub(crate) struct Machine {
+    pub(crate) machine: Worker,
+    pub(crate) now: Time,
+}
+
+/// What a machine says: of data, the header and which fragments.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Said {
+    Datagram(Header, Vec<u8>),
+    Data(Header, u64),
+}
+
+impl Machine {
+    pub(crate) fn new() -> Self {
+        Self { machine: worker(0), now: Time(0) }
+    }
+
+    /// Starts an op, each window with one block or none.
+    pub(crate) fn start(&mut self, occupied: &[bool]) -> OpId {
+        let masks = occupied.iter().map(|is| u64::from(*is)).collect();
+        let descriptor = sum(occupied.len() as u64);
+        self.machine.submit_scanned(self.now, descriptor, masks, TIMEOUT).expect("a valid op")
+    }
+
+    pub(crate) fn take(&mut self, bytes: &[u8]) -> Verdict {
+        let verdict = self.machine.handle_datagram(self.now, bytes, false, &mut ());
+        if let Verdict::Deliver(delivery) = verdict
+            && delivery.complete
+        {
+            self.machine.handle_delivered(self.now, &delivery, &mut ());
+        }
+        verdict
+    }
+
+    pub(crate) fn reject(&mut self, bytes: &[u8]) -> Reject {
+        match self.take(bytes) {
+            Verdict::Reject(reject) => reject,
+            verdict => panic!("{verdict:?}"),
+        }
+    }
+
+    pub(crate) fn deliver(&mut self, bytes: &[u8]) {
+        let verdict = self.take(bytes);
+        assert!(matches!(verdict, Verdict::Deliver(_)), "{verdict:?}");
+    }
+
+    /// Waits longer than for any answer.
+    pub(crate) fn expire(&mut self) {
+        self.now = self.now + Span::from_millis(200);
+        self.machine.handle_timeout(self.now, &mut ());
+    }
+
+    /// Waits for the ops that were started first to time out.
+    pub(crate) fn expire_ops(&mut self) {
+        self.now = Time(0) + TIMEOUT;
+        self.machine.handle_timeout(self.now, &mut ());
+    }
+
+    pub(crate) fn said(&mut self) -> Vec<Said> {
+        let mut out = [0xa5; 2048];
+        let mut said = Vec::new();
+        while let Some(transmit) = self.machine.poll_transmit(self.now, &mut out, &mut ()) {
+            said.push(match transmit {
+                Transmit::Datagram { len, .. } => {
+                    let (header, body) =
+                        Header::decode(&out[..len]).expect("machines write messages");
+                    Said::Datagram(header, body.to_vec())
+                }
+                Transmit::Data(data) => Said::Data(data.header, data.fragments),
+            });
+        }
+        said
+    }
+
+    /// The windows of which data is sent.
+    pub(crate) fn sends(&mut self) -> Vec<u32> {
+        let said = self.said();
+        let data = said.iter().filter_map(|said| match said {
+            Said::Data(header, _) => Some(header.window.index),
+            Said::Datagram(..) => None,
+        });
+        data.collect()
+    }
+
+    /// The entries of the only ask that is sent, and its header.
+    pub(crate) fn asks(&mut self) -> (Header, Vec<AskEntry>) {
+        let asks: Vec<_> = self
+            .said()
+            .into_iter()
+            .filter_map(|said| match said {
+                Said::Datagram(header, body) if header.kind == Kind::Ask => {
+                    Some((header, AskEntries::decode(&body).expect("an ask").iter().collect()))
+                }
+                _ => None,
+            })
+            .collect();
+        assert_eq!(asks.len(), 1, "{asks:?}");
+        asks.into_iter().next().expect("one ask")
+    }
+}

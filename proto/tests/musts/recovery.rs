@@ -1,0 +1,345 @@
+//! Who asks for what, and when, as things get lost.
+
+use racksum_proto::aggregator::{self, Aggregation};
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::DType;
+use racksum_proto::geometry::WINDOW_BYTES;
+use racksum_proto::ids::{Rank, WindowId};
+use racksum_proto::time::{Span, Time};
+use racksum_proto::wire::{AskEntries, AskEntry, Flags, Header, Kind, MissingRanks};
+use racksum_proto::worker::{self, Worker};
+
+use crate::support::{TIMEOUT, cut, datagram, header, open, shard, window, worker};
+
+/// Blocks of a whole window of f32, and their bytes.
+const ALL: u64 = (1 << 60) - 1;
+
+fn sum(windows: u64) -> Descriptor {
+    Descriptor::sum(windows * 60 * 256, DType::F32)
+}
+
+/// A fragment of a whole window: of data by a rank, or of its result.
+fn fragment(kind: Kind, sender: Rank, id: WindowId, number: u8, flags: Flags) -> Vec<u8> {
+    let body = vec![0; cut().range(WINDOW_BYTES, usize::from(number)).len()];
+    let previous = match kind {
+        Kind::Result => id.index.checked_sub(1).unwrap_or(Header::NO_PREVIOUS),
+        _ => 0,
+    };
+    let header =
+        Header { window: id, mask: ALL, previous, fragment: number, flags, ..header(kind, sender) };
+    datagram(header, &body)
+}
+
+fn fragments() -> u8 {
+    u8::try_from(cut().count(WINDOW_BYTES)).expect("at most 64")
+}
+
+fn ask(sender: Rank, from: WindowId, entries: &[AskEntry]) -> Vec<u8> {
+    let mut body = [0; 1200];
+    let len = AskEntries::encode(entries.iter().copied(), &mut body);
+    datagram(Header { window: from, ..header(Kind::Ask, sender) }, &body[..len])
+}
+
+const fn entry(index: u32, fragments: u64) -> AskEntry {
+    AskEntry { window: window(0, index), fragments }
+}
+
+fn entries_of(datagram: &[u8]) -> Vec<AskEntry> {
+    match Header::decode(datagram).expect("machines write messages") {
+        (header, body) if header.kind == Kind::Ask => {
+            AskEntries::decode(body).expect("an ask").iter().collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// A shard to which rank 0 has opened an op, and who asks it for what.
+struct Shard(Aggregation, Time);
+
+impl Shard {
+    fn new(windows: usize) -> Self {
+        Self::of(shard(0, 1), windows)
+    }
+
+    fn of(config: aggregator::Config, windows: usize) -> Self {
+        let mut machine = Aggregation::new(config, Time(0));
+        for rank in [0, 1] {
+            let open = open(rank, 0, 0, &sum(windows as u64), None, &vec![true; windows]);
+            machine.handle_datagram(Time(0), &open, false, &mut ());
+        }
+        Self(machine, Time(0))
+    }
+
+    fn take(&mut self, bytes: &[u8]) {
+        self.0.handle_datagram(self.1, bytes, false, &mut ());
+    }
+
+    /// Takes a fragment of rank 0, and returns what is asked for.
+    fn asks(&mut self, index: u32, number: u8, flags: Flags) -> Vec<AskEntry> {
+        self.take(&fragment(Kind::Data, Rank(0), window(0, index), number, flags));
+        let mut out = [0; 2048];
+        let mut asked = Vec::new();
+        while let Some(transmit) = self.0.poll_transmit(self.1, &mut out, &mut ()) {
+            if let aggregator::Transmit::Datagram { len, .. } = transmit {
+                asked.extend(entries_of(&out[..len]));
+            }
+        }
+        asked
+    }
+
+    /// The results that are sent, and which fragments of them.
+    fn results(&mut self) -> Vec<(u32, u64)> {
+        let mut out = [0; 2048];
+        let mut sent = Vec::new();
+        while let Some(transmit) = self.0.poll_transmit(self.1, &mut out, &mut ()) {
+            if let aggregator::Transmit::Result { result, .. } = transmit {
+                sent.push((result.header.window.index, result.fragments));
+            }
+        }
+        sent
+    }
+
+    /// Both ranks send all of a window.
+    fn fill(&mut self, index: u32) {
+        for rank in [0, 1] {
+            for number in 0..fragments() {
+                self.take(&fragment(Kind::Data, Rank(rank), window(0, index), number, Flags::NONE));
+            }
+        }
+    }
+
+    /// Folds all that may be folded; returns how many windows that were.
+    fn folds(&mut self) -> usize {
+        let mut folds = 0;
+        while let Some(fold) = self.0.poll_fold() {
+            self.0.handle_folded(&fold, &mut ());
+            folds += 1;
+        }
+        folds
+    }
+}
+
+#[test]
+fn a_fragment_that_three_have_overtaken_is_asked_for_once() {
+    let mut shard = Shard::new(2);
+    for number in [0, 1, 3, 4] {
+        assert_eq!(shard.asks(0, number, Flags::NONE), []);
+    }
+    assert_eq!(shard.asks(0, 5, Flags::NONE), [entry(0, 1 << 2)]);
+    assert_eq!(shard.asks(0, 6, Flags::NONE), []);
+    // Seven is missing; two may still come.
+    assert_eq!(shard.asks(0, 10, Flags::NONE), [entry(0, 1 << 7)]);
+    (11..fragments()).for_each(|number| drop(shard.asks(0, number, Flags::NONE)));
+    assert_eq!(shard.asks(0, 2, Flags::AGAIN), []);
+}
+
+#[test]
+fn the_end_of_a_window_is_asked_for_as_the_next_one_comes() {
+    let mut shard = Shard::new(2);
+    (0..fragments() - 1).for_each(|number| assert_eq!(shard.asks(0, number, Flags::NONE), []));
+    assert_eq!(shard.asks(1, 0, Flags::NONE), []);
+    assert_eq!(shard.asks(1, 1, Flags::NONE), []);
+    assert_eq!(shard.asks(1, 2, Flags::NONE), [entry(0, 1 << (fragments() - 1))]);
+    assert_eq!(shard.asks(1, 3, Flags::NONE), []);
+}
+
+#[test]
+fn an_answer_that_a_later_one_has_overtaken_is_asked_for_again() {
+    let mut shard = Shard::new(3);
+    (1..fragments()).for_each(|number| drop(shard.asks(0, number, Flags::NONE)));
+    (1..fragments()).for_each(|number| drop(shard.asks(1, number, Flags::NONE)));
+    // Both first fragments were asked for; the second answer comes, the first must be lost.
+    assert_eq!(shard.asks(1, 0, Flags::AGAIN), [entry(0, 1)]);
+}
+
+#[test]
+fn an_answer_that_is_late_is_asked_for_again() {
+    let mut shard = Shard::new(3);
+    (1..fragments()).for_each(|number| drop(shard.asks(0, number, Flags::NONE)));
+    shard.1 = Time(0) + Span::from_secs(1);
+    assert_eq!(shard.asks(1, 0, Flags::NONE), []);
+    assert_eq!(shard.asks(1, 1, Flags::NONE), []);
+    assert_eq!(shard.asks(1, 2, Flags::NONE), [entry(0, 1)]);
+}
+
+#[test]
+fn what_several_ranks_lack_of_results_is_not_added_up() {
+    // The pool holds eight windows, and so many may be in flight.
+    let config = aggregator::Config { results_in_flight: 8 * WINDOW_BYTES, ..shard(0, 1) };
+    let mut shard = Shard::of(config, 16);
+    (0..8).for_each(|index| shard.fill(index));
+    assert_eq!(shard.folds(), 8);
+    // A twentieth at each of the two ranks: less than the sixteenth that cuts.
+    for rank in [0, 1] {
+        shard.take(&ask(Rank(rank), window(0, 0), &[entry(0, (1 << 17) - 1)]));
+    }
+    for rank in [0, 1] {
+        let ack = window(0, 8);
+        shard.take(&datagram(Header { ack, ..header(Kind::Ack, Rank(rank)) }, &[]));
+    }
+    (8..16).for_each(|index| shard.fill(index));
+    assert_eq!(shard.folds(), 8);
+}
+
+#[test]
+fn results_in_flight_stay_within_what_the_ranks_can_buffer() {
+    let config = aggregator::Config { results_in_flight: 3 * WINDOW_BYTES, ..shard(0, 1) };
+    let mut shard = Shard::of(config, 9);
+    for first in [0, 3, 6] {
+        (first..first + 3).for_each(|index| shard.fill(index));
+        if first < 6 {
+            (first + 3..first + 6).for_each(|index| shard.fill(index));
+        }
+        assert_eq!(shard.folds(), 3);
+        for rank in [0, 1] {
+            let ack = window(0, first + 3);
+            shard.take(&datagram(Header { ack, ..header(Kind::Ack, Rank(rank)) }, &[]));
+        }
+    }
+}
+
+/// A rank that has sent some whole windows.
+struct Machine(Worker, Time);
+
+impl Machine {
+    fn new(config: worker::Config, windows: usize) -> Self {
+        let mut machine = Worker::new(config, Time(0));
+        let masks = vec![ALL; windows];
+        machine.submit_scanned(Time(0), sum(windows as u64), masks, TIMEOUT).expect("a valid op");
+        Self(machine, Time(0))
+    }
+
+    fn take(&mut self, bytes: &[u8]) {
+        let verdict = self.0.handle_datagram(self.1, bytes, false, &mut ());
+        if let worker::Verdict::Deliver(delivery) = verdict
+            && delivery.complete
+        {
+            self.0.handle_delivered(self.1, &delivery, &mut ());
+        }
+    }
+
+    /// The shards and windows of data that is sent now, and what is asked for.
+    fn says(&mut self) -> (Vec<(u8, u32)>, Vec<AskEntry>) {
+        let (mut sent, mut asked) = (Vec::new(), Vec::new());
+        let mut out = [0; 2048];
+        while let Some(transmit) = self.0.poll_transmit(self.1, &mut out, &mut ()) {
+            match transmit {
+                worker::Transmit::Data(data) => sent.push((data.shard, data.header.window.index)),
+                worker::Transmit::Datagram { len, .. } => asked.extend(entries_of(&out[..len])),
+            }
+        }
+        (sent, asked)
+    }
+
+    fn asks(&mut self, index: u32, number: u8, flags: Flags) -> Vec<AskEntry> {
+        let result = fragment(Kind::Result, Rank::AGGREGATOR, window(0, index), number, flags);
+        self.take(&result);
+        self.says().1
+    }
+
+    /// How long the rank keeps quiet until it probes.
+    fn patience(&mut self) -> Span {
+        let before = self.1;
+        self.1 = self.0.poll_timeout();
+        self.0.handle_timeout(self.1, &mut ());
+        assert_eq!(self.says().1.len(), 1, "a probe");
+        self.1.since(before)
+    }
+}
+
+#[test]
+fn results_that_others_have_overtaken_are_asked_for_once() {
+    // wire: W-38
+    let mut rank = Machine::new(*worker(0).config(), 3);
+    rank.says();
+    for number in [0, 1, 3, 4] {
+        assert_eq!(rank.asks(0, number, Flags::NONE), []);
+    }
+    assert_eq!(rank.asks(0, 5, Flags::NONE), [entry(0, 1 << 2)]);
+    for number in 6..fragments() - 1 {
+        assert_eq!(rank.asks(0, number, Flags::NONE), []);
+    }
+    // The third fragment of the next window says that all of this one was sent.
+    assert_eq!(rank.asks(1, 0, Flags::NONE), []);
+    assert_eq!(rank.asks(1, 1, Flags::NONE), []);
+    assert_eq!(rank.asks(1, 2, Flags::NONE), [entry(0, 1 << (fragments() - 1))]);
+    // The answer to the first ask is overtaken by that to the second.
+    rank.1 = Time(1_000);
+    assert_eq!([4, 5].map(|number| rank.asks(1, number, Flags::NONE)), [[]; 2]);
+    assert_eq!(rank.asks(1, 6, Flags::NONE), [entry(1, 1 << 3)]);
+    (7..fragments()).for_each(|number| assert_eq!(rank.asks(1, number, Flags::NONE), []));
+    let lost = 1 << 2 | 1 << (fragments() - 1);
+    assert_eq!(rank.asks(1, 3, Flags::AGAIN), [entry(0, lost)]);
+}
+
+#[test]
+fn a_probe_brings_a_sign_and_the_sign_shows_what_is_lost() {
+    // wire: W-22, W-38, W-39
+    let mut shard = Shard::new(3);
+    (0..2).for_each(|index| shard.fill(index));
+    assert_eq!(shard.folds(), 2);
+    shard.results();
+    let mut rank = Machine::new(*worker(0).config(), 3);
+    rank.says();
+    // Of the first window all but two fragments come, of the second none.
+    (0..fragments() - 2).for_each(|number| assert_eq!(rank.asks(0, number, Flags::NONE), []));
+    rank.1 = rank.0.poll_timeout();
+    rank.0.handle_timeout(rank.1, &mut ());
+    let (_, asked) = rank.says();
+    assert_eq!(asked, [entry(0, 0)]);
+    shard.take(&ask(Rank(0), window(0, 0), &asked));
+    assert_eq!(shard.results(), [(1, 0b1111 << (fragments() - 4))]);
+    let lost = 0b11 << (fragments() - 2);
+    let rest = (1 << (fragments() - 1)) - 1;
+    let asked = rank.asks(1, fragments() - 1, Flags::AGAIN);
+    assert_eq!(asked, [entry(0, lost), entry(1, rest)]);
+    shard.take(&ask(Rank(0), window(0, 0), &asked));
+    assert_eq!(shard.results(), [(0, lost), (1, rest)]);
+}
+
+#[test]
+fn a_sign_that_has_come_before_shows_what_is_lost_too() {
+    let mut rank = Machine::new(*worker(0).config(), 3);
+    rank.says();
+    assert_eq!(rank.asks(0, fragments() - 1, Flags::NONE).len(), 1);
+    let lost = 0b11 << (fragments() - 3);
+    assert_eq!(rank.asks(0, fragments() - 1, Flags::AGAIN), [entry(0, lost)]);
+}
+
+#[test]
+fn what_the_aggregator_asks_for_shows_what_has_left_the_path() {
+    let config = *worker(0).config();
+    let mut rank = Machine::new(worker::Config { in_flight: 2 * WINDOW_BYTES, ..config }, 4);
+    assert_eq!(rank.says().0, [(0, 0), (0, 1)]);
+    // The rest of both has arrived, or will be asked for again. There is room for one more beside
+    // the fragment that goes out again.
+    rank.take(&ask(Rank::AGGREGATOR, window(0, 0), &[entry(1, 1 << 9)]));
+    assert_eq!(rank.says().0, [(0, 1), (0, 2)]);
+}
+
+#[test]
+fn shards_are_sent_to_in_turn() {
+    let config = worker::Config { shards: 2, ..*worker(0).config() };
+    let mut rank = Machine::new(config, 4);
+    assert_eq!(rank.says().0, [(0, 0), (1, 1), (0, 2), (1, 3)]);
+}
+
+#[test]
+fn a_probe_that_may_be_lost_makes_less_patient_than_one_that_is_answered() {
+    // wire: W-39
+    let mut rank = Machine::new(*worker(0).config(), 1);
+    rank.says();
+    let first = rank.patience();
+    assert_eq!([rank.patience(), rank.patience(), rank.patience()], [first; 3]);
+    let mut rank = Machine::new(*worker(0).config(), 1);
+    rank.says();
+    assert_eq!(rank.patience(), first);
+    let mut body = [0; 1200];
+    let len = MissingRanks::encode([(Rank(1), Span::ZERO)].into_iter(), &mut body);
+    // The first answer also says how long a round trip is.
+    rank.1 = rank.1 + Span::from_millis(1);
+    rank.take(&datagram(header(Kind::Wait, Rank::AGGREGATOR), &body[..len]));
+    let second = rank.patience();
+    rank.take(&datagram(header(Kind::Wait, Rank::AGGREGATOR), &body[..len]));
+    assert_eq!(rank.patience(), Span(2 * second.0));
+}

@@ -1,0 +1,152 @@
+//! A shard of one small job, and what ranks say to it.
+
+use racksum_proto::aggregator::{Aggregation, Fold, Recipient, Transmit, Verdict};
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::DType;
+use racksum_proto::error::Reject;
+use racksum_proto::ids::{Rank, WindowId};
+use racksum_proto::time::{Span, Time};
+use racksum_proto::wire::{AskEntries, AskEntry, Header, Kind, MissingRanks};
+
+use crate::support::{aggregation, datagram, header, open};
+
+/// Elements of a window of f32.
+pub(crate) const WINDOW: u64 = 60 * 256;
+
+pub(crate) fn sum(windows: u64) -> Descriptor {
+    Descriptor::sum(windows * WINDOW, DType::F32)
+}
+
+/// The fragments of one block of a window.
+pub(crate) fn block(rank: u16, id: WindowId) -> Vec<u8> {
+    let header = Header { window: id, mask: 1, ..header(Kind::Data, Rank(rank)) };
+    datagram(header, &[0; 1024])
+}
+
+pub(crate) fn ack(rank: u16, ack: WindowId) -> Vec<u8> {
+    datagram(Header { ack, ..header(Kind::Ack, Rank(rank)) }, &[])
+}
+
+/// A rank's ask, that has no result from `from` on.
+pub(crate) fn ask(rank: u16, from: WindowId, entries: &[AskEntry]) -> Vec<u8> {
+    let mut body = [0; 1200];
+    let len = AskEntries::encode(entries.iter().copied(), &mut body);
+    datagram(Header { window: from, ..header(Kind::Ask, Rank(rank)) }, &body[..len])
+}
+
+pub(crate) fn everything_from(from: WindowId) -> [AskEntry; 1] {
+    [AskEntry { window: from, fragments: 0 }]
+}
+
+/// A machine, at one instant after the other.
+pub(crate) struct Shard {
+    pub(crate) machine: Aggregation,
+    pub(crate) now: Time,
+    pub(crate) unheard: Vec<Said>,
+}
+
+/// To whom, the header, and but for results the body.
+pub(crate) type Said = (Recipient, Header, Vec<u8>);
+
+impl Shard {
+    pub(crate) fn new() -> Self {
+        Self::of(aggregation())
+    }
+
+    pub(crate) fn of(machine: Aggregation) -> Self {
+        Self { machine, now: Time(0), unheard: Vec::new() }
+    }
+
+    pub(crate) fn take(&mut self, bytes: &[u8]) -> Verdict {
+        self.machine.handle_datagram(self.now, bytes, false, &mut ())
+    }
+
+    pub(crate) fn reject(&mut self, bytes: &[u8]) -> Reject {
+        match self.take(bytes) {
+            Verdict::Reject(reject) => reject,
+            verdict => panic!("{verdict:?}"),
+        }
+    }
+
+    pub(crate) fn store(&mut self, bytes: &[u8]) {
+        let verdict = self.take(bytes);
+        assert!(matches!(verdict, Verdict::Store(_)), "{verdict:?}");
+    }
+
+    /// Both ranks open an op of `occupied.len()` windows alike.
+    pub(crate) fn open(&mut self, op: u32, after: Option<u32>, occupied: &[bool]) {
+        for rank in [0, 1] {
+            let open = open(rank, op, 0, &sum(occupied.len() as u64), after, occupied);
+            assert_eq!(self.take(&open), Verdict::Control);
+        }
+    }
+
+    pub(crate) fn fold(&mut self) -> Option<Fold> {
+        let fold = self.machine.poll_fold()?;
+        self.machine.handle_folded(&fold, &mut ());
+        Some(fold)
+    }
+
+    /// All that is due.
+    pub(crate) fn said(&mut self) -> Vec<Said> {
+        let mut out = [0xa5; 2048];
+        let mut said = Vec::new();
+        while let Some(transmit) = self.machine.poll_transmit(self.now, &mut out, &mut ()) {
+            said.push(match transmit {
+                Transmit::Datagram { to, len } => {
+                    let (header, body) =
+                        Header::decode(&out[..len]).expect("machines write messages");
+                    (to, header, body.to_vec())
+                }
+                Transmit::Result { to, result } => {
+                    let fragments = result.fragments.to_be_bytes();
+                    (to, result.header, fragments.to_vec())
+                }
+            });
+        }
+        said
+    }
+
+    /// The only thing that is due.
+    pub(crate) fn says(&mut self) -> Said {
+        let mut said = self.said();
+        assert_eq!(said.len(), 1, "{said:?}");
+        said.remove(0)
+    }
+
+    /// The only thing of a kind that is due to a rank alone. What else is due to anyone else is
+    /// kept back for the next call.
+    pub(crate) fn says_to(&mut self, rank: u16, kind: Kind) -> (Header, Vec<u8>) {
+        let mut said = std::mem::take(&mut self.unheard);
+        said.extend(self.said());
+        let (mine, others) = said
+            .into_iter()
+            .partition(|(to, header, _)| (*to, header.kind) == (Recipient::Rank(Rank(rank)), kind));
+        self.unheard = others;
+        let mine: Vec<_> = mine;
+        let [(_, header, body)] = &mine[..] else { panic!("{mine:?}") };
+        (*header, body.clone())
+    }
+
+    /// The last rank contributes its block of a window, which is folded.
+    pub(crate) fn complete(&mut self, rank: u16, id: WindowId) -> Fold {
+        self.store(&block(rank, id));
+        let fold = self.fold().expect("all have sent all they owe");
+        assert_eq!(fold.window, id);
+        fold
+    }
+
+    /// Both ranks contribute their block of a window, which is folded.
+    pub(crate) fn finish(&mut self, id: WindowId) -> Fold {
+        self.store(&block(0, id));
+        self.complete(1, id)
+    }
+}
+
+pub(crate) fn entries(body: &[u8]) -> Vec<AskEntry> {
+    AskEntries::decode(body).expect("an ask").iter().collect()
+}
+
+pub(crate) fn names(body: &[u8]) -> Vec<(Rank, Span)> {
+    MissingRanks::decode(body).expect("a wait").iter().collect()
+}

@@ -1,0 +1,109 @@
+use racksum_proto::ids::{Generation, JobId, OpId, WindowId};
+use racksum_proto::wire::Kind;
+
+use super::*;
+
+fn addr(text: &str) -> SocketAddr {
+    text.parse().unwrap()
+}
+
+fn route(to: &str, from: &str) -> Route {
+    Route { to: addr(to), from: addr(from), interface: None }
+}
+
+fn welcome() -> Welcome {
+    Welcome {
+        job: JobId(7),
+        data_ports: vec![5001, 5002],
+        pool_slots: 8,
+        max_ops: 8,
+        fragment_payload: 1408,
+        in_flight: 1 << 20,
+        group: None,
+    }
+}
+
+#[test]
+fn data_leaves_by_the_one_way_there_is_or_by_the_kernels_choice() {
+    let one = route("192.0.2.1:7", "192.0.2.9:0");
+    let same = route("192.0.2.2:7", "192.0.2.9:0");
+    let other = route("198.51.100.1:7", "198.51.100.9:0");
+    assert_eq!(data_addr(&[one, same]).unwrap(), addr("192.0.2.9:0"));
+    let one = route("192.0.2.1:7", "192.0.2.9:0");
+    assert_eq!(data_addr(&[one, other]).unwrap(), addr("0.0.0.0:0"));
+    // Two links may have the same address; their scopes differ.
+    let links = [route("[fe80::1%2]:7", "[fe80::9%2]:0"), route("[fe80::1%3]:7", "[fe80::9%3]:0")];
+    assert_eq!(data_addr(&links[..1]).unwrap(), addr("[fe80::9%2]:0"));
+    assert_eq!(data_addr(&links).unwrap(), addr("[::]:0"));
+}
+
+#[test]
+fn aggregators_of_two_ip_versions_are_refused_by_their_addresses() {
+    let routes = [route("192.0.2.1:7", "192.0.2.9:0"), route("[2001:db8::1]:7", "[2001:db8::9]:0")];
+    let error = data_addr(&routes).unwrap_err().to_string();
+    assert!(error.contains("192.0.2.1:7 and [2001:db8::1]:7"), "{error}");
+}
+
+#[test]
+fn an_address_of_a_link_keeps_its_scope() {
+    let shards: Vec<_> = shard_addrs(addr("[fe80::1%3]:7"), &welcome()).collect();
+    assert_eq!(shards, [addr("[fe80::1%3]:5001"), addr("[fe80::1%3]:5002")]);
+}
+
+#[test]
+fn more_aggregators_than_can_be_waited_for_are_refused() {
+    let named = |count| ConnectOptions {
+        aggregators: vec!["127.0.0.1:1".into(); count],
+        ..ConnectOptions::new("", "job")
+    };
+    check(&named(MAX_AGGREGATORS)).unwrap();
+    let error = check(&named(MAX_AGGREGATORS + 1)).unwrap_err().to_string();
+    assert_eq!(error, "63 aggregators are named; a job has at most 62");
+}
+
+#[test]
+fn only_a_probe_of_the_job_from_one_of_its_shards_is_one() {
+    let options = ConnectOptions {
+        generation: Generation(3),
+        ..ConnectOptions::new("192.0.2.1:5000", "job")
+    };
+    let route = route("192.0.2.1:5000", "192.0.2.9:0");
+    let joining = Joining {
+        options: &options,
+        clock: Clock::start(),
+        route: &route,
+        // The second aggregator's shards are numbers 2 and 3.
+        place: 1,
+        welcome: None,
+        group: None,
+        heard: false,
+        missing: vec![],
+    };
+    let right = Header::probe(JobId(7), Generation(3), 3);
+    let is_probe = |header: &Header, after: &[u8], from: &str| {
+        let mut bytes = [0; Header::LEN];
+        header.encode(&mut bytes);
+        joining.is_probe(&welcome(), &[&bytes[..], after].concat(), addr(from))
+    };
+    assert!(is_probe(&right, &[], "192.0.2.1:5002"));
+    for from in ["192.0.2.1:5001", "192.0.2.1:5003", "192.0.2.2:5002"] {
+        assert!(!is_probe(&right, &[], from), "{from}");
+    }
+    let none = WindowId::new(OpId(1), 0);
+    for wrong in [
+        Header { job: JobId(8), ..right },
+        Header { generation: Generation(2), ..right },
+        Header { shard: 2, ..right },
+        Header { shard: 1, ..right },
+        Header { kind: Kind::Credit, ..right },
+        Header { lane: 1, ..right },
+        Header { window: none, ..right },
+        Header { ack: none, ..right },
+    ] {
+        assert!(!is_probe(&wrong, &[], "192.0.2.1:5002"), "{wrong:?}");
+    }
+    let body = Header { length: 1, ..right };
+    assert!(!is_probe(&body, &[0], "192.0.2.1:5002"));
+    assert!(!is_probe(&right, &[0], "192.0.2.1:5002"), "with something behind it");
+    assert!(!joining.is_probe(&welcome(), b"noise", addr("192.0.2.1:5002")));
+}

@@ -1,0 +1,118 @@
+use racksum_proto::dtype::DType;
+use racksum_proto::ids::{Generation, JobId, OpId};
+
+use super::*;
+use crate::blocks::Blocks;
+
+/// A window of which every third block is there, its values all different.
+const MASK: u64 = 0x0249_2492_4924_9249;
+const BLOCK: usize = 256;
+
+fn descriptor(wire: WireType) -> Descriptor {
+    Descriptor { wire, ..Descriptor::sum(61 * BLOCK as u64 + 7, DType::F32) }
+}
+
+fn tensor(descriptor: &Descriptor) -> Vec<u8> {
+    let value = |i: u64| if MASK >> (i / 256) & 1 == 1 { i as f32 - 4000.5 } else { 0.0 };
+    (0..descriptor.elements).flat_map(|i| value(i).to_le_bytes()).collect()
+}
+
+/// What the blocks of `MASK` come back as, by the definition of the arithmetic.
+fn expected(descriptor: &Descriptor, geometry: &Geometry) -> Vec<u8> {
+    let Descriptor { dtype, wire, .. } = *descriptor;
+    let mut out = tensor(descriptor);
+    for packed in geometry.packed(0, mask(geometry)) {
+        let stretch = packed.element..packed.element + packed.elements as u64;
+        let block = &mut out[bytes_of(descriptor, stretch)];
+        let mut encoded = vec![0; wire.block_len(packed.elements)];
+        if wire.is_scaled() {
+            arith::encode_block(dtype, wire, 1, block, &mut encoded).unwrap();
+            arith::decode_block(wire, dtype, &encoded, block).unwrap();
+        } else {
+            arith::encode_run(dtype, wire, block, &mut encoded).unwrap();
+            arith::decode_run(wire, dtype, &encoded, block).unwrap();
+        }
+    }
+    out
+}
+
+fn mask(geometry: &Geometry) -> u64 {
+    MASK & geometry.full_mask(0)
+}
+
+/// The bodies of a window's fragments.
+fn bodies(payload: &Payload, cut: Fragmentation, len: usize) -> Vec<Vec<u8>> {
+    let stride = Header::LEN + cut.payload();
+    let mut out = vec![0xa5; cut.count(len) * stride];
+    let header =
+        Header { mask: mask(&payload.geometry), ..Header::probe(JobId(1), Generation(0), 0) };
+    let written = payload.gather(&header, cut, len, &mut out);
+    out[..written].chunks(stride).map(|datagram| datagram[Header::LEN..].to_vec()).collect()
+}
+
+/// Takes the fragments of a window in `order` into `data`, which comes back.
+fn scatter(
+    descriptor: Descriptor,
+    data: Data,
+    bodies: &[Vec<u8>],
+    cut: Fragmentation,
+    order: &[usize],
+) -> Payload {
+    let mut payload = Payload::new(descriptor, data, 1);
+    let geometry = payload.geometry;
+    let mask = mask(&geometry);
+    for (nth, fragment) in order.iter().enumerate() {
+        let delivery = Delivery {
+            shard: 0,
+            window: WindowId::new(OpId(0), 0),
+            descriptor,
+            geometry,
+            mask,
+            cut,
+            len: geometry.payload_len(0, mask),
+            fragment: u8::try_from(*fragment).unwrap(),
+            complete: nth + 1 == order.len(),
+        };
+        assert_eq!(payload.scatter(&delivery, &bodies[*fragment]), None, "no overflow");
+    }
+    assert!(payload.partial.is_empty(), "nothing is kept of a window that is whole");
+    payload
+}
+
+#[test]
+fn the_fragments_of_a_window_may_come_in_any_order() {
+    let cut = Fragmentation::new(1408).unwrap();
+    for wire in [WireType::F32, WireType::Bf16, WireType::F16, WireType::Int8, WireType::Fixed32] {
+        let descriptor = descriptor(wire);
+        let own = Payload::new(descriptor, Data::Owned(tensor(&descriptor)), 1);
+        let (geometry, expected) = (own.geometry, expected(&descriptor, &own.geometry));
+        let bodies = bodies(&own, cut, geometry.payload_len(0, mask(&geometry)));
+        assert!(bodies.len() > 3, "{wire:?}: fragments cut blocks");
+        let forth: Vec<_> = (0..bodies.len()).collect();
+        let mut first_last = forth.clone();
+        first_last.rotate_left(1);
+        let back: Vec<_> = forth.iter().rev().copied().collect();
+        for order in [forth, back, first_last] {
+            // Poison where sums go; what no rank holds stays as it is.
+            let mut start = tensor(&descriptor);
+            for packed in geometry.packed(0, mask(&geometry)) {
+                let stretch = packed.element..packed.element + packed.elements as u64;
+                start[bytes_of(&descriptor, stretch)].fill(0xa5);
+            }
+            let done = scatter(descriptor, Data::Owned(start), &bodies, cut, &order);
+            let Data::Owned(got) = done.data else { panic!("as it was given") };
+            assert!(got == expected, "{wire:?}, fragments in the order {order:?}");
+
+            let list = BlockSet::new(&descriptor, Blocks::default()).unwrap();
+            let done = scatter(descriptor, Data::Blocks(list), &bodies, cut, &order);
+            let Data::Blocks(got) = done.data else { panic!("as it was given") };
+            let got = got.into_result(&geometry, &descriptor);
+            let sums: Vec<u8> = geometry
+                .packed(0, mask(&geometry))
+                .flat_map(|packed| packed.element..packed.element + packed.elements as u64)
+                .flat_map(|i| expected[bytes_of(&descriptor, i..i + 1)].to_vec())
+                .collect();
+            assert!(got.values == sums, "{wire:?}, a list, in the order {order:?}");
+        }
+    }
+}
