@@ -261,7 +261,8 @@ mod tests {
 
     #[test]
     fn one_that_ends_is_an_error_with_its_last_words() {
-        let (mut crew, _logs) = shells(&["read x; echo broken pipe dream >&2; exit 7", "read x; read x"]);
+        let (mut crew, _logs) =
+            shells(&["read x; echo broken pipe dream >&2; exit 7", "read x; read x"]);
         let error = crew.ask("go", SOON).unwrap_err().to_string();
         assert!(error.contains("sh 0") && error.contains("broken pipe dream"), "{error}");
         assert!(error.contains('7'), "{error}");
