@@ -26,7 +26,7 @@ impl Congestion {
     pub fn new(initial: usize, max: usize) -> Self {
         let max = max.max(Self::FLOOR);
         Self {
-            window: initial.clamp(Self::FLOOR, max),
+            window: initial.min(Self::START).clamp(Self::FLOOR, max),
             max,
             slow_start_below: max,
             in_flight: 0,
@@ -117,6 +117,8 @@ impl Congestion {
         self.slow_start_below = self.window;
     }
 
+    /// A switch's queue may hold much less than the receiver's buffer.
+    const START: usize = 4 * crate::geometry::WINDOW_BYTES;
     /// Two full windows, so that a stream never stops and waits.
     const FLOOR: usize = 2 * crate::geometry::WINDOW_BYTES;
     /// Growth a round once past slow start. A switch's queue may hold no more than a few windows of

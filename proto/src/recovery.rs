@@ -12,7 +12,8 @@ use crate::time::{Span, Time};
 pub(crate) struct Asked {
     /// Those that have not arrived since.
     fragments: u64,
-    /// When they were last asked for.
+    /// When they were first asked for, and last.
+    since: Time,
     at: Time,
     /// How often any of them was asked for again. Then its answer measures nothing (Karn), and
     /// is waited for longer.
@@ -34,6 +35,9 @@ impl Answered {
 impl Asked {
     /// Notes that `fragments` are asked for.
     pub(crate) const fn note(&mut self, fragments: u64, now: Time) {
+        if self.fragments == 0 {
+            self.since = now;
+        }
         self.repeated += (self.fragments & fragments != 0) as u32;
         self.fragments |= fragments;
         self.at = now;
@@ -58,21 +62,33 @@ impl Asked {
     }
 
     /// Takes a fragment that arrived at `now` as an answer, if it was asked for. Returns how long
-    /// that took, if it can be told.
+    /// that took.
     pub(crate) fn answer(
         &mut self,
         fragment: u64,
         position: u64,
         now: Time,
         answered: &mut Answered,
-    ) -> Option<Span> {
+    ) -> Option<Took> {
         if self.fragments & fragment == 0 {
             return None;
         }
         self.fragments &= !fragment;
         *answered = (*answered).max(Answered { at: self.at, position });
-        (self.repeated == 0).then(|| now.since(self.at))
+        Some(match self.repeated {
+            0 => Took::Exactly(now.since(self.at)),
+            _ => Took::AtMost(now.since(self.since)),
+        })
     }
+}
+
+/// How long an answer took.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Took {
+    /// It was asked for once.
+    Exactly(Span),
+    /// It was asked for again: which question it answers cannot be told.
+    AtMost(Span),
 }
 
 /// The fragments of a window that must have been sent, now that `fragment` has arrived for the

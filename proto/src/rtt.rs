@@ -4,6 +4,7 @@
 //! and for what they lost. So the timeout is bounded by a multiple of the least that was measured
 //! lately. To ask too early costs one small datagram; to ask too late stops everyone.
 
+use crate::recovery::Took;
 use crate::time::Span;
 
 /// A smoothed round trip and its variation.
@@ -34,6 +35,18 @@ impl Rtt {
         let error = self.smoothed_ns.abs_diff(rtt.0);
         self.variation_ns = (3 * self.variation_ns + error) / 4;
         self.smoothed_ns = (7 * self.smoothed_ns + rtt.0) / 8;
+    }
+
+    /// Takes the time that an answer took: what is no measurement serves as one until there is one,
+    /// or else a guess that is too short would have every question asked again, and none measure.
+    pub(crate) fn answered(&mut self, took: Took) {
+        match took {
+            Took::Exactly(took) => self.sample(took),
+            Took::AtMost(took) if !self.measured => {
+                *self = Self::new(took.max(self.smoothed()));
+            }
+            Took::AtMost(_) => {}
+        }
     }
 
     /// Takes a round trip of another kind, which says only how little one may take.

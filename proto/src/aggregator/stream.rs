@@ -304,7 +304,7 @@ impl Stream {
         let progress = &mut self.ranks[rank.index()];
         let Progress { answered, rtt, .. } = progress;
         if let Some(took) = contribution.asked.answer(bit, position, now, answered) {
-            rtt.sample(took);
+            rtt.answered(took);
         }
         let again = header.flags.has(Flags::AGAIN);
         contribution.sent |= recovery::sent_before(header.fragment, again);
@@ -352,8 +352,8 @@ impl Stream {
         self.due_of(now, rank, position, false) != 0
     }
 
-    /// The fragments of a window to ask `rank` for: those that were sent and must be lost, but
-    /// for what was asked for and may still come; all that are missing if the rank is `stalled`.
+    /// The fragments of a window to ask `rank` for, but for what was asked for and may still come:
+    /// those that were sent and must be lost, or all that are missing if the rank is `stalled`.
     fn due_of(&self, now: Time, rank: Rank, position: u64, stalled: bool) -> u64 {
         let contribution = self.pool.contribution(position, rank);
         if contribution.complete {
@@ -361,10 +361,7 @@ impl Stream {
         }
         let Progress { sent, answered, rtt, .. } = &self.ranks[rank.index()];
         let all = self.all_of(position, contribution.mask) & !contribution.have;
-        if stalled {
-            return all;
-        }
-        let lost = if position < *sent { all } else { all & contribution.sent };
+        let lost = if stalled || position < *sent { all } else { all & contribution.sent };
         contribution.asked.due(lost, position, *answered, now, rtt)
     }
 

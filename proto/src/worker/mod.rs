@@ -34,6 +34,7 @@ use crate::error::{OpError, Rejects, SubmitError};
 use crate::geometry::{Fragmentation, Geometry, Stripe, WINDOW_BYTES};
 use crate::ids::{Generation, JobId, OpId, Rank, WindowId};
 use crate::observer::{Event, Observer};
+use crate::recovery::Took;
 use crate::rtt::Rtt;
 use crate::time::{Span, Time};
 use crate::wire::OpenEncoder;
@@ -109,9 +110,11 @@ struct Path {
 impl Path {
     /// Notes how long an answer took. It waited for no other rank, so it also says how little a
     /// round trip may take.
-    fn note_answer(&mut self, took: Span) {
-        self.asks.sample(took);
-        self.rtt.note_least(took);
+    fn note_answer(&mut self, took: Took) {
+        self.asks.answered(took);
+        if let Took::Exactly(took) = took {
+            self.rtt.note_least(took);
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use crate::error::{OpError, Reject};
 use crate::geometry::{Fragmentation, Geometry};
 use crate::ids::{OpId, Rank, WindowId};
 use crate::observer::{Event, Observer};
-use crate::recovery::{self, Asked};
+use crate::recovery::{self, Asked, Took};
 use crate::time::Time;
 use crate::wire::{AskEntries, Disagreement, Flags, Header, Kind, MissingRanks};
 
@@ -375,7 +375,7 @@ impl Worker {
         let first = stream.probes == 1;
         stream.note_wait(now);
         if let Some(probed_at) = stream.probed_at.take().filter(|_| first) {
-            self.paths[usize::from(stream.shard)].note_answer(now.since(probed_at));
+            self.paths[usize::from(stream.shard)].note_answer(Took::Exactly(now.since(probed_at)));
         }
         Ok(Verdict::Control)
     }

@@ -3,7 +3,8 @@
 //! A worker's link is limited in both directions by a token bucket: where the worker sends, and
 //! where the switch sends to it. An aggregator's link is limited in the same way, or not at all.
 //! The switch is a bridge that follows IGMP, with a querier, as a rack's switch does: multicast
-//! goes to those who asked for it. Everything lies in namespaces of its own, so nothing of the
+//! goes to those who asked for it. It speaks IGMPv3: a host of version 2 keeps its own report back
+//! when it hears another's, and a bridge passes reports on while it is new. Everything lies in namespaces of its own, so nothing of the
 //! machine's own network is touched, and all is gone when [`Network`] is dropped.
 
 use std::net::Ipv4Addr;
@@ -85,7 +86,7 @@ impl Network {
         let switch = network.namespace("switch")?;
         run(&format!(
             "ip -n {switch} link add br0 type bridge stp_state 0 mcast_snooping 1 \
-             mcast_querier 1 mcast_query_response_interval 100"
+             mcast_querier 1 mcast_query_response_interval 100 mcast_igmp_version 3"
         ))?;
         run(&format!("ip -n {switch} link set br0 up"))?;
         for i in 0..workers {
