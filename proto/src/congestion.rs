@@ -1,8 +1,8 @@
 //! How many bytes may be in flight towards one receiver.
 //!
-//! Additive increase, multiplicative decrease, with two changes for this traffic. The start is
-//! what the receiver says it can buffer, since incast at one socket is the normal case. And a cut
-//! needs more than a few lost fragments in a round: stray loss says nothing about a queue, and a
+//! Slow start, additive increase, multiplicative decrease (RFC 5681), with two changes for this
+//! traffic. The most is what the receiver says it can buffer, since incast at one socket is the
+//! normal case. And a cut needs more than a few lost fragments in a round: stray loss says nothing about a queue, and a
 //! window that is cut for it collapses (the argument of BBRv2's loss threshold).
 
 /// A congestion window, in bytes.
@@ -12,6 +12,8 @@ pub struct Congestion {
     max: usize,
     slow_start_below: usize,
     in_flight: usize,
+    /// The most that was in flight since the round began.
+    peak: usize,
     /// Bytes delivered since the round began; a round is one window's worth.
     delivered: usize,
     lost: usize,
@@ -21,15 +23,16 @@ pub struct Congestion {
 }
 
 impl Congestion {
-    /// A window that starts at `initial` bytes and never exceeds `max`.
+    /// A window that never exceeds `max` bytes.
     #[must_use]
-    pub fn new(initial: usize, max: usize) -> Self {
+    pub fn new(max: usize) -> Self {
         let max = max.max(Self::FLOOR);
         Self {
-            window: initial.min(Self::START).clamp(Self::FLOOR, max),
+            window: Self::START.min(max),
             max,
             slow_start_below: max,
             in_flight: 0,
+            peak: 0,
             delivered: 0,
             lost: 0,
             round: 0,
@@ -58,21 +61,26 @@ impl Congestion {
     /// `len` bytes were sent for the first time.
     pub const fn on_sent(&mut self, len: usize) {
         self.in_flight += len;
+        if self.peak < self.in_flight {
+            self.peak = self.in_flight;
+        }
     }
 
     /// `len` bytes were delivered.
     pub fn on_delivered(&mut self, len: usize) {
+        // One that is not used proves nothing about the path, and would be a burst later (RFC 7661).
+        let used = 2 * self.peak >= self.window;
         self.in_flight = self.in_flight.saturating_sub(len);
         self.delivered += len;
-        let grown = if self.window < self.slow_start_below {
-            self.window + len
-        } else {
-            self.window + Self::STEP * len / self.window
-        };
-        self.window = grown.min(self.max);
+        if used {
+            let step = Self::STEP * len / self.window;
+            let step = if self.window < self.slow_start_below { len } else { step };
+            self.window = (self.window + step).min(self.max);
+        }
         if self.delivered >= self.window {
             self.delivered = 0;
             self.lost = 0;
+            self.peak = self.in_flight;
             self.round += 1;
             self.cut_this_round = false;
         }
@@ -124,7 +132,7 @@ impl Congestion {
     /// Growth a round once past slow start. A switch's queue may hold no more than a few windows of
     /// all ranks, and overflows by whole batches: growth by a window a round overflows it every
     /// other round.
-    const STEP: usize = 4 << 10;
+    const STEP: usize = 2 << 10;
     /// A cut needs more than one part in this many of the window lost in a round.
     const LOSS_DIVISOR: usize = 16;
 }
@@ -135,38 +143,54 @@ mod tests {
 
     const KB: usize = 1024;
 
+    /// Sends so much and has it arrive.
+    fn pass(congestion: &mut Congestion, len: usize) {
+        congestion.on_sent(len);
+        congestion.on_delivered(len);
+    }
+
     #[test]
     fn grows_by_what_is_delivered_until_the_first_cut() {
-        let mut congestion = Congestion::new(300 * KB, 4000 * KB);
-        congestion.on_sent(300 * KB);
+        let mut congestion = Congestion::new(4000 * KB);
+        let start = congestion.window();
+        congestion.on_sent(start);
         assert!(!congestion.admits(1));
-        congestion.on_delivered(300 * KB);
-        assert_eq!(congestion.window(), 600 * KB);
+        congestion.on_delivered(start);
+        assert_eq!(congestion.window(), 2 * start);
     }
 
     #[test]
     fn stray_loss_does_not_cut_but_a_burst_does_once_a_round() {
-        let mut congestion = Congestion::new(1000 * KB, 1000 * KB);
+        let mut congestion = Congestion::new(1000 * KB);
+        pass(&mut congestion, 1000 * KB);
         congestion.on_lost(10 * KB);
         assert_eq!(congestion.window(), 1000 * KB);
         congestion.on_lost(100 * KB);
         assert_eq!(congestion.window(), 700 * KB);
         congestion.on_lost(100 * KB);
         assert_eq!(congestion.window(), 700 * KB);
-        congestion.on_delivered(800 * KB);
+        pass(&mut congestion, 800 * KB);
         congestion.on_congested();
         assert!(congestion.window() < 700 * KB);
     }
 
     #[test]
+    fn what_is_not_used_does_not_grow() {
+        let mut congestion = Congestion::new(1000 * KB);
+        let start = congestion.window();
+        (0..100).for_each(|_| pass(&mut congestion, start / 4));
+        assert_eq!(congestion.window(), start);
+    }
+
+    #[test]
     fn never_closes_and_never_exceeds_its_limit() {
-        let mut congestion = Congestion::new(0, 500 * KB);
+        let mut congestion = Congestion::new(500 * KB);
         for _ in 0..50 {
             congestion.on_congested();
-            congestion.on_delivered(500 * KB);
+            pass(&mut congestion, 500 * KB);
         }
         assert!(congestion.window() >= 2 * crate::geometry::WINDOW_BYTES);
-        (0..200).for_each(|_| congestion.on_delivered(500 * KB));
+        (0..400).for_each(|_| pass(&mut congestion, 500 * KB));
         assert_eq!(congestion.window(), 500 * KB);
     }
 }

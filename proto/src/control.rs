@@ -101,7 +101,7 @@ pub struct Welcome {
     pub max_ops: u16,
     /// Bytes of payload of a fragment.
     pub fragment_payload: u16,
-    /// Bytes in flight to start from, towards each shard.
+    /// Most bytes in flight towards each shard.
     pub in_flight: u32,
     /// The group that results are multicast to, if the rank should listen.
     pub group: Option<SocketAddr>,

@@ -12,8 +12,7 @@ use crate::time::{Span, Time};
 pub(crate) struct Asked {
     /// Those that have not arrived since.
     fragments: u64,
-    /// When they were first asked for, and last.
-    since: Time,
+    /// When they were last asked for.
     at: Time,
     /// How often any of them was asked for again. Then its answer measures nothing (Karn), and
     /// is waited for longer.
@@ -35,12 +34,14 @@ impl Answered {
 impl Asked {
     /// Notes that `fragments` are asked for.
     pub(crate) const fn note(&mut self, fragments: u64, now: Time) {
-        if self.fragments == 0 {
-            self.since = now;
-        }
         self.repeated += (self.fragments & fragments != 0) as u32;
         self.fragments |= fragments;
         self.at = now;
+    }
+
+    /// Forgets what there is not, now that the window's fragments are known to be `all`.
+    pub(crate) const fn limit(&mut self, all: u64) {
+        self.fragments &= all;
     }
 
     /// What of `lost` to ask for now: all but what is asked for and may still come.
@@ -62,33 +63,26 @@ impl Asked {
     }
 
     /// Takes a fragment that arrived at `now` as an answer, if it was asked for. Returns how long
-    /// that took.
+    /// that took once all is here, since the fragments of one answer are no more than one
+    /// measurement; `None` in it where it cannot be told.
     pub(crate) fn answer(
         &mut self,
         fragment: u64,
         position: u64,
         now: Time,
         answered: &mut Answered,
-    ) -> Option<Took> {
+    ) -> Option<Option<Span>> {
         if self.fragments & fragment == 0 {
             return None;
         }
         self.fragments &= !fragment;
         *answered = (*answered).max(Answered { at: self.at, position });
-        Some(match self.repeated {
-            0 => Took::Exactly(now.since(self.at)),
-            _ => Took::AtMost(now.since(self.since)),
-        })
+        if self.fragments != 0 {
+            return None;
+        }
+        let repeated = core::mem::take(&mut self.repeated);
+        Some((repeated == 0).then(|| now.since(self.at)))
     }
-}
-
-/// How long an answer took.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Took {
-    /// It was asked for once.
-    Exactly(Span),
-    /// It was asked for again: which question it answers cannot be told.
-    AtMost(Span),
 }
 
 /// The fragments of a window that must have been sent, now that `fragment` has arrived for the

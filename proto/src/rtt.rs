@@ -4,7 +4,6 @@
 //! and for what they lost. So the timeout is bounded by a multiple of the least that was measured
 //! lately. To ask too early costs one small datagram; to ask too late stops everyone.
 
-use crate::recovery::Took;
 use crate::time::Span;
 
 /// A smoothed round trip and its variation.
@@ -15,6 +14,8 @@ pub struct Rtt {
     /// The least measured; creeps up, so that it follows a path that has become longer.
     least_ns: u64,
     measured: bool,
+    /// Questions since the last measurement that were asked again.
+    repeats: u32,
 }
 
 impl Rtt {
@@ -22,7 +23,7 @@ impl Rtt {
     #[must_use]
     pub const fn new(initial: Span) -> Self {
         let Span(ns) = initial;
-        Self { smoothed_ns: ns, variation_ns: ns / 2, least_ns: ns, measured: false }
+        Self { smoothed_ns: ns, variation_ns: ns / 2, least_ns: ns, measured: false, repeats: 0 }
     }
 
     /// Takes one measured round trip.
@@ -31,21 +32,20 @@ impl Rtt {
             *self = Self { measured: true, ..Self::new(rtt) };
             return;
         }
+        self.repeats = 0;
         self.least_ns = rtt.0.min(self.least_ns + self.least_ns / 16);
         let error = self.smoothed_ns.abs_diff(rtt.0);
         self.variation_ns = (3 * self.variation_ns + error) / 4;
         self.smoothed_ns = (7 * self.smoothed_ns + rtt.0) / 8;
     }
 
-    /// Takes the time that an answer took: what is no measurement serves as one until there is one,
-    /// or else a guess that is too short would have every question asked again, and none measure.
-    pub(crate) fn answered(&mut self, took: Took) {
+    /// Takes the time that an answer took. One that was asked for again measures nothing; but the
+    /// next question is given longer until one does, or else an estimate that is too short would
+    /// have each of them asked again (Karn and Partridge, SIGCOMM 1987).
+    pub(crate) fn answered(&mut self, took: Option<Span>) {
         match took {
-            Took::Exactly(took) => self.sample(took),
-            Took::AtMost(took) if !self.measured => {
-                *self = Self::new(took.max(self.smoothed()));
-            }
-            Took::AtMost(_) => {}
+            Some(took) => self.sample(took),
+            None => self.repeats = (self.repeats + 1).min(Self::MAX_REPEATS),
         }
     }
 
@@ -64,24 +64,37 @@ impl Rtt {
     #[must_use]
     pub fn timeout(&self) -> Span {
         let timeout = self.smoothed_ns + (4 * self.variation_ns).max(Self::GRANULARITY.0);
-        let most = (Self::MOST_TIMES * self.least_ns).max(Self::PATIENCE.0);
-        Span(timeout.clamp(Self::MIN_TIMEOUT.0, most.min(Self::MAX_TIMEOUT.0)))
+        let timeout = timeout << self.repeats;
+        Span(timeout.clamp(Self::MIN_TIMEOUT.0, Self::MAX_TIMEOUT.0))
     }
 
     /// How long to wait after `attempts` questions without an answer.
     #[must_use]
     pub fn backed_off(&self, attempts: u32) -> Span {
-        let timeout = self.timeout().0.saturating_mul(1 << attempts.min(10));
-        Span(timeout.min(Self::MAX_BACKOFF.0))
+        Self::back_off(self.timeout(), attempts)
+    }
+
+    /// How long to wait after `attempts` questions without an answer, where what was measured
+    /// has waited for others too: no longer than a few times what it took when it did not.
+    #[must_use]
+    pub fn patience(&self, attempts: u32) -> Span {
+        let most = (Self::MOST_TIMES * self.least_ns).max(Self::PATIENCE.0);
+        Self::back_off(self.timeout().min(Span(most)), attempts)
+    }
+
+    fn back_off(Span(timeout): Span, attempts: u32) -> Span {
+        Span(timeout.saturating_mul(1 << attempts.min(10)).min(Self::MAX_BACKOFF.0))
     }
 
     /// A scheduler's hiccup is not a loss.
     const GRANULARITY: Span = Span::from_micros(500);
     const MIN_TIMEOUT: Span = Span::from_millis(2);
-    /// The timeout is bounded by this many times the least round trip, or by this much if that
+    /// Patience is bounded by this many times the least round trip, or by this much if that
     /// is less.
     const MOST_TIMES: u64 = 3;
     const PATIENCE: Span = Span::from_millis(4);
+    /// Each doubles the timeout.
+    const MAX_REPEATS: u32 = 3;
     const MAX_TIMEOUT: Span = Span::from_millis(100);
     const MAX_BACKOFF: Span = Span::from_millis(100);
 }
@@ -113,7 +126,20 @@ mod tests {
         rtt.sample(Span::from_micros(200));
         (0..50).for_each(|_| rtt.sample(Span::from_millis(150)));
         rtt.sample(Span::from_micros(200));
-        assert_eq!(rtt.timeout(), Rtt::PATIENCE);
+        assert_eq!(rtt.patience(0), Rtt::PATIENCE);
+    }
+
+    #[test]
+    fn an_estimate_that_is_too_short_gives_the_next_question_longer() {
+        let mut rtt = Rtt::new(Span::from_millis(1));
+        rtt.sample(Span::from_millis(1));
+        let short = rtt.timeout();
+        rtt.answered(None);
+        rtt.answered(None);
+        assert_eq!(rtt.timeout().0, 4 * short.0);
+        rtt.answered(Some(Span::from_millis(8)));
+        assert!(rtt.timeout() > Span::from_millis(8));
+        assert!(rtt.timeout().0 < 4 * short.0);
     }
 
     #[test]

@@ -57,7 +57,7 @@ pub struct Config {
     pub max_ops: u16,
     /// How windows are cut into datagrams.
     pub cut: Fragmentation,
-    /// Bytes of results in flight to start from: what the ranks can buffer.
+    /// Most bytes of results in flight: what the ranks can buffer.
     pub results_in_flight: usize,
 }
 
@@ -154,7 +154,7 @@ impl Aggregation {
         let max_ops = Agreement::span(config.max_ops, config.shards) + slots + 1;
         // What is in flight beyond what the ranks can buffer only overflows on the way.
         let max_results = config.results_in_flight.min(slots * crate::geometry::WINDOW_BYTES);
-        let results = Congestion::new(config.results_in_flight, max_results);
+        let results = Congestion::new(max_results);
         let stream = || {
             Stream::new(Pool::new(slots, world, config.cut), world, max_ops, results, config.cut)
         };

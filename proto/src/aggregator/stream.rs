@@ -303,6 +303,7 @@ impl Stream {
         let complete = contribution.complete;
         let progress = &mut self.ranks[rank.index()];
         let Progress { answered, rtt, .. } = progress;
+        contribution.asked.limit(all);
         if let Some(took) = contribution.asked.answer(bit, position, now, answered) {
             rtt.answered(took);
         }

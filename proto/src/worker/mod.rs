@@ -34,7 +34,6 @@ use crate::error::{OpError, Rejects, SubmitError};
 use crate::geometry::{Fragmentation, Geometry, Stripe, WINDOW_BYTES};
 use crate::ids::{Generation, JobId, OpId, Rank, WindowId};
 use crate::observer::{Event, Observer};
-use crate::recovery::Took;
 use crate::rtt::Rtt;
 use crate::time::{Span, Time};
 use crate::wire::OpenEncoder;
@@ -58,7 +57,7 @@ pub struct Config {
     pub max_ops: u16,
     /// How windows are cut into datagrams.
     pub cut: Fragmentation,
-    /// Bytes in flight to start from, a shard: its share of the shard's receive buffer.
+    /// Most bytes in flight to a shard: the rank's share of the shard's receive buffer.
     pub in_flight: usize,
 }
 
@@ -110,9 +109,9 @@ struct Path {
 impl Path {
     /// Notes how long an answer took. It waited for no other rank, so it also says how little a
     /// round trip may take.
-    fn note_answer(&mut self, took: Took) {
+    fn note_answer(&mut self, took: Option<Span>) {
         self.asks.answered(took);
-        if let Took::Exactly(took) = took {
+        if let Some(took) = took {
             self.rtt.note_least(took);
         }
     }
@@ -151,7 +150,7 @@ impl Worker {
         let max = config.in_flight.min(config.pool_slots as usize * WINDOW_BYTES);
         let path = || Path {
             job: config.job,
-            congestion: Congestion::new(config.in_flight, max),
+            congestion: Congestion::new(max),
             rtt: Rtt::new(Span::from_millis(2)),
             asks: Rtt::new(Span::from_millis(1)),
         };

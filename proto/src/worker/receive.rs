@@ -7,7 +7,7 @@ use crate::error::{OpError, Reject};
 use crate::geometry::{Fragmentation, Geometry};
 use crate::ids::{OpId, Rank, WindowId};
 use crate::observer::{Event, Observer};
-use crate::recovery::{self, Asked, Took};
+use crate::recovery::{self, Asked};
 use crate::time::Time;
 use crate::wire::{AskEntries, Disagreement, Flags, Header, Kind, MissingRanks};
 
@@ -258,9 +258,10 @@ impl Worker {
             Err(i) => {
                 let (mask, all) = (header.mask, cut.all(len));
                 // What is asked for of a gap is asked for of every window in it.
-                let asked = stream.arrivals.get(i).map_or_else(Asked::default, |next| {
+                let mut asked = stream.arrivals.get(i).map_or_else(Asked::default, |next| {
                     if position >= next.start { Asked::default() } else { next.gap_asked }
                 });
+                asked.limit(all);
                 let gap_asked = Asked::default();
                 let arrival =
                     Arrival { position, start, mask, have: 0, all, len, sent: 0, asked, gap_asked };
@@ -375,7 +376,7 @@ impl Worker {
         let first = stream.probes == 1;
         stream.note_wait(now);
         if let Some(probed_at) = stream.probed_at.take().filter(|_| first) {
-            self.paths[usize::from(stream.shard)].note_answer(Took::Exactly(now.since(probed_at)));
+            self.paths[usize::from(stream.shard)].note_answer(Some(now.since(probed_at)));
         }
         Ok(Verdict::Control)
     }

@@ -299,7 +299,7 @@ impl Stream {
     /// When the silence has lasted too long. While results of other streams come in, those of this
     /// one may wait behind them: then `heard`, when the last came, puts the probe off for a while.
     fn probe_at(&self, rtt: &Rtt, heard: Time) -> Time {
-        let patience = rtt.backed_off(self.probes / Self::PROBES_A_STEP);
+        let patience = rtt.patience(self.probes / Self::PROBES_A_STEP);
         let most = self.quiet_since + patience + patience;
         self.quiet_since.max(heard.min(most)) + patience
     }

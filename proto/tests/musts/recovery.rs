@@ -164,20 +164,28 @@ fn an_answer_that_is_late_is_asked_for_again() {
 
 #[test]
 fn what_several_ranks_lack_of_results_is_not_added_up() {
-    // The pool holds eight windows, and so many may be in flight.
+    // The pool holds eight windows, and so many may be in flight once slow start is over.
     let config = aggregator::Config { results_in_flight: 8 * WINDOW_BYTES, ..shard(0, 1) };
-    let mut shard = Shard::of(config, 16);
-    (0..8).for_each(|index| shard.fill(index));
+    let mut shard = Shard::of(config, 28);
+    let acknowledge = |shard: &mut Shard, end| {
+        for rank in [0, 1] {
+            let ack = window(0, end);
+            shard.take(&datagram(Header { ack, ..header(Kind::Ack, Rank(rank)) }, &[]));
+        }
+    };
+    for (first, end) in [(0, 4), (4, 12)] {
+        (first..end).for_each(|index| shard.fill(index));
+        assert_eq!(shard.folds(), (end - first) as usize);
+        acknowledge(&mut shard, end);
+    }
+    (12..20).for_each(|index| shard.fill(index));
     assert_eq!(shard.folds(), 8);
     // A twentieth at each of the two ranks: less than the sixteenth that cuts.
     for rank in [0, 1] {
-        shard.take(&ask(Rank(rank), window(0, 0), &[entry(0, (1 << 17) - 1)]));
+        shard.take(&ask(Rank(rank), window(0, 12), &[entry(12, (1 << 17) - 1)]));
     }
-    for rank in [0, 1] {
-        let ack = window(0, 8);
-        shard.take(&datagram(Header { ack, ..header(Kind::Ack, Rank(rank)) }, &[]));
-    }
-    (8..16).for_each(|index| shard.fill(index));
+    acknowledge(&mut shard, 20);
+    (20..28).for_each(|index| shard.fill(index));
     assert_eq!(shard.folds(), 8);
 }
 
