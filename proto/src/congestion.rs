@@ -99,7 +99,7 @@ impl Congestion {
 
     /// One of several receivers has lacked `len` bytes since [`Self::round`] began.
     pub fn on_lost_in_round(&mut self, len: usize) {
-        if len * Self::LOSS_DIVISOR > self.window {
+        if len > (self.window / Self::LOSS_DIVISOR).max(Self::STRAY_LOSS) {
             self.cut(7, 10);
         }
     }
@@ -135,6 +135,8 @@ impl Congestion {
     const STEP: usize = 2 << 10;
     /// A cut needs more than one part in this many of the window lost in a round.
     const LOSS_DIVISOR: usize = 16;
+    /// And more than this: of a small window a few stray datagrams are a large part.
+    const STRAY_LOSS: usize = crate::geometry::WINDOW_BYTES / 2;
 }
 
 #[cfg(test)]

@@ -52,9 +52,9 @@ impl Worker {
         (0..self.streams.len()).find_map(|i| {
             let at = i / shards * shards + (i + turn) % shards;
             self.write_open(at, out)
+                .or_else(|| self.write_ask(now, at, out, observer))
                 .or_else(|| self.repeat(at, observer))
                 .or_else(|| self.send_next(now, at))
-                .or_else(|| self.write_ask(now, at, out, observer))
                 .or_else(|| self.write_ack(at, out))
         })
     }
