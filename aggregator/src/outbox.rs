@@ -13,8 +13,9 @@ pub(crate) struct Outbox {
     ring: SendRing,
     /// Where the machine writes a message that is not a result.
     pub(crate) datagram: Box<[u8; MAX_CONTROL]>,
-    /// Results for all ranks of the job that is being served, to go as one train.
+    /// Results of the job that is being served, to go to `joined_to` as one train.
     joined: Vec<u8>,
+    joined_to: Recipient,
     train: Train,
     datagrams: u64,
     bytes: u64,
@@ -26,6 +27,7 @@ impl Outbox {
             ring: SendRing::new(),
             datagram: Box::new([0; MAX_CONTROL]),
             joined: Vec::with_capacity(udp::MAX_DATAGRAM),
+            joined_to: Recipient::All,
             train: Train::default(),
             datagrams: 0,
             bytes: 0,
@@ -50,9 +52,9 @@ impl Outbox {
 
     /// Sends the results that wait for others to go with them.
     pub(crate) fn send_joined(&mut self, socket: &UdpSocket, job: &Job) {
-        let Self { ring, joined, train, datagrams, bytes, .. } = self;
+        let Self { ring, joined, joined_to, train, datagrams, bytes, .. } = self;
         if !joined.is_empty() {
-            let addresses = addresses(Recipient::All, job.group, &job.unicast, &job.ranks);
+            let addresses = addresses(*joined_to, job.group, &job.unicast, &job.ranks);
             let contents = [(&joined[..], train.stride())];
             ring.set_tos(job.tos(joined));
             send(socket, ring, addresses, &contents, &mut [datagrams, bytes]);
@@ -69,41 +71,44 @@ impl Outbox {
         result: &ResultFragments,
     ) {
         job.slots.write_headers(result);
-        if to == Recipient::All {
-            return self.send_to_all(socket, job, result);
-        }
-        self.ring.set_tos(job.tos_of_lane(result.header.lane));
-        let (contents, stride) = job.slots.datagrams(result);
-        let Self { ring, datagrams, bytes, .. } = self;
-        let wanted = |i: &usize| result.fragments >> i & 1 == 1;
-        for (_, datagram) in contents.chunks(stride).enumerate().filter(|(i, _)| wanted(i)) {
-            let message = [(datagram, datagram.len())];
-            let addresses = addresses(to, None, &[], &job.ranks);
-            send(socket, ring, addresses, &message, &mut [datagrams, bytes]);
-        }
-    }
-
-    /// Sends a whole result, or lets it wait for others to go with it if it is small.
-    fn send_to_all(&mut self, socket: &UdpSocket, job: &Job, result: &ResultFragments) {
-        let max_datagram = Header::LEN + job.machine.config().cut.payload();
         let tos = job.tos_of_lane(result.header.lane);
-        let small = result.len <= MAX_JOINED;
-        if !small || tos != job.tos(&self.joined) {
+        let small = to != Recipient::All || result.len <= MAX_JOINED;
+        if !small || to != self.joined_to || tos != job.tos(&self.joined) {
             // Results in order: one that overtakes another looks like a loss.
             self.send_joined(socket, job);
         }
         let (contents, stride) = job.slots.datagrams(result);
-        if !small {
-            let addresses = addresses(Recipient::All, job.group, &job.unicast, &job.ranks);
+        if to == Recipient::All {
+            if small {
+                return self.join(socket, job, to, contents, stride);
+            }
+            let addresses = addresses(to, job.group, &job.unicast, &job.ranks);
             let Self { ring, datagrams, bytes, .. } = self;
             ring.set_tos(tos);
             return send(socket, ring, addresses, &[(contents, stride)], &mut [datagrams, bytes]);
         }
+        let wanted = |i: &usize| result.fragments >> i & 1 == 1;
+        for (_, datagram) in contents.chunks(stride).enumerate().filter(|(i, _)| wanted(i)) {
+            self.join(socket, job, to, datagram, datagram.len());
+        }
+    }
+
+    /// Lets datagrams wait for others to go with them.
+    fn join(
+        &mut self,
+        socket: &UdpSocket,
+        job: &Job,
+        to: Recipient,
+        contents: &[u8],
+        stride: usize,
+    ) {
+        let max_datagram = Header::LEN + job.machine.config().cut.payload();
         if !self.train.couple(contents.len(), stride, max_datagram) {
             self.send_joined(socket, job);
             let first = self.train.couple(contents.len(), stride, max_datagram);
             debug_assert!(first, "an empty train takes any message");
         }
+        self.joined_to = to;
         self.joined.extend_from_slice(contents);
     }
 

@@ -104,3 +104,7 @@ pub(crate) const fn proves_earlier(fragment: u8, complete: bool, again: bool) ->
 
 /// Datagrams that may overtake another before it counts as lost.
 const REORDERING: u8 = 3;
+
+/// Windows whose losses are gathered into one ask, unless the oldest of them holds all others up:
+/// an ask and its answer cost a host as much as a whole window does.
+pub(crate) const GATHERED_WINDOWS: u64 = 2;

@@ -10,7 +10,7 @@ use racksum_proto::dtype::WireType;
 use racksum_proto::geometry::{Fragmentation, Geometry, Packed};
 use racksum_proto::ids::WindowId;
 use racksum_proto::wire::Header;
-use racksum_proto::worker::Delivery;
+use racksum_proto::worker::{DataFragments, Delivery};
 
 use crate::blocks::BlockSet;
 use crate::kernel;
@@ -58,31 +58,35 @@ impl Payload {
         kernel::scan_window(dtype, self.geometry.block_elements(), window)
     }
 
-    /// Writes the datagrams of a window's packed non-zero blocks, `stride` apart, and returns
-    /// their length.
-    pub(crate) fn gather(
-        &self,
-        header: &Header,
-        cut: Fragmentation,
-        len: usize,
-        out: &mut [u8],
-    ) -> usize {
+    /// Writes the datagrams of fragments of a window's packed non-zero blocks one after the other,
+    /// and returns their length. There is room for the whole window's.
+    pub(crate) fn gather(&self, data: &DataFragments, out: &mut [u8]) -> usize {
+        let DataFragments { len, cut, fragments, ref header, .. } = *data;
         let stride = Header::LEN + cut.payload();
         let index = header.window.index;
-        let count = cut.count(len);
-        for fragment in 0..count {
-            let range = cut.range(len, fragment);
-            let datagram = &mut out[fragment * stride..][..Header::LEN + range.len()];
-            let Some((head, body)) = datagram.split_first_chunk_mut() else { continue };
-            header.of_fragment(fragment, range.len()).encode(head);
-            if !self.descriptor.wire.is_scaled() {
-                self.gather_run(index, header.mask, range, body);
-            }
-        }
-        if self.descriptor.wire.is_scaled() {
+        let scaled = self.descriptor.wire.is_scaled();
+        if scaled {
             self.gather_blocks(index, header.mask, cut, out);
         }
-        count * Header::LEN + len
+        let mut used = 0;
+        for fragment in (0..cut.count(len)).filter(|i| fragments >> i & 1 == 1) {
+            let range = cut.range(len, fragment);
+            let body = used + Header::LEN;
+            let end = body + range.len();
+            if scaled {
+                let from = fragment * stride + Header::LEN;
+                if from != body {
+                    out.copy_within(from..from + range.len(), body);
+                }
+            } else {
+                self.gather_run(index, header.mask, range.clone(), &mut out[body..end]);
+            }
+            if let Some(head) = out[used..].first_chunk_mut() {
+                header.of_fragment(fragment, range.len()).encode(head);
+            }
+            used = end;
+        }
+        used
     }
 
     /// Encodes the elements that bytes `range` of the packed payload hold.

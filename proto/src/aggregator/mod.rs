@@ -550,6 +550,11 @@ impl Aggregation {
             union: fold.union,
             contributors: fold.ready.contributors,
         });
+        // The next fold may wait for what was yet to be asked for.
+        stream.poll_ready();
+        for rank in stream.to_be_asked() {
+            self.queue.note(fold.lane, rank, |due| due.fragments = true);
+        }
     }
 }
 

@@ -29,6 +29,8 @@ pub(super) struct Progress {
     sent: u64,
     /// Windows before this have been looked through for what is lost.
     searched: u64,
+    /// The first window of which something is lost that is to be asked for.
+    lacking: Option<u64>,
     /// The latest ask for fragments that the rank has answered.
     answered: Answered,
     /// Bytes of results that the rank lacked in a round of the stream's congestion.
@@ -46,6 +48,7 @@ impl Progress {
         oldest_missing: 0,
         sent: 0,
         searched: 0,
+        lacking: None,
         answered: Answered::NONE,
         lost: (0, 0),
         open_asked_at: None,
@@ -102,6 +105,8 @@ pub(super) struct Stream {
     previous: u32,
     /// The lowest unacknowledged window that the ranks have been told of.
     announced: u64,
+    /// The ranks have been told that what they sent before this window has arrived.
+    told_arrived: u64,
     cut: Fragmentation,
 }
 
@@ -125,6 +130,7 @@ impl Stream {
             folded: VecDeque::with_capacity(slots),
             previous: Header::NO_PREVIOUS,
             announced: 0,
+            told_arrived: 0,
             cut,
         }
     }
@@ -146,9 +152,25 @@ impl Stream {
         self.sequence.window(self.announced)
     }
 
-    /// Whether the ranks should be told of credits although there is no result to tell them with.
-    pub(super) fn owes_credit(&self) -> bool {
-        self.low() - self.announced > self.pool.len() / 4
+    /// What the ranks should be told although there is no result to tell them with: of credits, or
+    /// that all they sent before a window has left the path. A result says so itself.
+    pub(super) fn credit_due(&mut self) -> Option<WindowId> {
+        let arrived = self.arrived();
+        let far = self.told_arrived.max(self.next) + recovery::GATHERED_WINDOWS;
+        if self.low() - self.announced <= self.pool.len() / 4 && arrived < far {
+            return None;
+        }
+        self.told_arrived = arrived;
+        Some(self.sequence.window(arrived))
+    }
+
+    /// What any rank sent of the windows before this has arrived, or is lost.
+    fn arrived(&self) -> u64 {
+        let of_rank = |(rank, progress): (Rank, &Progress)| {
+            let Progress { sent, opened, .. } = *progress;
+            self.occupancy.next_of(rank, sent.max(self.next), opened).unwrap_or(opened)
+        };
+        self.ranks().zip(&self.ranks).map(of_rank).min().unwrap_or(0).max(self.next)
     }
 
     /// Takes the acknowledgement of a rank.
@@ -316,19 +338,21 @@ impl Stream {
         if complete {
             self.pool.claim(position).complete += 1;
         }
-        let gap = (hole && self.lacks(now, rank, position)) | self.search(now, rank, complete);
+        if hole {
+            self.note_if_lacking(now, rank, position);
+        }
+        self.search(now, rank, complete);
         let number = self.pool.number(position);
-        Ok(if gap { Stored::Gap(number) } else { Stored::New(number) })
+        Ok(if self.is_to_be_asked(rank) { Stored::Gap(number) } else { Stored::New(number) })
     }
 
-    /// Whether something is lost of the windows that `rank` must have sent: of each window once,
-    /// and of the oldest that is not whole whenever a window has become `complete`.
-    fn search(&mut self, now: Time, rank: Rank, complete: bool) -> bool {
+    /// Notes what is lost of the windows that `rank` must have sent: of each window once, and of
+    /// the oldest that is not whole whenever a window has become `complete`.
+    fn search(&mut self, now: Time, rank: Rank, complete: bool) {
         let Progress { sent, searched, oldest_missing, .. } = self.ranks[rank.index()];
-        let mut gap = false;
         let mut at = searched.max(self.next);
         while let Some(owed) = self.occupancy.next_of(rank, at, sent) {
-            gap |= self.lacks(now, rank, owed);
+            self.note_if_lacking(now, rank, owed);
             at = owed + 1;
         }
         let mut oldest = oldest_missing.max(self.next);
@@ -336,7 +360,7 @@ impl Stream {
             while let Some(owed) = self.occupancy.next_of(rank, oldest, sent) {
                 oldest = owed;
                 if !self.pool.contribution(owed, rank).complete {
-                    gap |= self.lacks(now, rank, owed);
+                    self.note_if_lacking(now, rank, owed);
                     break;
                 }
                 oldest += 1;
@@ -345,12 +369,37 @@ impl Stream {
         let progress = &mut self.ranks[rank.index()];
         progress.searched = at.max(sent);
         progress.oldest_missing = oldest;
-        gap
     }
 
-    /// Whether `rank` is to be asked for something of the window at `position`.
-    fn lacks(&self, now: Time, rank: Rank, position: u64) -> bool {
-        self.due_of(now, rank, position, false) != 0
+    /// Notes it if `rank` is to be asked for something of the window at `position`.
+    fn note_if_lacking(&mut self, now: Time, rank: Rank, position: u64) {
+        if self.due_of(now, rank, position, false) != 0 {
+            let lacking = &mut self.ranks[rank.index()].lacking;
+            *lacking = Some(lacking.map_or(position, |first| first.min(position)));
+        }
+    }
+
+    /// Whether what is lost of `rank`'s is to be asked for now: enough has gathered, or the next
+    /// fold waits for it (wire: W-37).
+    fn is_to_be_asked(&self, rank: Rank) -> bool {
+        let Progress { lacking, sent, .. } = self.ranks[rank.index()];
+        lacking
+            .is_some_and(|first| first <= self.next || sent >= first + recovery::GATHERED_WINDOWS)
+    }
+
+    /// The ranks that are to be asked, now that `next` has moved.
+    pub(super) fn to_be_asked(&self) -> impl Iterator<Item = Rank> + '_ {
+        self.ranks().filter(|rank| self.is_to_be_asked(*rank))
+    }
+
+    /// Notes that `rank` is asked for all that is lost.
+    pub(super) fn note_all_asked(&mut self, rank: Rank) {
+        self.ranks[rank.index()].lacking = None;
+    }
+
+    fn ranks(&self) -> impl Iterator<Item = Rank> + use<> {
+        let world = u16::try_from(self.ranks.len()).unwrap_or(u16::MAX);
+        (0..world).map(Rank)
     }
 
     /// The fragments of a window to ask `rank` for, but for what was asked for and may still come:
@@ -437,8 +486,7 @@ impl Stream {
 
     /// The ranks that the next window waits for.
     pub(super) fn awaited(&self) -> impl Iterator<Item = Rank> + '_ {
-        let ranks = (0..self.ranks.len()).map(|rank| Rank(u16::try_from(rank).unwrap_or(u16::MAX)));
-        ranks.filter(|rank| self.waits_for(*rank))
+        self.ranks().filter(|rank| self.waits_for(*rank))
     }
 
     /// Notes that `rank` lacks bytes of results. Every rank gets every result, and the slowest

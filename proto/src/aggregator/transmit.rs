@@ -90,6 +90,8 @@ pub(super) struct Queue {
     resends: Box<[VecDeque<Resend>]>,
     /// The ranks that lack something, in turns.
     turns: VecDeque<Rank>,
+    /// How many more the first of them gets before the next.
+    turn_left: usize,
     failures: VecDeque<OpId>,
 }
 
@@ -102,6 +104,7 @@ impl Queue {
             order: VecDeque::with_capacity(world * lanes),
             resends: (0..world).map(|_| resends()).collect(),
             turns: VecDeque::with_capacity(world),
+            turn_left: 0,
             failures: VecDeque::with_capacity(Self::MAX_FAILURES),
         }
     }
@@ -136,13 +139,19 @@ impl Queue {
         fragments
     }
 
-    /// The next fragments to send again, of each rank in its turn.
+    /// The next fragments to send again: of each rank in its turn, and a few at each, since what
+    /// goes to one place goes as one train.
     fn pop_resend(&mut self) -> Option<(Rank, Resend)> {
         let rank = self.turns.pop_front()?;
         let resends = &mut self.resends[rank.index()];
         let resend = resends.pop_front()?;
-        if !resends.is_empty() {
+        self.turn_left = self.turn_left.checked_sub(1).unwrap_or(Self::RESENDS_A_TURN - 1);
+        if resends.is_empty() {
+            self.turn_left = 0;
+        } else if self.turn_left == 0 {
             self.turns.push_back(rank);
+        } else {
+            self.turns.push_front(rank);
         }
         Some((rank, resend))
     }
@@ -161,6 +170,7 @@ impl Queue {
         Some((lane, rank, core::mem::take(due)))
     }
 
+    const RESENDS_A_TURN: usize = 4;
     const MAX_FAILURES: usize = 64;
     /// Windows that are sent to a rank again before it has to ask once more.
     const MAX_RESENDS: usize = AskEntries::MAX;
@@ -266,6 +276,7 @@ impl Aggregation {
             return Some(self.write_wait(now, lane, rank, out));
         }
         let entries: AskBatch = stream.missing_of(now, rank, due.stalled).collect();
+        self.streams[usize::from(lane)].note_all_asked(rank);
         if let Some(first) = entries.first() {
             self.counters.asks += 1;
             observer.on_event(&Event::Asked { of: rank, from: first.window });
@@ -326,11 +337,12 @@ impl Aggregation {
         Some(self.finish(to, header, Disagreement::LEN, out))
     }
 
-    /// Credits that no result has carried.
+    /// Credits that no result has carried (wire: W-33, W-56).
     fn write_credit(&mut self, out: &mut [u8]) -> Option<Transmit> {
-        let lane =
-            (0..self.config.lanes).find(|lane| self.streams[usize::from(*lane)].owes_credit())?;
-        let header = self.header(Kind::Credit, lane);
+        let streams = (0..self.config.lanes).zip(&mut self.streams);
+        let mut due = streams.filter_map(|(lane, stream)| Some((lane, stream.credit_due()?)));
+        let (lane, window) = due.next()?;
+        let header = Header { window, ..self.header(Kind::Credit, lane) };
         Some(self.finish(Recipient::All, header, 0, out))
     }
 

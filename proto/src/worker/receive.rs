@@ -108,7 +108,13 @@ impl Worker {
             Kind::Result => self.handle_result(now, header, body, observer),
             Kind::Ask => self.handle_ask(now, at, body),
             // wire: W-25, W-26
-            Kind::Credit | Kind::Probe if body.is_empty() => Ok(Verdict::Control),
+            Kind::Credit if body.is_empty() => {
+                // wire: W-56
+                let arrived = self.streams[at].sequence.position_from(header.window);
+                self.note_off_path(at, arrived);
+                Ok(Verdict::Control)
+            }
+            Kind::Probe if body.is_empty() => Ok(Verdict::Control),
             Kind::Credit | Kind::Probe => Err(Reject::Body),
             Kind::Wait => self.handle_wait(now, at, header.window.op, body),
             Kind::Fail => self.handle_fail(now, header.window.op, body, observer),
@@ -211,8 +217,8 @@ impl Worker {
         // wire: W-38
         // One that is whole is looked at once it is delivered.
         let asks = &path.asks;
-        let lacks = hole && stream.lacks_of(place, now, asks) || later && stream.lacks(now, asks);
-        if !complete && lacks {
+        let first = hole && place == 0 && stream.is_to_ask_of_first(now, asks);
+        if !complete && (first || later && stream.is_to_ask(now, asks)) {
             stream.ask.get_or_insert(Stalled(false));
         }
         new.then_some(complete)
@@ -293,7 +299,7 @@ impl Worker {
         let stream = &mut self.streams[at];
         let asks = &self.paths[usize::from(stream.shard)].asks;
         // wire: W-38
-        if stream.lacks(now, asks) {
+        if stream.is_to_ask(now, asks) {
             stream.ask.get_or_insert(Stalled(false));
         }
     }
@@ -314,7 +320,12 @@ impl Worker {
     /// The aggregator lacks fragments or opens.
     fn handle_ask(&mut self, now: Time, at: usize, body: &[u8]) -> Result<Verdict, Reject> {
         let entries = AskEntries::decode(body)?;
-        self.note_off_path(at, &entries);
+        let sequence = &self.streams[at].sequence;
+        let asked = entries.iter().filter(|entry| entry.fragments != 0);
+        // What was sent up to the last window of which something is missing is no longer on its way.
+        if let Some(last) = asked.filter_map(|entry| sequence.position(entry.window)).max() {
+            self.note_off_path(at, last + 1);
+        }
         let stream = &mut self.streams[at];
         let path: &mut Path = &mut self.paths[usize::from(stream.shard)];
         for entry in entries.iter() {
@@ -347,17 +358,12 @@ impl Worker {
         Ok(Verdict::Control)
     }
 
-    /// What was sent up to the last window that the aggregator asks for has arrived by now, or is
-    /// lost. Its results may take a while, but the path has room again.
-    fn note_off_path(&mut self, at: usize, entries: &AskEntries<'_>) {
+    /// What was sent before `position` has arrived by now, or is lost. Its results may take a
+    /// while, but the path has room again.
+    fn note_off_path(&mut self, at: usize, position: u64) {
         let stream = &mut self.streams[at];
         let path = &mut self.paths[usize::from(stream.shard)];
-        let asked = entries.iter().filter(|entry| entry.fragments != 0);
-        let Some(last) = asked.filter_map(|entry| stream.sequence.position(entry.window)).max()
-        else {
-            return;
-        };
-        for sent in stream.in_flight.iter_mut().take_while(|sent| sent.position <= last) {
+        for sent in stream.in_flight.iter_mut().take_while(|sent| sent.position < position) {
             path.congestion.on_delivered(core::mem::take(&mut sent.on_path));
         }
     }

@@ -7,7 +7,7 @@ use super::Config;
 use crate::descriptor::Descriptor;
 use crate::geometry::{Stripe, WINDOW_BYTES};
 use crate::ids::{OpId, WindowId};
-use crate::recovery::{Answered, Asked};
+use crate::recovery::{self, Answered, Asked};
 use crate::rtt::Rtt;
 use crate::sequence::Sequence;
 use crate::time::{Span, Time};
@@ -329,14 +329,19 @@ impl Stream {
         }
     }
 
-    /// Whether results are lost that are not asked for, or in vain.
-    pub(super) fn lacks(&self, now: Time, asks: &Rtt) -> bool {
-        self.lacking(now, asks).any(|lack| lack.entries() > 0)
+    /// Whether results are lost that are to be asked for now: the first of them holds up all
+    /// others, or enough has gathered (wire: W-38).
+    pub(super) fn is_to_ask(&self, now: Time, asks: &Rtt) -> bool {
+        let first = self.lacking(now, asks).enumerate().find(|(_, lack)| lack.entries() > 0);
+        first.is_some_and(|(at, lack)| {
+            at == 0 || self.results_sent >= lack.position + recovery::GATHERED_WINDOWS
+        })
     }
 
-    /// The same of the arrival at a place among the arrivals alone.
-    pub(super) fn lacks_of(&self, at: usize, now: Time, asks: &Rtt) -> bool {
-        self.lack(&self.arrivals[at], 0..0, now, asks).entries() > 0
+    /// The same of the first arrival alone.
+    pub(super) fn is_to_ask_of_first(&self, now: Time, asks: &Rtt) -> bool {
+        let first = self.arrivals.front();
+        first.is_some_and(|first| self.lack(first, 0..0, now, asks).entries() > 0)
     }
 
     /// What results to ask for: those that must have been lost, but for what is asked for and may

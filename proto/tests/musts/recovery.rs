@@ -87,6 +87,19 @@ impl Shard {
         asked
     }
 
+    /// What the credits that are sent say has arrived.
+    fn credits(&mut self) -> Vec<WindowId> {
+        let mut out = [0; 2048];
+        let mut credits = Vec::new();
+        while let Some(transmit) = self.0.poll_transmit(self.1, &mut out, &mut ()) {
+            if let aggregator::Transmit::Datagram { len, .. } = transmit {
+                let (header, _) = Header::decode(&out[..len]).expect("machines write messages");
+                credits.extend((header.kind == Kind::Credit).then_some(header.window));
+            }
+        }
+        credits
+    }
+
     /// The results that are sent, and which fragments of them.
     fn results(&mut self) -> Vec<(u32, u64)> {
         let mut out = [0; 2048];
@@ -145,9 +158,12 @@ fn the_end_of_a_window_is_asked_for_as_the_next_one_comes() {
 
 #[test]
 fn an_answer_that_a_later_one_has_overtaken_is_asked_for_again() {
-    let mut shard = Shard::new(3);
+    let mut shard = Shard::new(4);
     (1..fragments()).for_each(|number| drop(shard.asks(0, number, Flags::NONE)));
     (1..fragments()).for_each(|number| drop(shard.asks(1, number, Flags::NONE)));
+    (0..fragments()).for_each(|number| drop(shard.asks(2, number, Flags::NONE)));
+    let asked = (0..3).map(|number| shard.asks(3, number, Flags::NONE));
+    assert_eq!(asked.collect::<Vec<_>>().concat(), [entry(1, 1)]);
     // Both first fragments were asked for; the second answer comes, the first must be lost.
     assert_eq!(shard.asks(1, 0, Flags::AGAIN), [entry(0, 1)]);
 }
@@ -258,7 +274,7 @@ impl Machine {
 #[test]
 fn results_that_others_have_overtaken_are_asked_for_once() {
     // wire: W-38
-    let mut rank = Machine::new(*worker(0).config(), 3);
+    let mut rank = Machine::new(*worker(0).config(), 4);
     rank.says();
     for number in [0, 1, 3, 4] {
         assert_eq!(rank.asks(0, number, Flags::NONE), []);
@@ -271,11 +287,13 @@ fn results_that_others_have_overtaken_are_asked_for_once() {
     assert_eq!(rank.asks(1, 0, Flags::NONE), []);
     assert_eq!(rank.asks(1, 1, Flags::NONE), []);
     assert_eq!(rank.asks(1, 2, Flags::NONE), [entry(0, 1 << (fragments() - 1))]);
-    // The answer to the first ask is overtaken by that to the second.
+    // What is lost of a window that holds up none yet is asked for two windows later.
     rank.1 = Time(1_000);
-    assert_eq!([4, 5].map(|number| rank.asks(1, number, Flags::NONE)), [[]; 2]);
-    assert_eq!(rank.asks(1, 6, Flags::NONE), [entry(1, 1 << 3)]);
-    (7..fragments()).for_each(|number| assert_eq!(rank.asks(1, number, Flags::NONE), []));
+    (4..fragments()).for_each(|number| assert_eq!(rank.asks(1, number, Flags::NONE), []));
+    (0..fragments()).for_each(|number| assert_eq!(rank.asks(2, number, Flags::NONE), []));
+    assert_eq!([0, 1].map(|number| rank.asks(3, number, Flags::NONE)), [[]; 2]);
+    assert_eq!(rank.asks(3, 2, Flags::NONE), [entry(1, 1 << 3)]);
+    // The answer to the first ask is overtaken by that to the second.
     let lost = 1 << 2 | 1 << (fragments() - 1);
     assert_eq!(rank.asks(1, 3, Flags::AGAIN), [entry(0, lost)]);
 }
@@ -323,6 +341,45 @@ fn what_the_aggregator_asks_for_shows_what_has_left_the_path() {
     // the fragment that goes out again.
     rank.take(&ask(Rank::AGGREGATOR, window(0, 0), &[entry(1, 1 << 9)]));
     assert_eq!(rank.says().0, [(0, 1), (0, 2)]);
+}
+
+#[test]
+fn a_credit_shows_what_has_left_the_path() {
+    // wire: W-56
+    let config = *worker(0).config();
+    let mut rank = Machine::new(worker::Config { in_flight: 2 * WINDOW_BYTES, ..config }, 5);
+    assert_eq!(rank.says().0, [(0, 0), (0, 1)]);
+    let credit = |arrived| {
+        let header = header(Kind::Credit, Rank::AGGREGATOR);
+        datagram(Header { window: window(0, arrived), ..header }, &[])
+    };
+    rank.take(&credit(0));
+    assert_eq!(rank.says().0, []);
+    rank.take(&credit(1));
+    assert_eq!(rank.says().0, [(0, 2)]);
+    // Names no more than what was sent; what is sent later is in flight all the same.
+    rank.take(&credit(4));
+    assert_eq!(rank.says().0, [(0, 3), (0, 4)]);
+}
+
+#[test]
+fn ranks_are_told_what_has_arrived_while_a_fold_waits() {
+    // wire: W-56
+    let mut shard = Shard::new(5);
+    // Rank 1 lacks a fragment of the first window, so nothing is folded.
+    let send = |shard: &mut Shard, rank, index, from| {
+        for number in from..fragments() {
+            shard.take(&fragment(Kind::Data, Rank(rank), window(0, index), number, Flags::NONE));
+        }
+    };
+    send(&mut shard, 1, 0, 1);
+    (1..4).for_each(|index| send(&mut shard, 1, index, 0));
+    assert_eq!(shard.credits(), []);
+    (0..2).for_each(|index| send(&mut shard, 0, index, 0));
+    assert_eq!(shard.credits(), [], "of the slower rank no more than one window");
+    send(&mut shard, 0, 2, 0);
+    assert_eq!(shard.credits(), [window(0, 2)]);
+    assert_eq!(shard.credits(), [], "once");
 }
 
 #[test]

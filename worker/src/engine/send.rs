@@ -61,16 +61,11 @@ impl Staging {
             .last_mut()
             .filter(|last| last.stream == stream && last.start + last.train.len() == start);
         if !before.is_some_and(|last| last.train.couple(len, stride, max_datagram)) {
-            self.stage(start, len, stride, stream);
+            let mut train = Train::default();
+            let first = train.couple(len, stride, max_datagram);
+            debug_assert!(first, "an empty train takes any message");
+            self.messages.push(Staged { start, train, stream });
         }
-    }
-
-    /// Adds a message that goes out alone, unless others follow it.
-    fn stage(&mut self, start: usize, len: usize, stride: usize, stream: Stream) {
-        let mut train = Train::default();
-        let first = train.couple(len, stride, stride);
-        debug_assert!(first, "an empty train takes any message");
-        self.messages.push(Staged { start, train, stream });
     }
 }
 
@@ -98,27 +93,11 @@ impl Engine {
     fn stage_window(&mut self, data: &DataFragments) {
         let Self { payloads, staging, machine, .. } = self;
         let Some(payload) = payloads.get(&data.header.window.op) else { return };
-        let cut = data.cut;
-        let stride = Header::LEN + cut.payload();
-        let out = &mut staging.bytes[staging.used..];
-        let len = payload.gather(&data.header, cut, data.len, out);
+        let len = payload.gather(data, &mut staging.bytes[staging.used..]);
         let stream = Stream { lane: data.header.lane, shard: data.shard };
-        if data.fragments == cut.all(data.len) {
-            let max_datagram = Header::LEN + machine.config().cut.payload();
-            staging.push(len, stride, stream, max_datagram);
-            return;
-        }
-        // Some fragments of a window, one message each.
-        let start = staging.used;
-        for fragment in (0..cut.count(data.len)).filter(|i| data.fragments >> i & 1 == 1) {
-            let at = start + fragment * stride;
-            let end = (at + stride).min(start + len);
-            if staging.messages.len() == BATCH {
-                flush(&self.links, staging, &mut self.stats, self.faults.as_mut());
-            }
-            staging.stage(at, end - at, stride, stream);
-        }
-        staging.used = start + len;
+        let [stride, max_datagram] =
+            [data.cut, machine.config().cut].map(|cut| Header::LEN + cut.payload());
+        staging.push(len, stride, stream, max_datagram);
     }
 
     /// Sends what is staged.

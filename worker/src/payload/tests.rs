@@ -46,8 +46,33 @@ fn bodies(payload: &Payload, cut: Fragmentation, len: usize) -> Vec<Vec<u8>> {
     let mut out = vec![0xa5; cut.count(len) * stride];
     let header =
         Header { mask: mask(&payload.geometry), ..Header::probe(JobId(1), Generation(0), 0) };
-    let written = payload.gather(&header, cut, len, &mut out);
+    let data = DataFragments { shard: 0, len, cut, fragments: u64::MAX, header };
+    let written = payload.gather(&data, &mut out);
     out[..written].chunks(stride).map(|datagram| datagram[Header::LEN..].to_vec()).collect()
+}
+
+#[test]
+fn some_fragments_are_gathered_as_they_are_among_all() {
+    for wire in [WireType::F32, WireType::Bf16, WireType::Int8] {
+        let descriptor = descriptor(wire);
+        let payload = Payload::new(descriptor, Data::Owned(tensor(&descriptor)), 1);
+        let cut = Fragmentation::new(1000).unwrap();
+        let mask = mask(&payload.geometry);
+        let len = payload.geometry.payload_len(0, mask);
+        let header = Header { mask, ..Header::probe(JobId(1), Generation(0), 0) };
+        let gathered = |fragments| {
+            let data = DataFragments { shard: 0, len, cut, fragments, header };
+            let mut out = vec![0; cut.count(len) * (Header::LEN + cut.payload())];
+            let written = payload.gather(&data, &mut out);
+            let datagrams = out[..written].chunks(Header::LEN + cut.payload());
+            datagrams.map(<[u8]>::to_vec).collect::<Vec<_>>()
+        };
+        let all = gathered(u64::MAX);
+        assert!(all.len() > 4);
+        let last = all.len() - 1;
+        let some = gathered(0b1010 | 1 << last);
+        assert_eq!(some, [all[1].clone(), all[3].clone(), all[last].clone()]);
+    }
 }
 
 /// Takes the fragments of a window in `order` into `data`, which comes back.
