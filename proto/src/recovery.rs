@@ -34,6 +34,9 @@ impl Answered {
 impl Asked {
     /// Notes that `fragments` are asked for.
     pub(crate) const fn note(&mut self, fragments: u64, now: Time) {
+        if fragments == 0 {
+            return;
+        }
         self.repeated += (self.fragments & fragments != 0) as u32;
         self.fragments |= fragments;
         self.at = now;
