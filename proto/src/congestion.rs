@@ -9,6 +9,7 @@
 #[derive(Debug, Clone, Copy)]
 pub struct Congestion {
     window: usize,
+    least: usize,
     max: usize,
     slow_start_below: usize,
     in_flight: usize,
@@ -23,12 +24,14 @@ pub struct Congestion {
 }
 
 impl Congestion {
-    /// A window that never exceeds `max` bytes.
+    /// A window that is never less than `least` bytes, nor more than `max`.
     #[must_use]
-    pub fn new(max: usize) -> Self {
-        let max = max.max(Self::FLOOR);
+    pub fn new(least: usize, max: usize) -> Self {
+        let max = max.max(Self::LEAST);
+        let least = least.min(max);
         Self {
-            window: Self::START.min(max),
+            window: (Self::START_TIMES * least).min(max),
+            least,
             max,
             slow_start_below: max,
             in_flight: 0,
@@ -121,14 +124,14 @@ impl Congestion {
         }
         self.cut_this_round = true;
         self.delivered = 0;
-        self.window = (self.window * numerator / denominator).max(Self::FLOOR);
+        self.window = (self.window * numerator / denominator).max(self.least);
         self.slow_start_below = self.window;
     }
 
-    /// A switch's queue may hold much less than the receiver's buffer.
-    const START: usize = 4 * crate::geometry::WINDOW_BYTES;
     /// Two full windows, so that a stream never stops and waits.
-    const FLOOR: usize = 2 * crate::geometry::WINDOW_BYTES;
+    pub const LEAST: usize = 2 * crate::geometry::WINDOW_BYTES;
+    /// A switch's queue may hold much less than the receiver's buffer.
+    const START_TIMES: usize = 2;
     /// Growth a round once past slow start. A switch's queue may hold no more than a few windows of
     /// all ranks, and overflows by whole batches: growth by a window a round overflows it every
     /// other round.
@@ -153,7 +156,7 @@ mod tests {
 
     #[test]
     fn grows_by_what_is_delivered_until_the_first_cut() {
-        let mut congestion = Congestion::new(4000 * KB);
+        let mut congestion = Congestion::new(Congestion::LEAST, 4000 * KB);
         let start = congestion.window();
         congestion.on_sent(start);
         assert!(!congestion.admits(1));
@@ -163,7 +166,7 @@ mod tests {
 
     #[test]
     fn stray_loss_does_not_cut_but_a_burst_does_once_a_round() {
-        let mut congestion = Congestion::new(1000 * KB);
+        let mut congestion = Congestion::new(Congestion::LEAST, 1000 * KB);
         pass(&mut congestion, 1000 * KB);
         congestion.on_lost(10 * KB);
         assert_eq!(congestion.window(), 1000 * KB);
@@ -178,7 +181,7 @@ mod tests {
 
     #[test]
     fn what_is_not_used_does_not_grow() {
-        let mut congestion = Congestion::new(1000 * KB);
+        let mut congestion = Congestion::new(Congestion::LEAST, 1000 * KB);
         let start = congestion.window();
         (0..100).for_each(|_| pass(&mut congestion, start / 4));
         assert_eq!(congestion.window(), start);
@@ -186,12 +189,12 @@ mod tests {
 
     #[test]
     fn never_closes_and_never_exceeds_its_limit() {
-        let mut congestion = Congestion::new(500 * KB);
+        let mut congestion = Congestion::new(Congestion::LEAST, 500 * KB);
         for _ in 0..50 {
             congestion.on_congested();
             pass(&mut congestion, 500 * KB);
         }
-        assert!(congestion.window() >= 2 * crate::geometry::WINDOW_BYTES);
+        assert!(congestion.window() >= Congestion::LEAST);
         (0..400).for_each(|_| pass(&mut congestion, 500 * KB));
         assert_eq!(congestion.window(), 500 * KB);
     }

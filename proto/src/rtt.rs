@@ -1,8 +1,8 @@
 //! Round-trip estimate and retransmission timeout, after Jacobson's estimator (RFC 6298).
 //!
-//! What is measured is longer than the path: a window's result also waits for the other ranks,
-//! and for what they lost. So the timeout is bounded by a multiple of the least that was measured
-//! lately. To ask too early costs one small datagram; to ask too late stops everyone.
+//! A window's result also waits for the other ranks, and for what they lost. So patience with it is
+//! bounded by a multiple of what waits for nobody, the answer to a question. To ask too early costs
+//! one small datagram; to ask too late stops everyone.
 
 use crate::time::Span;
 
@@ -11,8 +11,6 @@ use crate::time::Span;
 pub struct Rtt {
     smoothed_ns: u64,
     variation_ns: u64,
-    /// The least measured; creeps up, so that it follows a path that has become longer.
-    least_ns: u64,
     measured: bool,
     /// Questions since the last measurement that were asked again.
     repeats: u32,
@@ -23,7 +21,7 @@ impl Rtt {
     #[must_use]
     pub const fn new(initial: Span) -> Self {
         let Span(ns) = initial;
-        Self { smoothed_ns: ns, variation_ns: ns / 2, least_ns: ns, measured: false, repeats: 0 }
+        Self { smoothed_ns: ns, variation_ns: ns / 2, measured: false, repeats: 0 }
     }
 
     /// Takes one measured round trip.
@@ -33,7 +31,6 @@ impl Rtt {
             return;
         }
         self.repeats = 0;
-        self.least_ns = rtt.0.min(self.least_ns + self.least_ns / 16);
         let error = self.smoothed_ns.abs_diff(rtt.0);
         self.variation_ns = (3 * self.variation_ns + error) / 4;
         self.smoothed_ns = (7 * self.smoothed_ns + rtt.0) / 8;
@@ -47,11 +44,6 @@ impl Rtt {
             Some(took) => self.sample(took),
             None => self.repeats = (self.repeats + 1).min(Self::MAX_REPEATS),
         }
-    }
-
-    /// Takes a round trip of another kind, which says only how little one may take.
-    pub fn note_least(&mut self, rtt: Span) {
-        self.least_ns = self.least_ns.min(rtt.0);
     }
 
     /// The smoothed round trip.
@@ -74,12 +66,12 @@ impl Rtt {
         Self::back_off(self.timeout(), attempts)
     }
 
-    /// How long to wait after `attempts` questions without an answer, where what was measured
-    /// has waited for others too: no longer than a few times what it took when it did not.
+    /// The same where what was measured has waited for others too, and `alone` has not: no longer
+    /// than a few times that.
     #[must_use]
-    pub fn patience(&self, attempts: u32) -> Span {
-        let most = (Self::MOST_TIMES * self.least_ns).max(Self::PATIENCE.0);
-        Self::back_off(self.timeout().min(Span(most)), attempts)
+    pub fn patience(&self, alone: &Self, attempts: u32) -> Span {
+        let most = Span(Self::MOST_TIMES * alone.smoothed_ns).max(Self::PATIENCE);
+        Self::back_off(self.timeout().min(most), attempts)
     }
 
     fn back_off(Span(timeout): Span, attempts: u32) -> Span {
@@ -89,8 +81,8 @@ impl Rtt {
     /// A scheduler's hiccup is not a loss.
     const GRANULARITY: Span = Span::from_micros(500);
     const MIN_TIMEOUT: Span = Span::from_millis(2);
-    /// Patience is bounded by this many times the least round trip, or by this much if that
-    /// is less.
+    /// Patience is bounded by this many times the other round trip, or by this much if that is
+    /// less.
     const MOST_TIMES: u64 = 3;
     const PATIENCE: Span = Span::from_millis(4);
     /// Each doubles the timeout.
@@ -122,11 +114,10 @@ mod tests {
 
     #[test]
     fn waits_for_others_do_not_make_it_patient() {
-        let mut rtt = Rtt::new(Span::from_millis(1));
-        rtt.sample(Span::from_micros(200));
+        let [mut rtt, mut alone] = [Rtt::new(Span::from_millis(1)); 2];
+        alone.sample(Span::from_micros(200));
         (0..50).for_each(|_| rtt.sample(Span::from_millis(150)));
-        rtt.sample(Span::from_micros(200));
-        assert_eq!(rtt.patience(0), Rtt::PATIENCE);
+        assert_eq!(rtt.patience(&alone, 0), Rtt::PATIENCE);
     }
 
     #[test]

@@ -30,7 +30,7 @@ pub use transmit::{Recipient, ResultFragments, Transmit};
 use crate::congestion::Congestion;
 use crate::descriptor::Descriptor;
 use crate::error::{Reject, Rejects};
-use crate::geometry::{Fragmentation, Geometry, Stripe};
+use crate::geometry::{Fragmentation, Geometry, Stripe, WINDOW_BYTES};
 use crate::ids::{Generation, JobId, OpId, Rank, WindowId};
 use crate::observer::{Event, Observer};
 use crate::time::Time;
@@ -128,6 +128,10 @@ pub struct Counters {
     pub rejects: Rejects,
 }
 
+/// Results come no faster than what they are folded from, and each rank has others to wait for.
+/// When they are few, what the newest lacks is known late.
+const LEAST_RESULTS: usize = 8 * WINDOW_BYTES;
+
 /// The aggregator half of one job at one shard.
 #[derive(Debug)]
 pub struct Aggregation {
@@ -153,8 +157,8 @@ impl Aggregation {
         // slot; and the last, which stays although it failed.
         let max_ops = Agreement::span(config.max_ops, config.shards) + slots + 1;
         // What is in flight beyond what the ranks can buffer only overflows on the way.
-        let max_results = config.results_in_flight.min(slots * crate::geometry::WINDOW_BYTES);
-        let results = Congestion::new(max_results);
+        let max_results = config.results_in_flight.min(slots * WINDOW_BYTES);
+        let results = Congestion::new(LEAST_RESULTS, max_results);
         let stream = || {
             Stream::new(Pool::new(slots, world, config.cut), world, max_ops, results, config.cut)
         };
@@ -505,7 +509,7 @@ impl Aggregation {
                 let wanted = if entry.fragments == 0 { all } else { entry.fragments & all };
                 let lost = self.queue.resend(lane, rank, position, wanted);
                 let lost = slot.cut.payload() * lost.count_ones() as usize;
-                stream.note_result_lost(rank, lost.min(slot.result_len));
+                stream.note_result_lost(rank, position, lost.min(slot.result_len));
             }
         }
         None

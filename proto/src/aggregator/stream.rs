@@ -35,6 +35,8 @@ pub(super) struct Progress {
     answered: Answered,
     /// Bytes of results that the rank lacked in a round of the stream's congestion.
     lost: (u64, usize),
+    /// What it lacked of windows before this has been counted.
+    counted: u64,
     /// When the rank was last asked for opens, until it moves on.
     open_asked_at: Option<Time>,
     /// Round trips from an ask to what it brought.
@@ -51,6 +53,7 @@ impl Progress {
         lacking: None,
         answered: Answered::NONE,
         lost: (0, 0),
+        counted: 0,
         open_asked_at: None,
         rtt: Rtt::new(Span::from_millis(1)),
     };
@@ -489,11 +492,16 @@ impl Stream {
         self.ranks().filter(|rank| self.waits_for(*rank))
     }
 
-    /// Notes that `rank` lacks bytes of results. Every rank gets every result, and the slowest
-    /// way sets the pace: what counts is the most that one rank lost, not what all lost together.
-    pub(super) fn note_result_lost(&mut self, rank: Rank, len: usize) {
+    /// Notes that `rank` lacks `len` bytes of the result at `position`. Every rank gets every
+    /// result, and the slowest way sets the pace: what counts is the most that one rank lost, not
+    /// what all lost together; and an answer that is lost says no more than its question did.
+    pub(super) fn note_result_lost(&mut self, rank: Rank, position: u64, len: usize) {
         let round = self.results.round();
-        let (of_round, lost) = &mut self.ranks[rank.index()].lost;
+        let Progress { lost: (of_round, lost), counted, .. } = &mut self.ranks[rank.index()];
+        if position < *counted {
+            return;
+        }
+        *counted = position + 1;
         if *of_round != round {
             (*of_round, *lost) = (round, 0);
         }

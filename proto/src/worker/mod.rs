@@ -107,13 +107,9 @@ struct Path {
 }
 
 impl Path {
-    /// Notes how long an answer took. It waited for no other rank, so it also says how little a
-    /// round trip may take.
-    fn note_answer(&mut self, took: Option<Span>) {
-        self.asks.answered(took);
-        if let Some(took) = took {
-            self.rtt.note_least(took);
-        }
+    /// How long a silence may last after so many questions that brought nothing.
+    fn patience(&self, attempts: u32) -> Span {
+        self.rtt.patience(&self.asks, attempts)
     }
 }
 
@@ -150,7 +146,7 @@ impl Worker {
         let max = config.in_flight.min(config.pool_slots as usize * WINDOW_BYTES);
         let path = || Path {
             job: config.job,
-            congestion: Congestion::new(max),
+            congestion: Congestion::new(Congestion::LEAST, max),
             rtt: Rtt::new(Span::from_millis(2)),
             asks: Rtt::new(Span::from_millis(1)),
         };
@@ -339,8 +335,8 @@ impl Worker {
     pub fn poll_timeout(&self) -> Time {
         let ops = self.ops.iter().filter(|op| !op.ended).map(|op| op.deadline);
         let streams = self.streams.iter().map(|stream| {
-            let rtt = &self.paths[usize::from(stream.shard)].rtt;
-            stream.timeout(rtt, self.heard)
+            let path = &self.paths[usize::from(stream.shard)];
+            stream.timeout(path, self.heard)
         });
         ops.chain(streams).min().unwrap_or(Time::NEVER)
     }
@@ -348,8 +344,8 @@ impl Worker {
     /// Acts on what did not happen in time.
     pub fn handle_timeout(&mut self, now: Time, observer: &mut impl Observer) {
         for stream in &mut self.streams {
-            let rtt = &self.paths[usize::from(stream.shard)].rtt;
-            stream.handle_timeout(now, rtt, self.heard);
+            let path = &self.paths[usize::from(stream.shard)];
+            stream.handle_timeout(now, path, self.heard);
         }
         let mut late = false;
         while let Some((id, started)) = self.late(now) {

@@ -203,7 +203,7 @@ impl Worker {
         }
         arrival.have |= bit;
         if let Some(took) = arrival.asked.answer(bit, position, now, &mut stream.answered) {
-            path.note_answer(took);
+            path.asks.answered(took);
         }
         let again = header.flags.has(Flags::AGAIN);
         arrival.sent |= recovery::sent_before(header.fragment, again);
@@ -348,10 +348,12 @@ impl Worker {
             sent.again |= wanted;
             stream.quiet_since = now;
             stream.probes = 0;
-            sent.repeated = true;
             let lost = cut.payload() * wanted.count_ones() as usize;
             let lost = lost.min(sent.len);
-            path.congestion.on_lost(lost);
+            // That an answer is lost says no more than that what it answers was.
+            if !core::mem::replace(&mut sent.repeated, true) {
+                path.congestion.on_lost(lost);
+            }
             path.congestion.on_sent(lost);
             sent.on_path += lost;
         }
@@ -382,7 +384,7 @@ impl Worker {
         let first = stream.probes == 1;
         stream.note_wait(now);
         if let Some(probed_at) = stream.probed_at.take().filter(|_| first) {
-            self.paths[usize::from(stream.shard)].note_answer(Some(now.since(probed_at)));
+            self.paths[usize::from(stream.shard)].asks.sample(now.since(probed_at));
         }
         Ok(Verdict::Control)
     }

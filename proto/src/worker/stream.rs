@@ -3,7 +3,7 @@
 use alloc::collections::VecDeque;
 use core::ops::Range;
 
-use super::Config;
+use super::{Config, Path};
 use crate::descriptor::Descriptor;
 use crate::geometry::{Stripe, WINDOW_BYTES};
 use crate::ids::{OpId, WindowId};
@@ -298,15 +298,15 @@ impl Stream {
 
     /// When the silence has lasted too long. While results of other streams come in, those of this
     /// one may wait behind them: then `heard`, when the last came, puts the probe off for a while.
-    fn probe_at(&self, rtt: &Rtt, heard: Time) -> Time {
-        let patience = rtt.patience(self.probes / Self::PROBES_A_STEP);
+    fn probe_at(&self, path: &Path, heard: Time) -> Time {
+        let patience = path.patience(self.probes / Self::PROBES_A_STEP);
         let most = self.quiet_since + patience + patience;
         self.quiet_since.max(heard.min(most)) + patience
     }
 
-    pub(super) fn timeout(&self, rtt: &Rtt, heard: Time) -> Time {
+    pub(super) fn timeout(&self, path: &Path, heard: Time) -> Time {
         let probe = if self.awaits() && self.ask.is_none() {
-            self.probe_at(rtt, heard)
+            self.probe_at(path, heard)
         } else {
             Time::NEVER
         };
@@ -317,12 +317,12 @@ impl Stream {
         probe.min(ack)
     }
 
-    pub(super) fn handle_timeout(&mut self, now: Time, rtt: &Rtt, heard: Time) {
+    pub(super) fn handle_timeout(&mut self, now: Time, path: &Path, heard: Time) {
         if let Some(since) = self.unacked.since.filter(|_| self.awaits()) {
             self.ack_due |= since + Self::MAX_ACK_DELAY <= now;
         }
         // wire: W-39
-        if self.awaits() && self.probe_at(rtt, heard) <= now {
+        if self.awaits() && self.probe_at(path, heard) <= now {
             self.ask = Some(Stalled(true));
             self.quiet_since = now;
             self.probes += 1;
