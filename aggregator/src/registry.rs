@@ -22,8 +22,8 @@ pub const MAX_LANES: u8 = 8;
 const MAX_NAME: usize = 128;
 /// Ops that each rank may have in flight.
 const MAX_OPS: u16 = 64;
-/// From this many ranks on, `auto` tries multicast: for fewer, copies cost less than the care.
-const MULTICAST_WORLD: u16 = 3;
+/// From this many ranks on, `auto` tries multicast: one rank alone needs no copies.
+const MULTICAST_WORLD: u16 = 2;
 /// How often a group is probed where there are copies to fall back to: 300 ms.
 const PROBES: u32 = 15;
 /// How often where there are none: 5 s. A link that has just come up, or a switch that has just
