@@ -2,8 +2,9 @@
 //!
 //! Slow start, additive increase, multiplicative decrease (RFC 5681), with two changes for this
 //! traffic. The most is what the receiver says it can buffer, since incast at one socket is the
-//! normal case. And a cut needs more than a few lost fragments in a round: stray loss says nothing about a queue, and a
-//! window that is cut for it collapses (the argument of BBRv2's loss threshold).
+//! normal case. And a cut needs more than a few lost fragments in a round: stray loss says nothing
+//! about a queue, and a window that is cut for it collapses (the argument of BBRv2's loss
+//! threshold).
 
 /// A congestion window, in bytes.
 #[derive(Debug, Clone, Copy)]
@@ -71,7 +72,7 @@ impl Congestion {
 
     /// `len` bytes were delivered.
     pub fn on_delivered(&mut self, len: usize) {
-        // One that is not used proves nothing about the path, and would be a burst later (RFC 7661).
+        // One that is not used proves nothing about the path, and would burst later (RFC 7661).
         let used = 2 * self.peak >= self.window;
         self.in_flight = self.in_flight.saturating_sub(len);
         self.delivered += len;

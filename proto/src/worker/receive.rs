@@ -322,7 +322,7 @@ impl Worker {
         let entries = AskEntries::decode(body)?;
         let sequence = &self.streams[at].sequence;
         let asked = entries.iter().filter(|entry| entry.fragments != 0);
-        // What was sent up to the last window of which something is missing is no longer on its way.
+        // What was sent up to the last window that lacks something is on its way no more.
         if let Some(last) = asked.filter_map(|entry| sequence.position(entry.window)).max() {
             self.note_off_path(at, last + 1);
         }

@@ -4,8 +4,9 @@
 //! where the switch sends to it. An aggregator's link is limited in the same way, or not at all.
 //! The switch is a bridge that follows IGMP, with a querier, as a rack's switch does: multicast
 //! goes to those who asked for it. It speaks IGMPv3: a host of version 2 keeps its own report back
-//! when it hears another's, and a bridge passes reports on while it is new. Everything lies in namespaces of its own, so nothing of the
-//! machine's own network is touched, and all is gone when [`Network`] is dropped.
+//! when it hears another's, and a bridge passes reports on while it is new. Everything lies in
+//! namespaces of its own, so nothing of the machine's own network is touched, and all is gone when
+//! [`Network`] is dropped.
 
 use std::net::Ipv4Addr;
 use std::ops::AddAssign;

@@ -1,0 +1,107 @@
+//! Who opens what, and whether they agree.
+
+use super::Aggregation;
+use super::agreement;
+use super::stream::Placed;
+use crate::descriptor::Descriptor;
+use crate::error::Reject;
+use crate::geometry::{Geometry, Stripe};
+use crate::ids::{OpId, Rank};
+use crate::observer::{Event, Observer};
+use crate::wire::{Disagreement, Header};
+
+impl Aggregation {
+    pub(super) fn handle_open(
+        &mut self,
+        header: &Header,
+        body: &[u8],
+        observer: &mut impl Observer,
+    ) -> Result<(), Reject> {
+        let open = self.opens.decode(body)?;
+        // wire: W-24
+        if open.descriptor.lane != header.lane {
+            return Err(Reject::Body);
+        }
+        let (lane, rank, op) = (header.lane, header.sender, header.window.op);
+        let (shard, shards) = (self.config.shard, self.config.shards);
+        let stripe = Stripe::new(op, Geometry::new(&open.descriptor).windows(), shard, shards);
+        let nth = stripe.nth(header.window.index).ok_or(Reject::Shape)?;
+        // wire: W-20
+        if nth + open.windows > stripe.len() {
+            return Err(Reject::Shape);
+        }
+        self.note_reached(rank, op);
+        self.agreement.admits(op)?;
+        let stream = &mut self.streams[usize::from(lane)];
+        if stream.sequence.is_settled(op) {
+            // A lane that is past the op may never have had it: then others have it elsewhere.
+            let elsewhere = self.agreement.descriptor(op).is_some_and(|it| it != open.descriptor);
+            if !elsewhere {
+                return Err(Reject::Stale);
+            }
+            self.check_agreement(op, rank, &open.descriptor, observer);
+            self.queue.note(lane, rank, |due| due.failed = Some(op));
+            return Ok(());
+        }
+        if !stream.has_room_for(op) {
+            return Err(Reject::BeyondOps);
+        }
+        let failed = self.check_agreement(op, rank, &open.descriptor, observer);
+        if failed {
+            self.queue.note(lane, rank, |due| due.failed = Some(op));
+        }
+        let stream = &mut self.streams[usize::from(lane)];
+        match stream.place(op, &open, rank, stripe) {
+            // Its place matters all the same: the rank's next op comes after it.
+            Placed::At(_) if failed => {
+                stream.sequence.fail(op);
+            }
+            Placed::Failed => {}
+            Placed::At(base) if stream.handle_stretch(rank, base + u64::from(nth), &open) => {
+                observer.on_event(&Event::Opened { rank, op });
+            }
+            Placed::At(_) | Placed::Missing => self.queue.note(lane, rank, |due| due.open = true),
+        }
+        Ok(())
+    }
+
+    /// Notes that a rank is as far as `op`. What every rank has ended, and is not folded, failed.
+    fn note_reached(&mut self, rank: Rank, op: OpId) {
+        if let Some(first) = self.agreement.note_reached(rank, op) {
+            for stream in &mut self.streams {
+                stream.sequence.fail_before(first, stream.next);
+            }
+        }
+    }
+
+    /// Takes a rank's descriptor of an op; returns whether the op has failed.
+    fn check_agreement(
+        &mut self,
+        op: OpId,
+        rank: Rank,
+        descriptor: &Descriptor,
+        observer: &mut impl Observer,
+    ) -> bool {
+        match self.agreement.check(op, rank, *descriptor) {
+            agreement::Verdict::Agrees => false,
+            agreement::Verdict::Failed => true,
+            // wire: W-40
+            agreement::Verdict::Disagrees(disagreement) => {
+                self.fail(op, disagreement, observer);
+                true
+            }
+        }
+    }
+
+    /// Fails an op at every rank: in all lanes, since the lane may be what they disagree on.
+    fn fail(&mut self, op: OpId, disagreement: Disagreement, observer: &mut impl Observer) {
+        for stream in &mut self.streams {
+            stream.sequence.fail(op);
+        }
+        for (rank, descriptor) in [disagreement.one, disagreement.other] {
+            self.queue.note(descriptor.lane, rank, |due| due.failed = Some(op));
+        }
+        self.queue.broadcast_failure(op);
+        observer.on_event(&Event::Failed { op, error: None });
+    }
+}
