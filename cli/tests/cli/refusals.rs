@@ -241,8 +241,8 @@ fn a_benchmark_says_whose_figures_it_shows() {
 fn a_row_for_programs_has_every_field() {
     // 1001 bytes are 125 elements of 8.
     let args = ["bench", "--workers", "2", "-b", "1001", "-e", "1001", "-d", "f64", "-n", "2"];
-    let more = ["--format", "json", "--density", "0.5", "--lanes", "3", "--ops-in-flight", "4"];
-    let out = run(&[&args[..], &more].concat()).ok().out;
+    let more = ["--format", "json", "--density", "0.5", "--lanes", "3", "--fanout", "unicast"];
+    let out = run(&[&args[..], &more, &["--ops-in-flight", "4"]].concat()).ok().out;
     let row: serde_json::Value = serde_json::from_str(out.trim_end()).unwrap();
     for (field, value) in [
         ("workers", 2.into()),
