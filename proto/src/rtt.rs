@@ -12,8 +12,8 @@ pub struct Rtt {
     smoothed_ns: u64,
     variation_ns: u64,
     measured: bool,
-    /// Questions since the last measurement that were asked again.
-    repeats: u32,
+    /// A question since the last measurement was asked again.
+    repeated: bool,
 }
 
 impl Rtt {
@@ -21,7 +21,7 @@ impl Rtt {
     #[must_use]
     pub const fn new(initial: Span) -> Self {
         let Span(ns) = initial;
-        Self { smoothed_ns: ns, variation_ns: ns / 2, measured: false, repeats: 0 }
+        Self { smoothed_ns: ns, variation_ns: ns / 2, measured: false, repeated: false }
     }
 
     /// Takes one measured round trip.
@@ -30,19 +30,20 @@ impl Rtt {
             *self = Self { measured: true, ..Self::new(rtt) };
             return;
         }
-        self.repeats = 0;
+        self.repeated = false;
         let error = self.smoothed_ns.abs_diff(rtt.0);
         self.variation_ns = (3 * self.variation_ns + error) / 4;
         self.smoothed_ns = (7 * self.smoothed_ns + rtt.0) / 8;
     }
 
     /// Takes the time that an answer took. One that was asked for again measures nothing; but the
-    /// next question is given longer until one does, or else an estimate that is too short would
-    /// have each of them asked again (Karn and Partridge, SIGCOMM 1987).
+    /// next question is given twice as long until one does, or else an estimate that is too short
+    /// would have each of them asked again (Karn and Partridge, SIGCOMM 1987). Not longer: under
+    /// heavy loss few are asked only once.
     pub(crate) fn answered(&mut self, took: Option<Span>) {
         match took {
             Some(took) => self.sample(took),
-            None => self.repeats = (self.repeats + 1).min(Self::MAX_REPEATS),
+            None => self.repeated = true,
         }
     }
 
@@ -56,7 +57,7 @@ impl Rtt {
     #[must_use]
     pub fn timeout(&self) -> Span {
         let timeout = self.smoothed_ns + (4 * self.variation_ns).max(Self::GRANULARITY.0);
-        let timeout = timeout << self.repeats;
+        let timeout = timeout << u32::from(self.repeated);
         Span(timeout.clamp(Self::MIN_TIMEOUT.0, Self::MAX_TIMEOUT.0))
     }
 
@@ -85,8 +86,6 @@ impl Rtt {
     /// less.
     const MOST_TIMES: u64 = 3;
     const PATIENCE: Span = Span::from_millis(4);
-    /// Each doubles the timeout.
-    const MAX_REPEATS: u32 = 3;
     const MAX_TIMEOUT: Span = Span::from_millis(100);
     const MAX_BACKOFF: Span = Span::from_millis(100);
 }
@@ -127,10 +126,12 @@ mod tests {
         let short = rtt.timeout();
         rtt.answered(None);
         rtt.answered(None);
-        assert_eq!(rtt.timeout().0, 4 * short.0);
+        assert_eq!(rtt.timeout().0, 2 * short.0);
         rtt.answered(Some(Span::from_millis(8)));
         assert!(rtt.timeout() > Span::from_millis(8));
-        assert!(rtt.timeout().0 < 4 * short.0);
+        rtt.answered(None);
+        rtt.sample(Span::from_millis(8));
+        assert!(rtt.timeout() < Span::from_millis(20), "measured again");
     }
 
     #[test]
