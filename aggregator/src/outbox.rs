@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 
-use racksum_net::udp::{self, BATCH, SendRing, Train, Transmit as Message, UdpSocket};
+use racksum_net::udp::{self, SEND_BATCH, SendRing, Train, Transmit as Message, UdpSocket};
 use racksum_proto::aggregator::{Recipient, ResultFragments};
 use racksum_proto::wire::Header;
 
@@ -155,7 +155,7 @@ fn send(
     counts: &mut [&mut u64; 2],
 ) {
     let nowhere = SocketAddr::from(([0, 0, 0, 0], 0));
-    let mut batch = [Message { to: nowhere, contents: &[], stride: 1 }; BATCH];
+    let mut batch = [Message { to: nowhere, contents: &[], stride: 1 }; SEND_BATCH];
     let mut full = 0;
     let all = addresses.flat_map(|to| {
         messages.iter().map(move |(contents, stride)| Message { to, contents, stride: *stride })
@@ -165,7 +165,7 @@ fn send(
         *counts[1] += message.contents.len() as u64;
         batch[full] = message;
         full += 1;
-        if full == BATCH {
+        if full == SEND_BATCH {
             socket.send_patiently(ring, &batch, MAX_SEND_WAITS);
             full = 0;
         }

@@ -11,7 +11,7 @@ use bytes::BytesMut;
 use racksum_net::NetError;
 use racksum_net::clock::Clock;
 use racksum_net::interface::Interface;
-use racksum_net::udp::{self, BATCH, Gather, Received, RecvRing, UdpConfig, UdpSocket, Waker};
+use racksum_net::udp::{self, Gather, RECV_BATCH, Received, RecvRing, UdpConfig, UdpSocket, Waker};
 use racksum_proto::aggregator::{Aggregation, Config, Place, Transmit, Verdict};
 use racksum_proto::error::{Reject, Rejects};
 use racksum_proto::ids::JobId;
@@ -107,8 +107,8 @@ impl ShardHandle {
             waker: waker.clone(),
             gather: Gather::new(receive_buffer, LONGEST_PAUSE),
             jobs: BTreeMap::new(),
-            arena: Arena::new(buffers + 2 * BATCH),
-            incoming: Vec::with_capacity(BATCH),
+            arena: Arena::new(buffers + 2 * RECV_BATCH),
+            incoming: Vec::with_capacity(RECV_BATCH),
             recv: RecvRing::new(),
             out: Outbox::new(),
             stats: ShardStats::default(),
@@ -180,7 +180,7 @@ struct Shard {
 impl Shard {
     fn run(&mut self) {
         while let Some(received) = self.turn() {
-            if (1..BATCH).contains(&received) && self.gather.is_due(self.backlog()) {
+            if (1..RECV_BATCH).contains(&received) && self.gather.is_due(self.backlog()) {
                 // An error is as good as readiness: the next receive finds out.
                 drop(self.gather.pause(&self.waker));
             }
@@ -254,7 +254,7 @@ impl Shard {
 
     /// Takes what has arrived, and sends what that makes due. Returns how many messages it was.
     fn receive(&mut self) -> usize {
-        while self.incoming.len() < BATCH {
+        while self.incoming.len() < RECV_BATCH {
             let Some(buffer) = self.arena.take() else { break };
             self.incoming.push(buffer);
         }

@@ -29,8 +29,12 @@ pub const MAX_DATAGRAM: usize = 65_507;
 /// How many datagrams the kernel cuts from one message; newer kernels would do more.
 pub const MAX_SEGMENTS: usize = 64;
 
-/// How many messages go in or out with one system call.
-pub const BATCH: usize = 32;
+/// How many messages go out with one system call.
+pub const SEND_BATCH: usize = 32;
+
+/// How many messages come in with one system call: few, so that they are still in the processor's
+/// cache when they are worked on.
+pub const RECV_BATCH: usize = 8;
 
 /// The spare room a receive buffer should have: more than the kernel ever joins to one message.
 pub const RECV_CAPACITY: usize = 65_536;

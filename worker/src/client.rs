@@ -214,7 +214,7 @@ impl Client {
         }
         let op = handle.op;
         let ended = |state: &State| !state.engine.is_in_flight(op);
-        let mut state = self.shared.drive(self.shared.lock(), ended);
+        let mut state = self.shared.await_that(self.shared.lock(), ended);
         let (result, payload) = state.engine.take(op).ok_or(SubmitError::Ended)?;
         drop(state);
         result?;
@@ -355,6 +355,7 @@ impl Shared {
         mut state: MutexGuard<'a, State>,
         done: impl Fn(&State) -> bool,
     ) -> MutexGuard<'a, State> {
+        debug_assert!(!state.driving, "two threads would wake each other for every datagram");
         state.driving = true;
         while !done(&state) {
             state = self.step(state);

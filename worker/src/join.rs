@@ -11,7 +11,7 @@ use racksum_net::clock::Clock;
 use racksum_net::interface::{Interface, interface_of, local_addr_towards, max_datagram};
 use racksum_net::multicast::{Multicast, open_member};
 use racksum_net::quic::{Identity, Trust, connect, frames};
-use racksum_net::udp::{self, RECV_CAPACITY, RecvRing, UdpConfig, UdpSocket};
+use racksum_net::udp::{self, RECV_BATCH, RECV_CAPACITY, RecvRing, UdpConfig, UdpSocket};
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Welcome};
 use racksum_proto::time::Span;
 use racksum_proto::wire::Header;
@@ -24,8 +24,6 @@ use crate::options::ConnectOptions;
 const CONNECT_PATIENCE: Span = Span::from_secs(5);
 /// How often a worker looks for multicast probes while it joins.
 const PROBE_POLL: Duration = Duration::from_millis(2);
-/// Messages that it takes from a group at a time, whatever else floods the group.
-const PROBE_BATCH: usize = 8;
 /// Most aggregators of a job: their groups, the data socket and a waker are waited for at once.
 const MAX_AGGREGATORS: usize = 62;
 
@@ -373,7 +371,7 @@ impl Joining<'_> {
             return false;
         }
         let mut ring = RecvRing::new();
-        let mut buffers = [(); PROBE_BATCH].map(|()| BytesMut::with_capacity(RECV_CAPACITY));
+        let mut buffers = [(); RECV_BATCH].map(|()| BytesMut::with_capacity(RECV_CAPACITY));
         let count = group.recv(&mut ring, &mut buffers).unwrap_or(0);
         ring.received().iter().zip(&buffers[..count]).any(|(meta, buffer)| {
             let mut datagrams = buffer.chunks(meta.stride);

@@ -26,17 +26,14 @@ impl Drop for Workers {
 
 /// Runs the benchmark and prints its rows.
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
+    let defaults = Config::default();
     let config = Config {
         port: 0,
         shards: args.shards.unwrap_or(1),
-        pool_slots: if args.pool_slots == 0 {
-            Config::default().pool_slots
-        } else {
-            args.pool_slots
-        },
+        pool_slots: if args.pool_slots == 0 { defaults.pool_slots } else { args.pool_slots },
         max_jobs: 1,
         fanout: args.fanout.unwrap_or(Fanout::Auto).into(),
-        ..Config::default()
+        ..defaults
     };
     let aggregator = Aggregator::start(config)?;
     for warning in aggregator.warnings() {

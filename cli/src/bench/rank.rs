@@ -133,7 +133,8 @@ impl Runner {
         blocks
     }
 
-    /// Runs one barrier and one iteration.
+    /// Runs one iteration between two barriers: no rank prepares its next one while another's op
+    /// still needs the processor.
     pub(crate) fn iterate(&self, case: &mut Case) -> Result<Iteration, Failure> {
         let mut blocks = case.blocks.clone();
         if blocks.is_none() {
@@ -155,6 +156,7 @@ impl Runner {
         }
         let end = self.clock.now();
         let spent = difference(&self.client.stats(), &before);
+        self.barrier()?;
         Ok(Iteration { start_ns: start.0, end_ns: end.0, spent })
     }
 

@@ -12,7 +12,7 @@ use libc::{c_int, c_uint};
 use socket2::{SockAddr, SockAddrStorage};
 
 use super::cmsg::{Control, SPACE};
-use super::{BATCH, CE, UdpSocket};
+use super::{CE, RECV_BATCH, UdpSocket};
 
 /// What is known of one received message besides its bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,15 +33,15 @@ pub struct Received {
 /// The storage of one `recvmmsg`, for one thread, and what the last one brought.
 pub struct RecvRing {
     storage: Box<Storage>,
-    received: [Received; BATCH],
+    received: [Received; RECV_BATCH],
     count: usize,
 }
 
 struct Storage {
-    headers: [libc::mmsghdr; BATCH],
-    iovecs: [libc::iovec; BATCH],
-    names: [SockAddrStorage; BATCH],
-    controls: [Control; BATCH],
+    headers: [libc::mmsghdr; RECV_BATCH],
+    iovecs: [libc::iovec; RECV_BATCH],
+    names: [SockAddrStorage; RECV_BATCH],
+    controls: [Control; RECV_BATCH],
 }
 
 // SAFETY: the pointers in the headers and iovecs are written anew before each system call, point
@@ -50,9 +50,9 @@ unsafe impl Send for Storage {}
 
 impl UdpSocket {
     /// Receives what is there, without waiting, into the spare capacity of `buffers`: at most
-    /// [`BATCH`] messages, one a buffer. The answer is how many; 0 if nothing is there.
+    /// [`RECV_BATCH`] messages, one a buffer. The answer is how many; 0 if nothing is there.
     ///
-    /// The buffers up to that many (and at most [`BATCH`]) are cleared first, and those that got a
+    /// The buffers up to that many (and at most [`RECV_BATCH`]) are cleared first, and those that got a
     /// message then hold exactly it. They should have a capacity of [`super::RECV_CAPACITY`]: a
     /// message that does not fit is counted in [`UdpSocket::truncated`] and has length 0.
     ///
@@ -61,7 +61,7 @@ impl UdpSocket {
     /// The kernel's, when the socket itself is of no use any more.
     pub fn recv(&self, ring: &mut RecvRing, buffers: &mut [BytesMut]) -> io::Result<usize> {
         ring.count = 0;
-        let asked = buffers.len().min(BATCH);
+        let asked = buffers.len().min(RECV_BATCH);
         if asked == 0 {
             return Ok(0);
         }
@@ -97,9 +97,9 @@ impl RecvRing {
             // SAFETY: as above.
             iovecs: unsafe { mem::zeroed() },
             names: std::array::from_fn(|_| SockAddrStorage::zeroed()),
-            controls: [Control::new(); BATCH],
+            controls: [Control::new(); RECV_BATCH],
         });
-        Self { storage, received: [Received::NOTHING; BATCH], count: 0 }
+        Self { storage, received: [Received::NOTHING; RECV_BATCH], count: 0 }
     }
 
     /// What came with message `index` of the last [`UdpSocket::recv`].
@@ -121,7 +121,7 @@ impl RecvRing {
     /// Clears the buffers and points the headers at their capacity.
     fn lay_out(&mut self, buffers: &mut [BytesMut]) {
         let Storage { headers, iovecs, names, controls } = &mut *self.storage;
-        for (slot, buffer) in buffers.iter_mut().enumerate().take(BATCH) {
+        for (slot, buffer) in buffers.iter_mut().enumerate().take(RECV_BATCH) {
             buffer.clear();
             let spare = buffer.spare_capacity_mut();
             iovecs[slot] =
@@ -139,8 +139,8 @@ impl RecvRing {
     }
 
     fn submit(&mut self, socket: &UdpSocket, count: usize) -> io::Result<usize> {
-        #[expect(clippy::cast_possible_truncation, reason = "at most BATCH")]
-        let vlen = count.min(BATCH) as c_uint;
+        #[expect(clippy::cast_possible_truncation, reason = "at most RECV_BATCH")]
+        let vlen = count.min(RECV_BATCH) as c_uint;
         let headers = self.storage.headers.as_mut_ptr();
         let (fd, flags) = (socket.as_raw_fd(), libc::MSG_DONTWAIT);
         // SAFETY: `lay_out` has just pointed `count` headers at names and control messages of this

@@ -11,7 +11,7 @@ use racksum_proto::time::Span;
 use socket2::SockAddr;
 
 use super::cmsg::Control;
-use super::{BATCH, MAX_DATAGRAM, MAX_SEGMENTS, UdpSocket, wait_writable};
+use super::{MAX_DATAGRAM, MAX_SEGMENTS, SEND_BATCH, UdpSocket, wait_writable};
 
 /// Bytes for one receiver, to be cut into datagrams.
 #[derive(Debug, Clone, Copy)]
@@ -74,10 +74,10 @@ pub struct SendRing {
 }
 
 struct Storage {
-    headers: [libc::mmsghdr; BATCH],
-    iovecs: [libc::iovec; BATCH],
-    names: [SockAddr; BATCH],
-    controls: [Control; BATCH],
+    headers: [libc::mmsghdr; SEND_BATCH],
+    iovecs: [libc::iovec; SEND_BATCH],
+    names: [SockAddr; SEND_BATCH],
+    controls: [Control; SEND_BATCH],
 }
 
 // SAFETY: the pointers in the headers and iovecs are written anew before each system call, point
@@ -163,7 +163,7 @@ impl SendRing {
             // SAFETY: as above.
             iovecs: unsafe { std::mem::zeroed() },
             names: std::array::from_fn(|_| unspecified.clone()),
-            controls: [Control::new(); BATCH],
+            controls: [Control::new(); SEND_BATCH],
         });
         Self { storage, tos: None }
     }
@@ -178,7 +178,7 @@ impl SendRing {
     /// job's next transmit breaks a bound.
     fn fill(&mut self, job: &Job<'_>, gso: bool) -> usize {
         let (mut at, mut count) = (job.at, 0);
-        while count < BATCH
+        while count < SEND_BATCH
             && let Some(piece) = at.step(job.batch, gso)
         {
             self.place(count, &piece);
@@ -216,8 +216,8 @@ impl SendRing {
 
     /// Hands over the first `count` messages; the answer is how many the kernel took, or an errno.
     fn submit(&mut self, socket: &UdpSocket, count: usize) -> Result<usize, c_int> {
-        #[expect(clippy::cast_possible_truncation, reason = "at most BATCH")]
-        let vlen = count.min(BATCH) as c_uint;
+        #[expect(clippy::cast_possible_truncation, reason = "at most SEND_BATCH")]
+        let vlen = count.min(SEND_BATCH) as c_uint;
         let headers = self.storage.headers.as_mut_ptr();
         // SAFETY: `fill` has just laid out `count` messages. Their names and control messages lie
         // in this ring and their contents in the batch that the caller of `send` still lends.

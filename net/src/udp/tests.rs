@@ -135,7 +135,7 @@ fn large_datagrams_pass_whole() {
 #[test]
 fn more_transmits_than_one_call_takes_arrive_in_order() {
     let (sender, receiver) = (loopback(), loopback());
-    let contents = pattern(2 * BATCH + 5);
+    let contents = pattern(2 * SEND_BATCH + 5);
     let batch: Vec<Transmit<'_>> = contents
         .chunks(1)
         .map(|contents| Transmit { to: receiver.local_addr(), contents, stride: 1 })
@@ -292,7 +292,7 @@ fn the_kernels_drops_are_counted() {
     let contents = pattern(1000);
     let one = Transmit { to: receiver.local_addr(), contents: &contents, stride: 1000 };
     send_all(&sender, &[one; 100]);
-    let (mut ring, mut buffers) = (RecvRing::new(), buffers(BATCH));
+    let (mut ring, mut buffers) = (RecvRing::new(), buffers(RECV_BATCH));
     let mut kept = 0;
     loop {
         match receiver.recv(&mut ring, &mut buffers).unwrap() {

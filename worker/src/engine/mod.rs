@@ -11,7 +11,7 @@ use std::net::SocketAddr;
 
 use bytes::BytesMut;
 use racksum_net::clock::Clock;
-use racksum_net::udp::{RECV_CAPACITY, RecvRing, UdpSocket};
+use racksum_net::udp::{RECV_BATCH, RECV_CAPACITY, RecvRing, UdpSocket};
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::geometry::Geometry;
 use racksum_proto::ids::{OpId, Rank};
@@ -120,8 +120,7 @@ impl Engine {
             machine.set_shard_job(shard, *job);
         }
         let dice = |direction: u64| Dice::new(*faults, u64::from(config.rank.0) * 2 + direction);
-        let buffers =
-            || (0..RECEIVE_BATCH).map(|_| BytesMut::with_capacity(RECV_CAPACITY)).collect();
+        let buffers = || (0..RECV_BATCH).map(|_| BytesMut::with_capacity(RECV_CAPACITY)).collect();
         Self {
             machine,
             world,
@@ -296,8 +295,6 @@ impl Engine {
 
 /// How long a timeout waits for what has arrived already.
 const GRACE: Span = Span::from_millis(10);
-/// Messages received at a time: few, so that they stay in the processor's cache.
-const RECEIVE_BATCH: usize = 8;
 /// Sums whose memory is kept for later ops.
 const MAX_SPARE: usize = 4;
 /// Windows scanned at a time, between looks at the socket.

@@ -1,13 +1,13 @@
 //! Datagrams in: results go straight from the receive buffer into the tensor.
 
 use bytes::BytesMut;
-use racksum_net::udp::Received;
+use racksum_net::udp::{RECV_BATCH, Received};
 use racksum_proto::error::Reject;
 use racksum_proto::time::Time;
 use racksum_proto::wire::{self, Header};
 use racksum_proto::worker::Verdict;
 
-use super::{Engine, RECEIVE_BATCH};
+use super::Engine;
 use crate::fault::Fate;
 
 /// How much had arrived.
@@ -24,7 +24,7 @@ impl Haul {
     const fn of(count: usize) -> Self {
         match count {
             0 => Self::Nothing,
-            RECEIVE_BATCH => Self::Batch,
+            RECV_BATCH => Self::Batch,
             _ => Self::Some,
         }
     }
@@ -52,7 +52,7 @@ impl Engine {
                 }
                 received = received.max(Haul::of(count));
                 // Without own datagrams there is nothing that these must precede.
-                if count < RECEIVE_BATCH || own == 0 {
+                if count < RECV_BATCH || own == 0 {
                     break;
                 }
             }

@@ -1,7 +1,7 @@
 //! Datagrams out: windows are gathered from the tensor into a small staging buffer, and sent as
 //! trains of datagrams, several trains a system call.
 
-use racksum_net::udp::{self, BATCH, RECV_CAPACITY, SendRing, Train, Transmit as Message};
+use racksum_net::udp::{self, RECV_CAPACITY, SEND_BATCH, SendRing, Train, Transmit as Message};
 use racksum_proto::time::Time;
 use racksum_proto::wire::Header;
 use racksum_proto::worker::{DataFragments, Transmit};
@@ -42,14 +42,14 @@ impl Staging {
             ring: SendRing::new(),
             bytes: vec![0; STAGING],
             used: 0,
-            messages: Vec::with_capacity(BATCH),
+            messages: Vec::with_capacity(SEND_BATCH),
             lanes,
             held: None,
         }
     }
 
     fn is_full(&self) -> bool {
-        self.bytes.len() - self.used < RECV_CAPACITY || self.messages.len() == BATCH
+        self.bytes.len() - self.used < RECV_CAPACITY || self.messages.len() == SEND_BATCH
     }
 
     /// Adds the next `len` bytes, datagrams `stride` apart.
@@ -115,7 +115,7 @@ fn flush(
 ) {
     let Staging { ring, bytes, messages, lanes, held, .. } = staging;
     let nowhere = std::net::SocketAddr::from(([0, 0, 0, 0], 0));
-    let mut batch = [Message { to: nowhere, contents: &[], stride: 1 }; BATCH];
+    let mut batch = [Message { to: nowhere, contents: &[], stride: 1 }; SEND_BATCH];
     for (message, staged) in batch.iter_mut().zip(messages.iter()) {
         let to = links.shards[usize::from(staged.stream.shard)].0;
         let Staged { start, train, .. } = *staged;

@@ -1,7 +1,9 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::AsFd;
 
-use racksum_net::udp::{self, BATCH, ECT0, RecvRing, SendRing, Transmit, UdpConfig, tos_of_lane};
+use racksum_net::udp::{
+    self, ECT0, RECV_BATCH, RecvRing, SendRing, Transmit, UdpConfig, tos_of_lane,
+};
 use racksum_proto::dtype::DType;
 use racksum_proto::geometry::Fragmentation;
 use racksum_proto::ids::{Generation, JobId, WindowId};
@@ -148,7 +150,8 @@ fn what_is_sent_bears_the_mark_of_its_lane() {
 /// The messages that have arrived, and the TOS of each.
 fn arrived(socket: &UdpSocket) -> Vec<(Header, u8)> {
     let mut ring = RecvRing::new();
-    let mut buffers: Vec<_> = (0..BATCH).map(|_| BytesMut::with_capacity(RECV_CAPACITY)).collect();
+    let mut buffers: Vec<_> =
+        (0..RECV_BATCH).map(|_| BytesMut::with_capacity(RECV_CAPACITY)).collect();
     let mut all = Vec::new();
     while udp::wait(&[socket.as_fd()], Some(Span::ZERO)).unwrap() != 0 {
         let count = socket.recv(&mut ring, &mut buffers).unwrap();
