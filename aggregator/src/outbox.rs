@@ -155,10 +155,10 @@ fn send(
     counts: &mut [&mut u64; 2],
 ) {
     let nowhere = SocketAddr::from(([0, 0, 0, 0], 0));
-    let mut batch = [Message { to: nowhere, contents: &[], stride: 1 }; SEND_BATCH];
+    let mut batch = [Message::new(nowhere, &[], 1); SEND_BATCH];
     let mut full = 0;
     let all = addresses.flat_map(|to| {
-        messages.iter().map(move |(contents, stride)| Message { to, contents, stride: *stride })
+        messages.iter().map(move |(contents, stride)| Message::new(to, contents, *stride))
     });
     for message in all {
         *counts[0] += message.datagrams().unwrap_or(0) as u64;

@@ -89,6 +89,30 @@ impl Payload {
         used
     }
 
+    /// Where in the tensor the payload of a window lies, if it is a large piece of it, as it is: a
+    /// whole window of wire type and tensor type alike, in one datagram.
+    pub(crate) fn in_place(&self, data: &DataFragments) -> Option<Range<usize>> {
+        let Descriptor { dtype, wire, .. } = self.descriptor;
+        let DataFragments { len, cut, ref header, .. } = *data;
+        let list = matches!(self.data, Data::Blocks(_));
+        if list || wire != dtype.native_wire() || cut.count(len) != 1 || len < MIN_IN_PLACE {
+            return None;
+        }
+        let WindowId { index, .. } = header.window;
+        let stretch = self.geometry.stretches(index, header.mask, 0..len).next()?;
+        let range = self.bytes_of(stretch.element..stretch.element + stretch.elements as u64);
+        (range.len() == len).then_some(range)
+    }
+
+    /// A range of the tensor; nothing of a list of blocks.
+    pub(crate) fn bytes(&self, range: Range<usize>) -> &[u8] {
+        match &self.data {
+            Data::Borrowed(region) => region.bytes(range),
+            Data::Owned(tensor) => &tensor[range],
+            Data::Blocks(_) => &[],
+        }
+    }
+
     /// Encodes the elements that bytes `range` of the packed payload hold.
     fn gather_run(&self, index: u32, mask: u64, range: Range<usize>, body: &mut [u8]) {
         let Descriptor { dtype, wire, .. } = self.descriptor;
@@ -125,9 +149,8 @@ impl Payload {
     fn each_source(&self, stretch: Packed, mut visit: impl FnMut(&[u8], usize)) {
         let range = self.bytes_of(stretch.element..stretch.element + stretch.elements as u64);
         match &self.data {
-            Data::Borrowed(region) => visit(region.bytes(range), stretch.offset),
-            Data::Owned(tensor) => visit(&tensor[range], stretch.offset),
             Data::Blocks(blocks) => blocks.each_source(&self.descriptor, stretch, visit),
+            Data::Borrowed(_) | Data::Owned(_) => visit(self.bytes(range), stretch.offset),
         }
     }
 
@@ -222,6 +245,9 @@ fn locate(cut: Fragmentation, offset: usize) -> (usize, usize) {
     (at, cut.payload() - within)
 }
 
+/// Bytes of the smallest payload that is sent from where it lies: smaller ones are copied, so that
+/// several go out as one.
+const MIN_IN_PLACE: usize = 16 << 10;
 /// Bytes of the largest scaled block.
 const MAX_SCALED: usize = WireType::Fixed32.block_len(1024);
 

@@ -43,7 +43,7 @@ fn check_two_members(sender_ip: IpAddr, group: SocketAddr) {
     let members = [open_member(&group, 1 << 20).unwrap(), open_member(&group, 1 << 20).unwrap()];
     let sender = sender_on(sender_ip, &group.interface);
     let contents: Vec<u8> = (0..20 * 1200).map(|i| u8::try_from(i % 253).unwrap()).collect();
-    let transmit = Transmit { to: group.destination(), contents: &contents, stride: 1200 };
+    let transmit = Transmit::new(group.destination(), &contents, 1200);
     assert_eq!(sender.send(&mut SendRing::new(), &[transmit]).sent, 1);
     for member in &members {
         assert_eq!(receive(member, contents.len()), contents);
@@ -80,8 +80,8 @@ fn a_member_gets_nothing_of_another_group() {
         [2, 3].map(|n| Multicast { group: group_v4(n), interface: interface.clone() });
     let (member, stranger) = (open_member(&mine, 0).unwrap(), open_member(&other, 0).unwrap());
     let sender = sender_on(Ipv4Addr::LOCALHOST.into(), &interface);
-    let to_other = Transmit { to: other.destination(), contents: b"other", stride: 5 };
-    let to_mine = Transmit { to: mine.destination(), contents: b"mine", stride: 4 };
+    let to_other = Transmit::new(other.destination(), b"other", 5);
+    let to_mine = Transmit::new(mine.destination(), b"mine", 4);
     assert_eq!(sender.send(&mut SendRing::new(), &[to_other, to_mine]).sent, 2);
     assert_eq!(receive(&member, 1), b"mine");
     assert_eq!(receive(&stranger, 1), b"other");

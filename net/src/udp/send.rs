@@ -20,19 +20,47 @@ pub struct Transmit<'a> {
     pub to: SocketAddr,
     /// The datagrams, one behind the other: 1 to 65,507 bytes.
     pub contents: &'a [u8],
+    /// What follows `contents` in their last datagram, from where it lies: a transmit that has a tail
+    /// is a single datagram.
+    pub tail: &'a [u8],
     /// The length of each datagram but the last, which may be shorter. At most 64 datagrams.
     pub stride: usize,
 }
 
-impl Transmit<'_> {
+impl<'a> Transmit<'a> {
+    /// A transmit without a tail.
+    #[must_use]
+    pub const fn new(to: SocketAddr, contents: &'a [u8], stride: usize) -> Self {
+        Self { to, contents, tail: &[], stride }
+    }
+
+    /// One datagram whose bytes lie in two places.
+    #[must_use]
+    pub const fn in_two(to: SocketAddr, contents: &'a [u8], tail: &'a [u8]) -> Self {
+        Self { to, contents, tail, stride: contents.len() + tail.len() }
+    }
+
+    /// Bytes in all.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.contents.len() + self.tail.len()
+    }
+
+    /// Whether there are none, so that it cannot be sent.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
     /// How many datagrams it is. None if it breaks a bound, and so cannot be sent.
     #[must_use]
     pub const fn datagrams(&self) -> Option<usize> {
-        if self.stride == 0 || self.contents.is_empty() || self.contents.len() > MAX_DATAGRAM {
+        if self.stride == 0 || self.is_empty() || self.len() > MAX_DATAGRAM {
             return None;
         }
-        let count = self.contents.len().div_ceil(self.stride);
-        if count > MAX_SEGMENTS { None } else { Some(count) }
+        let count = self.len().div_ceil(self.stride);
+        let most = if self.tail.is_empty() { MAX_SEGMENTS } else { 1 };
+        if count > most { None } else { Some(count) }
     }
 }
 
@@ -56,7 +84,8 @@ pub struct SendOutcome {
 /// Why a transmit was not sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum SendError {
-    /// It is empty, above 65,507 bytes, or above 64 datagrams: the caller's mistake.
+    /// It is empty, above 65,507 bytes, above 64 datagrams or, with a tail, above one: the caller's
+    /// mistake.
     #[error("a transmit must be 1 to 65507 bytes and at most 64 datagrams")]
     Unsendable,
     /// Its datagrams are larger than the interface's MTU.
@@ -75,7 +104,7 @@ pub struct SendRing {
 
 struct Storage {
     headers: [libc::mmsghdr; SEND_BATCH],
-    iovecs: [libc::iovec; SEND_BATCH],
+    iovecs: [[libc::iovec; 2]; SEND_BATCH],
     names: [SockAddr; SEND_BATCH],
     controls: [Control; SEND_BATCH],
 }
@@ -202,14 +231,15 @@ impl SendRing {
             used = control.push(used, level, kind, &c_int::from(tos).to_ne_bytes());
         }
         names[slot] = SockAddr::from(piece.to);
-        let contents = piece.contents;
-        iovecs[slot] =
-            libc::iovec { iov_base: contents.as_ptr().cast_mut().cast(), iov_len: contents.len() };
+        iovecs[slot] = [piece.contents, piece.tail].map(|part| libc::iovec {
+            iov_base: part.as_ptr().cast_mut().cast(),
+            iov_len: part.len(),
+        });
         let header = &mut headers[slot].msg_hdr;
         header.msg_name = names[slot].as_ptr().cast_mut().cast();
         header.msg_namelen = names[slot].len();
-        header.msg_iov = &raw mut iovecs[slot];
-        header.msg_iovlen = 1;
+        header.msg_iov = iovecs[slot].as_mut_ptr();
+        header.msg_iovlen = if piece.tail.is_empty() { 1 } else { 2 };
         header.msg_control = if used > 0 { control.as_mut_ptr().cast() } else { ptr::null_mut() };
         header.msg_controllen = used;
     }
@@ -293,6 +323,7 @@ struct Cursor {
 struct Piece<'a> {
     to: SocketAddr,
     contents: &'a [u8],
+    tail: &'a [u8],
     /// The datagrams' length, if the kernel is to cut.
     segment: Option<u16>,
 }
@@ -312,7 +343,7 @@ impl Cursor {
         };
         let segment =
             if len > transmit.stride { u16::try_from(transmit.stride).ok() } else { None };
-        Some(Piece { to: transmit.to, contents, segment })
+        Some(Piece { to: transmit.to, contents, tail: transmit.tail, segment })
     }
 }
 
@@ -327,7 +358,7 @@ mod tests {
     #[test]
     fn a_transmit_cut_short_is_not_counted_until_its_last_datagram_is_out() {
         let to = SocketAddr::from(([127, 0, 0, 1], 9));
-        let batch = [10, 25, 30].map(|len| Transmit { to, contents: &[7; 30][..len], stride: 10 });
+        let batch = [10, 25, 30].map(|len| Transmit::new(to, &[7; 30][..len], 10));
         let mut job = Job { batch: &batch, at: Cursor::default(), outcome: SendOutcome::default() };
         // One datagram, then three, then three.
         for (taken, sent) in [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3)] {
@@ -340,7 +371,7 @@ mod tests {
     #[test]
     fn with_gso_each_transmit_is_one_message() {
         let to = SocketAddr::from(([127, 0, 0, 1], 9));
-        let batch = [10, 25].map(|len| Transmit { to, contents: &[7; 30][..len], stride: 10 });
+        let batch = [10, 25].map(|len| Transmit::new(to, &[7; 30][..len], 10));
         let mut at = Cursor::default();
         let segments: Vec<_> = std::iter::from_fn(|| at.step(&batch, true))
             .map(|piece| (piece.contents.len(), piece.segment))

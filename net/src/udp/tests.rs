@@ -45,7 +45,7 @@ fn send_all(socket: &UdpSocket, batch: &[Transmit<'_>]) {
 
 fn check_segments_come_back(sender: &UdpSocket, receiver: &UdpSocket, stride: usize) {
     let contents = pattern(19 * stride + 700);
-    send_all(sender, &[Transmit { to: receiver.local_addr(), contents: &contents, stride }]);
+    send_all(sender, &[Transmit::new(receiver.local_addr(), &contents, stride)]);
     let got = receive(receiver, contents.len());
     for (meta, bytes) in &got {
         assert_eq!(meta.from, sender.local_addr());
@@ -82,7 +82,7 @@ fn without_gso_the_same_datagrams_go_singly() {
     check_segments_come_back(&sender, &receiver, 1472);
     // More datagrams than one system call takes.
     let contents = pattern(64 * 100);
-    send_all(&sender, &[Transmit { to: receiver.local_addr(), contents: &contents, stride: 100 }]);
+    send_all(&sender, &[Transmit::new(receiver.local_addr(), &contents, 100)]);
     let got = receive(&receiver, contents.len());
     assert_eq!(got.len(), 64);
     assert!(got.iter().all(|(meta, _)| meta.stride == 100));
@@ -106,8 +106,8 @@ fn a_message_that_fails_singly_too_leaves_gso_on() {
     let nowhere = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
     let contents = pattern(3_000);
     let batch = [
-        Transmit { to: nowhere, contents: &contents, stride: 1000 },
-        Transmit { to: receiver.local_addr(), contents: &contents, stride: 1000 },
+        Transmit::new(nowhere, &contents, 1000),
+        Transmit::new(receiver.local_addr(), &contents, 1000),
     ];
     let outcome = sender.send(&mut SendRing::new(), &batch);
     assert_eq!((outcome.sent, outcome.failed, outcome.blocked), (1, 1, false));
@@ -121,7 +121,7 @@ fn large_datagrams_pass_whole() {
     let (sender, receiver) = (loopback(), loopback());
     for len in [32 * 1024, MAX_DATAGRAM] {
         let contents = pattern(len);
-        let transmit = Transmit { to: receiver.local_addr(), contents: &contents, stride: len };
+        let transmit = Transmit::new(receiver.local_addr(), &contents, len);
         send_all(&sender, &[transmit, transmit]);
         let got = receive(&receiver, 2 * len);
         assert_eq!(got.len(), 2);
@@ -138,7 +138,7 @@ fn more_transmits_than_one_call_takes_arrive_in_order() {
     let contents = pattern(2 * SEND_BATCH + 5);
     let batch: Vec<Transmit<'_>> = contents
         .chunks(1)
-        .map(|contents| Transmit { to: receiver.local_addr(), contents, stride: 1 })
+        .map(|contents| Transmit::new(receiver.local_addr(), contents, 1))
         .collect();
     send_all(&sender, &batch);
     let got = receive(&receiver, contents.len());
@@ -146,16 +146,33 @@ fn more_transmits_than_one_call_takes_arrive_in_order() {
 }
 
 #[test]
+fn a_datagram_from_two_places_arrives_as_one() {
+    let (sender, receiver) = (loopback(), loopback());
+    let to = receiver.local_addr();
+    let contents = pattern(60_000);
+    for (head, gso) in [(48, true), (48, false), (0, true), (60_000, true)] {
+        sender.set_gso(gso);
+        let (contents, tail) = contents.split_at(head);
+        let before = Transmit::new(to, b"before", 6);
+        send_all(&sender, &[before, Transmit::in_two(to, contents, tail), before]);
+        let got: Vec<_> = receive(&receiver, 60_012).into_iter().map(|(_, bytes)| bytes).collect();
+        assert_eq!(got, [b"before".to_vec(), pattern(60_000), b"before".to_vec()]);
+    }
+}
+
+#[test]
 fn a_transmit_that_breaks_a_bound_is_reported_and_passed_over() {
     let (sender, receiver) = (loopback(), loopback());
     let to = receiver.local_addr();
     let contents = pattern(MAX_DATAGRAM + 1);
-    let good = Transmit { to, contents: &contents[..10], stride: 10 };
+    let good = Transmit::new(to, &contents[..10], 10);
     let bad = [
-        Transmit { to, contents: &[], stride: 10 },
-        Transmit { to, contents: &contents[..10], stride: 0 },
-        Transmit { to, contents: &contents[..65], stride: 1 },
-        Transmit { to, contents: &contents, stride: MAX_DATAGRAM },
+        Transmit::new(to, &[], 10),
+        Transmit::new(to, &contents[..10], 0),
+        Transmit::new(to, &contents[..65], 1),
+        Transmit::new(to, &contents, MAX_DATAGRAM),
+        Transmit { stride: 10, ..Transmit::in_two(to, &contents[..10], &contents[10..20]) },
+        Transmit::in_two(to, &contents[..1], &contents),
     ];
     for bad in bad {
         assert_eq!(bad.datagrams(), None);
@@ -177,8 +194,7 @@ fn a_datagram_above_the_mtu_is_reported_as_such() {
     let (sender, receiver) = (open(Ipv6Addr::LOCALHOST), open(Ipv6Addr::LOCALHOST));
     let contents = pattern(MAX_DATAGRAM);
     let to = receiver.local_addr();
-    let outcome = sender
-        .send(&mut SendRing::new(), &[Transmit { to, contents: &contents, stride: MAX_DATAGRAM }]);
+    let outcome = sender.send(&mut SendRing::new(), &[Transmit::new(to, &contents, MAX_DATAGRAM)]);
     assert_eq!(outcome.last_error, Some(SendError::TooLarge));
     assert!(outcome.last_error.unwrap().to_string().contains("MTU"));
 }
@@ -197,7 +213,7 @@ fn a_message_too_large_for_its_buffer_is_skipped_and_counted() {
     let (sender, receiver) = (loopback(), loopback());
     let contents = pattern(2000);
     let to = receiver.local_addr();
-    send_all(&sender, &[Transmit { to, contents: &contents, stride: 2000 }]);
+    send_all(&sender, &[Transmit::new(to, &contents, 2000)]);
     wait(&[receiver.as_fd()], Some(PATIENCE)).unwrap();
     let (mut ring, mut small) = (RecvRing::new(), [BytesMut::with_capacity(64)]);
     assert_eq!(receiver.recv(&mut ring, &mut small).unwrap(), 1);
@@ -211,7 +227,7 @@ fn receiving_fills_cleared_buffers_in_place_and_leaves_the_rest_alone() {
     let mut ring = RecvRing::new();
     assert_eq!(receiver.recv(&mut ring, &mut buffers(2)).unwrap(), 0, "nothing is there");
     assert_eq!(receiver.recv(&mut ring, &mut []).unwrap(), 0);
-    send_all(&sender, &[Transmit { to: receiver.local_addr(), contents: b"sum", stride: 3 }]);
+    send_all(&sender, &[Transmit::new(receiver.local_addr(), b"sum", 3)]);
     wait(&[receiver.as_fd()], Some(PATIENCE)).unwrap();
     let mut two = buffers(2);
     two[0].extend_from_slice(b"of an earlier use");
@@ -236,7 +252,7 @@ fn a_queues_mark_is_seen_and_ecn_capable_is_not_one() {
 
 fn check_marks(sender: &UdpSocket, receiver: &UdpSocket) {
     let mut ring = SendRing::new();
-    let one = Transmit { to: receiver.local_addr(), contents: b"x", stride: 1 };
+    let one = Transmit::new(receiver.local_addr(), b"x", 1);
     for (tos, ce) in
         [(None, false), (Some(CE), true), (Some(tos_of_dscp(46)), false), (Some(0xb8 | CE), true)]
     {
@@ -259,7 +275,7 @@ fn a_datagram_arrives_with_the_mark_of_its_lane() {
 
 fn check_lanes(sender: &UdpSocket, receiver: &UdpSocket) {
     let mut ring = SendRing::new();
-    let one = Transmit { to: receiver.local_addr(), contents: &[7; 3000], stride: 1000 };
+    let one = Transmit::new(receiver.local_addr(), &[7; 3000], 1000);
     // AF41, AF31, AF21, AF11, best effort; each marked ECT(0), so that queues mark and not drop.
     let dscps = [34, 26, 18, 10, 0, 0, 0, 0];
     for (lane, dscp) in (0..).zip(dscps) {
@@ -278,7 +294,7 @@ fn check_lanes(sender: &UdpSocket, receiver: &UdpSocket) {
 fn a_sockets_own_mark_is_on_what_it_sends() {
     let config = UdpConfig { tos: CE, ..UdpConfig::new("127.0.0.1:0".parse().unwrap()) };
     let (sender, receiver) = (UdpSocket::open(&config).unwrap(), loopback());
-    send_all(&sender, &[Transmit { to: receiver.local_addr(), contents: b"x", stride: 1 }]);
+    send_all(&sender, &[Transmit::new(receiver.local_addr(), b"x", 1)]);
     assert!(receive(&receiver, 1)[0].0.ce);
 }
 
@@ -290,7 +306,7 @@ fn the_kernels_drops_are_counted() {
     };
     let (sender, receiver) = (loopback(), UdpSocket::open(&config).unwrap());
     let contents = pattern(1000);
-    let one = Transmit { to: receiver.local_addr(), contents: &contents, stride: 1000 };
+    let one = Transmit::new(receiver.local_addr(), &contents, 1000);
     send_all(&sender, &[one; 100]);
     let (mut ring, mut buffers) = (RecvRing::new(), buffers(RECV_BATCH));
     let mut kept = 0;

@@ -1,7 +1,10 @@
 //! Datagrams out: windows are gathered from the tensor into a small staging buffer, and sent as
 //! trains of datagrams, several trains a system call.
 
+use std::ops::Range;
+
 use racksum_net::udp::{self, RECV_CAPACITY, SEND_BATCH, SendRing, Train, Transmit as Message};
+use racksum_proto::ids::OpId;
 use racksum_proto::time::Time;
 use racksum_proto::wire::Header;
 use racksum_proto::worker::{DataFragments, Transmit};
@@ -27,6 +30,8 @@ struct Staged {
     start: usize,
     train: Train,
     stream: Stream,
+    /// What follows in the datagram, and lies in a tensor.
+    tail: Option<(OpId, Range<usize>)>,
 }
 
 /// The stream of a message: its shard says where it goes, its lane how it is marked.
@@ -48,6 +53,16 @@ impl Staging {
         }
     }
 
+    /// Adds a header, written already, whose message goes on in the tensor of `op`.
+    fn push_in_place(&mut self, stream: Stream, op: OpId, tail: Range<usize>) {
+        let mut train = Train::default();
+        let first = train.couple(Header::LEN, Header::LEN, Header::LEN);
+        debug_assert!(first, "an empty train takes any message");
+        let start = self.used;
+        self.used += Header::LEN;
+        self.messages.push(Staged { start, train, stream, tail: Some((op, tail)) });
+    }
+
     fn is_full(&self) -> bool {
         self.bytes.len() - self.used < RECV_CAPACITY || self.messages.len() == SEND_BATCH
     }
@@ -56,15 +71,14 @@ impl Staging {
     fn push(&mut self, len: usize, stride: usize, stream: Stream, max_datagram: usize) {
         let start = self.used;
         self.used += len;
-        let before = self
-            .messages
-            .last_mut()
-            .filter(|last| last.stream == stream && last.start + last.train.len() == start);
+        let before = self.messages.last_mut().filter(|last| {
+            last.stream == stream && last.start + last.train.len() == start && last.tail.is_none()
+        });
         if !before.is_some_and(|last| last.train.couple(len, stride, max_datagram)) {
             let mut train = Train::default();
             let first = train.couple(len, stride, max_datagram);
             debug_assert!(first, "an empty train takes any message");
-            self.messages.push(Staged { start, train, stream });
+            self.messages.push(Staged { start, train, stream, tail: None });
         }
     }
 }
@@ -91,10 +105,19 @@ impl Engine {
     }
 
     fn stage_window(&mut self, data: &DataFragments) {
-        let Self { payloads, staging, machine, .. } = self;
-        let Some(payload) = payloads.get(&data.header.window.op) else { return };
-        let len = payload.gather(data, &mut staging.bytes[staging.used..]);
+        let Self { payloads, staging, machine, faults, .. } = self;
+        let op = data.header.window.op;
+        let Some(payload) = payloads.get(&op) else { return };
         let stream = Stream { lane: data.header.lane, shard: data.shard };
+        // Faults strike at datagrams that lie in one place.
+        if faults.is_none()
+            && let Some(range) = payload.in_place(data)
+            && let Some(head) = staging.bytes[staging.used..].first_chunk_mut()
+        {
+            data.header.of_fragment(0, range.len()).encode(head);
+            return staging.push_in_place(stream, op, range);
+        }
+        let len = payload.gather(data, &mut staging.bytes[staging.used..]);
         let [stride, max_datagram] =
             [data.cut, machine.config().cut].map(|cut| Header::LEN + cut.payload());
         staging.push(len, stride, stream, max_datagram);
@@ -102,43 +125,41 @@ impl Engine {
 
     /// Sends what is staged.
     pub(super) fn flush(&mut self) {
-        flush(&self.links, &mut self.staging, &mut self.stats, self.faults.as_mut());
-        self.staging.used = 0;
-    }
-}
-
-fn flush(
-    links: &Links,
-    staging: &mut Staging,
-    stats: &mut super::Stats,
-    mut faults: Option<&mut [Dice; 2]>,
-) {
-    let Staging { ring, bytes, messages, lanes, held, .. } = staging;
-    let nowhere = std::net::SocketAddr::from(([0, 0, 0, 0], 0));
-    let mut batch = [Message { to: nowhere, contents: &[], stride: 1 }; SEND_BATCH];
-    for (message, staged) in batch.iter_mut().zip(messages.iter()) {
-        let to = links.shards[usize::from(staged.stream.shard)].0;
-        let Staged { start, train, .. } = *staged;
-        let contents = &bytes[start..start + train.len()];
-        *message = Message { to, contents, stride: train.stride() };
-        stats.tx_bytes += train.len() as u64;
-        stats.tx_datagrams += message.datagrams().unwrap_or(0) as u64;
-    }
-    let mut batch = &batch[..messages.len()];
-    for run in messages.chunk_by(|one, other| one.stream.lane == other.stream.lane) {
-        ring.set_tos(udp::tos_of_lane(run[0].stream.lane, *lanes));
-        let (now, later) = batch.split_at(run.len());
-        batch = later;
-        match faults.as_deref_mut() {
-            None => links.socket.send_patiently(ring, now, MAX_SEND_WAITS),
-            Some([dice, _]) => {
-                for (message, staged) in now.iter().zip(run) {
-                    send_by_chance(links, ring, dice, held, staged.stream, message);
+        let Self { links, staging, payloads, stats, faults, .. } = self;
+        let Staging { ring, bytes, messages, lanes, held, used, .. } = staging;
+        let nowhere = std::net::SocketAddr::from(([0, 0, 0, 0], 0));
+        let mut batch = [Message::new(nowhere, &[], 1); SEND_BATCH];
+        for (message, staged) in batch.iter_mut().zip(messages.iter()) {
+            let to = links.shards[usize::from(staged.stream.shard)].0;
+            let Staged { start, train, ref tail, .. } = *staged;
+            let contents = &bytes[start..start + train.len()];
+            *message = match tail {
+                None => Message::new(to, contents, train.stride()),
+                Some((op, range)) => {
+                    let tensor = payloads.get(op).map_or(&[][..], |op| op.bytes(range.clone()));
+                    Message::in_two(to, contents, tensor)
+                }
+            };
+            stats.tx_bytes += message.len() as u64;
+            stats.tx_datagrams += message.datagrams().unwrap_or(0) as u64;
+        }
+        let mut batch = &batch[..messages.len()];
+        for run in messages.chunk_by(|one, other| one.stream.lane == other.stream.lane) {
+            ring.set_tos(udp::tos_of_lane(run[0].stream.lane, *lanes));
+            let (now, later) = batch.split_at(run.len());
+            batch = later;
+            match faults {
+                None => links.socket.send_patiently(ring, now, MAX_SEND_WAITS),
+                Some([dice, _]) => {
+                    for (message, staged) in now.iter().zip(run) {
+                        send_by_chance(links, ring, dice, held, staged.stream, message);
+                    }
                 }
             }
         }
+        messages.clear();
+        *used = 0;
     }
-    messages.clear();
 }
 
 /// Sends each datagram of a train, or not, or twice, or after the next; those that nothing strikes
@@ -155,7 +176,7 @@ fn send_by_chance(
     let mut post = |stream: Stream, contents: &[u8]| {
         if !contents.is_empty() {
             let to = links.shards[usize::from(stream.shard)].0;
-            let train = [Message { to, contents, stride }];
+            let train = [Message::new(to, contents, stride)];
             links.socket.send_patiently(ring, &train, MAX_SEND_WAITS);
         }
     };

@@ -55,7 +55,7 @@ impl Bench {
     /// Sends a datagram from a shard's address, and lets the engine take it.
     fn say(&mut self, shard: usize, contents: &[u8]) {
         let to = self.socket.local_addr();
-        let message = Transmit { to, contents, stride: contents.len() };
+        let message = Transmit::new(to, contents, contents.len());
         assert_eq!(self.shards[shard].send(&mut SendRing::new(), &[message]).sent, 1);
         self.engine.step();
     }

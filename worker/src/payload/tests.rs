@@ -75,6 +75,40 @@ fn some_fragments_are_gathered_as_they_are_among_all() {
     }
 }
 
+#[test]
+fn what_lies_in_the_tensor_as_it_travels_is_sent_from_there() {
+    let whole = Fragmentation::new(60_000).unwrap();
+    let full = descriptor(WireType::F32);
+    let in_place = |descriptor: Descriptor, mask: u64, cut| {
+        let payload = Payload::new(descriptor, Data::Owned(tensor(&descriptor)), 1);
+        let len = payload.geometry.payload_len(0, mask);
+        let header = Header { mask, ..Header::probe(JobId(1), Generation(0), 0) };
+        let data = DataFragments { shard: 0, len, cut, fragments: u64::MAX, header };
+        let range = payload.in_place(&data)?;
+        let mut out = vec![0; len + Header::LEN];
+        assert_eq!(payload.gather(&data, &mut out), out.len());
+        assert!(payload.bytes(range.clone()) == &out[Header::LEN..]);
+        Some(range)
+    };
+    let all = Geometry::new(&full).full_mask(0);
+    let len = all.count_ones() as usize * 1024;
+    // Blocks of 1,024 bytes.
+    assert_eq!(in_place(full, all, whole), None, "more than a datagram");
+    assert_eq!(in_place(full, all, Fragmentation::new(65_000).unwrap()), Some(0..len));
+    assert_eq!(in_place(full, all & !0xff, whole), Some(8 * 1024..len));
+    assert_eq!(in_place(full, 0xffff << 3, whole), Some(3 * 1024..19 * 1024));
+    assert_eq!(in_place(full, 0x7fff << 3, whole), None, "too small");
+    assert_eq!(in_place(full, all & !0xff & !(1 << 30), whole), None, "not in one piece");
+    assert_eq!(in_place(descriptor(WireType::Bf16), all & !0xff, whole), None, "converted");
+    assert_eq!(in_place(descriptor(WireType::Int8), all & !0xff, whole), None, "converted");
+    let list = BlockSet::new(&full, Blocks::default()).unwrap();
+    let payload = Payload::new(full, Data::Blocks(list), 1);
+    let header = Header { mask: all & !0xff, ..Header::probe(JobId(1), Generation(0), 0) };
+    let len = payload.geometry.payload_len(0, header.mask);
+    let data = DataFragments { shard: 0, len, cut: whole, fragments: u64::MAX, header };
+    assert_eq!(payload.in_place(&data), None, "a list");
+}
+
 /// Takes the fragments of a window in `order` into `data`, which comes back.
 fn scatter(
     descriptor: Descriptor,
