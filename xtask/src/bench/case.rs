@@ -36,6 +36,8 @@ pub(crate) struct Race {
     pub(crate) name: String,
     pub(crate) world: u16,
     pub(crate) net: Net,
+    /// Of each aggregator.
+    pub(crate) shards: u8,
     pub(crate) data: Data,
     /// Iterations of each side in a round, of which the median counts.
     pub(crate) iterations: u32,
@@ -59,7 +61,8 @@ impl Race {
                 format!("1 Gbit/s a worker, {aggregators} aggregator host(s){limited}")
             }
         };
-        format!("{} ranks, {bytes} B of f32, {data}, {net}", self.world)
+        let Self { world, shards, .. } = self;
+        format!("{world} ranks, {bytes} B of f32, {data}, {net}, {shards} shard(s)")
     }
 
     /// The side that a bound or a table speaks of.

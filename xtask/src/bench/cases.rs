@@ -38,7 +38,8 @@ pub(crate) fn smoke(seed: u64) -> Vec<Case> {
             sides.iter().map(|(name, racksum)| Side { name, program: Program::Racksum(*racksum) });
         let sides = sides.collect();
         let name = name.to_owned();
-        Case::Race(Race { name, world, net, data, iterations: 1, sides, bounds: Vec::new() })
+        let (iterations, bounds) = (1, Vec::new());
+        Case::Race(Race { name, world, net, shards: 1, data, iterations, sides, bounds })
     };
     let plain = Racksum::PLAIN;
     let bf16 = Racksum { wire: Wire::Bf16, ..plain };
@@ -124,6 +125,10 @@ const GLOO: Side = Side { name: "gloo", program: Program::Gloo { sparse: false }
 const GLOO_SPARSE: Side = Side { name: "gloo-sparse", program: Program::Gloo { sparse: true } };
 const OPENMPI: Side = Side { name: "openmpi", program: Program::OpenMpi };
 
+/// Shards that dense tensors go through on loopback: the aggregator's share of two cores is what one
+/// thread can have of them beside eight ranks.
+const BULK_SHARDS: u8 = 2;
+
 /// Workers at 1 Gbit/s, an aggregator that has more.
 const GIGABIT: Net = Net::Gigabit { aggregators: 1, aggregators_limited: false };
 
@@ -140,6 +145,7 @@ fn dense_loopback(seed: u64, world: u16, must: f64, reach: f64) -> Case {
         name: format!("dense-loopback-w{world}"),
         world,
         net: Net::Loopback,
+        shards: BULK_SHARDS,
         data: dense(seed, 100_000_000),
         iterations: 1,
         sides: vec![RACKSUM, GLOO, OPENMPI],
@@ -153,6 +159,7 @@ fn bf16_loopback(seed: u64, world: u16, must: f64, reach: f64) -> Case {
         name: format!("bf16-loopback-w{world}"),
         world,
         net: Net::Loopback,
+        shards: BULK_SHARDS,
         data: dense(seed, 100_000_000),
         iterations: 1,
         sides: vec![Side { name: "racksum", program }, GLOO],
@@ -167,6 +174,7 @@ fn on_slow_links(seed: u64) -> Vec<Case> {
             name: name.to_owned(),
             world: 8,
             net: GIGABIT,
+            shards: 1,
             data,
             iterations: 1,
             sides: sides.to_vec(),
@@ -205,6 +213,7 @@ fn sparse_loopback(seed: u64, name: &str, input: Input, must_ms: f64, reach_ms: 
         name: name.to_owned(),
         world: 8,
         net: Net::Loopback,
+        shards: 1,
         data: sparse(seed, 0.01, Overlap::Random),
         iterations: 1,
         sides: vec![Side { name: "racksum", program }, GLOO_SPARSE],
@@ -217,6 +226,7 @@ fn small(seed: u64, world: u16, must_ms: f64, reach_ms: f64) -> Case {
         name: format!("small-loopback-w{world}"),
         world,
         net: Net::Loopback,
+        shards: 1,
         data: dense(seed, 4096),
         iterations: 200,
         sides: vec![RACKSUM, GLOO],
@@ -230,6 +240,7 @@ fn loss(seed: u64) -> Case {
         name: "loss1-1g-w8".to_owned(),
         world: 8,
         net: GIGABIT,
+        shards: 1,
         data: dense(seed, 100_000_000),
         iterations: 1,
         sides: vec![
@@ -252,6 +263,7 @@ fn two_aggregators(seed: u64) -> Case {
         name: "two-aggregators-1g".to_owned(),
         world: 4,
         net: Net::Gigabit { aggregators: 2, aggregators_limited: true },
+        shards: 1,
         // Four times as many bytes pass an aggregator's link as a worker's.
         data: dense(seed, 32_000_000),
         iterations: 1,

@@ -33,14 +33,15 @@ impl Place {
             }
         };
         let mut place = Self { aggregators: Vec::new(), network };
+        let flags = [format!("--shards={}", race.shards)];
         let ours = race.sides.iter().filter_map(|side| side.program.racksum());
         for i in 0..ours.map(|ours| ours.aggregators).max().unwrap_or(0) {
             let aggregator = match &place.network {
-                None => aggregator(setup, None, &[], logs)?,
+                None => aggregator(setup, None, &flags, logs)?,
                 Some(network) => {
                     let host = network.aggregators().get(usize::from(i));
                     let host = host.context("a race has more aggregators than its network")?;
-                    aggregator(setup, Some(host), &[], logs)?
+                    aggregator(setup, Some(host), &flags, logs)?
                 }
             };
             place.aggregators.push(aggregator);
