@@ -10,28 +10,12 @@ use racksum_proto::time::{Span, Time};
 use racksum_proto::worker;
 
 use crate::node::{Datagram, Endpoint, ShardNode, WorkerNode};
-
-/// A small generator, so that a failure replays from its seed alone.
-struct Dice(u64);
-
-impl Dice {
-    fn roll(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn chance(&mut self, percent: u64) -> bool {
-        self.roll() % 100 < percent
-    }
-}
+use crate::random::Random;
 
 struct Cluster {
     workers: Vec<WorkerNode>,
     shards: Vec<ShardNode>,
-    dice: Dice,
+    dice: Random,
     /// Datagrams by when they arrive and in which order they were sent.
     wire: std::collections::BTreeMap<(u64, u64), Datagram>,
     sent: u64,
@@ -77,7 +61,7 @@ impl Cluster {
         Self {
             workers: (0..world).map(|rank| WorkerNode::new(worker(rank), world, Time(0))).collect(),
             shards: (0..shards).map(|i| ShardNode::new(shard(i), false, Time(0))).collect(),
-            dice: Dice(seed),
+            dice: Random::new(seed),
             wire: std::collections::BTreeMap::new(),
             sent: 0,
             steps: 0,
@@ -88,13 +72,13 @@ impl Cluster {
 
     fn post(&mut self, datagrams: Vec<Datagram>) {
         for datagram in datagrams {
-            let copies = if self.dice.chance(self.faults.double) { 2 } else { 1 };
+            let copies = if self.dice.below(100) < self.faults.double { 2 } else { 1 };
             for _ in 0..copies {
-                if self.dice.chance(self.faults.drop) {
+                if self.dice.below(100) < self.faults.drop {
                     continue;
                 }
-                let spike = if self.dice.chance(self.faults.delay) {
-                    self.dice.roll() % 20_000_000
+                let spike = if self.dice.below(100) < self.faults.delay {
+                    self.dice.bits() % 20_000_000
                 } else {
                     0
                 };
@@ -154,12 +138,12 @@ impl Cluster {
 }
 
 /// A tensor of small integers in which about `density` percent of the blocks are non-zero.
-fn tensor(dice: &mut Dice, elements: usize, density: u64) -> Vec<i32> {
+fn tensor(dice: &mut Random, elements: usize, density: u64) -> Vec<i32> {
     let mut tensor = vec![0; elements];
     for block in tensor.chunks_mut(256) {
-        if dice.chance(density) {
+        if dice.below(100) < density {
             for element in block {
-                *element = i32::try_from(dice.roll() % 2000).unwrap() - 1000;
+                *element = i32::try_from(dice.bits() % 2000).unwrap() - 1000;
             }
         }
     }
@@ -174,7 +158,7 @@ const TIMEOUT: Span = Span::from_secs(60);
 
 fn check_sums(seed: u64, world: u16, shards: u8, sizes: &[(usize, u64)], faults: Faults) {
     let mut cluster = Cluster::new(world, shards, 1, seed, faults);
-    let mut dice = Dice(seed ^ 0xabcd);
+    let mut dice = Random::new(seed ^ 0xabcd);
     let mut expected = Vec::new();
     for (elements, density) in sizes {
         let mut sum = vec![0; *elements];

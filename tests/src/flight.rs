@@ -9,7 +9,8 @@ use racksum_proto::error::SubmitError;
 use racksum_worker::{Client, Error, Faults, Handle};
 
 use crate::inputs::{floats, seed};
-use crate::rig::{Rig, await_that, bounded};
+use crate::rig::{Rig, bounded};
+use crate::waits::await_that;
 
 /// Elements of op `i`: some small, some of many windows.
 fn elements(i: u16) -> u64 {

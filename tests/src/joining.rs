@@ -9,7 +9,8 @@ use racksum_worker::{Client, ConnectError, ConnectOptions};
 
 use crate::impostor::Impostor;
 use crate::inputs::floats;
-use crate::rig::{Rig, await_that, bounded};
+use crate::rig::{Rig, bounded};
+use crate::waits::await_that;
 
 fn refusal(options: &ConnectOptions) -> String {
     match Client::connect(options).unwrap_err() {

@@ -13,6 +13,8 @@ mod inputs;
 mod oracle;
 #[cfg(test)]
 mod rig;
+#[cfg(test)]
+mod waits;
 
 #[cfg(test)]
 mod blocks;

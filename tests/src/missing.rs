@@ -10,7 +10,8 @@ use racksum_proto::ids::Rank;
 use racksum_worker::{Client, ConnectError, Error};
 
 use crate::impostor::Impostor;
-use crate::rig::{Rig, bounded, timed};
+use crate::rig::{Rig, bounded};
+use crate::waits::timed;
 
 fn sum_of(client: &Client, elements: usize) -> Result<(), Error> {
     let mut tensor = vec![1; 4 * elements];

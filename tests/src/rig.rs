@@ -5,9 +5,10 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use racksum_aggregator::{Aggregator, Config, Fanout, ShardStats};
-use racksum_net::clock::Clock;
 use racksum_proto::error::Rejects;
 use racksum_worker::{Client, ConnectOptions};
+
+use crate::waits::await_that;
 
 /// A running aggregator.
 pub(crate) struct Rig {
@@ -78,16 +79,6 @@ impl Rig {
     }
 }
 
-/// Waits for a condition, and fails when it takes too long.
-pub(crate) fn await_that(what: &str, mut done: impl FnMut() -> bool) {
-    let clock = Clock::start();
-    let start = clock.now();
-    while !done() {
-        assert!(clock.now().since(start).as_millis() < 20_000, "in vain: {what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
 /// Runs a test that must not hang: fails when it takes longer than `seconds`.
 pub(crate) fn bounded(seconds: u64, test: impl FnOnce() + Send + 'static) {
     let (done, wait) = channel();
@@ -102,12 +93,4 @@ pub(crate) fn bounded(seconds: u64, test: impl FnOnce() + Send + 'static) {
             body.join().unwrap_or_else(|panic| resume_unwind(panic));
         }
     }
-}
-
-/// How long something took, in milliseconds.
-pub(crate) fn timed<T>(work: impl FnOnce() -> T) -> (T, u64) {
-    let clock = Clock::start();
-    let start = clock.now();
-    let done = work();
-    (done, clock.now().since(start).as_millis())
 }

@@ -14,7 +14,8 @@ use racksum_worker::Client;
 
 use crate::impostor::Impostor;
 use crate::inputs::{Random, floats, seed};
-use crate::rig::{Rig, await_that, bounded};
+use crate::rig::{Rig, bounded};
+use crate::waits::await_that;
 
 /// Reduces until told to stop, and checks each sum.
 fn work(client: &Client, world: f32, done: &AtomicU32, stop: &AtomicBool) {

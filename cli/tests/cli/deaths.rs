@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use crate::process::{Process, Serving, await_that, bench_rank, signal, timed};
+use crate::process::{Process, Serving, bench_rank, signal};
+use crate::waits::{await_that, timed};
 
 /// Ranks of a benchmark that would take for ever.
 fn busy(serving: &Serving, world: u16, timeout: &str) -> Vec<Process> {

@@ -5,6 +5,9 @@
 mod files;
 #[cfg(test)]
 mod process;
+#[cfg(test)]
+#[path = "../../../tests/src/waits.rs"]
+mod waits;
 
 #[cfg(test)]
 mod deaths;

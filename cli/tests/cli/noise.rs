@@ -5,7 +5,8 @@ use std::net::UdpSocket;
 use std::path::Path;
 use std::time::Duration;
 
-use crate::process::{Process, await_that};
+use crate::process::Process;
+use crate::waits::await_that;
 
 /// The UDP ports that a process has open.
 fn ports(id: u32) -> BTreeSet<u16> {

@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use racksum_net::clock::Clock;
 
+use crate::waits::await_that;
+
 /// The program under test.
 pub(crate) const RACKSUM: &str = env!("CARGO_BIN_EXE_racksum");
 
@@ -157,24 +159,6 @@ pub(crate) fn run<S: AsRef<str>>(args: &[S]) -> Ended {
 pub(crate) fn signal(id: u32, name: &str) {
     let kill = Command::new("kill").args([&format!("-{name}"), &id.to_string()]).status();
     assert!(kill.unwrap().success());
-}
-
-/// Waits for a condition, and fails when it takes too long.
-pub(crate) fn await_that(what: &str, mut done: impl FnMut() -> bool) {
-    let clock = Clock::start();
-    let start = clock.now();
-    while !done() {
-        assert!(clock.now().since(start).as_millis() < 20_000, "in vain: {what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
-/// How long something took, in milliseconds.
-pub(crate) fn timed<T>(work: impl FnOnce() -> T) -> (T, u64) {
-    let clock = Clock::start();
-    let start = clock.now();
-    let done = work();
-    (done, clock.now().since(start).as_millis())
 }
 
 /// An aggregator as a process.

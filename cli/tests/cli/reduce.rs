@@ -7,7 +7,8 @@ use safetensors::tensor::Dtype;
 use serde_json::Value;
 
 use crate::files::{Folder, Tensor, captured, check, read, union};
-use crate::process::{Ended, Process, Serving, await_that, run, signal, timed};
+use crate::process::{Ended, Process, Serving, run, signal};
+use crate::waits::{await_that, timed};
 
 /// Reduces files on this host.
 fn reduce(files: &[String], out: &str, flags: &[&str]) -> Ended {

@@ -3,7 +3,8 @@
 use std::net::UdpSocket;
 
 use crate::files::Folder;
-use crate::process::{Ended, Process, Serving, bench_rank, run, signal, timed};
+use crate::process::{Ended, Process, Serving, bench_rank, run, signal};
+use crate::waits::timed;
 
 #[test]
 fn an_aggregator_that_cannot_serve_says_why() {
