@@ -214,6 +214,32 @@ fn what_nobody_holds_is_zero_and_costs_next_to_nothing() {
 }
 
 #[test]
+fn a_large_tensor_may_be_zero_for_long_stretches() {
+    bounded(60, || {
+        let rig = Rig::start(|config| config.shards = 2);
+        // Windows of 2,048 elements, so nearly 10,000 of them.
+        let descriptor = Descriptor { block_log2: 5, ..Descriptor::sum(20_000_000, DType::F32) };
+        for filled in [vec![], vec![19_999_999], vec![0, 7_000_000, 7_000_001, 18_000_000]] {
+            rig.ranks(
+                "stretches",
+                2,
+                |_| {},
+                |client, rank| {
+                    let mut tensor = vec![[0; 4]; 20_000_000];
+                    let value = 1.0 + f32::from(rank);
+                    filled.iter().for_each(|at| tensor[*at] = value.to_le_bytes());
+                    client.allreduce(tensor.as_flattened_mut(), descriptor).unwrap();
+                    let sums: Vec<_> =
+                        (0..tensor.len()).filter(|at| tensor[*at] != [0; 4]).collect();
+                    assert_eq!(sums, filled);
+                    assert!(filled.iter().all(|at| tensor[*at] == 3f32.to_le_bytes()));
+                },
+            );
+        }
+    });
+}
+
+#[test]
 fn a_tensor_without_elements_is_reduced() {
     bounded(30, || {
         let rig = Rig::start(|config| config.shards = 3);

@@ -285,8 +285,7 @@ impl Worker {
         // Within a lane ops are scanned one after the other, as they are sent.
         (0..self.config.lanes).find_map(|lane| {
             let op = self.ops.iter().filter(|op| op.descriptor.lane == lane).find(due)?;
-            let sent = op.sent.max(1);
-            (op.scanned < sent.saturating_add(Self::SCAN_AHEAD))
+            (op.scanned < op.passed.saturating_add(Self::SCAN_AHEAD))
                 .then_some(Scan { op: op.id, index: op.scanned })
         })
     }

@@ -18,8 +18,8 @@ pub(super) struct Op {
     pub(super) masks: Vec<u64>,
     /// Windows scanned, in the order of the tensor.
     pub(super) scanned: u32,
-    /// The window after the last that was sent.
-    pub(super) sent: u32,
+    /// The window after the last that was sent, or passed over because it is empty.
+    pub(super) passed: u32,
     pub(super) started: Time,
     pub(super) deadline: Time,
     /// Streams that lack results.
@@ -43,7 +43,7 @@ impl Op {
             descriptor,
             masks,
             scanned,
-            sent: 0,
+            passed: 0,
             started: now,
             deadline: now + timeout,
             streams_left: 0,

@@ -62,3 +62,21 @@ fn an_op_that_is_scanned_already_is_opened_once_the_one_before_it_failed() {
     worker.handle_decoded(Time(1), &header, &body, false, &mut ());
     assert_eq!(opened(&mut worker), [second]);
 }
+
+#[test]
+fn a_run_of_empty_windows_does_not_hold_up_the_scan() {
+    const WINDOWS: u32 = 5000;
+    // Data in no window, in the first and in the last.
+    for filled in [None, Some(0), Some(WINDOWS - 1)] {
+        let mut worker = worker();
+        let large = Descriptor::sum(u64::from(WINDOWS) * 60 * 256, DType::F32);
+        worker.submit(Time(0), large, Span::from_secs(1)).unwrap();
+        let mut scanned = 0;
+        while let Some(scan) = worker.poll_scan() {
+            worker.handle_scanned(scan, u64::from(filled == Some(scan.index)));
+            scanned += 1;
+            opened(&mut worker);
+        }
+        assert_eq!(scanned, WINDOWS, "with data in {filled:?}");
+    }
+}

@@ -133,7 +133,7 @@ impl Worker {
             let (low, pool) = (stream.low, stream.pool());
             let mask = self.mask(window);
             if mask == 0 {
-                self.streams[at].sent += 1;
+                self.pass(at, window);
                 continue;
             }
             let len = entry.geometry.payload_len(window.index, mask);
@@ -150,17 +150,24 @@ impl Worker {
             }
             break (window, len);
         };
+        let position = self.pass(at, window);
         let stream = &mut self.streams[at];
-        let position = stream.sent;
-        stream.sent += 1;
         let sent = Sent { position, len, on_path: len, at: now, again: 0, repeated: false };
         stream.in_flight.push_back(sent);
         self.paths[usize::from(stream.shard)].congestion.on_sent(len);
         self.turn = (stream.shard + 1) % self.config.shards;
-        if let Some(op) = self.op_mut(window.op) {
-            op.sent = op.sent.max(window.index + 1);
-        }
         Some(self.data(at, window, u64::MAX, Flags::NONE))
+    }
+
+    /// Goes past the next window of a stream, so that those behind it are scanned; returns its
+    /// position.
+    fn pass(&mut self, at: usize, window: WindowId) -> u64 {
+        if let Some(op) = self.op_mut(window.op) {
+            op.passed = op.passed.max(window.index + 1);
+        }
+        let stream = &mut self.streams[at];
+        stream.sent += 1;
+        stream.sent - 1
     }
 
     fn data(&mut self, at: usize, window: WindowId, fragments: u64, flags: Flags) -> Transmit {
