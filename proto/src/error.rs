@@ -195,9 +195,10 @@ pub enum OpError {
         op: OpId,
         /// How long it ran.
         after: Span,
-        /// The ranks it waits for as the aggregator last said, and how long each was silent;
-        /// empty when the aggregator itself was silent.
+        /// The ranks it waits for as the aggregator last said, and how long each was silent.
         missing: Vec<(Rank, Span)>,
+        /// How long no result had come, of any op.
+        idle: Span,
     },
     /// A value that the fixed-point wire type cannot carry, or whose sum it cannot hold.
     Overflow {
@@ -218,6 +219,11 @@ pub enum OpError {
     },
 }
 
+impl OpError {
+    /// An op to which a result came this lately is under way.
+    pub const STILL_COMING: Span = Span::from_secs(1);
+}
+
 impl fmt::Display for OpError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -226,14 +232,22 @@ impl fmt::Display for OpError {
                 "op {}: the ranks disagree: rank {} has {}; rank {} has {}",
                 op.0, one.0.0, one.1, other.0.0, other.1
             ),
-            Self::Timeout { op, after, missing } if missing.is_empty() => write!(
-                f,
-                "op {}: no result after {} ms and no word from the aggregator; is it running, \
-                 and is UDP between the hosts open?",
-                op.0,
-                after.as_millis()
-            ),
-            Self::Timeout { op, after, missing } => {
+            Self::Timeout { op, after, missing, idle } if missing.is_empty() => {
+                let (op, after) = (op.0, after.as_millis());
+                if *idle < Self::STILL_COMING {
+                    return write!(
+                        f,
+                        "op {op}: not done after {after} ms, with results still coming; the \
+                         network is slow or loses much, or the time is too short"
+                    );
+                }
+                write!(
+                    f,
+                    "op {op}: no result after {after} ms and no word from the aggregator; is it \
+                     running, and is UDP between the hosts open?"
+                )
+            }
+            Self::Timeout { op, after, missing, .. } => {
                 write!(f, "op {}: no result after {} ms; waiting for", op.0, after.as_millis())?;
                 for (i, (rank, silent)) in missing.iter().enumerate() {
                     let comma = if i == 0 { "" } else { "," };

@@ -26,7 +26,6 @@ use op::Op;
 pub use receive::{Delivery, Verdict};
 use stream::Stream;
 pub use transmit::{DataFragments, Transmit};
-use waited::Waited;
 
 use crate::congestion::Congestion;
 use crate::descriptor::Descriptor;
@@ -128,7 +127,6 @@ pub struct Worker {
     /// When the last result came, of whatever stream.
     heard: Time,
     outcomes: VecDeque<Outcome>,
-    waited: Waited,
     opens: OpenEncoder,
     ended: Option<&'static str>,
     counters: Counters,
@@ -158,7 +156,6 @@ impl Worker {
             turn: 0,
             heard: now,
             outcomes: VecDeque::with_capacity(usize::from(config.max_ops)),
-            waited: Waited::new(),
             opens: OpenEncoder::new(),
             ended: None,
             counters: Counters::default(),
@@ -348,13 +345,28 @@ impl Worker {
         }
         let mut late = false;
         while let Some((id, started)) = self.late(now) {
-            let (after, missing) = (now.since(started), self.waited.ranks(now).to_vec());
-            self.fail(id, OpError::Timeout { op: id, after, missing }, observer);
+            let (after, idle) = (now.since(started), now.since(self.heard));
+            let missing = self.waited_for(now, id);
+            self.fail(id, OpError::Timeout { op: id, after, missing, idle }, observer);
             late = true;
         }
         if late {
             self.end("an earlier op timed out", observer);
         }
+    }
+
+    /// The ranks that the streams of an op wait for, or that an op before it in its lane does.
+    fn waited_for(&self, now: Time, id: OpId) -> Vec<(Rank, Span)> {
+        let mut missing = Vec::new();
+        let lane = self.op(id).map(|op| op.descriptor.lane);
+        for stream in self.streams.iter().filter(|stream| lane == Some(stream.lane)) {
+            for said in stream.waited.ranks(now) {
+                if missing.iter().all(|(rank, _)| *rank != said.0) {
+                    missing.push(*said);
+                }
+            }
+        }
+        missing
     }
 
     /// An op that should have ended by now, and when it started.

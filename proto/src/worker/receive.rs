@@ -172,7 +172,7 @@ impl Worker {
             observer.on_event(&Event::Duplicate { from, window, fragment });
             return Ok(Verdict::Duplicate);
         };
-        self.waited.forget(window.op);
+        self.streams[at].waited.forget(window.op);
         let Arrival { mask, len, .. } = self.streams[at].arrivals[arrival];
         let Header { shard, fragment, .. } = *header;
         let cut = geometry.cut(self.config.cut, len);
@@ -378,8 +378,8 @@ impl Worker {
         op: OpId,
         body: &[u8],
     ) -> Result<Verdict, Reject> {
-        self.waited.set(now, op, MissingRanks::decode(body)?);
         let stream = &mut self.streams[at];
+        stream.waited.set(now, op, MissingRanks::decode(body)?);
         // A later probe's answer cannot be told from a late one to the first (Karn).
         let first = stream.probes == 1;
         stream.note_wait(now);

@@ -3,6 +3,7 @@
 use alloc::collections::VecDeque;
 use core::ops::Range;
 
+use super::waited::Waited;
 use super::{Config, Path};
 use crate::descriptor::Descriptor;
 use crate::geometry::{Stripe, WINDOW_BYTES};
@@ -113,6 +114,8 @@ pub(super) struct Stream {
     /// Windows and bytes of results since the last acknowledgement, and since when.
     pub(super) unacked: Unacked,
     pub(super) ack_due: bool,
+    /// Whom it waits for.
+    pub(super) waited: Waited,
     /// Results arrive with congestion marks, and the aggregator has not been told.
     pub(super) congested: bool,
     pool: u64,
@@ -158,6 +161,7 @@ impl Stream {
             probes: 0,
             probed_at: None,
             unacked: Unacked::default(),
+            waited: Waited::new(),
             ack_due: false,
             congested: false,
             pool,

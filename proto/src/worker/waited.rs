@@ -1,4 +1,4 @@
-//! Whom the aggregator last said it waits for, to name them when an op times out.
+//! Whom the aggregator last said a stream waits for, to name them when an op times out.
 
 use alloc::vec::Vec;
 

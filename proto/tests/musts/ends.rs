@@ -76,7 +76,7 @@ fn every_op_that_is_late_says_so_and_the_others_say_why_they_ended() {
     for id in ops {
         let outcome = rank.machine.poll_outcome().unwrap();
         let missing = vec![(Rank(1), TIMEOUT)];
-        let late = OpError::Timeout { op: id, after: TIMEOUT, missing };
+        let late = OpError::Timeout { op: id, after: TIMEOUT, missing, idle: TIMEOUT };
         assert_eq!((outcome.op, outcome.result), (id, Err(late)));
     }
     let outcome = rank.machine.poll_outcome().unwrap();

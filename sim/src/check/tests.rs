@@ -195,7 +195,8 @@ fn called(plan: &Plan) -> Ends {
 
 fn timeout(missing: u16) -> Result<Vec<u8>, OpError> {
     let missing = vec![(Rank(missing), Span::from_millis(9))];
-    Err(OpError::Timeout { op: OP, after: Span::from_secs(60), missing })
+    let (after, idle) = (Span::from_secs(60), Span::from_secs(50));
+    Err(OpError::Timeout { op: OP, after, missing, idle })
 }
 
 #[test]
