@@ -102,11 +102,8 @@ impl Ends {
             OpError::Overflow { element, .. } => {
                 matches!(expected, Expected::Overflow(elements) if elements.contains(element))
             }
-            // Under heavy loss an op may run out of time before it comes to the missing rank.
-            OpError::Timeout { missing, idle, .. } => job.missing.is_some_and(|absent| {
-                let under_way = missing.is_empty() && *idle < OpError::STILL_COMING;
-                let named = missing.iter().any(|(rank, _)| *rank == absent.rank);
-                self.may_lack(machine, op) && (named || under_way)
+            OpError::Timeout { missing, .. } => job.missing.is_some_and(|absent| {
+                self.may_lack(machine, op) && missing.iter().any(|(rank, _)| *rank == absent.rank)
             }),
             OpError::Ended { .. } => self.may_lack(machine, op),
             OpError::PeerLost { .. } => false,
