@@ -56,12 +56,6 @@ impl Congestion {
         self.window
     }
 
-    /// Bytes in flight.
-    #[must_use]
-    pub const fn in_flight(&self) -> usize {
-        self.in_flight
-    }
-
     /// `len` bytes were sent for the first time.
     pub const fn on_sent(&mut self, len: usize) {
         self.in_flight += len;

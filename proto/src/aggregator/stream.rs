@@ -160,22 +160,22 @@ impl Stream {
     /// What the ranks should be told although there is no result to tell them with: of credits, or
     /// that all they sent before a window has left the path. A result says so itself.
     pub(super) fn credit_due(&mut self) -> Option<WindowId> {
-        let arrived = self.arrived();
-        let far = self.told_arrived.max(self.next) + recovery::GATHERED_WINDOWS;
-        if self.low() - self.announced <= self.pool.len() / 4 && arrived < far {
+        let far = self.told_arrived.max(self.next) + Self::TOLD_WINDOWS;
+        let is_due = self.low() - self.announced > self.pool.len() / 4
+            || self.arrived().all(|arrived| arrived >= far);
+        if !is_due {
             return None;
         }
-        self.told_arrived = arrived;
-        Some(self.sequence.window(arrived))
+        self.told_arrived = self.arrived().min().unwrap_or(0).max(self.next);
+        Some(self.sequence.window(self.told_arrived))
     }
 
-    /// What any rank sent of the windows before this has arrived, or is lost.
-    fn arrived(&self) -> u64 {
-        let of_rank = |(rank, progress): (Rank, &Progress)| {
+    /// For each rank, what it sent of the windows before this has arrived, or is lost.
+    fn arrived(&self) -> impl Iterator<Item = u64> {
+        self.ranks().zip(&self.ranks).map(|(rank, progress)| {
             let Progress { sent, opened, .. } = *progress;
             self.occupancy.next_of(rank, sent.max(self.next), opened).unwrap_or(opened)
-        };
-        self.ranks().zip(&self.ranks).map(of_rank).min().unwrap_or(0).max(self.next)
+        })
     }
 
     /// Takes the acknowledgement of a rank.
@@ -477,7 +477,7 @@ impl Stream {
     }
 
     /// Notes that `ready` has been folded: its result is in flight from now on.
-    pub(super) fn handle_folded(&mut self, ready: &Ready) -> usize {
+    pub(super) fn handle_folded(&mut self, ready: &Ready) {
         let window = ready.entry.window(ready.position);
         let len = ready.entry.geometry.payload_len(window.index, ready.union);
         let previous = core::mem::replace(&mut self.previous, window.index);
@@ -492,7 +492,6 @@ impl Stream {
         if ready.position + 1 == ready.entry.end() {
             self.previous = Header::NO_PREVIOUS;
         }
-        len
     }
 
     fn skip_failed(&mut self, entry: &StreamOp) {
@@ -504,6 +503,9 @@ impl Stream {
         self.move_to(entry.end());
     }
 
+    /// Windows more than were told that arrive from every rank before it is told: a credit costs
+    /// each rank about what a window costs.
+    const TOLD_WINDOWS: u64 = 2;
     /// Several, since a sign may be lost as well; small windows are sent whole.
     const SIGN_FRAGMENTS: u32 = 4;
 

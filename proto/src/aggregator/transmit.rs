@@ -262,17 +262,20 @@ impl Aggregation {
             self.put_off(lane, rank, due);
             return self.write_failure(op, lane, Recipient::Rank(rank), out);
         }
+        // What is written here says it, and what is put off does not say it again.
+        let congested = core::mem::take(&mut due.congested);
         let may_ask = due.open && self.streams[usize::from(lane)].may_ask_open(rank, now);
         due.open = false;
         if may_ask {
             self.put_off(lane, rank, due);
             let window = self.streams[usize::from(lane)].unopened(rank);
             let entry = core::iter::once(AskEntry { window, fragments: 0 });
-            return Some(self.write_ask(lane, rank, due, entry, out));
+            return Some(self.write_ask(lane, rank, congested, entry, out));
         }
         let stream = &self.streams[usize::from(lane)];
         // What others owe is what holds a stalled rank up; its own gaps show when it is its turn.
         if due.stalled && !stream.waits_for(rank) {
+            self.put_off(lane, rank, Due { congested, ..Due::default() });
             return Some(self.write_wait(now, lane, rank, out));
         }
         let entries: AskBatch = stream.missing_of(now, rank, due.stalled).collect();
@@ -283,11 +286,12 @@ impl Aggregation {
             let stream = &mut self.streams[usize::from(lane)];
             entries.iter().for_each(|entry| stream.note_asked(now, rank, entry));
         } else if due.stalled {
+            self.put_off(lane, rank, Due { congested, ..Due::default() });
             return Some(self.write_wait(now, lane, rank, out));
-        } else if !due.congested {
+        } else if !congested {
             return None;
         }
-        Some(self.write_ask(lane, rank, due, entries.iter(), out))
+        Some(self.write_ask(lane, rank, congested, entries.iter(), out))
     }
 
     fn put_off(&mut self, lane: u8, rank: Rank, due: Due) {
@@ -300,12 +304,12 @@ impl Aggregation {
         &mut self,
         lane: u8,
         rank: Rank,
-        due: Due,
+        congested: bool,
         entries: impl Iterator<Item = AskEntry>,
         out: &mut [u8],
     ) -> Transmit {
         let len = AskEntries::encode(entries, &mut out[Header::LEN..]);
-        let flags = if due.congested { Flags::CONGESTED } else { Flags::NONE };
+        let flags = if congested { Flags::CONGESTED } else { Flags::NONE };
         let header = Header { flags, ..self.header(Kind::Ask, lane) };
         self.finish(Recipient::Rank(rank), header, len, out)
     }

@@ -1,5 +1,5 @@
-//! Datagrams out: windows are gathered from the tensor into a small staging buffer, and sent as
-//! trains of datagrams, several trains a system call.
+//! Datagrams out: windows are sent from the tensor, or gathered from it into a small staging buffer
+//! and sent as trains of datagrams; several trains a system call.
 
 use std::ops::Range;
 
