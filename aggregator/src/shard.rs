@@ -62,6 +62,8 @@ pub struct ShardStats {
     pub folds: u64,
     /// Messages that the kernel dropped because the receive buffer was full.
     pub kernel_drops: u64,
+    /// Messages that the kernel refused to send; they are in what was sent all the same.
+    pub send_failures: u64,
     /// Datagrams that changed nothing, by reason.
     pub rejects: Rejects,
     /// Packet buffers in all, and free.
@@ -336,6 +338,7 @@ impl Shard {
         self.published = now;
         let mut stats = self.stats.clone();
         stats.kernel_drops = self.socket.drops();
+        stats.send_failures = self.socket.send_failures();
         stats.buffers = [self.arena.total(), self.arena.available() + self.incoming.len()];
         for job in self.jobs.values() {
             let counters = job.machine.counters();

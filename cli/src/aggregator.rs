@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use racksum_aggregator::{Aggregator, Config};
 
 use crate::args::Fanout;
-use crate::exit::Failure;
+use crate::exit::{Failure, say};
 
 /// Flags override the configuration file, which overrides the defaults.
 #[derive(Debug, clap::Args)]
@@ -96,10 +96,17 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         .map_err(|error| Failure::unavailable(format!("cannot wait for signals: {error}")))?;
     match stop {
         Stop::Told => {
-            println!("racksum aggregator stops");
+            tell("racksum aggregator stops");
             Ok(())
         }
         Stop::Failed(why) => Err(Failure::failed(format!("{why}; start the aggregator again"))),
+    }
+}
+
+/// Says something that nobody has to hear: an aggregator serves on when its log is closed.
+fn tell(line: &str) {
+    if let Err(unheard) = say(line) {
+        eprintln!("racksum: warning: {unheard}");
     }
 }
 
@@ -118,7 +125,7 @@ async fn stopped(ready: &str, failed: impl Future<Output = String>) -> std::io::
     use tokio::signal::unix::{SignalKind, signal};
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
-    println!("{ready}");
+    tell(ready);
     tokio::select! {
         _ = interrupt.recv() => Ok(Stop::Told),
         _ = terminate.recv() => Ok(Stop::Told),

@@ -9,7 +9,8 @@ Exit codes:
   0  success
   1  the work failed: a wrong sum, a lost rank, a timeout
   2  the command line or an input is wrong
-  3  the network or the aggregator could not be had";
+  3  the network or the aggregator could not be had
+  130, 143  ended by SIGINT or SIGTERM; an aggregator that is told to stop ends with 0";
 
 /// Reads a size: plain bytes, or with K, M or G for powers of 1024.
 pub(crate) fn size(text: &str) -> Result<u64, String> {

@@ -3,6 +3,7 @@
 mod aggregator;
 mod args;
 mod bench;
+mod crew;
 mod exit;
 mod reduce;
 mod sim;

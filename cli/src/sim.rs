@@ -7,7 +7,7 @@ use clap::Subcommand;
 use racksum_sim::swarm::{self, Summary};
 
 use crate::args::Format;
-use crate::exit::Failure;
+use crate::exit::{Failure, say};
 
 /// The protocol's own code, packet by packet, on simulated links with faults.
 #[derive(Debug, clap::Args)]
@@ -52,12 +52,12 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let progress = *format == Format::Text && std::io::stderr().is_terminal();
     let total = seeds.end - seeds.start;
-    let mut told = 0;
+    let (mut told, mut said) = (0, Ok(()));
     let summary = swarm::run(seeds.clone(), threads.unwrap_or(cores), |summary| {
         if *format == Format::Text && summary.failed > told {
             told = summary.failed;
-            if let Some(failure) = summary.failures.last() {
-                println!("{failure}");
+            if let (Some(failure), Ok(())) = (summary.failures.last(), &said) {
+                said = say(&failure.to_string());
             }
         }
         if progress && summary.seeds.is_multiple_of(100) {
@@ -67,18 +67,19 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     if progress {
         eprint!("\x1b[K");
     }
+    said?;
     match format {
-        Format::Json => println!("{}", serde_json::to_string(&summary).unwrap_or_default()),
+        Format::Json => say(&serde_json::to_string(&summary).unwrap_or_default())?,
         Format::Text => {
-            println!(
+            say(&format!(
                 "{} seeds, {} failed; {} ops at all ranks in {} s of simulated time",
                 summary.seeds,
                 summary.failed,
                 summary.ops,
                 summary.took_us / 1_000_000
-            );
+            ))?;
             if *coverage {
-                print_coverage(&summary);
+                print_coverage(&summary)?;
             }
         }
     }
@@ -88,9 +89,9 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     Ok(())
 }
 
-fn print_coverage(summary: &Summary) {
+fn print_coverage(summary: &Summary) -> Result<(), Failure> {
     let totals = &summary.totals;
-    println!(
+    say(&format!(
         "{} datagrams sent, {} lost, {} doubled, {} delayed, {} found a queue full, {} marked; \
          {} fragments sent again, {} arrived twice, {} asks, {} probes",
         totals.sent,
@@ -103,10 +104,8 @@ fn print_coverage(summary: &Summary) {
         totals.duplicates,
         totals.asks,
         totals.probes
-    );
-    for (feature, seeds) in &summary.coverage {
-        println!("{seeds:>9}  {feature}");
-    }
+    ))?;
+    summary.coverage.iter().try_for_each(|(feature, seeds)| say(&format!("{seeds:>9}  {feature}")))
 }
 
 #[cfg(test)]

@@ -17,6 +17,7 @@ use racksum_proto::time::Span;
 use racksum_proto::wire::Header;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
+use crate::client::span;
 use crate::error::ConnectError;
 use crate::options::ConnectOptions;
 
@@ -48,14 +49,18 @@ impl Control {
     fn start(
         to: SocketAddr,
         join: Join,
-        insecure: bool,
+        options: &ConnectOptions,
         events: Sender<Event>,
     ) -> Result<Self, ConnectError> {
+        let trust = if options.insecure { Trust::Insecure } else { Trust::Loopback };
+        // Less than the time to join: that nobody answers is the better reason.
+        let patience = Span::from_millis(span(options.join_timeout).as_millis() * 9 / 10);
+        let patience = patience.min(CONNECT_PATIENCE);
         let (say, words) = unbounded_channel();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let thread = std::thread::Builder::new().name("control".into()).spawn(move || {
             runtime.block_on(async {
-                let closed = converse(to, join, insecure, words, &events).await;
+                let closed = converse(to, join, trust, patience, words, &events).await;
                 // Nobody listens any more once the worker is gone.
                 drop(events.send(Event::Closed(closed)));
             });
@@ -82,13 +87,13 @@ impl Drop for Control {
 async fn converse(
     to: SocketAddr,
     join: Join,
-    insecure: bool,
+    trust: Trust,
+    patience: Span,
     mut words: UnboundedReceiver<FromWorker>,
     events: &Sender<Event>,
 ) -> ConnectError {
-    let trust = if insecure { Trust::Insecure } else { Trust::Loopback };
     let connection = match Identity::ephemeral() {
-        Ok(identity) => connect(to, &identity, &trust, CONNECT_PATIENCE).await,
+        Ok(identity) => connect(to, &identity, &trust, patience).await,
         Err(error) => Err(error),
     };
     let connection = match connection {
@@ -202,6 +207,13 @@ pub(crate) fn join(options: &ConnectOptions) -> Result<Session, ConnectError> {
     let bind = data_addr(&routes)?;
     // A window is cut the same for all shards, so the narrowest way decides.
     let narrowest = routes.iter().filter_map(|route| Some(route.interface.as_ref()?.mtu)).min();
+    if let (Some(mtu), Some(narrowest)) = (options.mtu, narrowest)
+        && mtu > narrowest
+    {
+        return Err(ConnectError::Arguments(format!(
+            "an MTU of {mtu} is above the {narrowest} of the interface towards the aggregator"
+        )));
+    }
     let mtu = options.mtu.or(narrowest).unwrap_or(1500);
     let datagram = max_datagram(mtu, bind.is_ipv6())?;
     let socket = UdpSocket::open(&UdpConfig::new(bind))?;
@@ -226,7 +238,7 @@ pub(crate) fn join(options: &ConnectOptions) -> Result<Session, ConnectError> {
             pool_slots: options.pool_slots,
         };
         let (tell, hear) = channel();
-        controls.push(Control::start(route.to, join, options.insecure, tell)?);
+        controls.push(Control::start(route.to, join, options, tell)?);
         events.push(hear);
     }
     let mut session =

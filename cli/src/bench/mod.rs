@@ -18,6 +18,7 @@ use report::Row;
 use serde::Deserialize;
 
 use crate::args::{self, Fanout, Format};
+use crate::crew::end_with_parent;
 use crate::exit::{Failure, say};
 
 /// What an op is given.
@@ -253,6 +254,9 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     };
     let aggregators = aggregator.split('+').map(str::to_owned).collect();
     let identity = Identity { aggregators, job: args.job.clone(), rank, world };
+    if args.raw {
+        end_with_parent();
+    }
     let mut runner = Runner::connect(args, &identity)?;
     if args.interactive {
         return interact(args, &mut runner);

@@ -1,7 +1,7 @@
 //! The benchmark on one host: an aggregator in this process, a process for each rank.
 
-use std::io::{BufRead, BufReader, IsTerminal};
-use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
+use std::collections::VecDeque;
+use std::io::IsTerminal;
 
 use racksum_aggregator::{Aggregator, Config};
 
@@ -9,20 +9,8 @@ use super::rank::Measured;
 use super::report::Row;
 use super::{Args, WORKERS, print, verdict};
 use crate::args::{Fanout, Format};
-use crate::exit::{Exit, Failure, say};
-
-/// The workers; those that still run are killed when it is dropped.
-struct Workers(Vec<(Child, BufReader<ChildStdout>)>);
-
-impl Drop for Workers {
-    fn drop(&mut self) {
-        for (child, _) in &mut self.0 {
-            // One that has ended cannot be killed, and need not be.
-            drop(child.kill());
-            drop(child.wait());
-        }
-    }
-}
+use crate::crew::Crew;
+use crate::exit::{Failure, say};
 
 /// Runs the benchmark and prints its rows.
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
@@ -40,7 +28,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
         eprintln!("racksum: warning: {warning}");
     }
     let world = args.workers.unwrap_or(WORKERS);
-    let mut workers = spawn(world, &aggregator)?;
+    let mut workers = Workers::start(world, &aggregator)?;
     let progress = args.format == Format::Text && std::io::stderr().is_terminal();
     let mut wrong = 0;
     for density in args.densities() {
@@ -52,12 +40,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
             if progress {
                 eprint!("\rmeasuring {bytes} bytes …\x1b[K\r");
             }
-            let measured = workers
-                .0
-                .iter_mut()
-                .enumerate()
-                .map(|(rank, worker)| next(rank, worker))
-                .collect::<Result<Vec<_>, _>>()?;
+            let measured = workers.measured()?;
             if let Some(row) = Row::new(args, &pattern, None, &measured) {
                 wrong += row.wrong();
                 if progress {
@@ -67,54 +50,48 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
             }
         }
     }
-    for (rank, (child, _)) in workers.0.iter_mut().enumerate() {
-        let status = child.wait().map_err(|error| Failure::failed(error.to_string()))?;
+    for rank in 0..usize::from(world) {
+        let status = workers.crew.end(rank)?;
         if !status.success() && wrong == 0 {
-            return Err(ended(format!("worker {rank} ended badly"), status));
+            return Err(workers.crew.ended_early(rank));
         }
     }
     verdict(wrong)
 }
 
-/// Starts a process for each rank, with the flags of this one.
-fn spawn(world: u16, aggregator: &Aggregator) -> Result<Workers, Failure> {
-    let program = std::env::current_exe()
-        .map_err(|error| Failure::failed(format!("cannot find this program: {error}")))?;
-    let mut workers = Workers(Vec::new());
-    for rank in 0..world {
-        let mut child = Command::new(&program)
-            .args(std::env::args_os().skip(1))
-            .arg("--raw")
-            .args(["--aggregator", &aggregator.addr().to_string()])
-            .args(["--rank", &rank.to_string(), "--world", &world.to_string()])
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .spawn()
-            .map_err(|error| Failure::failed(format!("cannot start worker {rank}: {error}")))?;
-        let Some(out) = child.stdout.take() else {
-            return Err(Failure::failed(format!("worker {rank} has no standard output")));
-        };
-        workers.0.push((child, BufReader::new(out)));
-    }
-    Ok(workers)
+/// A process for each rank, and what they have measured, of which some are ahead of others.
+struct Workers {
+    crew: Crew,
+    ahead: Vec<VecDeque<Measured>>,
 }
 
-/// What a worker measured next.
-fn next(
-    rank: usize,
-    (child, out): &mut (Child, BufReader<ChildStdout>),
-) -> Result<Measured, Failure> {
-    let mut line = String::new();
-    let read = out.read_line(&mut line);
-    if matches!(read, Ok(len) if len > 0) {
-        return serde_json::from_str(&line)
-            .map_err(|error| Failure::failed(format!("worker {rank} said {line:?}: {error}")));
+impl Workers {
+    /// Starts the ranks, with the flags of this process.
+    fn start(world: u16, aggregator: &Aggregator) -> Result<Self, Failure> {
+        let crew = Crew::start(world, |rank, command| {
+            command
+                .args(std::env::args_os().skip(1))
+                .arg("--raw")
+                .args(["--aggregator", &aggregator.addr().to_string()])
+                .args(["--rank", &rank.to_string(), "--world", &world.to_string()]);
+        })?;
+        Ok(Self { crew, ahead: vec![VecDeque::new(); usize::from(world)] })
     }
-    let status = child.wait().map_err(|error| Failure::failed(error.to_string()))?;
-    Err(ended(format!("worker {rank} ended early, see its message above"), status))
-}
 
-/// A worker that did not do its part: what was wrong for it is wrong for all.
-fn ended(what: String, status: ExitStatus) -> Failure {
-    Failure { why: format!("{what} ({status})"), exit: Exit::of(status) }
+    /// What all ranks measured next; the first that ends without it is the one to blame.
+    fn measured(&mut self) -> Result<Vec<Measured>, Failure> {
+        while self.ahead.iter().any(VecDeque::is_empty) {
+            let (rank, line) = self.crew.hear()?;
+            match line {
+                Some(line) => {
+                    self.ahead[rank].push_back(serde_json::from_str(&line).map_err(|error| {
+                        Failure::failed(format!("rank {rank} said {line:?}: {error}"))
+                    })?)
+                }
+                None if self.ahead[rank].is_empty() => return Err(self.crew.ended_early(rank)),
+                None => {}
+            }
+        }
+        Ok(self.ahead.iter_mut().filter_map(VecDeque::pop_front).collect())
+    }
 }

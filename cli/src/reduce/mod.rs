@@ -16,6 +16,7 @@ use racksum_worker::{ConnectOptions, Faults};
 
 use self::file::{GradientFile, Tensor};
 use crate::args::{self, Fanout, Format};
+use crate::crew::end_with_parent;
 use crate::exit::{Failure, say};
 
 #[derive(Debug, Clone, clap::Args)]
@@ -173,6 +174,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         )));
     };
     if args.raw {
+        end_with_parent();
         let said = rank::run_for_parent(args, &identity, path);
         return say(&serde_json::to_string(&said).unwrap_or_default());
     }

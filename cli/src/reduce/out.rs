@@ -1,6 +1,6 @@
 //! The file of the result: whole, or not there at all.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -17,11 +17,17 @@ pub(super) struct OutFile {
 }
 
 impl OutFile {
-    /// Makes the temporary file.
+    /// Makes the temporary file. An input may be replaced, as any other file that is named.
     ///
     /// # Errors
     /// A sentence that names the file or folder and what is wrong with it.
     pub(super) fn create(path: &Path) -> Result<Self, Failure> {
+        let before = replaceable(path)?;
+        // What a link leads to is replaced, and the link stays.
+        let path = &match &before {
+            Some(_) => path.canonicalize().map_err(|error| cannot_write(path, &error))?,
+            None => path.to_owned(),
+        };
         let Some(name) = path.file_name().filter(|_| !path.is_dir()) else {
             return Err(Failure::usage(format!("--out {} names no file", path.display())));
         };
@@ -40,7 +46,13 @@ impl OutFile {
             let temporary = folder.join(hidden);
             match File::options().read(true).write(true).create_new(true).open(&temporary) {
                 Ok(file) => {
-                    return Ok(Self { path: path.to_owned(), temporary, file, committed: false });
+                    let out = Self { path: path.clone(), temporary, file, committed: false };
+                    if let Some(before) = before {
+                        out.file
+                            .set_permissions(before.permissions())
+                            .map_err(|error| cannot_write(path, &error))?;
+                    }
+                    return Ok(out);
                 }
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
                 Err(error) => return Err(cannot_write(path, &error)),
@@ -51,6 +63,34 @@ impl OutFile {
             path.display(),
             folder.display()
         )))
+    }
+
+    /// Removes the temporary file when a signal ends this process.
+    ///
+    /// # Errors
+    /// Why signals cannot be waited for.
+    pub(super) fn remove_at_signal(&self) -> Result<(), Failure> {
+        use tokio::signal::unix::{SignalKind, signal};
+        let cannot = |error| Failure::failed(format!("cannot wait for signals: {error}"));
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        let runtime = runtime.map_err(cannot)?;
+        let entered = runtime.enter();
+        let mut interrupt = signal(SignalKind::interrupt()).map_err(cannot)?;
+        let mut terminate = signal(SignalKind::terminate()).map_err(cannot)?;
+        drop(entered);
+        let temporary = self.temporary.clone();
+        std::thread::spawn(move || {
+            // As a shell counts: 128 and the signal's number.
+            let code = runtime.block_on(async {
+                tokio::select! {
+                    _ = interrupt.recv() => 130,
+                    _ = terminate.recv() => 143,
+                }
+            });
+            drop(std::fs::remove_file(temporary));
+            std::process::exit(code);
+        });
+        Ok(())
     }
 
     /// The temporary file, to be written.
@@ -88,6 +128,22 @@ impl Drop for OutFile {
     }
 }
 
+/// What is known of the file that the result would replace, if there is one.
+fn replaceable(path: &Path) -> Result<Option<Metadata>, Failure> {
+    let refused = |why: &str| Failure::usage(format!("--out {} {why}", path.display()));
+    let Ok(before) = std::fs::metadata(path) else {
+        let dangling = path.symlink_metadata().is_ok();
+        return if dangling { Err(refused("is a link to nothing")) } else { Ok(None) };
+    };
+    if before.is_dir() {
+        return Err(refused("names no file"));
+    }
+    if !before.is_file() {
+        return Err(refused("is a pipe or a device, and a result replaces only files"));
+    }
+    Ok(Some(before))
+}
+
 /// Why a result could not be written.
 pub(super) fn cannot_write(path: &Path, error: &io::Error) -> Failure {
     Failure::failed(format!("cannot write {}: {error}", path.display()))
@@ -107,6 +163,7 @@ const ATTEMPTS: u32 = 16;
 #[cfg(test)]
 mod tests {
     use std::io::Write;
+    use std::os::unix::fs::PermissionsExt;
 
     use super::*;
 
@@ -143,6 +200,38 @@ mod tests {
         out.file().write_all(b"half").unwrap();
         drop(out);
         assert_eq!(names(&folder), [""; 0]);
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn what_a_link_leads_to_is_replaced_with_its_permissions() {
+        let folder = folder("link");
+        let [path, link] = ["sum", "link"].map(|name| folder.join(name));
+        std::fs::write(&path, "before").unwrap();
+        let private = std::fs::Permissions::from_mode(0o600);
+        std::fs::set_permissions(&path, private).unwrap();
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        let mut out = OutFile::create(&link).unwrap();
+        out.file().write_all(b"after").unwrap();
+        out.commit().unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"after");
+        assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+        assert!(link.symlink_metadata().unwrap().is_symlink());
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn a_device_and_a_link_to_nothing_are_not_replaced() {
+        let folder = folder("keep");
+        let nothing = folder.join("nothing");
+        std::os::unix::fs::symlink(folder.join("none"), &nothing).unwrap();
+        for (path, what) in
+            [(&nothing, "a link to nothing"), (&PathBuf::from("/dev/null"), "a pipe or a device")]
+        {
+            let why = OutFile::create(path).unwrap_err().to_string();
+            assert!(why.contains(what), "{why}");
+        }
+        assert_eq!(names(&folder), ["nothing"]);
         std::fs::remove_dir_all(folder).unwrap();
     }
 

@@ -1,9 +1,6 @@
 //! A reduction on one host: an aggregator in this process, a process for each rank's file.
 
-use std::io::Read;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::channel;
 
 use clap::ValueEnum;
 use racksum_aggregator::{Aggregator, Config, MAX_WORLD};
@@ -13,6 +10,7 @@ use super::file::GradientFile;
 use super::out::OutFile;
 use super::rank::{Report, Said};
 use super::report::Table;
+use crate::crew::Crew;
 use crate::exit::Failure;
 
 /// Reduces the files and prints what it took.
@@ -29,6 +27,9 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     }
     args.descriptors(first)?;
     let out = args.out.as_deref().map(OutFile::create).transpose()?;
+    if let Some(out) = &out {
+        out.remove_at_signal()?;
+    }
     let aggregator = Aggregator::start(Config {
         port: 0,
         shards: args.shards,
@@ -39,8 +40,8 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     for warning in aggregator.warnings() {
         eprintln!("racksum: warning: {warning}");
     }
-    let workers = Workers::start(args, world, &aggregator, out.as_ref().map(OutFile::temporary))?;
-    let reports = workers.finish()?;
+    let crew = start(args, world, &aggregator, out.as_ref().map(OutFile::temporary))?;
+    let reports = reports(crew, world)?;
     if let Some(rank) = reports.iter().position(|report| report.digest != reports[0].digest) {
         return Err(Failure::failed(format!(
             "rank {rank} ended with other bits than rank 0; nothing is written"
@@ -52,90 +53,42 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     Table { args, tensors: &first.tensors, rank: None, reports: &reports }.print()
 }
 
-/// The processes of the ranks; those that still run are killed when it is dropped.
-struct Workers(Vec<Child>);
-
-impl Drop for Workers {
-    fn drop(&mut self) {
-        for child in &mut self.0 {
-            // One that has ended cannot be killed, and need not be.
-            drop(child.kill());
-            drop(child.wait());
+/// Starts a process for each rank; the first writes the result.
+fn start(
+    args: &Args,
+    world: u16,
+    aggregator: &Aggregator,
+    into: Option<&Path>,
+) -> Result<Crew, Failure> {
+    Crew::start(world, |rank, command| {
+        command
+            .args(["reduce", "--raw"])
+            .args(["--aggregator", &aggregator.addr().to_string()])
+            .args(["--rank", &rank.to_string(), "--world", &world.to_string()])
+            .args(args.for_ranks());
+        if let Some(into) = into.filter(|_| rank == 0) {
+            command.arg("--into").arg(into);
         }
-    }
+        command.arg("--").arg(&args.files[usize::from(rank)]);
+    })
 }
 
-impl Workers {
-    /// Starts a process for each rank; the first writes the result.
-    fn start(
-        args: &Args,
-        world: u16,
-        aggregator: &Aggregator,
-        into: Option<&Path>,
-    ) -> Result<Self, Failure> {
-        let program = std::env::current_exe()
-            .map_err(|error| Failure::failed(format!("cannot find this program: {error}")))?;
-        let mut workers = Self(Vec::new());
-        for (rank, file) in (0..world).zip(&args.files) {
-            let mut command = Command::new(&program);
-            command
-                .args(["reduce", "--raw"])
-                .args(["--aggregator", &aggregator.addr().to_string()])
-                .args(["--rank", &rank.to_string(), "--world", &world.to_string()])
-                .args(args.for_ranks());
-            if let Some(into) = into.filter(|_| rank == 0) {
-                command.arg("--into").arg(into);
+/// What all ranks have to say; the first that fails ends the others.
+fn reports(mut crew: Crew, world: u16) -> Result<Vec<Report>, Failure> {
+    let mut reports = vec![None; usize::from(world)];
+    while reports.iter().any(Option::is_none) {
+        let (rank, line) = crew.hear()?;
+        match line.as_deref().map(serde_json::from_str) {
+            Some(Ok(Said::Done(report))) => reports[rank] = Some(*report),
+            Some(Ok(Said::Failed(failure))) => {
+                let why = format!("rank {rank}: {failure}");
+                return Err(Failure { why, ..failure });
             }
-            let child = command
-                .arg("--")
-                .arg(file)
-                .stdin(Stdio::null())
-                .stdout(Stdio::piped())
-                .spawn()
-                .map_err(|error| Failure::failed(format!("cannot start rank {rank}: {error}")))?;
-            workers.0.push(child);
+            None if reports[rank].is_some() => {}
+            None | Some(Err(_)) => return Err(crew.ended_early(rank)),
         }
-        Ok(workers)
     }
-
-    /// Waits for all ranks; the first that fails ends the others.
-    fn finish(mut self) -> Result<Vec<Report>, Failure> {
-        let (tell, hear) = channel();
-        for (rank, child) in self.0.iter_mut().enumerate() {
-            let mut out = child
-                .stdout
-                .take()
-                .ok_or_else(|| Failure::failed(format!("rank {rank} has no standard output")))?;
-            let tell = tell.clone();
-            std::thread::spawn(move || {
-                let mut said = String::new();
-                // What cannot be read is as good as nothing said.
-                drop(out.read_to_string(&mut said));
-                // Nobody listens any more once another rank has failed.
-                drop(tell.send((rank, said)));
-            });
-        }
-        drop(tell);
-        let mut reports = vec![None; self.0.len()];
-        while let Ok((rank, said)) = hear.recv() {
-            match serde_json::from_str(&said) {
-                Ok(Said::Done(report)) => reports[rank] = Some(*report),
-                Ok(Said::Failed(failure)) => {
-                    let why = format!("rank {rank}: {failure}");
-                    return Err(Failure { why, ..failure });
-                }
-                Err(_) => {
-                    let status = self.0[rank].wait();
-                    let status = status.map_or_else(|e| e.to_string(), |status| status.to_string());
-                    return Err(Failure::failed(format!("rank {rank} ended early ({status})")));
-                }
-            }
-        }
-        reports
-            .into_iter()
-            .collect::<Option<Vec<_>>>()
-            .ok_or_else(|| Failure::failed("a rank said nothing"))
-    }
+    Ok(reports.into_iter().flatten().collect())
 }
 
 impl Args {

@@ -48,6 +48,9 @@ pub(super) enum Said {
 pub(super) fn run(args: &Args, identity: &Identity, path: &Path) -> Result<(), Failure> {
     let file = GradientFile::open(path)?;
     let mut out = args.out.as_deref().map(OutFile::create).transpose()?;
+    if let Some(out) = &out {
+        out.remove_at_signal()?;
+    }
     let report = reduce(args, identity, &file, out.as_mut().map(OutFile::file))?;
     if let Some(out) = out {
         out.commit()?;

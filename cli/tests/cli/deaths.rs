@@ -36,6 +36,52 @@ fn a_rank_that_is_killed_is_lost_to_the_others() {
 }
 
 #[test]
+fn a_rank_of_a_benchmark_on_one_host_that_is_killed_ends_it_at_once() {
+    let flags = ["bench", "-b", "1M", "-e", "1M", "-n", "1000000", "--timeout", "60"];
+    let bench = Process::start(&flags);
+    await_that("the ranks run", || bench.children().len() == 4);
+    std::thread::sleep(Duration::from_millis(500));
+    signal(bench.children()[2], "KILL");
+    let (ended, ms) = timed(|| bench.end(30));
+    let why = ended.failed(1);
+    assert!(why.starts_with("rank 2 ended early") && why.contains("SIGKILL"), "{why}");
+    assert!(ms < 10_000, "{ms} ms");
+}
+
+#[test]
+fn ranks_end_with_the_parent_that_started_them() {
+    let flags = ["bench", "-b", "1M", "-e", "1M", "-n", "1000000", "--timeout", "60"];
+    let bench = Process::start(&flags);
+    await_that("the ranks run", || bench.children().len() == 4);
+    let ranks = bench.children();
+    std::thread::sleep(Duration::from_millis(500));
+    signal(bench.id(), "KILL");
+    let runs = |id: &u32| {
+        let stat = std::fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
+        // A zombie has ended, and waits for whoever adopted it.
+        !stat.is_empty() && !stat.contains(") Z ")
+    };
+    await_that("the ranks end", || !ranks.iter().any(runs));
+    drop(bench);
+}
+
+#[test]
+fn an_aggregator_serves_on_when_nobody_reads_what_it_says() {
+    let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+    let mut command = std::process::Command::new(crate::process::RACKSUM);
+    command.args(["aggregator", "--port", "0", "--pool-mib", "16"]).stdout(full);
+    command.stderr(std::process::Stdio::piped());
+    let mut aggregator = command.spawn().unwrap();
+    std::thread::sleep(Duration::from_millis(500));
+    assert!(aggregator.try_wait().unwrap().is_none(), "it serves");
+    signal(aggregator.id(), "TERM");
+    let ended = aggregator.wait_with_output().unwrap();
+    let err = String::from_utf8(ended.stderr).unwrap();
+    assert_eq!(ended.status.code(), Some(0), "{err}");
+    assert!(err.contains("warning: cannot write to standard output"), "{err}");
+}
+
+#[test]
 fn a_rank_that_is_stopped_is_named_at_the_timeout() {
     let serving = Serving::start(&[]);
     let ranks = busy(&serving, 3, "2");

@@ -243,17 +243,34 @@ fn a_reduction_that_fails_on_the_way_leaves_what_was_there() {
     assert_eq!(folder.names(), ["rank0", "rank1", "sum"]);
 }
 
-#[test]
-fn a_rank_that_is_killed_ends_the_reduction_at_once() {
-    let folder = Folder::new("killed");
+/// A reduction of three ranks that is so lossy that it takes until a signal ends it.
+fn endless(folder: &Folder) -> Process {
     let numbers = vec![1.0; 4_000_000];
     let file = folder.write("rank", &[("w", Tensor::of(Dtype::F32, &[4_000_000], &numbers))]);
     let out = folder.path("sum");
-    // So lossy that it takes until the rank is killed.
     let args = ["reduce", "--out", &out, "--drop", "0.9", &file, &file, &file];
     let parent = Process::start(&args);
     await_that("the ranks run", || parent.children().len() == 3);
     std::thread::sleep(Duration::from_millis(300));
+    parent
+}
+
+#[test]
+fn a_reduction_that_is_interrupted_leaves_nothing() {
+    for (name, code) in [("INT", 130), ("TERM", 143)] {
+        let folder = Folder::new(&format!("interrupted-{name}"));
+        let parent = endless(&folder);
+        assert_eq!(folder.names().len(), 2, "the result is on its way");
+        signal(parent.id(), name);
+        assert_eq!(parent.end(10).code, Some(code));
+        assert_eq!(folder.names(), ["rank"]);
+    }
+}
+
+#[test]
+fn a_rank_that_is_killed_ends_the_reduction_at_once() {
+    let folder = Folder::new("killed");
+    let parent = endless(&folder);
     signal(parent.children()[1], "KILL");
     let (ended, ms) = timed(|| parent.end(10));
     assert!(ended.failed(1).starts_with("rank 1 ended early (signal: 9"), "{ended:?}");

@@ -115,13 +115,17 @@ unsafe impl Send for Storage {}
 
 impl UdpSocket {
     /// Sends a batch, and waits for room in the send buffer, 2 ms at most and `waits` times at
-    /// most. What still does not go is lost, and so whoever lacks it asks for it.
+    /// most. What still does not go is lost, and so whoever lacks it asks for it. What the kernel
+    /// refuses is counted, see [`UdpSocket::send_failures`].
     pub fn send_patiently(&self, ring: &mut SendRing, mut batch: &[Transmit<'_>], waits: u32) {
         for _ in 0..waits {
             if batch.is_empty() {
                 return;
             }
             let outcome = self.send(ring, batch);
+            if outcome.failed > 0 {
+                self.note_send_failures(outcome.failed, outcome.last_error);
+            }
             batch = &batch[(outcome.sent + outcome.failed).min(batch.len())..];
             if outcome.blocked {
                 // A timeout and readiness are the same here: try again.

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use libc::c_int;
 use socket2::{Domain, Protocol, SockAddr, Socket, Type};
 
-use super::{BufferReport, ECT0, MAX_SEGMENTS, buffers};
+use super::{BufferReport, ECT0, MAX_SEGMENTS, SendError, buffers};
 use crate::interface::Interface;
 use crate::multicast::{self, Multicast};
 use crate::{NetError, options};
@@ -63,6 +63,8 @@ pub struct UdpSocket {
     drops: AtomicU64,
     /// Messages that were larger than their buffer.
     truncated: AtomicU64,
+    /// Messages that the kernel refused to send.
+    send_failures: AtomicU64,
 }
 
 impl UdpSocket {
@@ -104,6 +106,7 @@ impl UdpSocket {
             gro,
             drops: AtomicU64::new(0),
             truncated: AtomicU64::new(0),
+            send_failures: AtomicU64::new(0),
         })
     }
 
@@ -172,6 +175,20 @@ impl UdpSocket {
     }
 
     /// Takes note of the kernel's own counter, which has 32 bits and wraps.
+    /// How many messages the kernel refused to send, a full buffer apart.
+    #[must_use]
+    pub fn send_failures(&self) -> u64 {
+        self.send_failures.load(Ordering::Relaxed)
+    }
+
+    /// Counts messages that the kernel refused, and says so of the first.
+    pub(super) fn note_send_failures(&self, count: usize, last: Option<SendError>) {
+        let known = self.send_failures.fetch_add(count as u64, Ordering::Relaxed);
+        if let (0, Some(error)) = (known, last) {
+            tracing::warn!("from {}: {error}; others that fail are only counted", self.local);
+        }
+    }
+
     pub(super) fn note_drops(&self, counter: u32) {
         let known = self.drops();
         #[expect(clippy::cast_possible_truncation, reason = "the counter's own width")]

@@ -146,6 +146,17 @@ fn more_transmits_than_one_call_takes_arrive_in_order() {
 }
 
 #[test]
+fn what_the_kernel_refuses_is_counted() {
+    let (sender, receiver) = (loopback(), loopback());
+    let good = Transmit::new(receiver.local_addr(), b"good", 4);
+    let elsewhere = "[::1]:9".parse().unwrap();
+    let bad = Transmit::new(elsewhere, b"bad", 3);
+    sender.send_patiently(&mut SendRing::new(), &[good, bad, good, bad], 2);
+    assert_eq!(receive(&receiver, 8).len(), 2);
+    assert_eq!((sender.send_failures(), receiver.send_failures()), (2, 0));
+}
+
+#[test]
 fn a_datagram_from_two_places_arrives_as_one() {
     let (sender, receiver) = (loopback(), loopback());
     let to = receiver.local_addr();

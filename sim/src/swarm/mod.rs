@@ -103,9 +103,13 @@ pub fn run(seeds: Range<u64>, threads: usize, mut progress: impl FnMut(&Summary)
             let (next, results) = (&next, results.clone());
             scope.spawn(move || {
                 loop {
-                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    let after = |seed| (seed < seeds.end).then(|| seed + 1);
+                    let Ok(seed) = next.try_update(Ordering::Relaxed, Ordering::Relaxed, after)
+                    else {
+                        break;
+                    };
                     // The receiver is there until every sender has gone.
-                    if seed >= seeds.end || results.send(run_seed(seed)).is_err() {
+                    if results.send(run_seed(seed)).is_err() {
                         break;
                     }
                 }

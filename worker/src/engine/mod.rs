@@ -48,6 +48,8 @@ pub struct Stats {
     pub rejects: u64,
     /// Messages that the kernel dropped because the receive buffer was full.
     pub kernel_drops: u64,
+    /// Messages that the kernel refused to send; they are in what was sent all the same.
+    pub send_failures: u64,
 }
 
 /// The sockets and addresses of a job.
@@ -288,6 +290,7 @@ impl Engine {
             probes: counters.probes,
             rejects: counters.rejects.total(),
             kernel_drops: sockets.map(UdpSocket::drops).sum(),
+            send_failures: self.links.socket.send_failures(),
             ..self.stats
         }
     }

@@ -105,13 +105,11 @@ impl Engine {
     }
 
     fn stage_window(&mut self, data: &DataFragments) {
-        let Self { payloads, staging, machine, faults, .. } = self;
+        let Self { payloads, staging, machine, .. } = self;
         let op = data.header.window.op;
         let Some(payload) = payloads.get(&op) else { return };
         let stream = Stream { lane: data.header.lane, shard: data.shard };
-        // Faults strike at datagrams that lie in one place.
-        if faults.is_none()
-            && let Some(range) = payload.in_place(data)
+        if let Some(range) = payload.in_place(data)
             && let Some(head) = staging.bytes[staging.used..].first_chunk_mut()
         {
             data.header.of_fragment(0, range.len()).encode(head);
@@ -172,7 +170,10 @@ fn send_by_chance(
     stream: Stream,
     train: &Message<'_>,
 ) {
-    let Message { contents, stride, .. } = *train;
+    let Message { contents, tail, stride, .. } = *train;
+    // Faults strike at datagrams that lie in one place.
+    let whole = if tail.is_empty() { Vec::new() } else { [contents, tail].concat() };
+    let contents = if tail.is_empty() { contents } else { &whole };
     let mut post = |stream: Stream, contents: &[u8]| {
         if !contents.is_empty() {
             let to = links.shards[usize::from(stream.shard)].0;

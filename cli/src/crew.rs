@@ -1,0 +1,92 @@
+//! The processes of the ranks of a job on this host.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+
+use crate::exit::{Exit, Failure};
+
+/// A process for each rank. Those that still run are killed when it is dropped.
+#[derive(Debug)]
+pub(crate) struct Crew {
+    ranks: Vec<Child>,
+    /// Held open for as long as the ranks are to run: see [`end_with_parent`].
+    _leashes: Vec<ChildStdin>,
+    said: Receiver<(usize, Option<String>)>,
+}
+
+impl Drop for Crew {
+    fn drop(&mut self) {
+        for rank in &mut self.ranks {
+            // One that has ended cannot be killed, and need not be.
+            drop(rank.kill());
+            drop(rank.wait());
+        }
+    }
+}
+
+impl Crew {
+    /// Starts this program for each rank, with the arguments that `command` adds.
+    pub(crate) fn start(world: u16, command: impl Fn(u16, &mut Command)) -> Result<Self, Failure> {
+        let program = std::env::current_exe()
+            .map_err(|error| Failure::failed(format!("cannot find this program: {error}")))?;
+        let (tell, said) = channel();
+        let mut crew = Self { ranks: Vec::new(), _leashes: Vec::new(), said };
+        for rank in 0..world {
+            let cannot = |why: String| Failure::failed(format!("cannot start rank {rank}: {why}"));
+            let mut start = Command::new(&program);
+            command(rank, &mut start);
+            let mut child = start
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .spawn()
+                .map_err(|error| cannot(error.to_string()))?;
+            // Taken, since waiting for a child closes what it still has.
+            let pipes = child.stdin.take().zip(child.stdout.take());
+            crew.ranks.push(child);
+            let (leash, out) = pipes.ok_or_else(|| cannot("it has no pipes".into()))?;
+            crew._leashes.push(leash);
+            let tell = tell.clone();
+            std::thread::spawn(move || {
+                // What cannot be read is as good as the end; and nobody listens any more once
+                // another rank has failed.
+                let lines = BufReader::new(out).lines().map_while(Result::ok).map(Some);
+                lines.chain([None]).try_for_each(|line| tell.send((rank.into(), line))).ok();
+            });
+        }
+        Ok(crew)
+    }
+
+    /// The next line that some rank says, or that it says no more.
+    pub(crate) fn hear(&self) -> Result<(usize, Option<String>), Failure> {
+        self.said.recv().map_err(|_| Failure::failed("the ranks said nothing"))
+    }
+
+    /// How a rank ended that says no more.
+    pub(crate) fn end(&mut self, rank: usize) -> Result<ExitStatus, Failure> {
+        self.ranks[rank].wait().map_err(|error| Failure::failed(error.to_string()))
+    }
+
+    /// Why a rank that said no more did not do its part: what was wrong for it is wrong for all.
+    pub(crate) fn ended_early(&mut self, rank: usize) -> Failure {
+        match self.end(rank) {
+            Err(failure) => failure,
+            Ok(status) => {
+                let said = if status.code().is_some() { "; its message is above" } else { "" };
+                let why = format!("rank {rank} ended early ({status}){said}");
+                Failure { why, exit: Exit::of(status) }
+            }
+        }
+    }
+}
+
+/// Ends this process, which is a rank of a [`Crew`], when its parent is gone: it would wait for the
+/// aggregator that went with the parent.
+pub(crate) fn end_with_parent() {
+    std::thread::spawn(|| {
+        let ended = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
+        // Nothing is ever said to a rank: the pipe is closed, or broken.
+        drop(ended);
+        std::process::exit(1);
+    });
+}
