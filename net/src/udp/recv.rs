@@ -52,9 +52,10 @@ impl UdpSocket {
     /// Receives what is there, without waiting, into the spare capacity of `buffers`: at most
     /// [`RECV_BATCH`] messages, one a buffer. The answer is how many; 0 if nothing is there.
     ///
-    /// The buffers up to that many (and at most [`RECV_BATCH`]) are cleared first, and those that got a
-    /// message then hold exactly it. They should have a capacity of [`super::RECV_CAPACITY`]: a
-    /// message that does not fit is counted in [`UdpSocket::truncated`] and has length 0.
+    /// The buffers up to that many (and at most [`RECV_BATCH`]) are cleared first, and those that
+    /// got a message then hold exactly it. They should have a capacity of
+    /// [`super::RECV_CAPACITY`]: a message that does not fit is counted in
+    /// [`UdpSocket::truncated`] and has length 0.
     ///
     /// # Errors
     ///

@@ -20,8 +20,8 @@ pub struct Transmit<'a> {
     pub to: SocketAddr,
     /// The datagrams, one behind the other: 1 to 65,507 bytes.
     pub contents: &'a [u8],
-    /// What follows `contents` in their last datagram, from where it lies: a transmit that has a tail
-    /// is a single datagram.
+    /// What follows `contents` in their last datagram, from where it lies: a transmit that has a
+    /// tail is a single datagram.
     pub tail: &'a [u8],
     /// The length of each datagram but the last, which may be shorter. At most 64 datagrams.
     pub stride: usize,

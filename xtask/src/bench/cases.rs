@@ -125,8 +125,8 @@ const GLOO: Side = Side { name: "gloo", program: Program::Gloo { sparse: false }
 const GLOO_SPARSE: Side = Side { name: "gloo-sparse", program: Program::Gloo { sparse: true } };
 const OPENMPI: Side = Side { name: "openmpi", program: Program::OpenMpi };
 
-/// Shards that dense tensors go through on loopback: the aggregator's share of two cores is what one
-/// thread can have of them beside eight ranks.
+/// Shards that dense tensors go through on loopback: the aggregator's share of two cores is what
+/// its threads can have of them beside eight ranks.
 const BULK_SHARDS: u8 = 2;
 
 /// Workers at 1 Gbit/s, an aggregator that has more.
