@@ -34,7 +34,8 @@ const DEMANDED_PROBES: u32 = 250;
 #[derive(Debug)]
 struct Member {
     join: Join,
-    addr: IpAddr,
+    /// Where its data comes from: an address of a link means nothing without its scope.
+    addr: SocketAddr,
     tell: Sender<FromAggregator>,
     hears: bool,
 }
@@ -139,11 +140,12 @@ impl Registry {
     pub(crate) fn join(
         &mut self,
         join: Join,
-        addr: IpAddr,
+        mut addr: SocketAddr,
         tell: Sender<FromAggregator>,
         now: Instant,
     ) -> Result<(Seat, Joined), String> {
-        Self::check(&join, addr)?;
+        Self::check(&join, addr.ip())?;
+        addr.set_port(join.data_port);
         let name = join.job.clone();
         if !self.jobs.contains_key(&name) {
             self.open(&join, now)?;
@@ -152,7 +154,7 @@ impl Registry {
         job.check(&join)?;
         let place = &mut job.members[usize::from(join.rank)];
         if let Some(member) = place {
-            let (rank, there, port) = (join.rank, member.addr, member.join.data_port);
+            let (rank, there, port) = (join.rank, member.addr.ip(), member.addr.port());
             return Err(format!(
                 "rank {rank} of job {name:?} has already joined from {there} (data port {port}); \
                  give each worker its own --rank"
@@ -450,7 +452,7 @@ impl Job {
 
     fn data_addrs(&self) -> impl Iterator<Item = SocketAddr> + '_ {
         let members = self.members.iter().flatten();
-        members.map(|member| SocketAddr::new(member.addr, member.join.data_port))
+        members.map(|member| member.addr)
     }
 
     /// What the job is granted: for its ranks, and for each shard.
@@ -515,7 +517,8 @@ impl Member {
         format!(
             "multicast does not reach rank {} at {}; start the aggregator with --fanout auto or \
              unicast",
-            self.join.rank, self.addr
+            self.join.rank,
+            self.addr.ip()
         )
     }
 

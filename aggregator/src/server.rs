@@ -78,7 +78,7 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared) {
         return;
     };
     let (tell, mut inbox) = channel(QUEUE);
-    let addr = connection.remote_address().ip();
+    let addr = connection.remote_address();
     let (name, rank) = (join.job.clone(), join.rank);
     let joined = lock(&registry).join(join, addr, tell, Instant::now());
     match joined {
