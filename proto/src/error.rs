@@ -220,8 +220,8 @@ pub enum OpError {
 }
 
 impl OpError {
-    /// An op to which a result came this lately is under way.
-    pub const STILL_COMING: Span = Span::from_secs(1);
+    /// While results came this lately, and since the op began, the aggregator is there.
+    const STILL_COMING: Span = Span::from_secs(1);
 }
 
 impl fmt::Display for OpError {
@@ -233,8 +233,9 @@ impl fmt::Display for OpError {
                 op.0, one.0.0, one.1, other.0.0, other.1
             ),
             Self::Timeout { op, after, missing, idle } if missing.is_empty() => {
+                let still_coming = *idle < Self::STILL_COMING.min(*after);
                 let (op, after) = (op.0, after.as_millis());
-                if *idle < Self::STILL_COMING {
+                if still_coming {
                     return write!(
                         f,
                         "op {op}: not done after {after} ms, with results still coming; the \

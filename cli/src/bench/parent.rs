@@ -63,6 +63,8 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
 struct Workers {
     crew: Crew,
     ahead: Vec<VecDeque<Measured>>,
+    /// Ranks that say no more.
+    ended: Vec<bool>,
 }
 
 impl Workers {
@@ -75,12 +77,17 @@ impl Workers {
                 .args(["--aggregator", &aggregator.addr().to_string()])
                 .args(["--rank", &rank.to_string(), "--world", &world.to_string()]);
         })?;
-        Ok(Self { crew, ahead: vec![VecDeque::new(); usize::from(world)] })
+        let world = usize::from(world);
+        Ok(Self { crew, ahead: vec![VecDeque::new(); world], ended: vec![false; world] })
     }
 
     /// What all ranks measured next; the first that ends without it is the one to blame.
     fn measured(&mut self) -> Result<Vec<Measured>, Failure> {
         while self.ahead.iter().any(VecDeque::is_empty) {
+            let lacks = |rank: &usize| self.ended[*rank] && self.ahead[*rank].is_empty();
+            if let Some(rank) = (0..self.ended.len()).find(lacks) {
+                return Err(self.crew.ended_early(rank));
+            }
             let (rank, line) = self.crew.hear()?;
             match line {
                 Some(line) => {
@@ -88,8 +95,7 @@ impl Workers {
                         Failure::failed(format!("rank {rank} said {line:?}: {error}"))
                     })?)
                 }
-                None if self.ahead[rank].is_empty() => return Err(self.crew.ended_early(rank)),
-                None => {}
+                None => self.ended[rank] = true,
             }
         }
         Ok(self.ahead.iter_mut().filter_map(VecDeque::pop_front).collect())

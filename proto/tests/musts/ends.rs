@@ -63,6 +63,24 @@ fn a_timeout_names_the_ranks_that_are_waited_for_and_no_others() {
 }
 
 #[test]
+fn a_timeout_says_whether_results_still_came() {
+    let seconds = Span::from_secs;
+    let millis = Span::from_millis;
+    for (after, idle, expected) in [
+        (seconds(60), seconds(60), "no word from the aggregator"),
+        (seconds(60), millis(1_001), "no word from the aggregator"),
+        (seconds(60), millis(999), "results still coming"),
+        // What came was of an op before it.
+        (millis(500), millis(500), "no word from the aggregator"),
+        (millis(500), millis(499), "results still coming"),
+    ] {
+        let late = OpError::Timeout { op: OpId(3), after, missing: vec![], idle };
+        let said = late.to_string();
+        assert!(said.starts_with("op 3: ") && said.contains(expected), "{said}");
+    }
+}
+
+#[test]
 fn every_op_that_is_late_says_so_and_the_others_say_why_they_ended() {
     let mut rank = Machine::new();
     let ops = [(); 2].map(|()| rank.start(&[true]));
