@@ -262,6 +262,23 @@ fn every_dtype_wire_type_and_reduction_comes_to_the_right_bits() {
 }
 
 #[test]
+fn queues_that_are_longer_than_anyones_patience_make_nothing_be_sent_twice() {
+    // Copies for 16 ranks fill a link of 100 Mbit/s for 0.4 s; a window is one datagram.
+    let mut network = Network { multicast: false, ..network() };
+    network.shard.up.rate_bps = 100_000_000;
+    let cut = Fragmentation::new(65_456).unwrap();
+    let dense = Descriptor::sum(40_000, DType::F32);
+    let job = JobPlan { cut, ..job(16) }.with(dense, Inputs::dense(1), Picos::ZERO).with(
+        dense,
+        Inputs::dense(2),
+        Picos::ZERO,
+    );
+    let run = check(&Plan::new(1, network, vec![job]));
+    assert!(run.totals.probes > 100, "{:?}", run.totals);
+    assert_eq!(run.totals.again, 0, "{:?}", run.totals);
+}
+
+#[test]
 fn the_same_seed_gives_the_same_trace() {
     for seed in 0..5 {
         let plan = swarm::plan(seed);

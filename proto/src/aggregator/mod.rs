@@ -368,12 +368,13 @@ impl Aggregation {
         let at = stream.sequence.position_from(header.window);
         let opened = stream.ranks[rank.index()].opened;
         let next = stream.next;
-        let has_none =
-            from.is_some_and(|from| stream.folded.back().is_none_or(|last| *last < from));
+        let may_lack = |from: u64| stream.folded.back().is_some_and(|newest| *newest >= from);
+        let probed = from.map(may_lack);
         self.queue.note(lane, rank, |due| {
             due.failed = failed.then_some(asked).or(due.failed);
             due.open |= !failed && opened <= at.max(next);
-            due.stalled |= has_none;
+            due.sign |= probed == Some(true);
+            due.stalled |= probed == Some(false);
         });
         Ok(())
     }
@@ -396,13 +397,7 @@ impl Aggregation {
                         .map(|window| stream.sequence.position_from(window));
                     (from, to)
                 }
-                None => {
-                    let from = stream.sequence.position_from(entry.window);
-                    if let Some((newest, fragments)) = stream.newest_result(from) {
-                        self.queue.resend(lane, rank, newest, fragments);
-                    }
-                    return Some(from);
-                }
+                None => return Some(stream.sequence.position_from(entry.window)),
             };
             let first = stream.folded.partition_point(|position| *position < from);
             for i in first..stream.folded.len() {

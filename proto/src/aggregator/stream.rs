@@ -373,15 +373,6 @@ impl Stream {
         true
     }
 
-    /// The newest result, if it is not before `from`, and its last fragments: they come behind all
-    /// results that are on their way, so whoever gets one of them knows what is lost.
-    pub(super) fn newest_result(&self, from: u64) -> Option<(u64, u64)> {
-        let newest = self.folded.back().copied().filter(|newest| *newest >= from)?;
-        let slot = self.pool.get(newest)?;
-        let all = slot.cut.all(slot.result_len);
-        Some((newest, all & !(all >> Self::SIGN_FRAGMENTS)))
-    }
-
     /// The ranks that the next window waits for.
     pub(super) fn awaited(&self) -> impl Iterator<Item = Rank> + '_ {
         self.ranks().filter(|rank| self.waits_for(*rank))
@@ -506,8 +497,6 @@ impl Stream {
     /// Windows more than were told that arrive from every rank before it is told: a credit costs
     /// each rank about what a window costs.
     const TOLD_WINDOWS: u64 = 2;
-    /// Several, since a sign may be lost as well; small windows are sent whole.
-    const SIGN_FRAGMENTS: u32 = 4;
 
     fn move_to(&mut self, position: u64) {
         if position > self.next {

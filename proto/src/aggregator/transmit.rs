@@ -63,6 +63,8 @@ pub(super) struct Due {
     pub(super) open: bool,
     /// Ask for fragments that must have been lost.
     pub(super) fragments: bool,
+    /// There are results that it may lack: say up to where, behind all that is on its way.
+    pub(super) sign: bool,
     /// It hears nothing: ask for all it owes, or say whom the window waits for.
     pub(super) stalled: bool,
     /// Its datagrams arrive with congestion marks.
@@ -272,6 +274,10 @@ impl Aggregation {
             let entry = core::iter::once(AskEntry { window, fragments: 0 });
             return Some(self.write_ask(lane, rank, congested, entry, out));
         }
+        if core::mem::take(&mut due.sign) {
+            self.put_off(lane, rank, Due { congested, ..due });
+            return Some(self.write_wait(now, lane, rank, out));
+        }
         let stream = &self.streams[usize::from(lane)];
         // What others owe is what holds a stalled rank up; its own gaps show when it is its turn.
         if due.stalled && !stream.waits_for(rank) {
@@ -295,7 +301,7 @@ impl Aggregation {
     }
 
     fn put_off(&mut self, lane: u8, rank: Rank, due: Due) {
-        if due.fragments || due.stalled || due.congested || due.open {
+        if due.fragments || due.sign || due.stalled || due.congested || due.open {
             self.queue.note(lane, rank, |later| *later = Due { queued: later.queued, ..due });
         }
     }

@@ -116,7 +116,7 @@ impl Worker {
             }
             Kind::Probe if body.is_empty() => Ok(Verdict::Control),
             Kind::Credit | Kind::Probe => Err(Reject::Body),
-            Kind::Wait => self.handle_wait(now, at, header.window.op, body),
+            Kind::Wait => self.handle_wait(now, at, header.window, body),
             Kind::Fail => self.handle_fail(now, header.window.op, body, observer),
             Kind::Open | Kind::Data | Kind::Ack => Err(Reject::Kind),
         }
@@ -264,11 +264,12 @@ impl Worker {
             Err(i) => {
                 let (mask, all) = (header.mask, cut.all(len));
                 // What is asked for of a gap is asked for of every window in it.
-                let mut asked = stream.arrivals.get(i).map_or_else(Asked::default, |next| {
-                    if position >= next.start { Asked::default() } else { next.gap_asked }
-                });
+                let (mut asked, gap_asked) = match stream.arrivals.get(i) {
+                    Some(next) if position < next.start => (next.gap_asked, Asked::default()),
+                    Some(_) => Default::default(),
+                    None => stream.asked_behind(position),
+                };
                 asked.limit(all);
-                let gap_asked = Asked::default();
                 let arrival =
                     Arrival { position, start, mask, have: 0, all, len, sent: 0, asked, gap_asked };
                 stream.arrivals.insert(i, arrival);
@@ -370,22 +371,24 @@ impl Worker {
         }
     }
 
-    /// The aggregator is there, and waits for ranks.
+    /// The aggregator is there, has folded all windows before `folded`, and waits for ranks.
     fn handle_wait(
         &mut self,
         now: Time,
         at: usize,
-        op: OpId,
+        folded: WindowId,
         body: &[u8],
     ) -> Result<Verdict, Reject> {
         let stream = &mut self.streams[at];
-        stream.waited.set(now, op, MissingRanks::decode(body)?);
+        let asks = &mut self.paths[usize::from(stream.shard)].asks;
+        stream.waited.set(now, folded.op, MissingRanks::decode(body)?);
         // A later probe's answer cannot be told from a late one to the first (Karn).
         let first = stream.probes == 1;
-        stream.note_wait(now);
         if let Some(probed_at) = stream.probed_at.take().filter(|_| first) {
-            self.paths[usize::from(stream.shard)].asks.sample(now.since(probed_at));
+            asks.sample(now.since(probed_at));
         }
+        // wire: W-38
+        stream.note_wait(now, folded, asks);
         Ok(Verdict::Control)
     }
 

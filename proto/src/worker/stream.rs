@@ -103,6 +103,8 @@ pub(super) struct Stream {
     pub(super) ask: Option<Stalled>,
     /// All results of windows before this must have been sent.
     pub(super) results_sent: u64,
+    /// What was asked for of the windows before this that come after the last arrival.
+    pub(super) tail_asked: (u64, Asked),
     /// The latest ask for results that was answered.
     pub(super) answered: Answered,
     /// When something last moved, or was last asked for.
@@ -156,6 +158,7 @@ impl Stream {
             stretch: Self::MIN_STRETCH,
             ask: None,
             results_sent: 0,
+            tail_asked: (0, Asked::default()),
             answered: Answered::NONE,
             quiet_since: now,
             probes: 0,
@@ -339,7 +342,7 @@ impl Stream {
         let first = self.lacking(now, asks).enumerate().find(|(_, lack)| lack.entries() > 0);
         first.is_some_and(|(at, lack)| {
             at == 0 || self.results_sent >= lack.position + recovery::GATHERED_WINDOWS
-        })
+        }) || !self.tail(now, asks).is_empty()
     }
 
     /// The same of the first arrival alone.
@@ -350,7 +353,8 @@ impl Stream {
 
     /// What results to ask for: those that must have been lost, but for what is asked for and may
     /// still come. When `stalled`, also for a sign of what else there is: if it is on its way, the
-    /// sign comes behind it, and nothing is sent in vain.
+    /// sign comes behind it, and nothing is sent in vain. Behind lost results of which none has
+    /// arrived, a sign is asked for at any rate: it shows that their answers are lost too.
     pub(super) fn missing<'a>(
         &'a self,
         now: Time,
@@ -361,6 +365,9 @@ impl Stream {
             window: self.sequence.window(position),
             fragments,
         };
+        let tail = self.tail(now, asks);
+        let lost = (!tail.is_empty()).then(|| entry(tail.start, 0));
+        let sign = if lost.is_some() { Some(tail.end) } else { stalled.then_some(self.cursor) };
         self.lacking(now, asks)
             .flat_map(move |Lack { position, gap, fragments }| {
                 // All that is known of a gap is its last window, and that it may hold more.
@@ -370,17 +377,19 @@ impl Stream {
                 let rest = (fragments != 0).then(|| entry(position, fragments));
                 [more, last, rest].into_iter().flatten()
             })
-            .chain(stalled.then(|| entry(self.cursor, 0)))
+            .chain(lost)
+            .chain(sign.map(|from| entry(from, 0)))
     }
 
     /// Notes that what [`Self::missing`] names is asked for, as far as it fits an ask.
     pub(super) fn note_asked(&mut self, now: Time, asks: &Rtt) {
         let mut room = AskEntries::MAX;
         let mut expected = self.cursor;
+        let tail = self.tail(now, asks);
         for at in 0..self.arrivals.len() {
             let arrival = self.arrivals[at];
             let lack = self.lack(&arrival, expected..arrival.start, now, asks);
-            let Some(left) = room.checked_sub(lack.entries()) else { break };
+            let Some(left) = room.checked_sub(lack.entries()) else { return };
             room = left;
             expected = arrival.position + 1;
             let arrival = &mut self.arrivals[at];
@@ -388,6 +397,14 @@ impl Stream {
             if !lack.gap.is_empty() {
                 arrival.gap_asked.note(u64::MAX, now);
             }
+        }
+        if !tail.is_empty() && room >= Self::TAIL_ENTRIES {
+            let (to, asked) = &mut self.tail_asked;
+            if *to <= tail.start {
+                *asked = Asked::default();
+            }
+            *to = tail.end;
+            asked.note(u64::MAX, now);
         }
     }
 
@@ -398,6 +415,16 @@ impl Stream {
             expected = arrival.position + 1;
             self.lack(arrival, gap, now, asks)
         })
+    }
+
+    /// The windows behind the last arrival whose results must have been sent and are to be asked
+    /// for now.
+    fn tail(&self, now: Time, asks: &Rtt) -> Range<u64> {
+        let start = self.arrivals.back().map_or(self.cursor, |last| last.position + 1);
+        let (to, asked) = &self.tail_asked;
+        let again = asked.due(u64::MAX, start, self.answered, now, asks) != 0;
+        let start = if again { start } else { start.max(*to) };
+        start..self.results_sent.max(start)
     }
 
     /// What to ask for of a window and of the gap before it.
@@ -411,13 +438,33 @@ impl Stream {
         Lack { position, gap: if due { gap } else { 0..0 }, fragments }
     }
 
-    /// Notes that the last probe was answered: it is others that are waited for, and that may
-    /// take long. A probe without an answer may just be lost, which makes less patient.
-    pub(super) fn note_wait(&mut self, now: Time) {
+    /// Notes that a probe was answered, behind the results of all windows before `folded`. If none
+    /// of them is missing it is others that are waited for, and that may take long; a probe
+    /// without an answer may just be lost, which makes less patient.
+    pub(super) fn note_wait(&mut self, now: Time, folded: WindowId, asks: &Rtt) {
+        let folded = self.sequence.position_from(folded).min(self.opened);
+        self.results_sent = self.results_sent.max(folded);
         self.quiet_since = now;
-        self.probes = (self.probes / Self::PROBES_A_STEP + 1) * Self::PROBES_A_STEP;
+        if folded <= self.cursor {
+            self.probes = (self.probes / Self::PROBES_A_STEP + 1) * Self::PROBES_A_STEP;
+        } else if self.is_to_ask(now, asks) {
+            self.ask.get_or_insert(Stalled(false));
+        }
     }
 
+    /// What was asked for of the window at `position`, of which nothing has arrived, and of those
+    /// behind the last arrival before it.
+    pub(super) fn asked_behind(&self, position: u64) -> (Asked, Asked) {
+        let start = self.arrivals.back().map_or(self.cursor, |last| last.position + 1);
+        match self.tail_asked {
+            (to, asked) if position < to => (asked, Asked::default()),
+            (to, asked) if start < to => (Asked::default(), asked),
+            _ => Default::default(),
+        }
+    }
+
+    /// The entries that [`Self::tail`] takes in an ask.
+    const TAIL_ENTRIES: usize = 2;
     /// This many probes without an answer double the patience once.
     const PROBES_A_STEP: u32 = 4;
     /// Windows sent at first in an op; stretches double up to [`Self::MAX_STRETCH`].

@@ -102,14 +102,23 @@ impl Shard {
 
     /// The results that are sent, and which fragments of them.
     fn results(&mut self) -> Vec<(u32, u64)> {
+        self.says().0
+    }
+
+    /// The same, and the last datagram that comes behind them.
+    fn says(&mut self) -> (Vec<(u32, u64)>, Option<Vec<u8>>) {
         let mut out = [0; 2048];
-        let mut sent = Vec::new();
+        let (mut sent, mut last) = (Vec::new(), None);
         while let Some(transmit) = self.0.poll_transmit(self.1, &mut out, &mut ()) {
-            if let aggregator::Transmit::Result { result, .. } = transmit {
-                sent.push((result.header.window.index, result.fragments));
+            match transmit {
+                aggregator::Transmit::Result { result, .. } => {
+                    sent.push((result.header.window.index, result.fragments));
+                    last = None;
+                }
+                aggregator::Transmit::Datagram { len, .. } => last = Some(out[..len].to_vec()),
             }
         }
-        sent
+        (sent, last)
     }
 
     /// Both ranks send all of a window.
@@ -261,12 +270,17 @@ impl Machine {
         self.says().1
     }
 
+    /// The rank keeps quiet until it probes; returns what it asks for then.
+    fn probes(&mut self) -> Vec<AskEntry> {
+        self.1 = self.0.poll_timeout();
+        self.0.handle_timeout(self.1, &mut ());
+        self.says().1
+    }
+
     /// How long the rank keeps quiet until it probes.
     fn patience(&mut self) -> Span {
         let before = self.1;
-        self.1 = self.0.poll_timeout();
-        self.0.handle_timeout(self.1, &mut ());
-        assert_eq!(self.says().1.len(), 1, "a probe");
+        assert_eq!(self.probes().len(), 1, "a probe");
         self.1.since(before)
     }
 }
@@ -309,22 +323,64 @@ fn a_probe_brings_a_sign_and_the_sign_shows_what_is_lost() {
     rank.says();
     // Of the first window all but two fragments come, of the second none.
     (0..fragments() - 2).for_each(|number| assert_eq!(rank.asks(0, number, Flags::NONE), []));
-    rank.1 = rank.0.poll_timeout();
-    rank.0.handle_timeout(rank.1, &mut ());
-    let (_, asked) = rank.says();
+    let asked = rank.probes();
     assert_eq!(asked, [entry(0, 0)]);
     shard.take(&ask(Rank(0), window(0, 0), &asked));
-    assert_eq!(shard.results(), [(1, 0b1111 << (fragments() - 4))]);
+    let (again, sign) = shard.says();
+    assert_eq!(again, [], "what is on its way is not sent twice");
+    rank.take(&sign.expect("a wait"));
     let lost = 0b11 << (fragments() - 2);
-    let rest = (1 << (fragments() - 1)) - 1;
-    let asked = rank.asks(1, fragments() - 1, Flags::AGAIN);
-    assert_eq!(asked, [entry(0, lost), entry(1, rest)]);
+    let asked = rank.says().1;
+    assert_eq!(asked, [entry(0, lost), entry(1, 0), entry(2, 0)]);
     shard.take(&ask(Rank(0), window(0, 0), &asked));
-    assert_eq!(shard.results(), [(0, lost), (1, rest)]);
+    let (again, sign) = shard.says();
+    let all = (1 << fragments()) - 1;
+    assert_eq!(again, [(0, lost), (1, all)]);
+    assert!(sign.is_some(), "it asked for a sign of what there is behind them, too");
+}
+
+/// A rank that has asked for the results of two windows, of which it knows by a sign.
+fn of_two_lost_results() -> (Machine, Vec<u8>) {
+    let mut rank = Machine::new(*worker(0).config(), 4);
+    rank.says();
+    rank.probes();
+    let folded = Header { window: window(0, 2), ..header(Kind::Wait, Rank::AGGREGATOR) };
+    let sign = datagram(folded, &[0, 0]);
+    rank.take(&sign);
+    assert_eq!(rank.says().1, [entry(0, 0), entry(2, 0)]);
+    (rank, sign)
 }
 
 #[test]
-fn a_sign_that_has_come_before_shows_what_is_lost_too() {
+fn what_is_lost_behind_all_that_came_is_asked_for_once() {
+    // wire: W-38
+    let (mut rank, sign) = of_two_lost_results();
+    rank.take(&sign);
+    assert_eq!(rank.says().1, [], "the answer may be under way");
+    // One more is lost, and nothing is known of those before it.
+    let folded = Header { window: window(0, 3), ..header(Kind::Wait, Rank::AGGREGATOR) };
+    rank.take(&datagram(folded, &[0, 0]));
+    assert_eq!(rank.says().1, [entry(2, 0), entry(3, 0)]);
+    // A window that was sent for the first time has overtaken the answers.
+    (0..fragments()).for_each(|number| assert_eq!(rank.asks(3, number, Flags::NONE), []));
+    (0..fragments()).for_each(|number| assert_eq!(rank.asks(0, number, Flags::AGAIN), []));
+    // The next answer is lost as well, which the one behind it shows.
+    let last = fragments() - 1;
+    (0..last).for_each(|number| assert_eq!(rank.asks(2, number, Flags::AGAIN), []));
+    assert_eq!(rank.asks(2, last, Flags::AGAIN), [entry(1, u64::MAX)]);
+}
+
+#[test]
+fn an_answer_behind_all_that_came_is_asked_for_again_once_it_is_late() {
+    // wire: W-38
+    let (mut rank, sign) = of_two_lost_results();
+    rank.1 = rank.1 + Span::from_secs(1);
+    rank.take(&sign);
+    assert_eq!(rank.says().1, [entry(0, 0), entry(2, 0)]);
+}
+
+#[test]
+fn what_is_sent_again_shows_what_is_lost_even_if_it_has_come_before() {
     let mut rank = Machine::new(*worker(0).config(), 3);
     rank.says();
     assert_eq!(rank.asks(0, fragments() - 1, Flags::NONE).len(), 1);

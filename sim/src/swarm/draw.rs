@@ -97,9 +97,7 @@ fn job(random: &mut Random, network: &Network) -> JobPlan {
     for number in 0..ops {
         let mut op = op(random, &job, start, skew);
         if job.missing.is_some() {
-            // A shard's link of 100 Mbit/s may have a second of datagrams in its queue.
-            let slow = network.shard.down.rate_bps < 1_000_000_000;
-            op.timeout = Span::from_millis(if slow { 15_000 } else { 1_500 });
+            op.timeout = Span::from_millis(1_500);
         }
         // Who is missing cannot disagree.
         if job.missing.is_none() && world > 1 && number < 3 && random.once_in(16) {
