@@ -457,7 +457,7 @@ impl Aggregation {
             contributors: fold.ready.contributors,
         });
         // The next fold may wait for what was yet to be asked for.
-        stream.poll_ready();
+        stream.advance();
         for rank in stream.to_be_asked() {
             self.queue.note(fold.lane, rank, |due| due.fragments = true);
         }

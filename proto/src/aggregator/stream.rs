@@ -429,9 +429,15 @@ impl Stream {
         complete >= self.occupancy.owing(position)
     }
 
-    /// Moves on over windows that nobody owes, and returns the next that is complete, if the
-    /// pool has room for its result and the path for its bytes. Call again after folding it.
+    /// The next window to fold, if it is complete, the pool has room for its result and the path
+    /// for its bytes. Call again after folding it.
     pub(super) fn poll_ready(&mut self) -> Option<Ready> {
+        let (position, entry) = self.advance()?;
+        self.ready_at(position, entry)
+    }
+
+    /// Moves on over windows that nobody owes to the next that is to be folded.
+    pub(super) fn advance(&mut self) -> Option<(u64, StreamOp)> {
         loop {
             let entry = *self.sequence.at(self.next)?;
             if entry.failed {
@@ -448,7 +454,7 @@ impl Stream {
                 return None;
             };
             self.move_to(position);
-            return self.ready_at(position, entry);
+            return Some((position, entry));
         }
     }
 
