@@ -243,22 +243,38 @@ pub(crate) fn join(options: &ConnectOptions) -> Result<Session, ConnectError> {
     }
     let mut session =
         Session { controls, events, socket, groups: Vec::new(), welcomes: Vec::new(), clock };
-    for (place, route) in routes.iter().enumerate() {
-        let mut joining = Joining {
-            options,
-            clock,
-            route,
-            place,
-            welcome: None,
-            group: None,
-            heard: false,
-            missing: vec![],
-        };
-        let welcome = joining.wait(&session)?;
-        session.welcomes.push((route.to, welcome));
-        session.groups.extend(joining.group);
-    }
+    complete(&mut session, options, &routes)?;
     Ok(session)
+}
+
+/// Waits until every aggregator says that ops may start: for all at once, since each gives its
+/// group only so long to be heard.
+fn complete(
+    session: &mut Session,
+    options: &ConnectOptions,
+    routes: &[Route],
+) -> Result<(), ConnectError> {
+    let parts = routes.iter().enumerate();
+    let mut parts: Vec<_> = parts.map(|(place, to)| Joining::new(options, place, to)).collect();
+    let started = session.clock.now();
+    while parts.iter().any(|part| !part.ready) {
+        for part in parts.iter_mut().filter(|part| !part.ready) {
+            part.step(session)?;
+        }
+        let waited = Duration::from_nanos(session.clock.now().since(started).0);
+        if let Some(part) = parts.iter_mut().find(|part| !part.ready)
+            && waited > options.join_timeout
+        {
+            let missing = std::mem::take(&mut part.missing);
+            return Err(ConnectError::Incomplete { missing, waited });
+        }
+    }
+    for Joining { route, welcome, group, .. } in parts {
+        let early = || ConnectError::Protocol("ready before welcome".into());
+        session.welcomes.push((route.to, welcome.ok_or_else(early)?));
+        session.groups.extend(group);
+    }
+    Ok(())
 }
 
 fn check(options: &ConnectOptions) -> Result<(), ConnectError> {
@@ -307,73 +323,77 @@ fn resolve(host: &str) -> Result<SocketAddr, ConnectError> {
 /// One aggregator's part of joining.
 struct Joining<'a> {
     options: &'a ConnectOptions,
-    clock: Clock,
-    route: &'a Route,
     /// Which of the job's aggregators it is.
     place: usize,
+    route: &'a Route,
     welcome: Option<Welcome>,
     group: Option<UdpSocket>,
     heard: bool,
     missing: Vec<u16>,
+    /// The aggregator has said that ops may start.
+    ready: bool,
 }
 
-impl Joining<'_> {
-    /// Waits until the aggregator says that ops may start.
-    fn wait(&mut self, session: &Session) -> Result<Welcome, ConnectError> {
-        let started = self.clock.now();
-        let (control, events) = (&session.controls[self.place], &session.events[self.place]);
-        loop {
-            let event = match events.recv_timeout(PROBE_POLL) {
-                Ok(event) => Some(event),
-                Err(RecvTimeoutError::Timeout) => None,
-                Err(RecvTimeoutError::Disconnected) => {
-                    return Err(ConnectError::Closed("its thread ended".into()));
-                }
-            };
-            match event {
-                None => {}
-                Some(Event::Closed(error)) => return Err(error),
-                Some(Event::Said(FromAggregator::Refused { reason })) => {
-                    return Err(ConnectError::Refused(reason));
-                }
-                Some(Event::Said(FromAggregator::Waiting { missing, .. })) => {
-                    if missing != self.missing {
-                        tracing::info!(?missing, "waiting for ranks");
-                    }
-                    self.missing = missing;
-                }
-                Some(Event::Said(FromAggregator::Welcome(granted))) => {
-                    if let (Some(group), Some(interface)) = (granted.group, &self.route.interface) {
-                        let group = Multicast { group, interface: interface.clone() };
-                        let buffer = session.socket.report().asked_receive;
-                        // Without the group this rank is sent copies.
-                        self.group = open_member(&group, buffer).ok();
-                    }
-                    self.welcome = Some(granted);
-                }
-                Some(Event::Said(FromAggregator::Ready { multicast })) => {
-                    if !multicast {
-                        self.group = None;
-                    }
-                    return self
-                        .welcome
-                        .take()
-                        .ok_or_else(|| ConnectError::Protocol("ready before welcome".into()));
-                }
-                Some(Event::Said(FromAggregator::PeerLost { ranks })) => {
-                    return Err(ConnectError::Closed(format!("ranks {ranks:?} were lost")));
-                }
-            }
-            if !self.heard && self.probed() {
-                self.heard = true;
-                control.say(FromWorker::Heard);
-            }
-            let waited = Duration::from_nanos(self.clock.now().since(started).0);
-            if waited > self.options.join_timeout {
-                let missing = std::mem::take(&mut self.missing);
-                return Err(ConnectError::Incomplete { missing, waited });
+impl<'a> Joining<'a> {
+    const fn new(options: &'a ConnectOptions, place: usize, route: &'a Route) -> Self {
+        Self {
+            options,
+            place,
+            route,
+            welcome: None,
+            group: None,
+            heard: false,
+            missing: Vec::new(),
+            ready: false,
+        }
+    }
+
+    /// Takes what the aggregator says next, if it says something soon.
+    fn step(&mut self, session: &Session) -> Result<(), ConnectError> {
+        match session.events[self.place].recv_timeout(PROBE_POLL) {
+            Ok(Event::Said(message)) => self.take(message, session)?,
+            Ok(Event::Closed(error)) => return Err(error),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(ConnectError::Closed("its thread ended".into()));
             }
         }
+        if !self.heard && self.probed() {
+            self.heard = true;
+            session.controls[self.place].say(FromWorker::Heard);
+        }
+        Ok(())
+    }
+
+    fn take(&mut self, message: FromAggregator, session: &Session) -> Result<(), ConnectError> {
+        match message {
+            FromAggregator::Refused { reason } => return Err(ConnectError::Refused(reason)),
+            FromAggregator::Waiting { missing, .. } => {
+                if missing != self.missing {
+                    tracing::info!(?missing, "waiting for ranks");
+                }
+                self.missing = missing;
+            }
+            FromAggregator::Welcome(granted) => {
+                if let (Some(group), Some(interface)) = (granted.group, &self.route.interface) {
+                    let group = Multicast { group, interface: interface.clone() };
+                    let buffer = session.socket.report().asked_receive;
+                    // Without the group this rank is sent copies.
+                    self.group = open_member(&group, buffer).ok();
+                }
+                self.welcome = Some(granted);
+            }
+            FromAggregator::Ready { multicast } => {
+                if !multicast {
+                    self.group = None;
+                }
+                self.ready = true;
+            }
+            FromAggregator::PeerLost { ranks } => {
+                return Err(ConnectError::Closed(format!("ranks {ranks:?} were lost")));
+            }
+        }
+        Ok(())
     }
 
     /// Whether a multicast probe has arrived.

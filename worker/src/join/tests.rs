@@ -68,17 +68,8 @@ fn only_a_probe_of_the_job_from_one_of_its_shards_is_one() {
         ..ConnectOptions::new("192.0.2.1:5000", "job")
     };
     let route = route("192.0.2.1:5000", "192.0.2.9:0");
-    let joining = Joining {
-        options: &options,
-        clock: Clock::start(),
-        route: &route,
-        // The second aggregator's shards are numbers 2 and 3.
-        place: 1,
-        welcome: None,
-        group: None,
-        heard: false,
-        missing: vec![],
-    };
+    // The second aggregator's shards are numbers 2 and 3.
+    let joining = Joining::new(&options, 1, &route);
     let right = Header::probe(JobId(7), Generation(3), 3);
     let is_probe = |header: &Header, after: &[u8], from: &str| {
         let mut bytes = [0; Header::LEN];
