@@ -423,7 +423,8 @@ impl Job {
         let name = &join.job;
         if self.state != State::Gathering {
             return Err(format!(
-                "job {name:?} is running with all its {} ranks; choose another --job",
+                "job {name:?} is running: its {} ranks have joined; choose another --job, or wait \
+                 until it has ended (a rank that died is missed after 10 s)",
                 self.world
             ));
         }

@@ -247,6 +247,26 @@ fn a_rank_that_hears_the_group_late_is_waited_for_only_where_multicast_is_demand
 }
 
 #[test]
+fn an_aggregator_that_is_ready_late_costs_no_other_its_multicast() {
+    bounded(30, || {
+        let late = Rig::start(|config| config.fanout = Fanout::Unicast);
+        let other = Rig::start(|config| config.fanout = Fanout::Auto);
+        let mut peer = Impostor::connect(&other);
+        let wish = Join { multicast: true, stripe: (1, 2), ..peer.wish("job", 1, 2) };
+        peer.say(&FromWorker::Join(wish));
+        peer.say(&FromWorker::Heard);
+        let mut options = late.options("job", 0, 2);
+        options.aggregators.push(other.aggregator.addr().to_string());
+        let client = std::thread::spawn(move || Client::connect(&options));
+        // The second aggregator has long stopped to probe its group when the first one begins.
+        std::thread::sleep(Duration::from_millis(1_000));
+        let mut peer = Impostor::connect(&late);
+        peer.join(Join { stripe: (0, 2), ..peer.wish("job", 1, 2) });
+        assert!(client.join().unwrap().unwrap().multicast());
+    });
+}
+
+#[test]
 fn ranks_that_hear_the_group_and_ranks_that_do_not_end_alike() {
     bounded(30, || {
         let rig = Rig::start(|config| config.fanout = Fanout::Auto);

@@ -49,7 +49,7 @@ fn a_rank_that_does_not_fit_its_job_is_refused_and_the_job_goes_on() {
             assert_eq!(generation, "job \"job\" was opened with generation 0, but rank 1 says 4");
             let second = Client::connect(&of(1, 2)).unwrap();
             let late = refusal(&of(1, 2));
-            assert!(late.starts_with("job \"job\" is running with all its 2 ranks"), "{late}");
+            assert!(late.starts_with("job \"job\" is running: its 2 ranks have joined"), "{late}");
             check(&second, 2.0);
             first.join().unwrap();
         });
