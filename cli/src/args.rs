@@ -1,6 +1,8 @@
 //! Arguments that more than one subcommand takes, and how they are read.
 
 use clap::ValueEnum;
+use clap::builder::RangedU64ValueParser;
+use racksum_aggregator::MAX_WORLD;
 use racksum_proto::dtype::{DType, Reduction, WireType};
 
 /// What the help of each subcommand ends with.
@@ -23,6 +25,11 @@ pub(crate) fn size(text: &str) -> Result<u64, String> {
     };
     let number: u64 = text.get(..digits).ok_or_else(bad)?.trim().parse().map_err(|_| bad())?;
     number.checked_mul(unit).ok_or_else(bad)
+}
+
+/// Reads how many ranks there are.
+pub(crate) fn world() -> RangedU64ValueParser<u16> {
+    RangedU64ValueParser::new().range(1..=u64::from(MAX_WORLD))
 }
 
 /// Reads a share from 0 to 1.

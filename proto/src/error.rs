@@ -268,7 +268,7 @@ impl fmt::Display for OpError {
                 for (i, rank) in ranks.iter().enumerate() {
                     write!(f, "{} {}", if i == 0 { "" } else { "," }, rank.0)?;
                 }
-                Ok(())
+                write!(f, ", whose process or host ended or is cut off; see what it said last")
             }
             Self::Ended { why } => write!(f, "the session ended: {why}"),
         }

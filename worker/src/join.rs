@@ -1,5 +1,6 @@
 //! Joining a job: one control connection to each aggregator, for as long as the worker lives.
 
+use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs};
 use std::os::fd::AsFd;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -286,6 +287,11 @@ fn check(options: &ConnectOptions) -> Result<(), ConnectError> {
             "{} aggregators are named; a job has at most {MAX_AGGREGATORS}",
             options.aggregators.len()
         )));
+    }
+    let named: BTreeSet<_> = options.aggregators.iter().collect();
+    if named.len() < options.aggregators.len() {
+        let names = options.aggregators.join(", ");
+        return Err(ConnectError::Arguments(format!("an aggregator is named twice: {names}")));
     }
     if options.rank >= options.world {
         return Err(ConnectError::Arguments(format!(

@@ -82,7 +82,7 @@ pub(crate) struct Args {
     #[arg(long, requires = "aggregator")]
     rank: Option<u16>,
     /// How many ranks there are.
-    #[arg(long, requires = "aggregator")]
+    #[arg(long, requires = "aggregator", value_parser = args::world())]
     world: Option<u16>,
     /// Connect beyond loopback without identities.
     #[arg(long, requires = "aggregator")]

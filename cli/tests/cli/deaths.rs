@@ -16,6 +16,8 @@ fn busy(serving: &Serving, world: u16, timeout: &str) -> Vec<Process> {
     ranks
 }
 
+const LOST: &str = "lost rank 1, whose process or host ended or is cut off; see what it said last";
+
 #[test]
 fn a_rank_that_is_killed_is_lost_to_the_others() {
     let serving = Serving::start(&[]);
@@ -24,7 +26,7 @@ fn a_rank_that_is_killed_is_lost_to_the_others() {
     drop(ranks.remove(1));
     let (ended, ms) = timed(|| ranks.into_iter().map(|rank| rank.end(30)).collect::<Vec<_>>());
     for ended in ended {
-        assert_eq!(ended.failed(1), "lost rank 1");
+        assert_eq!(ended.failed(1), LOST);
     }
     assert!(ms < 15_000, "{ms} ms");
     // The aggregator serves the next job of that name.

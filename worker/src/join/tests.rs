@@ -53,12 +53,20 @@ fn an_address_of_a_link_keeps_its_scope() {
 #[test]
 fn more_aggregators_than_can_be_waited_for_are_refused() {
     let named = |count| ConnectOptions {
-        aggregators: vec!["127.0.0.1:1".into(); count],
+        aggregators: (1..=count).map(|port| format!("127.0.0.1:{port}")).collect(),
         ..ConnectOptions::new("", "job")
     };
     check(&named(MAX_AGGREGATORS)).unwrap();
     let error = check(&named(MAX_AGGREGATORS + 1)).unwrap_err().to_string();
     assert_eq!(error, "63 aggregators are named; a job has at most 62");
+}
+
+#[test]
+fn no_aggregator_may_be_named_twice() {
+    let aggregators = ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:1"].map(str::to_owned).to_vec();
+    let options = ConnectOptions { aggregators, ..ConnectOptions::new("", "job") };
+    let error = check(&options).unwrap_err().to_string();
+    assert_eq!(error, "an aggregator is named twice: 127.0.0.1:1, 127.0.0.1:2, 127.0.0.1:1");
 }
 
 #[test]
