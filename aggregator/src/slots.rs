@@ -136,11 +136,12 @@ impl Slots {
         let start = usize::from(place.fragment) * Layout::new(place.cut).stride() + Header::LEN;
         let held = self.contribution(place.lane, place.slot, place.rank);
         let buffer = held.get_or_insert_with(|| arena.take().expect(ADMITTED));
-        let end = start + body.len();
-        if buffer.len() < end {
-            buffer.resize(end, 0);
+        if buffer.len() < start {
+            buffer.resize(start, 0);
         }
-        buffer[start..end].copy_from_slice(body);
+        let over = body.len().min(buffer.len() - start);
+        buffer[start..start + over].copy_from_slice(&body[..over]);
+        buffer.extend_from_slice(&body[over..]);
     }
 
     /// Folds a window into its result, and gives the contributions back.

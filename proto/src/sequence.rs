@@ -184,6 +184,11 @@ impl Sequence {
         })
     }
 
+    /// Whether there are positions to be skipped.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.ops.iter().any(|entry| entry.failed)
+    }
+
     /// Marks the ops before `op` as failed that have positions from `from` on.
     pub(crate) fn fail_before(&mut self, op: OpId, from: u64) {
         for entry in self.ops.iter_mut().take_while(|entry| entry.op < op) {

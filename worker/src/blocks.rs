@@ -130,24 +130,11 @@ impl BlockSet {
         }
     }
 
-    /// Visits the memory that a stretch of sums goes to, block by block.
-    pub(crate) fn each_target(
-        &mut self,
-        descriptor: &Descriptor,
-        geometry: &Geometry,
-        window: u32,
-        stretch: Packed,
-        mut visit: impl FnMut(&mut [u8], usize),
-    ) {
-        let Some(nth) = self.places[window as usize] else { return };
-        let arrived = self.arrived[nth.get() as usize - 1];
-        let full = descriptor.block_elements() * descriptor.dtype.size();
-        each_block(descriptor, Packed { offset: 0, ..stretch }, |index, range, offset| {
-            let (_, block) = place(geometry, index);
-            let before = (arrived.mask & ((1 << block) - 1)).count_ones() as usize;
-            let start = arrived.start + before * full;
-            visit(&mut self.values[start + range.start..start + range.end], offset);
-        });
+    /// The memory of these bytes of a window's sums, for which [`Self::expect_window`] made room.
+    pub(crate) fn sums(&mut self, window: u32, bytes: Range<usize>) -> &mut [u8] {
+        let nth = self.places[window as usize].expect("a window is expected before it is written");
+        let start = self.arrived[nth.get() as usize - 1].start;
+        &mut self.values[start + bytes.start..start + bytes.end]
     }
 
     /// The sums, sorted by block.
@@ -161,9 +148,12 @@ impl BlockSet {
         let mut values = Vec::with_capacity(if in_order { 0 } else { self.used });
         for arrived in &self.arrived {
             let first = arrived.window * per_window;
-            let blocks = (0..64).filter(|block| arrived.mask >> block & 1 == 1);
             let from = indices.len();
-            indices.extend(blocks.map(|block| first + block));
+            let mut rest = arrived.mask;
+            while rest != 0 {
+                indices.push(first + rest.trailing_zeros());
+                rest &= rest - 1;
+            }
             if !in_order {
                 let len: usize = indices[from..].iter().map(|i| len_of(descriptor, *i)).sum();
                 values.extend_from_slice(&self.values[arrived.start..arrived.start + len]);

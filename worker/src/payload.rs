@@ -181,45 +181,43 @@ impl Payload {
     fn scatter_run(&mut self, delivery: &Delivery, range: Range<usize>, body: &[u8]) {
         let Descriptor { dtype, wire, .. } = self.descriptor;
         let size = wire.element_size();
+        let decode = |src: &[u8], dst: &mut [u8]| {
+            kernel::decode_run(wire, dtype, src, dst).expect("a valid descriptor decodes");
+        };
+        if let Data::Blocks(blocks) = &mut self.data {
+            // What a list holds of a window lies as it does in the payload.
+            let [from, to] = [range.start, range.end].map(|at| at / size * dtype.size());
+            return decode(body, blocks.sums(delivery.window.index, from..to));
+        }
         for stretch in self.geometry.stretches(delivery.window.index, delivery.mask, range) {
             let src = &body[stretch.offset..][..stretch.elements * size];
-            self.each_target(delivery.window, stretch, |dst, offset| {
-                let len = dst.len() / dtype.size() * size;
-                kernel::decode_run(wire, dtype, &src[offset..offset + len], dst)
-                    .expect("a valid descriptor decodes");
-            });
+            decode(src, self.target(delivery.window, stretch, 0));
         }
     }
 
     fn scatter_blocks(&mut self, window: WindowId, mask: u64, payload: &[u8]) -> Option<u64> {
         let Descriptor { dtype, wire, .. } = self.descriptor;
-        let mut overflow = None;
+        let (mut overflow, mut before) = (None, 0);
         for packed in self.geometry.packed(window.index, mask) {
             let src = &payload[packed.offset..][..wire.block_len(packed.elements)];
             if wire == WireType::Fixed32 && arith::fixed32_overflowed(src) {
                 overflow.get_or_insert(packed.element);
             }
-            self.each_target(window, packed, |dst, _| {
-                kernel::decode_block(wire, dtype, src, dst).expect("a valid descriptor decodes");
-            });
+            let dst = self.target(window, packed, before);
+            before += dst.len();
+            kernel::decode_block(wire, dtype, src, dst).expect("a valid descriptor decodes");
         }
         overflow
     }
 
-    /// Visits the memory that a stretch of sums goes to, with its bytes before in the stretch.
-    fn each_target(
-        &mut self,
-        window: WindowId,
-        stretch: Packed,
-        mut visit: impl FnMut(&mut [u8], usize),
-    ) {
+    /// The memory that a stretch of a window's sums goes to, in a list behind `before` bytes of
+    /// the window's.
+    fn target(&mut self, window: WindowId, stretch: Packed, before: usize) -> &mut [u8] {
         let range = self.bytes_of(stretch.element..stretch.element + stretch.elements as u64);
         match &mut self.data {
-            Data::Borrowed(region) => visit(region.bytes_mut(range), 0),
-            Data::Owned(tensor) => visit(&mut tensor[range], 0),
-            Data::Blocks(blocks) => {
-                blocks.each_target(&self.descriptor, &self.geometry, window.index, stretch, visit);
-            }
+            Data::Borrowed(region) => region.bytes_mut(range),
+            Data::Owned(tensor) => &mut tensor[range],
+            Data::Blocks(blocks) => blocks.sums(window.index, before..before + range.len()),
         }
     }
 

@@ -239,9 +239,11 @@ impl Stream {
     /// Moves every position that lies in a failed op past it.
     pub(super) fn skip_failed(&mut self) {
         let Self { sequence, scanned, opened, sent, cursor, low, .. } = self;
-        for position in [scanned, opened, sent, cursor, low] {
-            while let Some(entry) = sequence.at(*position).filter(|entry| entry.failed) {
-                *position = entry.end();
+        if sequence.has_failed() {
+            for position in [scanned, opened, sent, cursor, low] {
+                while let Some(entry) = sequence.at(*position).filter(|entry| entry.failed) {
+                    *position = entry.end();
+                }
             }
         }
         self.settle();
@@ -284,7 +286,6 @@ impl Stream {
             let entry = self.sequence.at(first.position).copied();
             self.cursor = first.position + 1;
             self.skip_failed();
-            self.settle();
             if let Some(entry) = entry.filter(|entry| entry.end() == first.position + 1) {
                 return Some(entry.op);
             }
