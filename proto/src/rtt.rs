@@ -64,7 +64,7 @@ impl Rtt {
     /// How long to wait after `attempts` questions without an answer.
     #[must_use]
     pub fn backed_off(&self, attempts: u32) -> Span {
-        Self::back_off(self.timeout(), attempts)
+        Self::back_off(self.timeout(), attempts, Self::MAX_BACKOFF)
     }
 
     /// The same where what was measured has waited for others too, and `alone` has not: no longer
@@ -72,11 +72,12 @@ impl Rtt {
     #[must_use]
     pub fn patience(&self, alone: &Self, attempts: u32) -> Span {
         let most = Span(Self::MOST_TIMES * alone.smoothed_ns).max(Self::PATIENCE);
-        Self::back_off(self.timeout().min(most), attempts)
+        let timeout = self.timeout().min(most);
+        Self::back_off(timeout, attempts, timeout.max(Self::MAX_PATIENCE))
     }
 
-    fn back_off(Span(timeout): Span, attempts: u32) -> Span {
-        Span(timeout.saturating_mul(1 << attempts.min(10)).min(Self::MAX_BACKOFF.0))
+    fn back_off(Span(timeout): Span, attempts: u32, most: Span) -> Span {
+        Span(timeout.saturating_mul(1 << attempts.min(10)).min(most.0))
     }
 
     /// A scheduler's hiccup is not a loss.
@@ -88,6 +89,9 @@ impl Rtt {
     const PATIENCE: Span = Span::from_millis(4);
     const MAX_TIMEOUT: Span = Span::from_millis(100);
     const MAX_BACKOFF: Span = Span::from_millis(100);
+    /// A probe and its answer are small, and what is lost while others are waited for is not known
+    /// before the next.
+    const MAX_PATIENCE: Span = Span::from_millis(25);
 }
 
 #[cfg(test)]
@@ -140,5 +144,6 @@ mod tests {
         assert_eq!(rtt.backed_off(0), rtt.timeout());
         assert_eq!(rtt.backed_off(2).0, rtt.timeout().0 * 4);
         assert_eq!(rtt.backed_off(60), Rtt::MAX_BACKOFF);
+        assert_eq!(rtt.patience(&rtt, 60), Rtt::MAX_PATIENCE);
     }
 }

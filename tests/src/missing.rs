@@ -114,7 +114,9 @@ fn a_rank_that_vanishes_fails_the_ops_of_the_others_at_once() {
                     let handle = client.submit(vec![0; 4], Descriptor::sum(1, DType::I32)).unwrap();
                     let (error, ms) = timed(|| client.wait(handle).unwrap_err());
                     assert_eq!(error, Error::Op(OpError::PeerLost { ranks: vec![Rank(1)] }));
-                    assert_eq!(error.to_string(), "lost rank 1, whose process or host ended or is cut off; see what it said last");
+                    let why = "lost rank 1, whose process or host ended or is cut off; see what it \
+                               said last";
+                    assert_eq!(error.to_string(), why);
                     assert!(ms < 3000, "{ms} ms");
                     let next = sum_of(&client, 1).unwrap_err();
                     assert_eq!(next, Error::Submit(SubmitError::Ended));

@@ -448,7 +448,11 @@ impl Stream {
         self.quiet_since = now;
         if folded <= self.cursor {
             self.probes = (self.probes / Self::PROBES_A_STEP + 1) * Self::PROBES_A_STEP;
-        } else if self.is_to_ask(now, asks) {
+            return;
+        }
+        // What is lost waits for nobody.
+        self.probes = 0;
+        if self.is_to_ask(now, asks) {
             self.ask.get_or_insert(Stalled(false));
         }
     }

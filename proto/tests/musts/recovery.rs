@@ -371,6 +371,27 @@ fn what_is_lost_behind_all_that_came_is_asked_for_once() {
 }
 
 #[test]
+fn what_is_lost_makes_less_patient_than_what_others_owe() {
+    // wire: W-39
+    let mut rank = Machine::new(*worker(0).config(), 4);
+    rank.says();
+    let first = rank.patience();
+    let wait = |at| {
+        let folded = Header { window: window(0, at), ..header(Kind::Wait, Rank::AGGREGATOR) };
+        datagram(folded, &[0, 0])
+    };
+    rank.take(&wait(0));
+    rank.take(&wait(0));
+    rank.take(&wait(0));
+    assert!(rank.patience() > first, "others are waited for");
+    rank.take(&wait(2));
+    rank.says();
+    let before = rank.1;
+    rank.probes();
+    assert!(rank.1.since(before) <= first, "nobody is");
+}
+
+#[test]
 fn an_answer_behind_all_that_came_is_asked_for_again_once_it_is_late() {
     // wire: W-38
     let (mut rank, sign) = of_two_lost_results();
