@@ -219,7 +219,7 @@ impl Shard {
         match command {
             Command::Add(new) => {
                 let NewJob { config, ranks, group } = *new;
-                let slots = Slots::new(&config, &mut self.arena);
+                let slots = Slots::new(&config);
                 let machine = Aggregation::new(config, self.clock.now());
                 let unicast = ranks.clone();
                 let job = Job { machine, slots, ranks, group, unicast };

@@ -5,6 +5,8 @@
 //! place they would have had. Results are laid out the same way, so that a buffer is sent as one
 //! segmented message.
 
+use std::collections::VecDeque;
+
 use bytes::BytesMut;
 use racksum_proto::aggregator::{Aggregation, Config, Fold, Place, ResultFragments};
 use racksum_proto::arith::Fold as Terms;
@@ -23,6 +25,9 @@ pub const MAX_WORLD: u16 = 256;
 /// Why there is a buffer for each result and contribution, whatever the other jobs hold.
 const ADMITTED: &str = "admission leaves a buffer for every slot and rank";
 
+/// Why there is a result: only those are sent that some rank has not acknowledged.
+const FOLDED: &str = "what is sent is folded and held";
+
 /// Most bytes of a scaled block.
 const MAX_SCALED: usize = WireType::Fixed32.block_len(1024);
 
@@ -34,7 +39,11 @@ pub(crate) struct Slots {
     /// By lane, slot and rank.
     contributions: Box<[Option<BytesMut>]>,
     /// By lane and slot.
-    results: Box<[BytesMut]>,
+    results: Box<[Option<BytesMut>]>,
+    /// The slots that have results, by lane, in the order in which they were folded.
+    held: Box<[VecDeque<u32>]>,
+    /// Buffers that held results. They keep their length, since to lengthen one is to fill it.
+    spare: Vec<BytesMut>,
     /// Of the contributions to the window that is being folded, by rank.
     layouts: Vec<Layout>,
     plan: FoldPlan,
@@ -90,8 +99,9 @@ impl Layout {
 }
 
 impl Slots {
-    /// Takes the buffers for results out of the arena.
-    pub(crate) fn new(config: &Config, arena: &mut Arena) -> Self {
+    /// Without buffers: each is taken when it is needed and used again at once, so that few go
+    /// around, and these stay in the processor's cache.
+    pub(crate) fn new(config: &Config) -> Self {
         let world = usize::from(config.world);
         let pool = config.pool_slots as usize;
         let slots = pool * usize::from(config.lanes);
@@ -99,7 +109,9 @@ impl Slots {
             world,
             pool,
             contributions: (0..slots * world).map(|_| None).collect(),
-            results: (0..slots).map(|_| arena.take().expect(ADMITTED)).collect(),
+            results: (0..slots).map(|_| None).collect(),
+            held: (0..config.lanes).map(|_| VecDeque::with_capacity(pool)).collect(),
+            spare: Vec::with_capacity(slots),
             layouts: Vec::with_capacity(world),
             plan: FoldPlan::new(world),
             linear: vec![0; MAX_SCALED * (world + 1)].into(),
@@ -108,11 +120,17 @@ impl Slots {
 
     /// Gives every buffer back.
     pub(crate) fn release(&mut self, arena: &mut Arena) {
-        for buffer in self.contributions.iter_mut().filter_map(Option::take) {
-            arena.give(buffer);
-        }
-        for buffer in std::mem::take(&mut self.results) {
-            arena.give(buffer);
+        let Self { contributions, results, spare, .. } = self;
+        let held = contributions.iter_mut().chain(results).filter_map(Option::take);
+        held.chain(spare.drain(..)).for_each(|buffer| arena.give(buffer));
+    }
+
+    /// Lets go of the results that every rank of `lane` has acknowledged.
+    fn release_results(&mut self, lane: u8, machine: &Aggregation) {
+        let held = &mut self.held[usize::from(lane)];
+        while held.len() > machine.results_held(lane) {
+            let slot = held.pop_front().map_or(0, |slot| slot as usize);
+            self.spare.extend(self.results[usize::from(lane) * self.pool + slot].take());
         }
     }
 
@@ -146,10 +164,13 @@ impl Slots {
 
     /// Folds a window into its result, and gives the contributions back.
     pub(crate) fn fold(&mut self, fold: &Fold, machine: &Aggregation, arena: &mut Arena) {
+        self.release_results(fold.lane, machine);
+        self.held[usize::from(fold.lane)].push_back(fold.slot);
         let slot = usize::from(fold.lane) * self.pool + fold.slot as usize;
-        let Self { layouts, plan, contributions, results, world, linear, .. } = self;
+        let Self { layouts, plan, contributions, results, spare, world, linear, .. } = self;
         let contributions = &mut contributions[slot * *world..][..*world];
-        let result = &mut results[slot];
+        let buffer = || spare.pop().or_else(|| arena.take()).expect(ADMITTED);
+        let result = results[slot].get_or_insert_with(buffer);
         let layout = Layout::new(fold.cut);
         let total = layout.total(fold.len);
         if result.len() < total {
@@ -180,18 +201,19 @@ impl Slots {
     /// Puts a result of zeros into a slot, as a fold would.
     #[cfg(test)]
     pub(crate) fn put_result(&mut self, slot: usize, len: usize, cut: Fragmentation) {
-        self.results[slot].resize(Layout::new(cut).total(len), 0);
+        self.results[slot] = Some(BytesMut::zeroed(Layout::new(cut).total(len)));
     }
 
     /// Writes the headers of a result's datagrams.
     pub(crate) fn write_headers(&mut self, result: &ResultFragments) {
         let ResultFragments { lane, slot, len, cut, header, .. } = *result;
         let layout = Layout::new(cut);
-        let result = &mut self.results[usize::from(lane) * self.pool + slot as usize];
+        let result = self.results[usize::from(lane) * self.pool + slot as usize].as_mut();
+        let result = result.expect(FOLDED);
         for fragment in 0..cut.count(len) {
             let body = cut.range(len, fragment).len();
             let place = result[fragment * layout.stride()..].first_chunk_mut();
-            header.of_fragment(fragment, body).encode(place.expect("a folded result has room"));
+            header.of_fragment(fragment, body).encode(place.expect(FOLDED));
         }
     }
 
@@ -199,7 +221,8 @@ impl Slots {
     pub(crate) fn datagrams(&self, result: &ResultFragments) -> (&[u8], usize) {
         let layout = Layout::new(result.cut);
         let slot = usize::from(result.lane) * self.pool + result.slot as usize;
-        (&self.results[slot][..layout.total(result.len)], layout.stride())
+        let contents = self.results[slot].as_ref().expect(FOLDED);
+        (&contents[..layout.total(result.len)], layout.stride())
     }
 }
 

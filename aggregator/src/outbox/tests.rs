@@ -7,7 +7,6 @@ use racksum_proto::time::Time;
 use racksum_proto::wire::{Flags, Kind, messages};
 
 use super::*;
-use crate::arena::Arena;
 use crate::slots::Slots;
 
 /// A job of one rank, whose result of `len` bytes lies in each slot that has a length.
@@ -24,7 +23,7 @@ fn job(rank: SocketAddr, lens: &[usize]) -> Job {
         cut: Fragmentation::new(1408).unwrap(),
         results_in_flight: 1 << 20,
     };
-    let mut slots = Slots::new(&config, &mut Arena::new(8));
+    let mut slots = Slots::new(&config);
     for (slot, len) in (0..).zip(lens) {
         slots.put_result(slot, *len, config.cut);
     }

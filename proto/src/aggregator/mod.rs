@@ -445,6 +445,13 @@ impl Aggregation {
         pool.contributions(fold.ready.position)[rank.index()].mask
     }
 
+    /// How many results of `lane` some rank has not acknowledged: those folded last. The others
+    /// are not sent again.
+    #[must_use]
+    pub fn results_held(&self, lane: u8) -> usize {
+        self.streams[usize::from(lane)].folded.len()
+    }
+
     /// Notes that the driver has folded what [`Self::poll_fold`] named.
     pub fn handle_folded(&mut self, fold: &Fold, observer: &mut impl Observer) {
         let stream = &mut self.streams[usize::from(fold.lane)];
