@@ -128,9 +128,11 @@ impl Slots {
     /// Lets go of the results that every rank of `lane` has acknowledged.
     fn release_results(&mut self, lane: u8, machine: &Aggregation) {
         let held = &mut self.held[usize::from(lane)];
-        while held.len() > machine.results_held(lane) {
-            let slot = held.pop_front().map_or(0, |slot| slot as usize);
-            self.spare.extend(self.results[usize::from(lane) * self.pool + slot].take());
+        while held.len() > machine.results_held(lane)
+            && let Some(slot) = held.pop_front()
+        {
+            let slot = usize::from(lane) * self.pool + slot as usize;
+            self.spare.extend(self.results[slot].take());
         }
     }
 

@@ -176,6 +176,17 @@ impl Route {
     }
 }
 
+/// Checks that no two names mean one aggregator.
+fn check_routes(routes: &[Route]) -> Result<(), ConnectError> {
+    let mut seen = BTreeSet::new();
+    match routes.iter().find(|route| !seen.insert(route.to)) {
+        Some(Route { to, .. }) => {
+            Err(ConnectError::Arguments(format!("the aggregator {to} is named twice")))
+        }
+        None => Ok(()),
+    }
+}
+
 /// Where the data socket is bound. An aggregator takes a rank's data only from the address that
 /// the rank's control connection has, so on a host with several ways the kernel chooses the
 /// address for each.
@@ -205,6 +216,7 @@ pub(crate) fn join(options: &ConnectOptions) -> Result<Session, ConnectError> {
         .iter()
         .map(|host| Route::find(resolve(host)?))
         .collect::<Result<Vec<_>, _>>()?;
+    check_routes(&routes)?;
     let bind = data_addr(&routes)?;
     // A window is cut the same for all shards, so the narrowest way decides.
     let narrowest = routes.iter().filter_map(|route| Some(route.interface.as_ref()?.mtu)).min();
@@ -263,11 +275,10 @@ fn complete(
             part.step(session)?;
         }
         let waited = Duration::from_nanos(session.clock.now().since(started).0);
-        if let Some(part) = parts.iter_mut().find(|part| !part.ready)
-            && waited > options.join_timeout
-        {
-            let missing = std::mem::take(&mut part.missing);
-            return Err(ConnectError::Incomplete { missing, waited });
+        if parts.iter().any(|part| !part.ready) && waited > options.join_timeout {
+            let missing =
+                parts.into_iter().map(|part| part.missing).find(|ranks| !ranks.is_empty());
+            return Err(ConnectError::Incomplete { missing: missing.unwrap_or_default(), waited });
         }
     }
     for Joining { route, welcome, group, .. } in parts {
@@ -287,11 +298,6 @@ fn check(options: &ConnectOptions) -> Result<(), ConnectError> {
             "{} aggregators are named; a job has at most {MAX_AGGREGATORS}",
             options.aggregators.len()
         )));
-    }
-    let named: BTreeSet<_> = options.aggregators.iter().collect();
-    if named.len() < options.aggregators.len() {
-        let names = options.aggregators.join(", ");
-        return Err(ConnectError::Arguments(format!("an aggregator is named twice: {names}")));
     }
     if options.rank >= options.world {
         return Err(ConnectError::Arguments(format!(

@@ -106,6 +106,8 @@ pub(super) struct Stream {
     pub(super) next: u64,
     /// Folded windows that some rank has not acknowledged, in order.
     pub(super) folded: VecDeque<u64>,
+    /// The first window behind the newest result, or behind ops that failed after it.
+    pub(super) results_end: u64,
     /// The last window with a result of the op that `next` lies in.
     previous: u32,
     /// The lowest unacknowledged window that the ranks have been told of.
@@ -133,6 +135,7 @@ impl Stream {
             agreed: 0,
             next: 0,
             folded: VecDeque::with_capacity(slots),
+            results_end: 0,
             previous: Header::NO_PREVIOUS,
             announced: 0,
             told_arrived: 0,
@@ -485,6 +488,7 @@ impl Stream {
         slot.previous = previous;
         self.results.on_sent(len);
         self.folded.push_back(ready.position);
+        self.results_end = ready.position + 1;
         self.move_to(ready.position + 1);
         if ready.position + 1 == ready.entry.end() {
             self.previous = Header::NO_PREVIOUS;
@@ -497,6 +501,7 @@ impl Stream {
         }
         self.update_agreed();
         self.previous = Header::NO_PREVIOUS;
+        self.results_end = entry.end();
         self.move_to(entry.end());
     }
 

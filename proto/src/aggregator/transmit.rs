@@ -63,7 +63,7 @@ pub(super) struct Due {
     pub(super) open: bool,
     /// Ask for fragments that must have been lost.
     pub(super) fragments: bool,
-    /// There are results that it may lack: say up to where, behind all that is on its way.
+    /// There are results that it may lack: say where they end, behind all that is on its way.
     pub(super) sign: bool,
     /// It hears nothing: ask for all it owes, or say whom the window waits for.
     pub(super) stalled: bool,
@@ -329,7 +329,8 @@ impl Aggregation {
             .filter(|awaited| alone || *awaited != rank)
             .map(|awaited| (awaited, now.since(self.heard[awaited.index()])));
         let len = MissingRanks::encode(missing, &mut out[Header::LEN..]);
-        let window = stream.sequence.window(stream.next);
+        // Not the window that is waited for: those that nobody owes have no result.
+        let window = stream.sequence.window(stream.results_end);
         let header = Header { window, ..self.header(Kind::Wait, lane) };
         self.finish(Recipient::Rank(rank), header, len, out)
     }

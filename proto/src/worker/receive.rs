@@ -371,24 +371,28 @@ impl Worker {
         }
     }
 
-    /// The aggregator is there, has folded all windows before `folded`, and waits for ranks.
+    /// The aggregator is there, has sent all results of windows before `end`, and waits for ranks.
     fn handle_wait(
         &mut self,
         now: Time,
         at: usize,
-        folded: WindowId,
+        end: WindowId,
         body: &[u8],
     ) -> Result<Verdict, Reject> {
+        let missing = MissingRanks::decode(body)?;
         let stream = &mut self.streams[at];
         let asks = &mut self.paths[usize::from(stream.shard)].asks;
-        stream.waited.set(now, folded.op, MissingRanks::decode(body)?);
         // A later probe's answer cannot be told from a late one to the first (Karn).
         let first = stream.probes == 1;
         if let Some(probed_at) = stream.probed_at.take().filter(|_| first) {
             asks.sample(now.since(probed_at));
         }
         // wire: W-38
-        stream.note_wait(now, folded, asks);
+        if stream.note_wait(now, end, asks) {
+            stream.waited.set(now, end.op, missing);
+        } else {
+            stream.waited.forget_all();
+        }
         Ok(Verdict::Control)
     }
 

@@ -103,13 +103,13 @@ pub(super) struct Stream {
     pub(super) ask: Option<Stalled>,
     /// All results of windows before this must have been sent.
     pub(super) results_sent: u64,
-    /// What was asked for of the windows before this that come after the last arrival.
-    pub(super) tail_asked: (u64, Asked),
+    /// What was asked for behind the last arrival.
+    tail: Tail,
     /// The latest ask for results that was answered.
     pub(super) answered: Answered,
     /// When something last moved, or was last asked for.
     pub(super) quiet_since: Time,
-    /// Questions since something last moved, and more for each that was answered with a wait.
+    /// Questions since something last moved, and more for each answer that others are waited for.
     pub(super) probes: u32,
     /// When the last of them was sent, until an answer.
     pub(super) probed_at: Option<Time>,
@@ -122,6 +122,13 @@ pub(super) struct Stream {
     pub(super) congested: bool,
     pool: u64,
     max_stretch: u64,
+}
+
+/// The windows behind the last arrival whose results were asked for: up to which.
+#[derive(Debug, Clone, Copy, Default)]
+struct Tail {
+    to: u64,
+    asked: Asked,
 }
 
 /// Whether an ask is sent because nothing is heard, or because of a gap.
@@ -158,7 +165,7 @@ impl Stream {
             stretch: Self::MIN_STRETCH,
             ask: None,
             results_sent: 0,
-            tail_asked: (0, Asked::default()),
+            tail: Tail::default(),
             answered: Answered::NONE,
             quiet_since: now,
             probes: 0,
@@ -343,7 +350,7 @@ impl Stream {
         let first = self.lacking(now, asks).enumerate().find(|(_, lack)| lack.entries() > 0);
         first.is_some_and(|(at, lack)| {
             at == 0 || self.results_sent >= lack.position + recovery::GATHERED_WINDOWS
-        }) || !self.tail(now, asks).is_empty()
+        }) || self.lack_of_tail(now, asks).entries() > 0
     }
 
     /// The same of the first arrival alone.
@@ -354,8 +361,7 @@ impl Stream {
 
     /// What results to ask for: those that must have been lost, but for what is asked for and may
     /// still come. When `stalled`, also for a sign of what else there is: if it is on its way, the
-    /// sign comes behind it, and nothing is sent in vain. Behind lost results of which none has
-    /// arrived, a sign is asked for at any rate: it shows that their answers are lost too.
+    /// sign comes behind it, and nothing is sent in vain.
     pub(super) fn missing<'a>(
         &'a self,
         now: Time,
@@ -366,10 +372,8 @@ impl Stream {
             window: self.sequence.window(position),
             fragments,
         };
-        let tail = self.tail(now, asks);
-        let lost = (!tail.is_empty()).then(|| entry(tail.start, 0));
-        let sign = if lost.is_some() { Some(tail.end) } else { stalled.then_some(self.cursor) };
         self.lacking(now, asks)
+            .chain([self.lack_of_tail(now, asks)])
             .flat_map(move |Lack { position, gap, fragments }| {
                 // All that is known of a gap is its last window, and that it may hold more.
                 let last = (!gap.is_empty()).then(|| gap.end - 1);
@@ -378,15 +382,14 @@ impl Stream {
                 let rest = (fragments != 0).then(|| entry(position, fragments));
                 [more, last, rest].into_iter().flatten()
             })
-            .chain(lost)
-            .chain(sign.map(|from| entry(from, 0)))
+            .chain(stalled.then(|| entry(self.cursor, 0)))
     }
 
     /// Notes that what [`Self::missing`] names is asked for, as far as it fits an ask.
     pub(super) fn note_asked(&mut self, now: Time, asks: &Rtt) {
         let mut room = AskEntries::MAX;
         let mut expected = self.cursor;
-        let tail = self.tail(now, asks);
+        let tail = self.lack_of_tail(now, asks);
         for at in 0..self.arrivals.len() {
             let arrival = self.arrivals[at];
             let lack = self.lack(&arrival, expected..arrival.start, now, asks);
@@ -399,13 +402,12 @@ impl Stream {
                 arrival.gap_asked.note(u64::MAX, now);
             }
         }
-        if !tail.is_empty() && room >= Self::TAIL_ENTRIES {
-            let (to, asked) = &mut self.tail_asked;
-            if *to <= tail.start {
-                *asked = Asked::default();
+        if !tail.gap.is_empty() && room >= tail.entries() {
+            if self.tail.to <= expected {
+                self.tail.asked = Asked::default();
             }
-            *to = tail.end;
-            asked.note(u64::MAX, now);
+            self.tail.to = tail.gap.end;
+            self.tail.asked.note(u64::MAX, now);
         }
     }
 
@@ -418,14 +420,18 @@ impl Stream {
         })
     }
 
-    /// The windows behind the last arrival whose results must have been sent and are to be asked
-    /// for now.
-    fn tail(&self, now: Time, asks: &Rtt) -> Range<u64> {
-        let start = self.arrivals.back().map_or(self.cursor, |last| last.position + 1);
-        let (to, asked) = &self.tail_asked;
+    /// The first window behind the last arrival.
+    fn tail_start(&self) -> u64 {
+        self.arrivals.back().map_or(self.cursor, |last| last.position + 1)
+    }
+
+    /// What to ask for behind the last arrival, of which nothing is known but that it was sent.
+    fn lack_of_tail(&self, now: Time, asks: &Rtt) -> Lack {
+        let start = self.tail_start();
+        let Tail { to, asked } = self.tail;
         let again = asked.due(u64::MAX, start, self.answered, now, asks) != 0;
-        let start = if again { start } else { start.max(*to) };
-        start..self.results_sent.max(start)
+        let start = if again { start } else { start.max(to) };
+        Lack { position: start, gap: start..self.results_sent.max(start), fragments: 0 }
     }
 
     /// What to ask for of a window and of the gap before it.
@@ -439,37 +445,36 @@ impl Stream {
         Lack { position, gap: if due { gap } else { 0..0 }, fragments }
     }
 
-    /// Notes that a probe was answered, behind the results of all windows before `folded`. If none
-    /// of them is missing it is others that are waited for, and that may take long; a probe
-    /// without an answer may just be lost, which makes less patient.
-    pub(super) fn note_wait(&mut self, now: Time, folded: WindowId, asks: &Rtt) {
-        let folded = self.sequence.position_from(folded).min(self.opened);
-        self.results_sent = self.results_sent.max(folded);
+    /// Notes that a probe was answered, behind all results of windows before `end`. Returns whether
+    /// none of them is missing: then it is others that are waited for, and that may take long. A
+    /// probe without an answer may just be lost, which makes less patient.
+    pub(super) fn note_wait(&mut self, now: Time, end: WindowId, asks: &Rtt) -> bool {
+        let end = self.sequence.position_from(end).min(self.opened);
+        self.results_sent = self.results_sent.max(end);
         self.quiet_since = now;
-        if folded <= self.cursor {
+        if end <= self.cursor {
             self.probes = (self.probes / Self::PROBES_A_STEP + 1) * Self::PROBES_A_STEP;
-            return;
+            return true;
         }
-        // What is lost waits for nobody.
-        self.probes = 0;
+        // What is lost waits for nobody. But the answer to another probe may still come, so the
+        // next is not the first.
+        self.probes = 1;
         if self.is_to_ask(now, asks) {
             self.ask.get_or_insert(Stalled(false));
         }
+        false
     }
 
     /// What was asked for of the window at `position`, of which nothing has arrived, and of those
     /// behind the last arrival before it.
     pub(super) fn asked_behind(&self, position: u64) -> (Asked, Asked) {
-        let start = self.arrivals.back().map_or(self.cursor, |last| last.position + 1);
-        match self.tail_asked {
-            (to, asked) if position < to => (asked, Asked::default()),
-            (to, asked) if start < to => (Asked::default(), asked),
+        match self.tail {
+            Tail { to, asked } if position < to => (asked, Asked::default()),
+            Tail { to, asked } if self.tail_start() < to => (Asked::default(), asked),
             _ => Default::default(),
         }
     }
 
-    /// The entries that [`Self::tail`] takes in an ask.
-    const TAIL_ENTRIES: usize = 2;
     /// This many probes without an answer double the patience once.
     const PROBES_A_STEP: u32 = 4;
     /// Windows sent at first in an op; stretches double up to [`Self::MAX_STRETCH`].

@@ -34,6 +34,11 @@ impl Waited {
         }
     }
 
+    /// It is the network that this rank waits for.
+    pub(super) fn forget_all(&mut self) {
+        self.ranks.clear();
+    }
+
     /// The ranks, and how long each was silent; none when that was said too long ago to be
     /// the reason still.
     pub(super) fn ranks(&self, now: Time) -> &[(Rank, Span)] {

@@ -80,6 +80,24 @@ fn a_wait_names_others_than_the_rank_that_asks() {
 }
 
 #[test]
+fn a_wait_promises_no_result_of_windows_that_nobody_owes() {
+    // wire: W-22
+    let mut shard = Shard::new();
+    shard.open(0, None, &[true, false, false, true]);
+    shard.finish(window(0, 0));
+    shard.said();
+    for from in [window(0, 0), window(0, 1)] {
+        shard.take(&ask(0, from, &everything_from(from)));
+        // The rank's own data of the last window is asked for, or there is a wait.
+        let said = shard.said();
+        let waits = said.iter().filter(|(_, header, _)| header.kind == Kind::Wait);
+        let windows: Vec<_> = waits.map(|(_, header, _)| header.window).collect();
+        assert!(windows.iter().all(|end| *end == window(0, 1)), "{windows:?}");
+        assert_eq!(windows.is_empty(), from == window(0, 1), "{said:?}");
+    }
+}
+
+#[test]
 fn a_wait_names_the_ranks_that_keep_the_pool_full() {
     // wire: W-22, W-32
     let mut shard = Shard::new();

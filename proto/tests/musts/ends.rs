@@ -51,6 +51,14 @@ fn a_timeout_names_the_ranks_that_are_waited_for_and_no_others() {
     };
     assert_eq!(missing(&mut rank), []);
 
+    // Its results are lost, and nobody else's fault.
+    let mut rank = Machine::new();
+    rank.start(&[true; 2]);
+    rank.said();
+    rank.take(&wait(window(0, 2), &[(Rank(1), Span::from_millis(9))]));
+    rank.expire_ops();
+    assert_eq!(missing(&mut rank), []);
+
     for (heard, expected) in [(Span::from_secs(8), 0), (Span::from_millis(9_900), 1)] {
         let mut rank = Machine::new();
         rank.start(&[true; 2]);

@@ -63,10 +63,10 @@ fn more_aggregators_than_can_be_waited_for_are_refused() {
 
 #[test]
 fn no_aggregator_may_be_named_twice() {
-    let aggregators = ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:1"].map(str::to_owned).to_vec();
-    let options = ConnectOptions { aggregators, ..ConnectOptions::new("", "job") };
-    let error = check(&options).unwrap_err().to_string();
-    assert_eq!(error, "an aggregator is named twice: 127.0.0.1:1, 127.0.0.1:2, 127.0.0.1:1");
+    let routes = ["192.0.2.1:1", "192.0.2.1:2", "192.0.2.1:1"].map(|to| route(to, "192.0.2.9:0"));
+    check_routes(&routes[..2]).unwrap();
+    let error = check_routes(&routes).unwrap_err().to_string();
+    assert_eq!(error, "the aggregator 192.0.2.1:1 is named twice");
 }
 
 #[test]
