@@ -159,6 +159,7 @@ impl Slots {
         if buffer.len() < start {
             buffer.resize(start, 0);
         }
+        // What the buffer is longer by is not filled with zeros first.
         let over = body.len().min(buffer.len() - start);
         buffer[start..start + over].copy_from_slice(&body[..over]);
         buffer.extend_from_slice(&body[over..]);
