@@ -65,12 +65,14 @@ impl Asked {
         if overtaken || late { lost } else { fresh }
     }
 
-    /// Takes a fragment that arrived at `now` as an answer, if it was asked for. Returns how long
-    /// that took once all is here, since the fragments of one answer are no more than one
-    /// measurement; `None` in it where it cannot be told.
+    /// Takes a fragment that arrived at `now`, if it was asked for. Returns how long its answer
+    /// took once all is here, since the fragments of one answer are no more than one measurement;
+    /// `None` in it where it cannot be told. One that was not sent `again` was asked for too early:
+    /// that measures nothing, but the question is settled, and no answer to it is to be awaited.
     pub(crate) fn answer(
         &mut self,
         fragment: u64,
+        again: bool,
         position: u64,
         now: Time,
         answered: &mut Answered,
@@ -84,7 +86,7 @@ impl Asked {
             return None;
         }
         let repeated = core::mem::take(&mut self.repeated);
-        Some((repeated == 0).then(|| now.since(self.at)))
+        again.then(|| (repeated == 0).then(|| now.since(self.at)))
     }
 }
 
@@ -111,3 +113,46 @@ const REORDERING: u8 = 3;
 /// Windows whose losses are gathered into one ask, unless the oldest of them holds all others up:
 /// an ask and its answer cost a host as much as a whole window does.
 pub(crate) const GATHERED_WINDOWS: u64 = 2;
+
+#[cfg(test)]
+mod tests {
+    use super::{Answered, Asked};
+    use crate::rtt::Rtt;
+    use crate::time::{Span, Time};
+
+    const ASKED_AT: Time = Time(1_000);
+    const NOW: Time = Time(5_000);
+
+    #[test]
+    fn what_comes_for_the_first_time_settles_its_question_and_measures_nothing() {
+        let mut answered = Answered::NONE;
+        let mut asked = Asked::default();
+        asked.note(0b11, ASKED_AT);
+        assert_eq!(asked.answer(0b01, false, 7, NOW, &mut answered), None);
+        assert_eq!(asked.answer(0b10, false, 7, NOW, &mut answered), None);
+        let mut earlier = Asked::default();
+        earlier.note(1, ASKED_AT);
+        let due = earlier.due(1, 6, answered, NOW, &Rtt::new(Span::from_millis(100)));
+        assert_eq!(due, 1, "it was overtaken, however patient one is");
+    }
+
+    #[test]
+    fn the_last_fragment_of_an_answer_measures_it() {
+        let mut answered = Answered::NONE;
+        let mut asked = Asked::default();
+        asked.note(0b11, ASKED_AT);
+        assert_eq!(asked.answer(0b01, true, 7, NOW, &mut answered), None);
+        let took = asked.answer(0b10, true, 7, NOW, &mut answered);
+        assert_eq!(took, Some(Some(NOW.since(ASKED_AT))));
+        assert_eq!(answered, Answered { at: ASKED_AT, position: 7 });
+    }
+
+    #[test]
+    fn what_was_asked_for_twice_measures_nothing() {
+        let mut answered = Answered::NONE;
+        let mut asked = Asked::default();
+        asked.note(1, ASKED_AT);
+        asked.note(1, Time(2_000));
+        assert_eq!(asked.answer(1, true, 7, NOW, &mut answered), Some(None));
+    }
+}

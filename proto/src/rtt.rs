@@ -47,12 +47,6 @@ impl Rtt {
         }
     }
 
-    /// The smoothed round trip.
-    #[must_use]
-    pub const fn smoothed(&self) -> Span {
-        Span(self.smoothed_ns)
-    }
-
     /// How long to wait for an answer before asking again the first time.
     #[must_use]
     pub fn timeout(&self) -> Span {
@@ -102,7 +96,7 @@ mod tests {
     fn the_first_sample_replaces_the_guess() {
         let mut rtt = Rtt::new(Span::from_millis(100));
         rtt.sample(Span::from_millis(4));
-        assert_eq!(rtt.smoothed(), Span::from_millis(4));
+        // The sample, and four times half of it.
         assert_eq!(rtt.timeout(), Span::from_millis(12));
     }
 

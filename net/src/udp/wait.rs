@@ -20,8 +20,6 @@ pub enum Interest {
     Read,
     /// Room to send.
     Write,
-    /// Either of them.
-    Either,
 }
 
 /// Waits until something can be received from one of `fds`, at most 64 of them, or `timeout`
@@ -103,7 +101,6 @@ fn entry(fd: BorrowedFd<'_>, interest: Interest) -> pollfd {
     let events = match interest {
         Interest::Read => libc::POLLIN,
         Interest::Write => libc::POLLOUT,
-        Interest::Either => libc::POLLIN | libc::POLLOUT,
     };
     pollfd { fd: fd.as_raw_fd(), events, revents: 0 }
 }

@@ -334,10 +334,10 @@ impl Stream {
         let progress = &mut self.ranks[rank.index()];
         let Progress { answered, rtt, .. } = progress;
         contribution.asked.limit(all);
-        if let Some(took) = contribution.asked.answer(bit, position, now, answered) {
+        let again = header.flags.has(Flags::AGAIN);
+        if let Some(took) = contribution.asked.answer(bit, again, position, now, answered) {
             rtt.answered(took);
         }
-        let again = header.flags.has(Flags::AGAIN);
         contribution.sent |= recovery::sent_before(header.fragment, again);
         if recovery::proves_earlier(header.fragment, complete, again) {
             progress.sent = progress.sent.max(position);

@@ -202,10 +202,10 @@ impl Worker {
             self.heard = now;
         }
         arrival.have |= bit;
-        if let Some(took) = arrival.asked.answer(bit, position, now, &mut stream.answered) {
+        let again = header.flags.has(Flags::AGAIN);
+        if let Some(took) = arrival.asked.answer(bit, again, position, now, &mut stream.answered) {
             path.asks.answered(took);
         }
-        let again = header.flags.has(Flags::AGAIN);
         arrival.sent |= recovery::sent_before(header.fragment, again);
         let complete = arrival.complete();
         let hole = arrival.sent & arrival.all & !arrival.have != 0;
