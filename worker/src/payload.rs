@@ -27,6 +27,26 @@ pub(crate) enum Data {
     Blocks(BlockSet),
 }
 
+impl Data {
+    /// A range of the tensor; nothing of a list of blocks.
+    pub(crate) fn bytes(&self, range: Range<usize>) -> &[u8] {
+        match self {
+            Self::Borrowed(region) => region.bytes(range),
+            Self::Owned(tensor) => &tensor[range],
+            Self::Blocks(_) => &[],
+        }
+    }
+
+    /// The same, to be written.
+    pub(crate) fn bytes_mut(&mut self, range: Range<usize>) -> &mut [u8] {
+        match self {
+            Self::Borrowed(region) => region.bytes_mut(range),
+            Self::Owned(tensor) => &mut tensor[range],
+            Self::Blocks(_) => &mut [],
+        }
+    }
+}
+
 /// An op's data, and results of scaled windows that have arrived in part.
 #[derive(Debug)]
 pub(crate) struct Payload {
@@ -49,13 +69,9 @@ impl Payload {
     pub(crate) fn scan(&mut self, index: u32) -> u64 {
         let Descriptor { dtype, .. } = self.descriptor;
         let range = self.bytes_of(self.geometry.elements_of(index));
+        let block_elements = self.geometry.block_elements();
         // A list of blocks says itself which there are, and is never scanned.
-        let window = match &mut self.data {
-            Data::Borrowed(region) => region.bytes_mut(range),
-            Data::Owned(tensor) => &mut tensor[range],
-            Data::Blocks(_) => return 0,
-        };
-        kernel::scan_window(dtype, self.geometry.block_elements(), window)
+        kernel::scan_window(dtype, block_elements, self.data.bytes_mut(range))
     }
 
     /// Writes the datagrams of fragments of a window's packed non-zero blocks one after the other,
@@ -90,27 +106,36 @@ impl Payload {
     }
 
     /// Where in the tensor the payload of a window lies, if it is a large piece of it, as it is: a
-    /// whole window of wire type and tensor type alike, in one datagram.
-    pub(crate) fn in_place(&self, data: &DataFragments) -> Option<Range<usize>> {
+    /// whole window of wire type and tensor type alike, in one datagram. The header names the
+    /// window and its blocks, the payload has `len` bytes.
+    pub(crate) fn in_place(
+        &self,
+        header: &Header,
+        len: usize,
+        cut: Fragmentation,
+    ) -> Option<Range<usize>> {
         let Descriptor { dtype, wire, .. } = self.descriptor;
-        let DataFragments { len, cut, ref header, .. } = *data;
         let list = matches!(self.data, Data::Blocks(_));
         if list || wire != dtype.native_wire() || cut.count(len) != 1 || len < MIN_IN_PLACE {
             return None;
         }
-        let WindowId { index, .. } = header.window;
-        let stretch = self.geometry.stretches(index, header.mask, 0..len).next()?;
+        let stretch = self.geometry.stretches(header.window.index, header.mask, 0..len).next()?;
         let range = self.bytes_of(stretch.element..stretch.element + stretch.elements as u64);
         (range.len() == len).then_some(range)
     }
 
-    /// A range of the tensor; nothing of a list of blocks.
-    pub(crate) fn bytes(&self, range: Range<usize>) -> &[u8] {
-        match &self.data {
-            Data::Borrowed(region) => region.bytes(range),
-            Data::Owned(tensor) => &tensor[range],
-            Data::Blocks(_) => &[],
+    /// The same of a result, whose header may say anything; `cut` is the job's.
+    pub(crate) fn result_in_place(
+        &self,
+        header: &Header,
+        cut: Fragmentation,
+    ) -> Option<Range<usize>> {
+        let (index, mask) = (header.window.index, header.mask);
+        if index >= self.geometry.windows() || mask & !self.geometry.full_mask(index) != 0 {
+            return None;
         }
+        let len = self.geometry.payload_len(index, mask);
+        self.in_place(header, len, self.geometry.cut(cut, len))
     }
 
     /// Encodes the elements that bytes `range` of the packed payload hold.
@@ -150,7 +175,7 @@ impl Payload {
         let range = self.bytes_of(stretch.element..stretch.element + stretch.elements as u64);
         match &self.data {
             Data::Blocks(blocks) => blocks.each_source(&self.descriptor, stretch, visit),
-            Data::Borrowed(_) | Data::Owned(_) => visit(self.bytes(range), stretch.offset),
+            Data::Borrowed(_) | Data::Owned(_) => visit(self.data.bytes(range), stretch.offset),
         }
     }
 
@@ -215,9 +240,8 @@ impl Payload {
     fn target(&mut self, window: WindowId, stretch: Packed, before: usize) -> &mut [u8] {
         let range = self.bytes_of(stretch.element..stretch.element + stretch.elements as u64);
         match &mut self.data {
-            Data::Borrowed(region) => region.bytes_mut(range),
-            Data::Owned(tensor) => &mut tensor[range],
             Data::Blocks(blocks) => blocks.sums(window.index, before..before + range.len()),
+            tensor => tensor.bytes_mut(range),
         }
     }
 
@@ -243,8 +267,8 @@ fn locate(cut: Fragmentation, offset: usize) -> (usize, usize) {
     (at, cut.payload() - within)
 }
 
-/// Bytes of the smallest payload that is sent from where it lies: smaller ones are copied, so that
-/// several go out as one.
+/// Bytes of the smallest payload that is sent from where it lies, and received where it belongs:
+/// smaller ones are copied, so that several cross the kernel as one.
 const MIN_IN_PLACE: usize = 16 << 10;
 /// Bytes of the largest scaled block.
 const MAX_SCALED: usize = WireType::Fixed32.block_len(1024);

@@ -68,14 +68,7 @@ impl UdpSocket {
         }
         let buffers = &mut buffers[..asked];
         ring.lay_out(buffers);
-        ring.count = match ring.submit(self, asked) {
-            Ok(count) => count.min(asked),
-            Err(error) => match error.raw_os_error() {
-                // The last is the fate of an earlier datagram of ours (ICMP), and now read.
-                Some(libc::EAGAIN | libc::EINTR | libc::ECONNREFUSED) => 0,
-                _ => return Err(error),
-            },
-        };
+        ring.count = none_if_passing(ring.submit(self, asked, 0))?.unwrap_or(0).min(asked);
         for (index, buffer) in buffers.iter_mut().enumerate().take(ring.count) {
             let received = ring.read(self, index, buffer.capacity());
             // SAFETY: the kernel has just written `received.len` bytes at the start of the spare
@@ -85,6 +78,62 @@ impl UdpSocket {
             ring.received[index] = received;
         }
         Ok(ring.count)
+    }
+
+    /// Looks at the first message that is there, without waiting and without taking it: copies its
+    /// first bytes to `head`. The answer's length is the whole message's, which may be shorter.
+    /// `None` if nothing is there.
+    ///
+    /// # Errors
+    ///
+    /// As [`UdpSocket::recv`].
+    pub fn peek(&self, ring: &mut RecvRing, head: &mut [u8]) -> io::Result<Option<Received>> {
+        ring.count = 0;
+        ring.lay_out_one(0, head.as_mut_ptr(), head.len());
+        // With MSG_TRUNC the kernel says how long the message is, however little room it had.
+        let flags = libc::MSG_PEEK | libc::MSG_TRUNC;
+        if none_if_passing(ring.submit(self, 1, flags))?.unwrap_or(0) == 0 {
+            return Ok(None);
+        }
+        Ok(Some(ring.read_whole(self, 0)))
+    }
+
+    /// Takes the message that [`UdpSocket::peek`] has shown: its first bytes to `head`, those
+    /// behind to `tail`. The answer is how many were written; more than both hold are lost.
+    ///
+    /// # Errors
+    ///
+    /// The kernel's; `WouldBlock` if nothing is there, which is not so after a peek, as long as
+    /// nobody else receives.
+    pub fn take_peeked(&self, head: &mut [u8], tail: &mut [u8]) -> io::Result<usize> {
+        let mut places = [io::IoSliceMut::new(head), io::IoSliceMut::new(tail)];
+        // SAFETY: msghdr is plain C data, for which all zeros is a value.
+        let mut message: libc::msghdr = unsafe { mem::zeroed() };
+        message.msg_iov = places.as_mut_ptr().cast();
+        message.msg_iovlen = places.len() as _;
+        loop {
+            // SAFETY: the header points at two slices (IoSliceMut has the layout of iovec) that
+            // are lent for longer than the call.
+            let rc =
+                unsafe { libc::recvmsg(self.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
+            match usize::try_from(rc).map_err(|_| io::Error::last_os_error()) {
+                Err(error) if error.kind() != io::ErrorKind::WouldBlock && is_passing(&error) => {}
+                outcome => return outcome,
+            }
+        }
+    }
+}
+
+/// Whether a receive that failed so may be tried again: nothing is there, a signal came, or the
+/// fate of an earlier datagram of ours (ICMP) did, and is read now.
+fn is_passing(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EINTR | libc::ECONNREFUSED))
+}
+
+fn none_if_passing(outcome: io::Result<usize>) -> io::Result<Option<usize>> {
+    match outcome {
+        Err(error) if is_passing(&error) => Ok(None),
+        outcome => outcome.map(Some),
     }
 }
 
@@ -121,37 +170,51 @@ impl RecvRing {
 
     /// Clears the buffers and points the headers at their capacity.
     fn lay_out(&mut self, buffers: &mut [BytesMut]) {
-        let Storage { headers, iovecs, names, controls } = &mut *self.storage;
         for (slot, buffer) in buffers.iter_mut().enumerate().take(RECV_BATCH) {
             buffer.clear();
             let spare = buffer.spare_capacity_mut();
-            iovecs[slot] =
-                libc::iovec { iov_base: spare.as_mut_ptr().cast(), iov_len: spare.len() };
-            let header = &mut headers[slot];
-            header.msg_len = 0;
-            header.msg_hdr.msg_name = (&raw mut names[slot]).cast();
-            header.msg_hdr.msg_namelen = names[slot].size_of();
-            header.msg_hdr.msg_iov = &raw mut iovecs[slot];
-            header.msg_hdr.msg_iovlen = 1;
-            header.msg_hdr.msg_control = controls[slot].as_mut_ptr().cast();
-            header.msg_hdr.msg_controllen = SPACE;
-            header.msg_hdr.msg_flags = 0;
+            self.lay_out_one(slot, spare.as_mut_ptr().cast(), spare.len());
         }
     }
 
-    fn submit(&mut self, socket: &UdpSocket, count: usize) -> io::Result<usize> {
+    /// Points the header of a slot at `len` bytes from `start` on.
+    fn lay_out_one(&mut self, slot: usize, start: *mut u8, len: usize) {
+        let Storage { headers, iovecs, names, controls } = &mut *self.storage;
+        iovecs[slot] = libc::iovec { iov_base: start.cast(), iov_len: len };
+        let header = &mut headers[slot];
+        header.msg_len = 0;
+        header.msg_hdr.msg_name = (&raw mut names[slot]).cast();
+        header.msg_hdr.msg_namelen = names[slot].size_of();
+        header.msg_hdr.msg_iov = &raw mut iovecs[slot];
+        header.msg_hdr.msg_iovlen = 1;
+        header.msg_hdr.msg_control = controls[slot].as_mut_ptr().cast();
+        header.msg_hdr.msg_controllen = SPACE;
+        header.msg_hdr.msg_flags = 0;
+    }
+
+    fn submit(&mut self, socket: &UdpSocket, count: usize, flags: c_int) -> io::Result<usize> {
         #[expect(clippy::cast_possible_truncation, reason = "at most RECV_BATCH")]
         let vlen = count.min(RECV_BATCH) as c_uint;
         let headers = self.storage.headers.as_mut_ptr();
-        let (fd, flags) = (socket.as_raw_fd(), libc::MSG_DONTWAIT);
-        // SAFETY: `lay_out` has just pointed `count` headers at names and control messages of this
-        // ring and at spare capacity of buffers that the caller of `recv` still lends.
+        let (fd, flags) = (socket.as_raw_fd(), flags | libc::MSG_DONTWAIT);
+        // SAFETY: `lay_out_one` has just pointed `count` headers at names and control messages of
+        // this ring and at bytes that the caller of `recv` or `peek` still lends.
         let rc = unsafe { libc::recvmmsg(fd, headers, vlen, flags, ptr::null_mut()) };
         usize::try_from(rc).map_err(|_| io::Error::last_os_error())
     }
 
     /// What the kernel said of message `index`, which has `capacity` bytes of room.
     fn read(&mut self, socket: &UdpSocket, index: usize, capacity: usize) -> Received {
+        let whole = self.read_whole(socket, index);
+        if self.storage.headers[index].msg_hdr.msg_flags & libc::MSG_TRUNC != 0 {
+            socket.count_truncated();
+            return Received::NOTHING;
+        }
+        Received { len: whole.len.min(capacity), ..whole }
+    }
+
+    /// The same, however much of it there was room for.
+    fn read_whole(&mut self, socket: &UdpSocket, index: usize) -> Received {
         let Storage { headers, controls, .. } = &*self.storage;
         let header = &headers[index];
         let control = controls[index].messages(header.msg_hdr.msg_controllen);
@@ -169,11 +232,7 @@ impl RecvRing {
                 _ => {}
             }
         }
-        let len = usize::try_from(header.msg_len).unwrap_or(0).min(capacity);
-        if header.msg_hdr.msg_flags & libc::MSG_TRUNC != 0 {
-            socket.count_truncated();
-            return Received::NOTHING;
-        }
+        let len = usize::try_from(header.msg_len).unwrap_or(0);
         let Some(from) = self.sender(index) else { return Received::NOTHING };
         Received { from, len, stride: stride_of(stride, len), tos, ce: tos & CE == CE }
     }

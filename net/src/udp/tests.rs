@@ -249,6 +249,43 @@ fn receiving_fills_cleared_buffers_in_place_and_leaves_the_rest_alone() {
 }
 
 #[test]
+fn a_message_that_was_peeked_at_is_taken_in_two_pieces() {
+    let (sender, receiver) = (loopback(), loopback());
+    let mut ring = RecvRing::new();
+    let mut head = [0; 4];
+    assert_eq!(receiver.peek(&mut ring, &mut head).unwrap(), None, "nothing is there");
+    let none = receiver.take_peeked(&mut head, &mut []).unwrap_err();
+    assert_eq!(none.kind(), std::io::ErrorKind::WouldBlock);
+    let to = receiver.local_addr();
+    let (one, two) = (pattern(1000), pattern(3000));
+    send_all(&sender, &[Transmit::new(to, &one, 1000), Transmit::new(to, &two, 1000)]);
+    wait(&[receiver.as_fd()], Some(PATIENCE)).unwrap();
+    for _ in 0..2 {
+        let seen = receiver.peek(&mut ring, &mut head).unwrap().unwrap();
+        assert_eq!((seen.from, seen.len), (sender.local_addr(), 1000), "looking takes nothing");
+        assert_eq!(head, one[..4]);
+    }
+    let mut tail = [0; 996];
+    assert_eq!(receiver.take_peeked(&mut head, &mut tail).unwrap(), 1000);
+    assert_eq!([&head[..], &tail].concat(), one);
+    let seen = receiver.peek(&mut ring, &mut head).unwrap().unwrap();
+    assert_eq!((seen.len, seen.stride), (3000, 1000), "what the kernel joined");
+    assert_eq!(receiver.take_peeked(&mut head, &mut tail).unwrap(), 1000, "the rest is lost");
+    assert_eq!(receiver.peek(&mut ring, &mut head).unwrap(), None);
+    assert_eq!(receiver.truncated(), 0, "who peeks knows the length");
+}
+
+#[test]
+fn a_message_shorter_than_the_head_is_shown_too() {
+    let (sender, receiver) = (loopback(), loopback());
+    send_all(&sender, &[Transmit::new(receiver.local_addr(), b"sum", 3)]);
+    wait(&[receiver.as_fd()], Some(PATIENCE)).unwrap();
+    let (mut ring, mut head) = (RecvRing::new(), [0; 4]);
+    assert_eq!(receiver.peek(&mut ring, &mut head).unwrap().unwrap().len, 3);
+    assert_eq!(&head, b"sum\0");
+}
+
+#[test]
 fn a_queues_mark_is_seen_and_ecn_capable_is_not_one() {
     let (sender, receiver) = (loopback(), loopback());
     check_marks(&sender, &receiver);

@@ -185,7 +185,25 @@ impl Header {
     /// The reason why the bytes are none of this protocol's.
     pub fn decode_first(datagram: &[u8]) -> Result<(Self, &[u8], &[u8]), Reject> {
         // wire: W-1
-        let (bytes, rest) = datagram.split_first_chunk::<48>().ok_or(Reject::Truncated)?;
+        let (head, rest) = datagram.split_first_chunk().ok_or(Reject::Truncated)?;
+        let header = Self::read(head)?;
+        // wire: W-5
+        let body = rest.split_at_checked(usize::from(header.length)).ok_or(Reject::Truncated)?;
+        header.check_reserved()?;
+        Ok((header, body.0, body.1))
+    }
+
+    /// Reads a header whose body is yet to be received.
+    ///
+    /// # Errors
+    /// The reason why the bytes are none of this protocol's.
+    pub fn decode_alone(head: &[u8; Self::LEN]) -> Result<Self, Reject> {
+        let header = Self::read(head)?;
+        header.check_reserved()?;
+        Ok(header)
+    }
+
+    fn read(bytes: &[u8; Self::LEN]) -> Result<Self, Reject> {
         // wire: W-2
         if bytes[0..2] != MAGIC {
             return Err(Reject::Magic);
@@ -199,7 +217,7 @@ impl Header {
         let u32_at = |at: usize| {
             u32::from_be_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
         };
-        let header = Self {
+        Ok(Self {
             kind,
             job: JobId(u32_at(4)),
             generation: Generation(u32_at(8)),
@@ -213,11 +231,7 @@ impl Header {
             length: u16::from_be_bytes([bytes[44], bytes[45]]),
             fragment: bytes[46],
             flags: Flags(bytes[47]),
-        };
-        // wire: W-5
-        let body = rest.split_at_checked(usize::from(header.length)).ok_or(Reject::Truncated)?;
-        header.check_reserved()?;
-        Ok((header, body.0, body.1))
+        })
     }
 
     /// Rejects bits and fields that the kind does not use unless they are zero.
@@ -274,6 +288,7 @@ mod tests {
         ];
         assert_eq!(encoded(&sample(), &[7, 8, 9]), golden);
         assert_eq!(Header::decode(&golden), Ok((sample(), &[7u8, 8, 9][..])));
+        assert_eq!(Header::decode_alone(golden.first_chunk().unwrap()), Ok(sample()));
     }
 
     #[test]
@@ -296,6 +311,8 @@ mod tests {
             let mut bytes = encoded(&ack, &[7, 8, 9]);
             bytes[at] = 1;
             assert_eq!(Header::decode(&bytes), Err(Reject::Reserved), "{at}");
+            let head = bytes.first_chunk().unwrap();
+            assert_eq!(Header::decode_alone(head), Err(Reject::Reserved), "{at}");
         }
         let mut bytes = encoded(&sample(), &[7, 8, 9]);
         bytes[47] = 4;

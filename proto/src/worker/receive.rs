@@ -63,7 +63,8 @@ impl Worker {
         }
     }
 
-    /// Takes one message of a datagram, whose header the driver has decoded.
+    /// Takes one message of a datagram, whose header the driver has decoded. The body of a result
+    /// is not looked at: it may be received once the verdict says where it belongs.
     pub fn handle_decoded(
         &mut self,
         now: Time,
@@ -105,7 +106,7 @@ impl Worker {
         }
         stream.handle_low(header.ack);
         match header.kind {
-            Kind::Result => self.handle_result(now, header, body, observer),
+            Kind::Result => self.handle_result(now, header, observer),
             Kind::Ask => self.handle_ask(now, at, body),
             // wire: W-25, W-26
             Kind::Credit if body.is_empty() => {
@@ -147,7 +148,6 @@ impl Worker {
         &mut self,
         now: Time,
         header: &Header,
-        body: &[u8],
         observer: &mut impl Observer,
     ) -> Result<Verdict, Reject> {
         let window = header.window;
@@ -166,7 +166,7 @@ impl Worker {
         if position >= stream.opened {
             return Err(Reject::Unopened);
         }
-        let arrival = self.place_arrival(at, position, header, body)?;
+        let arrival = self.place_arrival(at, position, header)?;
         let Some(complete) = self.note_arrival(now, at, arrival, header) else {
             let (from, fragment) = (Rank::AGGREGATOR, header.fragment);
             observer.on_event(&Event::Duplicate { from, window, fragment });
@@ -230,7 +230,6 @@ impl Worker {
         at: usize,
         position: u64,
         header: &Header,
-        body: &[u8],
     ) -> Result<usize, Reject> {
         let stream = &mut self.streams[at];
         let entry = stream.sequence.at(position).ok_or(Reject::Stale)?;
@@ -243,7 +242,8 @@ impl Worker {
         let cut = entry.geometry.cut(self.config.cut, len);
         let fragment = usize::from(header.fragment);
         // wire: W-21
-        if fragment >= cut.count(len) || cut.range(len, fragment).len() != body.len() {
+        let length = usize::from(header.length);
+        if fragment >= cut.count(len) || cut.range(len, fragment).len() != length {
             return Err(Reject::Shape);
         }
         let start = if header.previous == Header::NO_PREVIOUS {

@@ -95,6 +95,8 @@ pub(crate) struct Engine {
     /// The same of the sockets of multicast groups.
     group_recv: RecvRing,
     group_buffers: Vec<BytesMut>,
+    /// The last result was a large piece of a tensor, so that the next may be one.
+    in_place: bool,
     staging: Staging,
     stats: Stats,
     /// Memory for the sums of ops on lists of blocks.
@@ -135,6 +137,7 @@ impl Engine {
             buffers: buffers(),
             group_recv: RecvRing::new(),
             group_buffers: buffers(),
+            in_place: false,
             staging: Staging::new(config.lanes),
             stats: Stats::default(),
             spare: Vec::new(),

@@ -1,11 +1,15 @@
-//! Datagrams in: results go straight from the receive buffer into the tensor.
+//! Datagrams in: results go from the receive buffer into the tensor, or from the kernel straight
+//! into it.
+
+use std::ops::Range;
+use std::sync::Arc;
 
 use bytes::BytesMut;
-use racksum_net::udp::{RECV_BATCH, Received};
+use racksum_net::udp::{RECV_BATCH, Received, UdpSocket};
 use racksum_proto::error::Reject;
 use racksum_proto::time::Time;
-use racksum_proto::wire::{self, Header};
-use racksum_proto::worker::Verdict;
+use racksum_proto::wire::{self, Header, Kind};
+use racksum_proto::worker::{Delivery, Verdict};
 
 use super::Engine;
 use crate::fault::Fate;
@@ -37,19 +41,19 @@ impl Engine {
     /// multicast. The kernel keeps those in another queue, so what is there when the rank's own
     /// batch has been received is taken before it.
     pub(super) fn receive(&mut self) -> Haul {
+        let (socket, groups) = (Arc::clone(&self.links.socket), Arc::clone(&self.links.groups));
+        if groups.is_empty()
+            && let Some(placed) = self.receive_in_place(&socket)
+        {
+            return Haul::of(placed);
+        }
         // An error here is a peer's ICMP message: silence will tell.
-        let own = self.links.socket.recv(&mut self.recv, &mut self.buffers).unwrap_or(0);
+        let own = socket.recv(&mut self.recv, &mut self.buffers).unwrap_or(0);
         let mut received = Haul::of(own);
-        for group in 0..self.links.groups.len() {
+        for group in groups.iter() {
             loop {
-                let Self { links, group_recv, group_buffers, .. } = self;
-                let count = links.groups[group].recv(group_recv, group_buffers).unwrap_or(0);
-                for i in 0..count {
-                    let meta = self.group_recv.meta(i);
-                    let buffer = std::mem::take(&mut self.group_buffers[i]);
-                    self.take_datagrams(&buffer, &meta);
-                    self.group_buffers[i] = buffer;
-                }
+                let placed = self.receive_in_place(group);
+                let count = placed.unwrap_or_else(|| self.receive_some(group, RECV_BATCH));
                 received = received.max(Haul::of(count));
                 // Without own datagrams there is nothing that these must precede.
                 if count < RECV_BATCH || own == 0 {
@@ -66,43 +70,103 @@ impl Engine {
         received
     }
 
+    /// Takes what has arrived at a socket, `most` messages at most. Returns how many it was.
+    fn receive_some(&mut self, socket: &UdpSocket, most: usize) -> usize {
+        let Self { group_recv, group_buffers, .. } = self;
+        let count = socket.recv(group_recv, &mut group_buffers[..most]).unwrap_or(0);
+        for i in 0..count {
+            let meta = self.group_recv.meta(i);
+            let buffer = std::mem::take(&mut self.group_buffers[i]);
+            self.take_datagrams(&buffer, &meta);
+            self.group_buffers[i] = buffer;
+        }
+        count
+    }
+
+    /// Has the kernel write results straight into the tensor, as long as they come in large pieces
+    /// of it: a look at the header says where each belongs, and costs less than one more copy.
+    /// Returns how many they were, a batch at most; `None` once there is something else.
+    fn receive_in_place(&mut self, socket: &UdpSocket) -> Option<usize> {
+        let mut count = 0;
+        while self.in_place && count < RECV_BATCH {
+            let mut head = [0; Header::LEN];
+            let Ok(Some(meta)) = socket.peek(&mut self.group_recv, &mut head) else { break };
+            if !self.take_in_place(socket, head, &meta) {
+                self.receive_some(socket, 1);
+            }
+            count += 1;
+        }
+        self.in_place.then_some(count)
+    }
+
+    /// Takes the message that begins with `head`, if it is a large piece of a tensor. Returns
+    /// whether it was.
+    fn take_in_place(
+        &mut self,
+        socket: &UdpSocket,
+        mut head: [u8; Header::LEN],
+        meta: &Received,
+    ) -> bool {
+        let Ok(header) = Header::decode_alone(&head) else { return false };
+        let Some(range) = self.place(&header).filter(|range| meta.len == Header::LEN + range.len())
+        else {
+            return false;
+        };
+        self.count(meta.len);
+        let now = self.clock.now();
+        let delivery = self.take_header(now, &header, &[], meta);
+        let payload = self.payloads.get_mut(&header.window.op).filter(|_| delivery.is_some());
+        let place = payload.map_or(&mut [][..], |payload| payload.data.bytes_mut(range));
+        let whole = Header::LEN + place.len();
+        if socket.take_peeked(&mut head, place).ok() != Some(whole) {
+            // The machine counts on what is not there.
+            self.end("the kernel did not hand over a datagram that it had shown");
+            return true;
+        }
+        if let Some(delivery) = delivery {
+            self.machine.handle_delivered(now, &delivery, &mut ());
+        }
+        true
+    }
+
+    /// Where in its tensor a result belongs, if it is a large piece of it.
+    fn place(&self, header: &Header) -> Option<Range<usize>> {
+        if header.kind != Kind::Result || self.faults.is_some() {
+            return None;
+        }
+        let payload = self.payloads.get(&header.window.op)?;
+        payload.result_in_place(header, self.machine.config().cut)
+    }
+
+    /// Counts a datagram of `len` bytes.
+    const fn count(&mut self, len: usize) {
+        self.stats.rx_datagrams += 1;
+        self.stats.rx_bytes += len as u64;
+    }
+
     /// Takes what the kernel handed over as one: datagrams of one sender, `stride` apart.
     fn take_datagrams(&mut self, buffer: &BytesMut, meta: &Received) {
         let now = self.clock.now();
         for datagram in buffer.chunks(meta.stride.max(1)) {
-            self.stats.rx_datagrams += 1;
-            self.stats.rx_bytes += datagram.len() as u64;
+            self.count(datagram.len());
             let fate = self.faults.as_mut().map_or(Fate::Pass, |[_, dice]| dice.roll());
             for _ in 0..fate.copies() {
                 for message in wire::messages(datagram) {
-                    self.take_message(now, message, meta);
+                    match message {
+                        Ok((header, body)) => self.take_message(now, &header, body, meta),
+                        Err(reject) => {
+                            self.machine.reject(reject, &mut ());
+                        }
+                    }
                 }
             }
         }
     }
 
-    fn take_message(
-        &mut self,
-        now: Time,
-        message: Result<(Header, &[u8]), Reject>,
-        meta: &Received,
-    ) {
-        let (header, body) = match message {
-            Ok(message) => message,
-            Err(reject) => {
-                self.machine.reject(reject, &mut ());
-                return;
-            }
-        };
-        // wire: W-9
-        // What is multicast comes from the shard's own address too.
-        if self.links.shards.get(usize::from(header.shard)).is_some_and(|s| s.0 != meta.from) {
-            self.machine.reject(Reject::Sender, &mut ());
-            return;
-        }
-        let verdict = self.machine.handle_decoded(now, &header, body, meta.ce, &mut ());
-        let Verdict::Deliver(delivery) = verdict else { return };
+    fn take_message(&mut self, now: Time, header: &Header, body: &[u8], meta: &Received) {
+        let Some(delivery) = self.take_header(now, header, body, meta) else { return };
         let op = delivery.window.op;
+        self.in_place = self.place(header).is_some();
         if let Some(payload) = self.payloads.get_mut(&op)
             && let Some(element) = payload.scatter(&delivery, body)
         {
@@ -110,6 +174,27 @@ impl Engine {
         }
         if delivery.complete {
             self.machine.handle_delivered(now, &delivery, &mut ());
+        }
+    }
+
+    /// Hands a message to the machine. Returns what is to be written, of which the machine has not
+    /// looked at the body.
+    fn take_header(
+        &mut self,
+        now: Time,
+        header: &Header,
+        body: &[u8],
+        meta: &Received,
+    ) -> Option<Delivery> {
+        // wire: W-9
+        // What is multicast comes from the shard's own address too.
+        if self.links.shards.get(usize::from(header.shard)).is_some_and(|s| s.0 != meta.from) {
+            self.machine.reject(Reject::Sender, &mut ());
+            return None;
+        }
+        match self.machine.handle_decoded(now, header, body, meta.ce, &mut ()) {
+            Verdict::Deliver(delivery) => Some(delivery),
+            Verdict::Duplicate | Verdict::Control | Verdict::Reject(_) => None,
         }
     }
 }

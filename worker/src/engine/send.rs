@@ -109,7 +109,7 @@ impl Engine {
         let op = data.header.window.op;
         let Some(payload) = payloads.get(&op) else { return };
         let stream = Stream { lane: data.header.lane, shard: data.shard };
-        if let Some(range) = payload.in_place(data)
+        if let Some(range) = payload.in_place(&data.header, data.len, data.cut)
             && let Some(head) = staging.bytes[staging.used..].first_chunk_mut()
         {
             data.header.of_fragment(0, range.len()).encode(head);
@@ -134,7 +134,8 @@ impl Engine {
             *message = match tail {
                 None => Message::new(to, contents, train.stride()),
                 Some((op, range)) => {
-                    let tensor = payloads.get(op).map_or(&[][..], |op| op.bytes(range.clone()));
+                    let tensor =
+                        payloads.get(op).map_or(&[][..], |op| op.data.bytes(range.clone()));
                     Message::in_two(to, contents, tensor)
                 }
             };

@@ -20,7 +20,11 @@ pub(crate) struct Bench {
 
 impl Bench {
     pub(crate) fn new(shards: u8, lanes: u8, ip: impl Into<IpAddr>) -> Self {
-        let ip = ip.into();
+        Self::with_datagrams(1408, shards, lanes, ip.into())
+    }
+
+    /// With fragments of up to `payload` bytes.
+    fn with_datagrams(payload: usize, shards: u8, lanes: u8, ip: IpAddr) -> Self {
         let open = || UdpSocket::open(&UdpConfig::new(SocketAddr::new(ip, 0))).unwrap();
         let socket = Arc::new(open());
         let sockets: Vec<_> = (0..shards).map(|_| open()).collect();
@@ -32,7 +36,7 @@ impl Bench {
             shards,
             pool_slots: 8,
             max_ops: 8,
-            cut: Fragmentation::new(1408).unwrap(),
+            cut: Fragmentation::new(payload).unwrap(),
             in_flight: 1 << 20,
         };
         let links = Links {
@@ -80,7 +84,31 @@ fn fail(op: OpId, shard: u8) -> Vec<u8> {
     [&head[..], &body].concat()
 }
 
+/// A result of one window of an op that shard 0 sums alone, each element `value`.
+fn result(op: OpId, index: u32, mask: u64, value: f32) -> Vec<u8> {
+    let body = value.to_le_bytes().repeat(256 * mask.count_ones() as usize);
+    let previous = index.checked_sub(1).unwrap_or(Header::NO_PREVIOUS);
+    let length = u16::try_from(body.len()).unwrap();
+    let window = WindowId::new(op, index);
+    let header = Header {
+        kind: Kind::Result,
+        window,
+        ack: WindowId::new(op, 0),
+        mask,
+        previous,
+        length,
+        ..Header::probe(JobId(1), Generation(0), 0)
+    };
+    let mut head = [0; Header::LEN];
+    header.encode(&mut head);
+    [&head[..], &body].concat()
+}
+
 const LONG: Span = Span::from_secs(60);
+/// All blocks of a window of f32.
+const ALL: u64 = (1 << 60) - 1;
+/// Elements of such a window.
+const WINDOW: usize = 60 * 256;
 
 #[test]
 fn a_datagram_that_names_another_shard_than_it_comes_from_changes_nothing() {
@@ -162,4 +190,82 @@ fn arrived(socket: &UdpSocket) -> Vec<(Header, u8)> {
         }
     }
     all
+}
+
+/// An engine whose datagrams hold whole windows, and an op of eight, the first of which is there.
+fn in_large_pieces() -> (Bench, OpId) {
+    let mut bench = Bench::with_datagrams(61_440, 1, 1, Ipv4Addr::LOCALHOST.into());
+    let tensor = 1f32.to_le_bytes().repeat(8 * WINDOW);
+    let descriptor = Descriptor::sum(8 * WINDOW as u64, DType::F32);
+    let op = bench.engine.submit(descriptor, Data::Owned(tensor), LONG).unwrap();
+    while bench.engine.step().next == Next::Step {}
+    bench.say(0, &result(op, 0, ALL, 0.5));
+    assert!(bench.engine.in_place, "the next may lie in the tensor as well");
+    (bench, op)
+}
+
+/// What each window of the tensor of an op that has ended begins with.
+fn sums(bench: &mut Bench, op: OpId) -> Vec<f32> {
+    let (outcome, payload) = bench.engine.take(op).expect("the op has ended");
+    assert_eq!(outcome, Ok(()));
+    let Data::Owned(tensor) = payload.data else { panic!("it was handed over") };
+    let element = |bytes: &[u8]| f32::from_le_bytes(bytes.try_into().unwrap());
+    let window = |window: &[u8]| window.chunks(4).map(element).collect::<Vec<_>>();
+    let windows: Vec<_> = tensor.chunks(4 * WINDOW).map(window).collect();
+    for (i, window) in windows.iter().enumerate() {
+        assert!(window.iter().all(|x| *x == window[0]), "window {i} is not of one piece");
+    }
+    windows.iter().map(|window| window[0]).collect()
+}
+
+#[test]
+fn large_results_are_received_where_they_belong() {
+    let (mut bench, op) = in_large_pieces();
+    let before = bench.engine.stats().rx_bytes;
+    for index in [2, 1, 4, 3, 5, 6, 7] {
+        bench.say(0, &result(op, index, ALL, index as f32));
+        assert!(bench.engine.in_place);
+    }
+    let bytes = bench.engine.stats().rx_bytes - before;
+    assert_eq!(bytes, 7 * (Header::LEN + 4 * WINDOW) as u64);
+    assert_eq!(sums(&mut bench, op), [0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]);
+}
+
+#[test]
+fn what_is_not_believed_is_not_written_either() {
+    let (mut bench, op) = in_large_pieces();
+    let stranger = UdpSocket::open(&UdpConfig::new("127.0.0.1:0".parse().unwrap())).unwrap();
+    let forged = result(op, 1, ALL, 9.0);
+    let message = Transmit::new(bench.socket.local_addr(), &forged, forged.len());
+    assert_eq!(stranger.send(&mut SendRing::new(), &[message]).sent, 1);
+    bench.engine.step();
+    assert_eq!(bench.engine.stats().rejects, 1, "W-9");
+    bench.say(0, &result(op, 0, ALL, 9.0));
+    bench.say(0, &result(OpId(77), 1, ALL, 9.0));
+    bench.say(0, &result(op, 8, ALL, 9.0));
+    bench.say(0, &result(op, 1, 1 << 63 | ALL >> 4, 9.0));
+    bench.say(0, &forged[..forged.len() - 1]);
+    bench.say(0, b"noise");
+    (1..8).for_each(|index| bench.say(0, &result(op, index, ALL, 1.5)));
+    assert_eq!(sums(&mut bench, op), [0.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5]);
+}
+
+#[test]
+fn large_and_small_results_and_other_messages_come_in_any_order() {
+    let (mut bench, op) = in_large_pieces();
+    let to = bench.socket.local_addr();
+    let probe = Header::probe(JobId(1), Generation(0), 0);
+    let mut credit = [0; Header::LEN];
+    let ack = WindowId::new(op, 0);
+    Header { kind: Kind::Credit, window: ack, ack, ..probe }.encode(&mut credit);
+    // In one piece, in two, a small one: of what has no result a tensor keeps what it has.
+    let masks = [ALL, ALL & !(1 << 30), 1, ALL, ALL, ALL, ALL];
+    let mut contents: Vec<_> = (1..).zip(masks).map(|(i, mask)| result(op, i, mask, 1.0)).collect();
+    contents.insert(1, credit.to_vec());
+    contents.insert(5, b"noise".to_vec());
+    let messages: Vec<_> = contents.iter().map(|c| Transmit::new(to, c, c.len())).collect();
+    assert_eq!(bench.shards[0].send(&mut SendRing::new(), &messages).sent, messages.len());
+    while bench.engine.step().next != Next::Wait(None) {}
+    assert_eq!(sums(&mut bench, op), [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]);
+    assert_eq!(bench.engine.stats().rejects, 1);
 }

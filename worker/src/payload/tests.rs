@@ -84,10 +84,10 @@ fn what_lies_in_the_tensor_as_it_travels_is_sent_from_there() {
         let len = payload.geometry.payload_len(0, mask);
         let header = Header { mask, ..Header::probe(JobId(1), Generation(0), 0) };
         let data = DataFragments { shard: 0, len, cut, fragments: u64::MAX, header };
-        let range = payload.in_place(&data)?;
+        let range = payload.in_place(&data.header, data.len, data.cut)?;
         let mut out = vec![0; len + Header::LEN];
         assert_eq!(payload.gather(&data, &mut out), out.len());
-        assert!(payload.bytes(range.clone()) == &out[Header::LEN..]);
+        assert!(payload.data.bytes(range.clone()) == &out[Header::LEN..]);
         Some(range)
     };
     let all = Geometry::new(&full).full_mask(0);
@@ -106,7 +106,7 @@ fn what_lies_in_the_tensor_as_it_travels_is_sent_from_there() {
     let header = Header { mask: all & !0xff, ..Header::probe(JobId(1), Generation(0), 0) };
     let len = payload.geometry.payload_len(0, header.mask);
     let data = DataFragments { shard: 0, len, cut: whole, fragments: u64::MAX, header };
-    assert_eq!(payload.in_place(&data), None, "a list");
+    assert_eq!(payload.in_place(&data.header, data.len, data.cut), None, "a list");
 }
 
 /// Takes the fragments of a window in `order` into `data`, which comes back.
