@@ -29,6 +29,8 @@ pub struct Run<'a> {
 /// Plans folds. Its buffers are allocated once.
 #[derive(Debug)]
 pub struct FoldPlan {
+    /// The blocks that each rank contributes.
+    masks: Vec<u64>,
     /// Bytes of each rank's payload that are planned.
     offsets: Vec<usize>,
     inputs: Vec<Input>,
@@ -38,7 +40,11 @@ impl FoldPlan {
     /// A planner for up to `world` ranks.
     #[must_use]
     pub fn new(world: usize) -> Self {
-        Self { offsets: Vec::with_capacity(world), inputs: Vec::with_capacity(world) }
+        Self {
+            masks: Vec::with_capacity(world),
+            offsets: Vec::with_capacity(world),
+            inputs: Vec::with_capacity(world),
+        }
     }
 
     /// Calls `visit` for each run of window `index`, in order, given the blocks that each rank
@@ -48,38 +54,38 @@ impl FoldPlan {
         &mut self,
         geometry: &Geometry,
         index: u32,
-        masks: impl Iterator<Item = u64> + Clone,
+        masks: impl Iterator<Item = u64>,
         mut visit: impl FnMut(Run<'_>),
     ) {
-        let world = masks.clone().count();
-        self.offsets.clear();
-        self.offsets.resize(world, 0);
-        let union = masks.clone().fold(0, |union, mask| union | mask);
-        let same_ranks =
-            |one: usize, other: usize| masks.clone().all(|m| m >> one & 1 == m >> other & 1);
-        let mut rest = union;
+        let Self { masks: ranks, offsets, inputs } = self;
+        ranks.clear();
+        ranks.extend(masks);
+        offsets.clear();
+        offsets.resize(ranks.len(), 0);
+        let mut rest = ranks.iter().fold(0, |union, mask| union | mask);
         let mut at = 0;
         while rest != 0 {
-            let block = rest.trailing_zeros() as usize;
-            let mut len = 0;
-            while rest != 0 {
-                let next = rest.trailing_zeros() as usize;
-                if next != block && (geometry.wire().is_scaled() || !same_ranks(block, next)) {
-                    break;
+            let block = rest.trailing_zeros();
+            let holds = |mask: u64| mask >> block & 1 == 1;
+            let run = if geometry.wire().is_scaled() {
+                1 << block
+            } else {
+                let alike = |mask: &u64| if holds(*mask) { *mask } else { !*mask };
+                let other = ranks.iter().map(alike).fold(rest, |run, alike| run & alike) ^ rest;
+                // The blocks below the first that others contribute to, or all.
+                rest & (other & other.wrapping_neg()).wrapping_sub(1)
+            };
+            rest ^= run;
+            let len = geometry.payload_len(index, run);
+            inputs.clear();
+            for ((rank, mask), offset) in (0..).zip(ranks.iter()).zip(offsets.iter_mut()) {
+                if holds(*mask) {
+                    inputs.push(Input { rank: Rank(rank), offset: *offset });
+                    *offset += len;
                 }
-                rest &= rest - 1;
-                len += geometry.wire().block_len(geometry.block_elements_of(index, next));
             }
-            self.inputs.clear();
-            for (rank, mask) in (0..).zip(masks.clone()) {
-                if mask >> block & 1 == 1 {
-                    let offset = self.offsets[usize::from(rank)];
-                    self.inputs.push(Input { rank: Rank(rank), offset });
-                    self.offsets[usize::from(rank)] += len;
-                }
-            }
-            let absent = self.inputs.len() < world;
-            visit(Run { out: at..at + len, inputs: &self.inputs, absent });
+            let absent = inputs.len() < ranks.len();
+            visit(Run { out: at..at + len, inputs, absent });
             at += len;
         }
     }
@@ -123,6 +129,44 @@ mod tests {
             (2048..4096, vec![(1, 1024)]),
         ];
         assert_eq!(runs(&descriptor, &[0b00011, 0b11010]), expected);
+    }
+
+    #[test]
+    fn runs_are_those_that_a_look_at_each_block_gives() {
+        // The last window of a tensor, whose last block is short.
+        let descriptor = Descriptor::sum(59 * 256 + 7, DType::F32);
+        let bytes = |block: u32| if block == 59 { 28 } else { 1024 };
+        let contributors = |masks: [u64; 3], block: u32| masks.map(|mask| mask >> block & 1 == 1);
+        let mut random = 1_u64;
+        for _ in 0..2_000 {
+            // Products of two random words have long runs of the same contributors.
+            let masks = [(); 3].map(|()| {
+                random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                let (one, other) = (random >> 32, random >> (random >> 58));
+                one.wrapping_mul(other) & ((1 << 60) - 1)
+            });
+            let union = masks.iter().fold(0, |union, mask| union | mask);
+            let mut expected: Vec<([bool; 3], usize)> = vec![];
+            for block in (0..60).filter(|block| union >> block & 1 == 1) {
+                let ranks = contributors(masks, block);
+                match expected.last_mut() {
+                    Some((before, len)) if *before == ranks => *len += bytes(block),
+                    _ => expected.push((ranks, bytes(block))),
+                }
+            }
+            let mut ends = [0; 3];
+            let mut end = 0;
+            let seen = runs(&descriptor, &masks);
+            assert_eq!(seen.len(), expected.len(), "{masks:x?}");
+            for ((out, inputs), (ranks, len)) in seen.into_iter().zip(expected) {
+                assert_eq!(out, end..end + len, "{masks:x?}");
+                end += len;
+                let of = |rank: usize| (u16::try_from(rank).unwrap(), ends[rank]);
+                let wanted: Vec<_> = (0..3).filter(|rank| ranks[*rank]).map(of).collect();
+                assert_eq!(inputs, wanted, "{masks:x?}");
+                (0..3).filter(|rank| ranks[*rank]).for_each(|rank| ends[rank] += len);
+            }
+        }
     }
 
     #[test]
