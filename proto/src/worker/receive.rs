@@ -1,6 +1,6 @@
 //! What a worker makes of the aggregator's datagrams.
 
-use super::stream::{Arrival, Stalled};
+use super::stream::{Arrival, Probe, Stalled, Stream};
 use super::{Path, Worker};
 use crate::descriptor::Descriptor;
 use crate::error::{OpError, Reject};
@@ -321,10 +321,14 @@ impl Worker {
     /// The aggregator lacks fragments or opens.
     fn handle_ask(&mut self, now: Time, at: usize, body: &[u8]) -> Result<Verdict, Reject> {
         let entries = AskEntries::decode(body)?;
-        let sequence = &self.streams[at].sequence;
+        let stream = &mut self.streams[at];
+        // What was sent after a probe has not been missed by the answer to it.
+        let end = stream.probe.as_mut().map_or(u64::MAX, Probe::answered);
+        let position =
+            |stream: &Stream, window| stream.sequence.position(window).filter(|at| *at < end);
         let asked = entries.iter().filter(|entry| entry.fragments != 0);
         // What was sent up to the last window that lacks something is on its way no more.
-        if let Some(last) = asked.filter_map(|entry| sequence.position(entry.window)).max() {
+        if let Some(last) = asked.filter_map(|entry| position(stream, entry.window)).max() {
             self.note_off_path(at, last + 1);
         }
         let stream = &mut self.streams[at];
@@ -336,7 +340,7 @@ impl Worker {
                 stream.reopen = Some(stream.reopen.map_or(from, |at| at.min(from)));
                 continue;
             }
-            let Some(position) = stream.sequence.position(entry.window) else { continue };
+            let Some(position) = position(stream, entry.window) else { continue };
             let found = stream.in_flight.binary_search_by_key(&position, |sent| sent.position);
             let Ok(i) = found else { continue };
             let len = stream.in_flight[i].len;
@@ -384,8 +388,8 @@ impl Worker {
         let asks = &mut self.paths[usize::from(stream.shard)].asks;
         // A later probe's answer cannot be told from a late one to the first (Karn).
         let first = stream.probes == 1;
-        if let Some(probed_at) = stream.probed_at.take().filter(|_| first) {
-            asks.sample(now.since(probed_at));
+        if let Some(probe) = stream.probe.take().filter(|_| first) {
+            asks.sample(now.since(probe.at));
         }
         // wire: W-38
         if stream.note_wait(now, end, asks) {

@@ -111,8 +111,8 @@ pub(super) struct Stream {
     pub(super) quiet_since: Time,
     /// Questions since something last moved, and more for each answer that others are waited for.
     pub(super) probes: u32,
-    /// When the last of them was sent, until an answer.
-    pub(super) probed_at: Option<Time>,
+    /// The last of them, until an answer.
+    pub(super) probe: Option<Probe>,
     /// Windows and bytes of results since the last acknowledgement, and since when.
     pub(super) unacked: Unacked,
     pub(super) ack_due: bool,
@@ -134,6 +134,22 @@ struct Tail {
 /// Whether an ask is sent because nothing is heard, or because of a gap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Stalled(pub(super) bool);
+
+/// A probe that was sent, and no wait has come since.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Probe {
+    pub(super) at: Time,
+    /// The first window that had not been sent then, nor at an earlier one without an answer.
+    pub(super) sent: u64,
+}
+
+impl Probe {
+    /// Notes that an ask has come, which may be the answer. Returns where the windows end that it
+    /// can be about; a later ask is about any.
+    pub(super) const fn answered(&mut self) -> u64 {
+        core::mem::replace(&mut self.sent, u64::MAX)
+    }
+}
 
 /// Results that have not been acknowledged.
 #[derive(Debug, Clone, Copy, Default)]
@@ -169,7 +185,7 @@ impl Stream {
             answered: Answered::NONE,
             quiet_since: now,
             probes: 0,
-            probed_at: None,
+            probe: None,
             unacked: Unacked::default(),
             waited: Waited::new(),
             ack_due: false,

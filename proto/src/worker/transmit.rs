@@ -1,6 +1,6 @@
 //! What a worker has to say, and to which shard.
 
-use super::stream::{Sent, Stalled, Stream};
+use super::stream::{Probe, Sent, Stalled, Stream};
 use super::{Config, Worker};
 use crate::geometry::Fragmentation;
 use crate::ids::{OpId, Rank, WindowId};
@@ -198,7 +198,11 @@ impl Worker {
             return None;
         }
         stream.note_asked(now, asks);
-        stream.probed_at = stalled.then_some(now).or(stream.probed_at);
+        if stalled {
+            // The answer to an earlier one may be on its way.
+            let unanswered = stream.probe.map_or(u64::MAX, |probe| probe.sent);
+            stream.probe = Some(Probe { at: now, sent: stream.sent.min(unanswered) });
+        }
         let window = stream.sequence.window(stream.cursor);
         self.counters.asks += 1;
         self.counters.probes += u64::from(stalled);

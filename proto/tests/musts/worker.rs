@@ -155,6 +155,25 @@ fn fragments_that_are_asked_for_are_sent_again_and_no_others() {
 }
 
 #[test]
+fn what_was_sent_after_a_probe_is_not_sent_again_for_its_answer() {
+    // wire: W-37
+    let mut rank = Machine::new();
+    rank.start(&[true; 2]);
+    rank.said();
+    rank.expire();
+    rank.asks();
+    rank.start(&[true]);
+    assert_eq!(rank.sends(), [0]);
+    rank.expire();
+    rank.asks();
+    let lacks = [window(0, 1), window(1, 0)].map(|window| AskEntry { window, fragments: 1 });
+    rank.take(&ask(&lacks));
+    assert_eq!(rank.sends(), [1], "the aggregator could not have it yet");
+    rank.take(&ask(&lacks[1..]));
+    assert_eq!(rank.sends(), [0], "whoever asks once more lacks it");
+}
+
+#[test]
 fn what_is_asked_for_of_an_op_that_fails_hides_nothing_behind_it() {
     // wire: W-37
     let mut rank = Machine::new();
