@@ -20,10 +20,11 @@ use crate::slots::MAX_WORLD;
 pub const MAX_LANES: u8 = 8;
 /// Most bytes of a job's name.
 const MAX_NAME: usize = 128;
-/// Bytes that a rank may have in flight towards a shard, however large the buffers are: at
-/// 10 Gbit/s the round trips of 0.8 ms, and about what two ranks' datagrams and tensors leave in a
-/// processor's second-level cache. With 4 MB each a sum on one host takes a third more of it.
-const MAX_IN_FLIGHT: usize = 1 << 20;
+/// Bytes that a rank may have in flight towards a shard where datagrams hold whole windows, as
+/// between processes of one host: there copies are the limit, and what two ranks have on its way
+/// should stay in the processor's cache. With 4 MB each a sum takes a third more of it. On slower
+/// links, whose datagrams are small, more in flight mends losses sooner.
+const MAX_LOCAL_IN_FLIGHT: usize = 1 << 20;
 /// Ops that each rank may have in flight.
 const MAX_OPS: u16 = 64;
 /// From this many ranks on, `auto` tries multicast: one rank alone needs no copies.
@@ -483,7 +484,8 @@ impl Job {
         })?;
         let lowest = joins().map(|join| join.receive_buffer).min().unwrap_or(0) as usize;
         let receive = handles.iter().map(|shard| shard.receive_buffer).min().unwrap_or(0);
-        let in_flight = (receive / usize::from(self.world)).clamp(2 * WINDOW_BYTES, MAX_IN_FLIGHT);
+        let most = if payload == WINDOW_BYTES { MAX_LOCAL_IN_FLIGHT } else { usize::MAX };
+        let in_flight = (receive / usize::from(self.world)).clamp(2 * WINDOW_BYTES, most);
         let mine = u8::try_from(shards).unwrap_or(u8::MAX);
         let (place, aggregators) = self.stripe;
         let shards = mine.checked_mul(aggregators).ok_or_else(|| {
