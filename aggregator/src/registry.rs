@@ -22,9 +22,9 @@ pub const MAX_LANES: u8 = 8;
 const MAX_NAME: usize = 128;
 /// Bytes that a rank may have in flight towards a shard where datagrams hold whole windows, as
 /// between processes of one host: there copies are the limit, and what two ranks have on its way
-/// should stay in the processor's cache. With 4 MB each a sum takes a third more of it. On slower
-/// links, whose datagrams are small, more in flight mends losses sooner.
-const MAX_LOCAL_IN_FLIGHT: usize = 1 << 20;
+/// should stay in the processor's cache. On slower links, whose datagrams are small, more in
+/// flight mends losses sooner.
+const MAX_LOCAL_IN_FLIGHT: usize = 1 << 19;
 /// Ops that each rank may have in flight.
 const MAX_OPS: u16 = 64;
 /// From this many ranks on, `auto` tries multicast: one rank alone needs no copies.

@@ -9,9 +9,8 @@ pub(crate) mod tests;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 
-use bytes::BytesMut;
 use racksum_net::clock::Clock;
-use racksum_net::udp::{RECV_BATCH, RECV_CAPACITY, RecvRing, UdpSocket};
+use racksum_net::udp::UdpSocket;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::geometry::Geometry;
 use racksum_proto::ids::{OpId, Rank};
@@ -24,7 +23,7 @@ use crate::fault::{Dice, Faults};
 use crate::payload::{Data, Payload};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::ids::JobId;
-use receive::Haul;
+use receive::{Haul, Inbox};
 use send::Staging;
 
 /// What a worker has sent and received, in UDP payload.
@@ -90,11 +89,8 @@ pub(crate) struct Engine {
     finished: BTreeMap<OpId, (Result<(), OpError>, Payload)>,
     /// Ops in flight that nobody will wait for.
     abandoned: BTreeSet<OpId>,
-    recv: RecvRing,
-    buffers: Vec<BytesMut>,
-    /// The same of the sockets of multicast groups.
-    group_recv: RecvRing,
-    group_buffers: Vec<BytesMut>,
+    /// Of the rank's own socket, and of those of multicast groups.
+    inboxes: [Inbox; 2],
     /// The last result was a large piece of a tensor, so that the next may be one.
     in_place: bool,
     staging: Staging,
@@ -124,7 +120,6 @@ impl Engine {
             machine.set_shard_job(shard, *job);
         }
         let dice = |direction: u64| Dice::new(*faults, u64::from(config.rank.0) * 2 + direction);
-        let buffers = || (0..RECV_BATCH).map(|_| BytesMut::with_capacity(RECV_CAPACITY)).collect();
         Self {
             machine,
             world,
@@ -133,10 +128,7 @@ impl Engine {
             payloads: BTreeMap::new(),
             finished: BTreeMap::new(),
             abandoned: BTreeSet::new(),
-            recv: RecvRing::new(),
-            buffers: buffers(),
-            group_recv: RecvRing::new(),
-            group_buffers: buffers(),
+            inboxes: [Inbox::new(), Inbox::new()],
             in_place: false,
             staging: Staging::new(config.lanes),
             stats: Stats::default(),

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::BytesMut;
-use racksum_net::udp::{RECV_BATCH, Received, UdpSocket};
+use racksum_net::udp::{RECV_CAPACITY, Received, RecvRing, UdpSocket};
 use racksum_proto::error::Reject;
 use racksum_proto::time::Time;
 use racksum_proto::wire::{self, Header, Kind};
@@ -13,6 +13,33 @@ use racksum_proto::worker::{Delivery, Verdict};
 
 use super::Engine;
 use crate::fault::Fate;
+
+/// Where messages are received to.
+pub(super) struct Inbox {
+    ring: RecvRing,
+    buffers: [BytesMut; BATCH],
+}
+
+impl Inbox {
+    pub(super) fn new() -> Self {
+        let buffers = [(); BATCH].map(|()| BytesMut::with_capacity(RECV_CAPACITY));
+        Self { ring: RecvRing::new(), buffers }
+    }
+
+    /// Receives what is there, `most` messages at most. Returns how many it was.
+    fn receive(&mut self, socket: &UdpSocket, most: usize) -> usize {
+        // An error here is a peer's ICMP message: silence will tell.
+        socket.recv(&mut self.ring, &mut self.buffers[..most]).unwrap_or(0)
+    }
+}
+
+/// The inbox of the rank's own socket.
+const OWN: usize = 0;
+/// That of the sockets of multicast groups.
+const GROUP: usize = 1;
+/// Messages received at a time: few, so that they are still in the processor's cache when they are
+/// copied or decoded, and the tensor is not driven out of it.
+const BATCH: usize = 2;
 
 /// How much had arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -28,7 +55,7 @@ impl Haul {
     const fn of(count: usize) -> Self {
         match count {
             0 => Self::Nothing,
-            RECV_BATCH => Self::Batch,
+            BATCH => Self::Batch,
             _ => Self::Some,
         }
     }
@@ -47,40 +74,38 @@ impl Engine {
         {
             return Haul::of(placed);
         }
-        // An error here is a peer's ICMP message: silence will tell.
-        let own = socket.recv(&mut self.recv, &mut self.buffers).unwrap_or(0);
+        let own = self.inboxes[OWN].receive(&socket, BATCH);
         let mut received = Haul::of(own);
         for group in groups.iter() {
             loop {
                 let placed = self.receive_in_place(group);
-                let count = placed.unwrap_or_else(|| self.receive_some(group, RECV_BATCH));
+                let count = placed.unwrap_or_else(|| self.receive_some(group, BATCH));
                 received = received.max(Haul::of(count));
                 // Without own datagrams there is nothing that these must precede.
-                if count < RECV_BATCH || own == 0 {
+                if count < BATCH || own == 0 {
                     break;
                 }
             }
         }
-        for i in 0..own {
-            let meta = self.recv.meta(i);
-            let buffer = std::mem::take(&mut self.buffers[i]);
-            self.take_datagrams(&buffer, &meta);
-            self.buffers[i] = buffer;
-        }
+        self.take_messages(OWN, own);
         received
     }
 
-    /// Takes what has arrived at a socket, `most` messages at most. Returns how many it was.
+    /// Takes what has arrived at a group's socket, `most` messages at most. Returns how many it was.
     fn receive_some(&mut self, socket: &UdpSocket, most: usize) -> usize {
-        let Self { group_recv, group_buffers, .. } = self;
-        let count = socket.recv(group_recv, &mut group_buffers[..most]).unwrap_or(0);
-        for i in 0..count {
-            let meta = self.group_recv.meta(i);
-            let buffer = std::mem::take(&mut self.group_buffers[i]);
-            self.take_datagrams(&buffer, &meta);
-            self.group_buffers[i] = buffer;
-        }
+        let count = self.inboxes[GROUP].receive(socket, most);
+        self.take_messages(GROUP, count);
         count
+    }
+
+    /// Takes the `count` messages of an inbox.
+    fn take_messages(&mut self, inbox: usize, count: usize) {
+        for i in 0..count {
+            let Inbox { ring, buffers } = &mut self.inboxes[inbox];
+            let (meta, buffer) = (ring.meta(i), std::mem::take(&mut buffers[i]));
+            self.take_datagrams(&buffer, &meta);
+            self.inboxes[inbox].buffers[i] = buffer;
+        }
     }
 
     /// Has the kernel write results straight into the tensor, as long as they come in large pieces
@@ -88,9 +113,11 @@ impl Engine {
     /// Returns how many they were, a batch at most; `None` once there is something else.
     fn receive_in_place(&mut self, socket: &UdpSocket) -> Option<usize> {
         let mut count = 0;
-        while self.in_place && count < RECV_BATCH {
+        while self.in_place && count < BATCH {
             let mut head = [0; Header::LEN];
-            let Ok(Some(meta)) = socket.peek(&mut self.group_recv, &mut head) else { break };
+            let Ok(Some(meta)) = socket.peek(&mut self.inboxes[GROUP].ring, &mut head) else {
+                break;
+            };
             if !self.take_in_place(socket, head, &meta) {
                 self.receive_some(socket, 1);
             }

@@ -1,8 +1,9 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::AsFd;
 
+use bytes::BytesMut;
 use racksum_net::udp::{
-    self, ECT0, RECV_BATCH, RecvRing, SendRing, Transmit, UdpConfig, tos_of_lane,
+    self, ECT0, RECV_BATCH, RECV_CAPACITY, RecvRing, SendRing, Transmit, UdpConfig, tos_of_lane,
 };
 use racksum_proto::dtype::DType;
 use racksum_proto::geometry::Fragmentation;

@@ -4,6 +4,7 @@ use std::marker::PhantomData;
 
 use super::element::Element;
 use super::level::Task;
+use super::prefetch;
 
 /// A conversion of the run `src` of elements of `From` to as many of `To`.
 pub(super) struct Convert<'a, From, To> {
@@ -17,8 +18,23 @@ impl<From: Element, To: Element> Task for Convert<'_, From, To> {
 
     #[inline(always)]
     fn run(self) {
-        for (x, y) in From::elements(self.src).iter().zip(To::elements_mut(self.dst)) {
-            *y = To::store(From::load(*x));
+        let (src, src_rest) = From::elements(self.src).as_chunks::<STEP>();
+        let (dst, dst_rest) = To::elements_mut(self.dst).as_chunks_mut::<STEP>();
+        for (x, y) in src.iter().zip(dst) {
+            prefetch::to_read(x);
+            prefetch::to_write(y);
+            convert::<From, To>(x, y);
         }
+        convert::<From, To>(src_rest, dst_rest);
     }
 }
+
+#[inline(always)]
+fn convert<From: Element, To: Element>(src: &[From::Bytes], dst: &mut [To::Bytes]) {
+    for (x, y) in src.iter().zip(dst) {
+        *y = To::store(From::load(*x));
+    }
+}
+
+/// Elements between hints: a few vectors, and a line of cache at least.
+const STEP: usize = 64;

@@ -11,6 +11,7 @@ mod element;
 mod fixed32;
 mod int8;
 mod level;
+mod prefetch;
 mod scan;
 #[cfg(test)]
 mod tests;

@@ -1,6 +1,7 @@
 //! Which blocks of a window are zero.
 
 use super::level::Task;
+use super::prefetch::{self, LINE};
 
 /// A scan of `window`, cut into blocks of `block_len` bytes.
 pub(super) struct Scan<'a> {
@@ -17,6 +18,7 @@ impl Task for Scan<'_> {
     fn run(self) -> u64 {
         let mut occupancy = 0;
         for (b, block) in self.window.chunks_mut(self.block_len).enumerate() {
+            prefetch::line(block, BLOCKS_AHEAD * self.block_len);
             match union(block, self.mask) {
                 // Not a bit set, also of the signs.
                 0 => {}
@@ -45,6 +47,7 @@ fn union(block: &[u8], mask: u64) -> u64 {
     }
     let (steps, rest) = rest.as_chunks::<STEP>();
     for step in steps {
+        prefetch::to_read(step);
         bits |= union_of_words(step.as_chunks().0);
         if bits & mask != 0 {
             return bits;
@@ -65,8 +68,9 @@ fn union_of_words(words: &[[u8; 8]]) -> u64 {
     words.iter().fold(0, |bits, word| bits | u64::from_le_bytes(*word))
 }
 
-/// Bytes of a cache line.
-const LINE: usize = 64;
+/// Of a dense tensor, whose blocks are known by their first lines: how many of these are on their
+/// way at a time.
+const BLOCKS_AHEAD: usize = 8;
 
 /// Bytes between tests in a block whose first line is zero.
 const STEP: usize = 256;
