@@ -91,7 +91,7 @@ impl Engine {
         received
     }
 
-    /// Takes what has arrived at a group's socket, `most` messages at most. Returns how many it was.
+    /// Takes what has arrived at a group's socket, `most` messages at most, and returns how many.
     fn receive_some(&mut self, socket: &UdpSocket, most: usize) -> usize {
         let count = self.inboxes[GROUP].receive(socket, most);
         self.take_messages(GROUP, count);

@@ -55,6 +55,7 @@ fn union(block: &[u8], mask: u64) -> u64 {
     }
     let (lines, rest) = rest.as_chunks::<LINE>();
     for line in lines {
+        prefetch::to_read(line);
         bits |= union_of_words(line.as_chunks().0);
     }
     let (words, rest) = rest.as_chunks();

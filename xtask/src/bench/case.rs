@@ -102,13 +102,17 @@ pub(crate) enum Program {
     },
     /// Over TCP; dense only, loopback only.
     OpenMpi,
+    /// Bare sockets; dense only, loopback only.
+    Floor {
+        wire: Wire,
+    },
 }
 
 impl Program {
     pub(crate) const fn racksum(&self) -> Option<&Racksum> {
         match self {
             Self::Racksum(racksum) => Some(racksum),
-            Self::Gloo { .. } | Self::OpenMpi => None,
+            Self::Gloo { .. } | Self::OpenMpi | Self::Floor { .. } => None,
         }
     }
 }

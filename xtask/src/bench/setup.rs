@@ -19,6 +19,7 @@ pub(crate) struct Setup {
     pub(crate) peers: PathBuf,
     pub(crate) python: Result<PathBuf, String>,
     pub(crate) mpi: Result<PathBuf, String>,
+    pub(crate) floor: Result<PathBuf, String>,
     /// Slow links.
     pub(crate) links: Result<(), String>,
     /// Where logs and results go.
@@ -56,6 +57,11 @@ impl Setup {
         } else {
             Err(unneeded.clone())
         };
+        let floor = if needs(|program| matches!(program, Program::Floor { .. })) {
+            said("the floor", floor(root, &work, &peers))
+        } else {
+            Err(unneeded.clone())
+        };
         let slow = |case: &Case| matches!(case, Case::Race(race) if race.net != Net::Loopback);
         let links = if cases.iter().any(slow) {
             let why = machine::link_tools(root).unwrap_or_else(|error| Some(error.to_string()));
@@ -63,7 +69,7 @@ impl Setup {
         } else {
             Err(unneeded)
         };
-        Ok(Self { racksum, peers, python, mpi, links, work })
+        Ok(Self { racksum, peers, python, mpi, floor, links, work })
     }
 
     /// Why a program cannot race.
@@ -72,6 +78,7 @@ impl Setup {
             Program::Racksum(_) => None,
             Program::Gloo { .. } => self.python.as_ref().err().cloned(),
             Program::OpenMpi => self.mpi.as_ref().err().cloned(),
+            Program::Floor { .. } => self.floor.as_ref().err().cloned(),
         }
     }
 }
@@ -108,20 +115,41 @@ fn venv(root: &Path, work: &Path, peers: &Path) -> Result<PathBuf, String> {
     Ok(python)
 }
 
-/// The program that times Open MPI, compiled when its source is newer.
+/// The program that times Open MPI.
 fn openmpi(root: &Path, work: &Path, peers: &Path) -> Result<PathBuf, String> {
-    let (source, program) = (peers.join("mpi_allreduce.c"), work.join("mpi_allreduce"));
     let packages = ["openmpi-bin", "libopenmpi-dev"];
     let missing = machine::provide(root, &["mpirun", "mpicc"], &packages);
     if let Some(why) = missing.map_err(|error| format!("{error:#}"))? {
         return Err(why);
     }
+    compiled(root, work, &peers.join("mpi_allreduce.c"), "mpicc", &["-O2"])
+}
+
+/// The program that times bare sockets.
+fn floor(root: &Path, work: &Path, peers: &Path) -> Result<PathBuf, String> {
+    let missing = machine::provide(root, &["cc"], &["gcc", "libc6-dev"]);
+    if let Some(why) = missing.map_err(|error| format!("{error:#}"))? {
+        return Err(why);
+    }
+    let flags = ["-O3", "-march=native", "-pthread"];
+    compiled(root, work, &peers.join("loopback_floor.c"), "cc", &flags)
+}
+
+/// What `source` compiles to, made when the source is newer.
+fn compiled(
+    root: &Path,
+    work: &Path,
+    source: &Path,
+    compiler: &str,
+    flags: &[&str],
+) -> Result<PathBuf, String> {
+    let program = work.join(source.file_stem().unwrap_or_default());
     let changed = |path: &Path| fs::metadata(path).and_then(|metadata| metadata.modified()).ok();
-    if changed(&program) < changed(&source) {
+    if changed(&program) < changed(source) {
         let compile = || -> Result<()> {
-            let flags = ["-std=c11", "-O2", "-Wall", "-Wextra", "-o"];
-            let files = [path(&program)?, path(&source)?];
-            Cmd::new("mpicc", &[&flags[..], &files].concat()).run(root)
+            let flags = [&["-std=c11", "-Wall", "-Wextra"], flags].concat();
+            let files = ["-o", path(&program)?, path(source)?];
+            Cmd::new(compiler, &[&flags[..], &files].concat()).run(root)
         };
         compile().map_err(|error| format!("{error:#}"))?;
     }

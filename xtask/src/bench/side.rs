@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::case::{Net, Program, Race, Racksum, Side};
+use super::case::{Net, Program, Race, Racksum, Side, Wire};
 use super::crew::Crew;
 use super::network::{Drops, Host, INTERFACE, Network};
 use super::setup::Setup;
@@ -114,6 +114,7 @@ impl Team {
             Program::Racksum(racksum) => Self::racksum(race, side, racksum, place, setup, logs),
             Program::Gloo { sparse } => Self::gloo(race, side, sparse, place, setup, logs),
             Program::OpenMpi => Self::openmpi(race, side, setup, logs),
+            Program::Floor { wire } => Self::floor(race, side, wire, setup, logs),
         }
     }
 
@@ -197,6 +198,19 @@ impl Team {
             .args(["-n", &race.world.to_string()])
             .arg(mpi)
             .args(["--bytes", &race.data.bytes.to_string()])
+            .args(["--seed", &race.data.seed.to_string(), "--interactive"]);
+        let mut crew = Crew::start(side.name, [command], logs)?;
+        ready(&crew.answers(START_TIMEOUT)?)?;
+        Ok(Self { crew })
+    }
+
+    fn floor(race: &Race, side: &Side, wire: Wire, setup: &Setup, logs: &Path) -> Result<Self> {
+        let Ok(floor) = &setup.floor else { bail!("there is no compiler") };
+        ensure!(race.net == Net::Loopback, "the floor is that of one host");
+        let mut command = Command::new(floor);
+        command
+            .args(["--world", &race.world.to_string(), "--shards", &race.shards.to_string()])
+            .args(["--bytes", &race.data.bytes.to_string(), "--wire", wire.name()])
             .args(["--seed", &race.data.seed.to_string(), "--interactive"]);
         let mut crew = Crew::start(side.name, [command], logs)?;
         ready(&crew.answers(START_TIMEOUT)?)?;
