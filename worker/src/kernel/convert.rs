@@ -21,8 +21,12 @@ impl<From: Element, To: Element> Task for Convert<'_, From, To> {
         let (src, src_rest) = From::elements(self.src).as_chunks::<STEP>();
         let (dst, dst_rest) = To::elements_mut(self.dst).as_chunks_mut::<STEP>();
         for (x, y) in src.iter().zip(dst) {
-            prefetch::to_read(x);
-            prefetch::to_write(y);
+            // The wider side is the tensor; what travels is in the cache.
+            if size_of::<From::Bytes>() > size_of::<To::Bytes>() {
+                prefetch::to_read(x);
+            } else {
+                prefetch::to_write(y);
+            }
             convert::<From, To>(x, y);
         }
         convert::<From, To>(src_rest, dst_rest);
