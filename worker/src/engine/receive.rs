@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::BytesMut;
-use racksum_net::udp::{RECV_CAPACITY, Received, RecvRing, UdpSocket};
+use racksum_net::udp::{RECV_BATCH, RECV_CAPACITY, Received, RecvRing, UdpSocket};
 use racksum_proto::error::Reject;
 use racksum_proto::time::Time;
 use racksum_proto::wire::{self, Header, Kind};
@@ -17,19 +17,26 @@ use crate::fault::Fate;
 /// Where messages are received to.
 pub(super) struct Inbox {
     ring: RecvRing,
-    buffers: [BytesMut; BATCH],
+    buffers: [BytesMut; RECV_BATCH],
+    /// Messages of the next batch, at most.
+    batch: usize,
 }
 
 impl Inbox {
     pub(super) fn new() -> Self {
-        let buffers = [(); BATCH].map(|()| BytesMut::with_capacity(RECV_CAPACITY));
-        Self { ring: RecvRing::new(), buffers }
+        let buffers = [(); RECV_BATCH].map(|()| BytesMut::with_capacity(RECV_CAPACITY));
+        Self { ring: RecvRing::new(), buffers, batch: RECV_BATCH }
     }
 
-    /// Receives what is there, `most` messages at most. Returns how many it was.
-    fn receive(&mut self, socket: &UdpSocket, most: usize) -> usize {
+    /// Receives what is there, `most` messages at most.
+    fn receive(&mut self, socket: &UdpSocket, most: usize) -> Haul {
+        let most = most.min(self.batch);
         // An error here is a peer's ICMP message: silence will tell.
-        socket.recv(&mut self.ring, &mut self.buffers[..most]).unwrap_or(0)
+        let count = socket.recv(&mut self.ring, &mut self.buffers[..most]).unwrap_or(0);
+        if let Some(longest) = self.ring.received().iter().map(|message| message.len).max() {
+            self.batch = (BATCH_BYTES / longest.max(1)).clamp(1, RECV_BATCH);
+        }
+        Haul::of(count, most)
     }
 }
 
@@ -37,9 +44,11 @@ impl Inbox {
 const OWN: usize = 0;
 /// That of the sockets of multicast groups.
 const GROUP: usize = 1;
-/// Messages received at a time: few, so that they are still in the processor's cache when they are
-/// copied or decoded, and the tensor is not driven out of it.
-const BATCH: usize = 2;
+/// Bytes of a batch of large messages: few, so that they are still in the processor's cache when
+/// they are copied or decoded, and the tensor is not driven out of it.
+const BATCH_BYTES: usize = 2 * RECV_CAPACITY;
+/// Results received straight into the tensor between looks at what can be sent.
+const BATCH_IN_PLACE: usize = 2;
 
 /// How much had arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -52,11 +61,11 @@ pub(super) enum Haul {
 }
 
 impl Haul {
-    const fn of(count: usize) -> Self {
+    const fn of(count: usize, most: usize) -> Self {
         match count {
             0 => Self::Nothing,
-            BATCH => Self::Batch,
-            _ => Self::Some,
+            _ if count < most => Self::Some,
+            _ => Self::Batch,
         }
     }
 }
@@ -72,36 +81,40 @@ impl Engine {
         if groups.is_empty()
             && let Some(placed) = self.receive_in_place(&socket)
         {
-            return Haul::of(placed);
+            return placed;
         }
-        let own = self.inboxes[OWN].receive(&socket, BATCH);
-        let mut received = Haul::of(own);
+        let own = self.inboxes[OWN].receive(&socket, RECV_BATCH);
+        let mut received = own;
         for group in groups.iter() {
             loop {
                 let placed = self.receive_in_place(group);
-                let count = placed.unwrap_or_else(|| self.receive_some(group, BATCH));
-                received = received.max(Haul::of(count));
+                let taken = placed.unwrap_or_else(|| self.receive_some(group, RECV_BATCH));
+                received = received.max(taken);
                 // Without own datagrams there is nothing that these must precede.
-                if count < BATCH || own == 0 {
+                if taken < Haul::Batch || own == Haul::Nothing {
                     break;
                 }
             }
         }
-        self.take_messages(OWN, own);
+        if own > Haul::Nothing {
+            self.take_messages(OWN);
+        }
         received
     }
 
-    /// Takes what has arrived at a group's socket, `most` messages at most, and returns how many.
-    fn receive_some(&mut self, socket: &UdpSocket, most: usize) -> usize {
-        let count = self.inboxes[GROUP].receive(socket, most);
-        self.take_messages(GROUP, count);
-        count
+    /// Takes what has arrived at a group's socket, `most` messages at most.
+    fn receive_some(&mut self, socket: &UdpSocket, most: usize) -> Haul {
+        let haul = self.inboxes[GROUP].receive(socket, most);
+        if haul > Haul::Nothing {
+            self.take_messages(GROUP);
+        }
+        haul
     }
 
-    /// Takes the `count` messages of an inbox.
-    fn take_messages(&mut self, inbox: usize, count: usize) {
-        for i in 0..count {
-            let Inbox { ring, buffers } = &mut self.inboxes[inbox];
+    /// Takes the messages of an inbox.
+    fn take_messages(&mut self, inbox: usize) {
+        for i in 0..self.inboxes[inbox].ring.received().len() {
+            let Inbox { ring, buffers, .. } = &mut self.inboxes[inbox];
             let (meta, buffer) = (ring.meta(i), std::mem::take(&mut buffers[i]));
             self.take_datagrams(&buffer, &meta);
             self.inboxes[inbox].buffers[i] = buffer;
@@ -110,20 +123,19 @@ impl Engine {
 
     /// Has the kernel write results straight into the tensor, as long as they come in large pieces
     /// of it: a look at the header says where each belongs, and costs less than one more copy.
-    /// Returns how many they were, a batch at most; `None` once there is something else.
-    fn receive_in_place(&mut self, socket: &UdpSocket) -> Option<usize> {
+    /// Returns how much it was, a batch at most; `None` once there is something else.
+    fn receive_in_place(&mut self, socket: &UdpSocket) -> Option<Haul> {
         let mut count = 0;
-        while self.in_place && count < BATCH {
+        while self.in_place && count < BATCH_IN_PLACE {
             let mut head = [0; Header::LEN];
-            let Ok(Some(meta)) = socket.peek(&mut self.inboxes[GROUP].ring, &mut head) else {
-                break;
-            };
+            let peeked = socket.peek(&mut self.inboxes[GROUP].ring, &mut head);
+            let Ok(Some(meta)) = peeked else { break };
             if !self.take_in_place(socket, head, &meta) {
                 self.receive_some(socket, 1);
             }
             count += 1;
         }
-        self.in_place.then_some(count)
+        self.in_place.then_some(Haul::of(count, BATCH_IN_PLACE))
     }
 
     /// Takes the message that begins with `head`, if it is a large piece of a tensor. Returns
