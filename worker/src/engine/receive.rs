@@ -237,3 +237,29 @@ impl Engine {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::net::{Ipv4Addr, SocketAddr};
+
+    use racksum_net::udp::{SendRing, Transmit, UdpConfig};
+
+    use super::*;
+
+    #[test]
+    fn large_messages_are_received_a_few_at_a_time() {
+        let any = UdpConfig::new(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)));
+        let [from, to] = [(); 2].map(|()| UdpSocket::open(&any).unwrap());
+        let (mut inbox, mut ring) = (Inbox::new(), SendRing::new());
+        let mut receive = |len: usize| {
+            let contents = vec![1; len];
+            let message = [Transmit::new(to.local_addr(), &contents, len)];
+            from.send_patiently(&mut ring, &message, 1);
+            (inbox.receive(&to, RECV_BATCH), inbox.batch)
+        };
+        assert_eq!(receive(61_440), (Haul::Some, 2));
+        // One message does not fill a batch of two.
+        assert_eq!(receive(100), (Haul::Some, RECV_BATCH));
+        assert_eq!(receive(1440), (Haul::Some, RECV_BATCH));
+    }
+}

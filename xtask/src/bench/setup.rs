@@ -117,22 +117,21 @@ fn venv(root: &Path, work: &Path, peers: &Path) -> Result<PathBuf, String> {
 
 /// The program that times Open MPI.
 fn openmpi(root: &Path, work: &Path, peers: &Path) -> Result<PathBuf, String> {
-    let packages = ["openmpi-bin", "libopenmpi-dev"];
-    let missing = machine::provide(root, &["mpirun", "mpicc"], &packages);
-    if let Some(why) = missing.map_err(|error| format!("{error:#}"))? {
-        return Err(why);
-    }
+    provided(root, &["mpirun", "mpicc"], &["openmpi-bin", "libopenmpi-dev"])?;
     compiled(root, work, &peers.join("mpi_allreduce.c"), "mpicc", &["-O2"])
 }
 
 /// The program that times bare sockets.
 fn floor(root: &Path, work: &Path, peers: &Path) -> Result<PathBuf, String> {
-    let missing = machine::provide(root, &["cc"], &["gcc", "libc6-dev"]);
-    if let Some(why) = missing.map_err(|error| format!("{error:#}"))? {
-        return Err(why);
-    }
+    provided(root, &["cc"], &["gcc", "libc6-dev"])?;
     let flags = ["-O3", "-march=native", "-pthread"];
     compiled(root, work, &peers.join("loopback_floor.c"), "cc", &flags)
+}
+
+/// Installs what is missing of `tools`, or says why it cannot.
+fn provided(root: &Path, tools: &[&str], packages: &[&str]) -> Result<(), String> {
+    let missing = machine::provide(root, tools, packages);
+    missing.map_err(|error| format!("{error:#}"))?.map_or(Ok(()), Err)
 }
 
 /// What `source` compiles to, made when the source is newer.
