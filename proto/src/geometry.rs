@@ -167,24 +167,20 @@ impl Geometry {
         // All blocks before a payload's last are of full length, so most need not be looked at.
         let full = self.wire.block_len(self.block_elements);
         let before = range.start / full;
-        let touched = lowest(without_lowest(mask, before), range.end.div_ceil(full) - before);
-        let from = range.start - before * full;
-        let to = range.end - before * full;
-        let mut blocks = self.packed(index, touched).peekable();
+        let mut rest = lowest(without_lowest(mask, before), range.end.div_ceil(full) - before);
+        let (from, to) = (range.start - before * full, range.end - before * full);
+        let (block_elements, window) = (self.block_elements, self.elements_of(index));
+        let mut offset = 0;
         core::iter::from_fn(move || {
-            let mut stretch = blocks.next()?;
-            while let Some(next) =
-                blocks.next_if(|next| next.element == stretch.element + stretch.elements as u64)
-            {
-                stretch.elements += next.elements;
-            }
-            Some(stretch)
-        })
-        .filter_map(move |stretch| {
-            let start = stretch.offset.max(from);
-            let end = (stretch.offset + stretch.elements * size).min(to);
+            let run = lowest_run(rest)?;
+            rest &= !(u64::MAX >> (64 - run.end));
+            let element = window.start + (run.start * block_elements) as u64;
+            let elements = (run.len() * block_elements).min(to_usize(window.end - element));
+            let before = offset;
+            offset += elements * size;
+            let (start, end) = (before.max(from), offset.min(to));
             (start < end).then(|| Packed {
-                element: stretch.element + ((start - stretch.offset) / size) as u64,
+                element: element + ((start - before) / size) as u64,
                 elements: (end - start) / size,
                 offset: start - from,
             })
@@ -301,12 +297,24 @@ impl Fragmentation {
 
 /// A mask without its `count` lowest bits that are set.
 fn without_lowest(mask: u64, count: usize) -> u64 {
-    (0..count.min(MAX_WINDOW_BLOCKS)).fold(mask, |rest, _| rest & rest.wrapping_sub(1))
+    if count >= mask.count_ones() as usize {
+        return 0;
+    }
+    (0..count).fold(mask, |rest, _| rest & (rest - 1))
 }
 
 /// The `count` lowest bits of a mask that are set.
 fn lowest(mask: u64, count: usize) -> u64 {
     mask & !without_lowest(mask, count)
+}
+
+/// Where the lowest bits of a mask lie that are set one after the other, if any are.
+const fn lowest_run(mask: u64) -> Option<Range<usize>> {
+    if mask == 0 {
+        return None;
+    }
+    let start = mask.trailing_zeros();
+    Some(start as usize..(start + (mask >> start).trailing_ones()) as usize)
 }
 
 /// Narrows a count that a window or the memory of the machine bounds.

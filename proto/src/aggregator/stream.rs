@@ -166,7 +166,8 @@ impl Stream {
         let far = self.told_arrived.max(self.next) + Self::TOLD_WINDOWS;
         let is_due = self.low() - self.announced > self.pool.len() / 4
             || self.arrived().all(|arrived| arrived >= far);
-        if !is_due {
+        // A window that is complete is about to have a result.
+        if !is_due || self.poll_ready().is_some() {
             return None;
         }
         self.told_arrived = self.arrived().min().unwrap_or(0).max(self.next);

@@ -457,6 +457,17 @@ fn ranks_are_told_what_has_arrived_while_a_fold_waits() {
 }
 
 #[test]
+fn a_window_that_is_complete_needs_no_credit() {
+    // wire: W-56
+    let mut shard = Shard::new(5);
+    (0..4).for_each(|index| shard.fill(index));
+    assert_eq!(shard.credits(), [], "results will tell");
+    assert_eq!(shard.folds(), 4);
+    assert_eq!(shard.results().len(), 4);
+    assert_eq!(shard.credits(), [], "results told");
+}
+
+#[test]
 fn shards_are_sent_to_in_turn() {
     let config = worker::Config { shards: 2, ..*worker(0).config() };
     let mut rank = Machine::new(config, 4);
