@@ -182,7 +182,7 @@ struct Shard {
 impl Shard {
     fn run(&mut self) {
         while let Some(received) = self.turn() {
-            if (1..RECV_BATCH).contains(&received) && self.gather.is_due(self.backlog()) {
+            if received > 0 && !self.recv.is_full() && self.gather.is_due(self.backlog()) {
                 // An error is as good as readiness: the next receive finds out.
                 drop(self.gather.pause(&self.waker));
             }

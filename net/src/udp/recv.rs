@@ -12,7 +12,7 @@ use libc::{c_int, c_uint};
 use socket2::{SockAddr, SockAddrStorage};
 
 use super::cmsg::{Control, SPACE};
-use super::{CE, RECV_BATCH, UdpSocket};
+use super::{CE, RECV_BATCH, RECV_CAPACITY, UdpSocket};
 
 /// What is known of one received message besides its bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,6 +35,9 @@ pub struct RecvRing {
     storage: Box<Storage>,
     received: [Received; RECV_BATCH],
     count: usize,
+    /// Messages that the last call asked for, and that the next will at most.
+    asked: usize,
+    batch: usize,
 }
 
 struct Storage {
@@ -50,7 +53,8 @@ unsafe impl Send for Storage {}
 
 impl UdpSocket {
     /// Receives what is there, without waiting, into the spare capacity of `buffers`: at most
-    /// [`RECV_BATCH`] messages, one a buffer. The answer is how many; 0 if nothing is there.
+    /// [`RECV_BATCH`] messages, and few after large ones, one a buffer. The answer is how many; 0
+    /// if nothing is there.
     ///
     /// The buffers up to that many (and at most [`RECV_BATCH`]) are cleared first, and those that
     /// got a message then hold exactly it. They should have a capacity of
@@ -62,7 +66,8 @@ impl UdpSocket {
     /// The kernel's, when the socket itself is of no use any more.
     pub fn recv(&self, ring: &mut RecvRing, buffers: &mut [BytesMut]) -> io::Result<usize> {
         ring.count = 0;
-        let asked = buffers.len().min(RECV_BATCH);
+        let asked = buffers.len().min(ring.batch);
+        ring.asked = asked;
         if asked == 0 {
             return Ok(0);
         }
@@ -77,6 +82,7 @@ impl UdpSocket {
             unsafe { buffer.set_len(received.len) };
             ring.received[index] = received;
         }
+        ring.choose_batch();
         Ok(ring.count)
     }
 
@@ -149,7 +155,22 @@ impl RecvRing {
             names: std::array::from_fn(|_| SockAddrStorage::zeroed()),
             controls: [Control::new(); RECV_BATCH],
         });
-        Self { storage, received: [Received::NOTHING; RECV_BATCH], count: 0 }
+        let received = [Received::NOTHING; RECV_BATCH];
+        Self { storage, received, count: 0, asked: 0, batch: RECV_BATCH }
+    }
+
+    /// Whether the last [`UdpSocket::recv`] brought as many messages as it asked for, so that
+    /// there may be more.
+    #[must_use]
+    pub const fn is_full(&self) -> bool {
+        self.count > 0 && self.count == self.asked
+    }
+
+    /// Bounds the next batch by the messages of the last.
+    fn choose_batch(&mut self) {
+        if let Some(longest) = self.received().iter().map(|message| message.len).max() {
+            self.batch = (BATCH_BYTES / longest.max(1)).clamp(1, RECV_BATCH);
+        }
     }
 
     /// What came with message `index` of the last [`UdpSocket::recv`].
@@ -273,3 +294,7 @@ impl Received {
 fn stride_of(gro: Option<c_int>, len: usize) -> usize {
     gro.and_then(|stride| usize::try_from(stride).ok()).filter(|s| *s > 0).unwrap_or(len).max(1)
 }
+
+/// Bytes of a batch of large messages: few, so that they are still in the processor's cache when
+/// they are worked on, and what is worked on is not driven out of it.
+const BATCH_BYTES: usize = 2 * RECV_CAPACITY;

@@ -231,6 +231,26 @@ fn a_message_too_large_for_its_buffer_is_skipped_and_counted() {
 }
 
 #[test]
+fn large_messages_are_received_a_few_at_a_time() {
+    let (sender, receiver) = (loopback(), loopback());
+    let (mut ring, mut buffers) = (RecvRing::new(), buffers(RECV_BATCH));
+    let mut arrive = |len: usize| {
+        let contents = pattern(len);
+        let message = Transmit::new(receiver.local_addr(), &contents, len);
+        send_all(&sender, &[message; 3]);
+        std::iter::from_fn(|| match receiver.recv(&mut ring, &mut buffers).unwrap() {
+            0 => None,
+            count => Some((count, ring.is_full())),
+        })
+        .collect::<Vec<_>>()
+    };
+    assert_eq!(arrive(61_440), [(3, false)], "nobody knows yet");
+    assert_eq!(arrive(61_440), [(2, true), (1, false)]);
+    assert_eq!(arrive(100), [(2, true), (1, false)]);
+    assert_eq!(arrive(100), [(3, false)]);
+}
+
+#[test]
 fn receiving_fills_cleared_buffers_in_place_and_leaves_the_rest_alone() {
     let (sender, receiver) = (loopback(), loopback());
     let mut ring = RecvRing::new();

@@ -18,25 +18,19 @@ use crate::fault::Fate;
 pub(super) struct Inbox {
     ring: RecvRing,
     buffers: [BytesMut; RECV_BATCH],
-    /// Messages of the next batch, at most.
-    batch: usize,
 }
 
 impl Inbox {
     pub(super) fn new() -> Self {
         let buffers = [(); RECV_BATCH].map(|()| BytesMut::with_capacity(RECV_CAPACITY));
-        Self { ring: RecvRing::new(), buffers, batch: RECV_BATCH }
+        Self { ring: RecvRing::new(), buffers }
     }
 
     /// Receives what is there, `most` messages at most.
     fn receive(&mut self, socket: &UdpSocket, most: usize) -> Haul {
-        let most = most.min(self.batch);
         // An error here is a peer's ICMP message: silence will tell.
         let count = socket.recv(&mut self.ring, &mut self.buffers[..most]).unwrap_or(0);
-        if let Some(longest) = self.ring.received().iter().map(|message| message.len).max() {
-            self.batch = (BATCH_BYTES / longest.max(1)).clamp(1, RECV_BATCH);
-        }
-        Haul::of(count, most)
+        Haul::of(count, self.ring.is_full())
     }
 }
 
@@ -44,9 +38,6 @@ impl Inbox {
 const OWN: usize = 0;
 /// That of the sockets of multicast groups.
 const GROUP: usize = 1;
-/// Bytes of a batch of large messages: few, so that they are still in the processor's cache when
-/// they are copied or decoded, and the tensor is not driven out of it.
-const BATCH_BYTES: usize = 2 * RECV_CAPACITY;
 /// Results received straight into the tensor between looks at what can be sent.
 const BATCH_IN_PLACE: usize = 2;
 
@@ -61,11 +52,11 @@ pub(super) enum Haul {
 }
 
 impl Haul {
-    const fn of(count: usize, most: usize) -> Self {
+    const fn of(count: usize, full: bool) -> Self {
         match count {
             0 => Self::Nothing,
-            _ if count < most => Self::Some,
-            _ => Self::Batch,
+            _ if full => Self::Batch,
+            _ => Self::Some,
         }
     }
 }
@@ -135,7 +126,7 @@ impl Engine {
             }
             count += 1;
         }
-        self.in_place.then_some(Haul::of(count, BATCH_IN_PLACE))
+        self.in_place.then_some(Haul::of(count, count == BATCH_IN_PLACE))
     }
 
     /// Takes the message that begins with `head`, if it is a large piece of a tensor. Returns
@@ -235,31 +226,5 @@ impl Engine {
             Verdict::Deliver(delivery) => Some(delivery),
             Verdict::Duplicate | Verdict::Control | Verdict::Reject(_) => None,
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::net::{Ipv4Addr, SocketAddr};
-
-    use racksum_net::udp::{SendRing, Transmit, UdpConfig};
-
-    use super::*;
-
-    #[test]
-    fn large_messages_are_received_a_few_at_a_time() {
-        let any = UdpConfig::new(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)));
-        let [from, to] = [(); 2].map(|()| UdpSocket::open(&any).unwrap());
-        let (mut inbox, mut ring) = (Inbox::new(), SendRing::new());
-        let mut receive = |len: usize| {
-            let contents = vec![1; len];
-            let message = [Transmit::new(to.local_addr(), &contents, len)];
-            from.send_patiently(&mut ring, &message, 1);
-            (inbox.receive(&to, RECV_BATCH), inbox.batch)
-        };
-        assert_eq!(receive(61_440), (Haul::Some, 2));
-        // One message does not fill a batch of two.
-        assert_eq!(receive(100), (Haul::Some, RECV_BATCH));
-        assert_eq!(receive(1440), (Haul::Some, RECV_BATCH));
     }
 }
