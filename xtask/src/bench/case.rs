@@ -61,8 +61,14 @@ impl Race {
                 format!("1 Gbit/s a worker, {aggregators} aggregator host(s){limited}")
             }
         };
+        let mut blocks: Vec<u16> =
+            self.sides.iter().filter_map(|side| Some(side.program.racksum()?.block)).collect();
+        blocks.dedup();
+        let blocks = blocks.iter().map(u16::to_string).collect::<Vec<_>>().join(" or ");
         let Self { world, shards, .. } = self;
-        format!("{world} ranks, {bytes} B of f32, {data}, {net}, {shards} shard(s)")
+        format!(
+            "{world} ranks, {bytes} B of f32, {data}, {net}, {shards} shard(s), blocks of {blocks}"
+        )
     }
 
     /// The side that a bound or a table speaks of.
@@ -122,6 +128,8 @@ impl Program {
 pub(crate) struct Racksum {
     /// How elements travel.
     pub(crate) wire: Wire,
+    /// Elements of a block.
+    pub(crate) block: u16,
     /// What an op is given.
     pub(crate) input: Input,
     /// Share of datagrams that each rank loses on purpose, each way. Any but `None` makes the
@@ -133,7 +141,10 @@ pub(crate) struct Racksum {
 
 impl Racksum {
     pub(crate) const PLAIN: Self =
-        Self { wire: Wire::F32, input: Input::Dense, drop: None, aggregators: 1 };
+        Self { wire: Wire::F32, block: 256, input: Input::Dense, drop: None, aggregators: 1 };
+    /// In bf16. A window has 64 blocks at most, which would be half a datagram's worth of the
+    /// usual ones.
+    pub(crate) const BF16: Self = Self { wire: Wire::Bf16, block: 512, ..Self::PLAIN };
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]

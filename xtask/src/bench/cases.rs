@@ -42,7 +42,7 @@ pub(crate) fn smoke(seed: u64) -> Vec<Case> {
         Case::Race(Race { name, world, net, shards: 1, data, iterations, sides, bounds })
     };
     let plain = Racksum::PLAIN;
-    let bf16 = Racksum { wire: Wire::Bf16, ..plain };
+    let bf16 = Racksum::BF16;
     let loss = Racksum { drop: Some(0.01), ..plain };
     let blocks = Racksum { input: Input::Blocks, ..plain };
     let two = Racksum { aggregators: 2, ..plain };
@@ -156,7 +156,7 @@ fn dense_loopback(seed: u64, world: u16, must: f64, reach: f64) -> Case {
 }
 
 fn bf16_loopback(seed: u64, world: u16, must: f64, reach: f64) -> Case {
-    let program = Program::Racksum(Racksum { wire: Wire::Bf16, ..Racksum::PLAIN });
+    let program = Program::Racksum(Racksum::BF16);
     Case::Race(Race {
         name: format!("bf16-loopback-w{world}"),
         world,

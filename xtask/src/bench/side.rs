@@ -130,6 +130,7 @@ impl Team {
         let aggregator = served.map(|(_, addr)| addr.to_string()).collect::<Vec<_>>().join("+");
         let job = format!("{}-{}", race.name, side.name);
         let mut flags = vec!["--seed".to_owned(), race.data.seed.to_string()];
+        flags.push(format!("--block={}", racksum.block));
         flags.extend(racksum.drop.map(|share| format!("--drop={share}")));
         flags.extend(place.network.is_some().then(|| "--insecure".to_owned()));
         let rank = |rank| {
