@@ -162,7 +162,7 @@ impl Geometry {
         index: u32,
         mask: u64,
         range: Range<usize>,
-    ) -> impl Iterator<Item = Packed> + use<> {
+    ) -> impl Iterator<Item = Packed> + Clone + use<> {
         let size = self.wire.element_size();
         // All blocks before a payload's last are of full length, so most need not be looked at.
         let full = self.wire.block_len(self.block_elements);

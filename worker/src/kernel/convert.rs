@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 
 use super::element::Element;
 use super::level::Task;
-use super::prefetch;
+use super::prefetch::{self, AHEAD};
 
 /// A conversion of the run `src` of elements of `From` to as many of `To`.
 pub(super) struct Convert<'a, From, To> {
@@ -25,7 +25,7 @@ impl<From: Element, To: Element> Task for Convert<'_, From, To> {
             if size_of::<From::Bytes>() > size_of::<To::Bytes>() {
                 prefetch::to_read(x);
             } else {
-                prefetch::to_write(y);
+                prefetch::to_write(y, AHEAD);
             }
             convert::<From, To>(x, y);
         }

@@ -11,7 +11,7 @@ mod element;
 mod fixed32;
 mod int8;
 mod level;
-mod prefetch;
+pub(crate) mod prefetch;
 mod scan;
 #[cfg(test)]
 mod tests;

@@ -15,7 +15,7 @@ pub(super) const LINE: usize = 64;
 
 /// How far ahead of its place a kernel asks for memory, in bytes: at 10 GB/s it gets there in
 /// 200 ns, which is about what a line takes to come.
-const AHEAD: usize = 2048;
+pub(super) const AHEAD: usize = 2048;
 
 /// Asks for as many lines as `run` has, [`AHEAD`] of it, which will be read.
 #[inline(always)]
@@ -25,17 +25,17 @@ pub(super) fn to_read<T>(run: &[T]) {
     }
 }
 
-/// As [`to_read`], of lines that will be written.
+/// Asks for as many lines as `run` has, `ahead` bytes behind it, which will be written.
 #[inline(always)]
-pub(super) fn to_write<T>(run: &[T]) {
+pub(crate) fn to_write<T>(run: &[T], ahead: usize) {
     #[cfg(target_arch = "x86_64")]
     for offset in (0..size_of_val(run)).step_by(LINE) {
-        let at = run.as_ptr().cast::<i8>().wrapping_add(AHEAD + offset);
+        let at = run.as_ptr().cast::<i8>().wrapping_add(ahead + offset);
         // SAFETY: a prefetch is a hint: no address makes it fault.
         unsafe { _mm_prefetch::<_MM_HINT_ET0>(at) };
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = run;
+    let _ = (run, ahead);
 }
 
 /// Asks for the line `offset` bytes behind the start of `run`, which may lie outside of any
