@@ -61,8 +61,13 @@ impl Default for Config {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
     /// The file is not TOML, or has a key or a value that does not belong.
-    #[error("{0}")]
-    Parse(String),
+    #[error("line {line}: {why}")]
+    Parse {
+        /// The line, from 1.
+        line: usize,
+        /// What does not belong there.
+        why: String,
+    },
     /// A number is out of its range.
     #[error("{key} is {value}, but must be from {min} to {max}")]
     Range {
@@ -75,6 +80,19 @@ pub enum ConfigError {
         /// The most it may be.
         max: u64,
     },
+    /// The pools are larger than this host's memory.
+    #[error(
+        "{shards} shard(s) with pools of {pool_mib} MiB need more than the {host_mib} MiB of \
+         memory of this host; lower --pool-mib or --shards"
+    )]
+    Memory {
+        /// How many pools there would be.
+        shards: u8,
+        /// The size of each.
+        pool_mib: u32,
+        /// The host's memory.
+        host_mib: u64,
+    },
 }
 
 impl Config {
@@ -83,8 +101,11 @@ impl Config {
     /// # Errors
     /// A sentence that names the line, the key and what is wrong with it.
     pub fn from_toml(text: &str) -> Result<Self, ConfigError> {
-        let config: Self =
-            toml::from_str(text).map_err(|error| ConfigError::Parse(error.to_string()))?;
+        let config: Self = toml::from_str(text).map_err(|error| {
+            let at = error.span().map_or(0, |span| span.start.min(text.len()));
+            let line = 1 + text.as_bytes()[..at].iter().filter(|byte| **byte == b'\n').count();
+            ConfigError::Parse { line, why: error.message().to_owned() }
+        })?;
         config.validate()?;
         Ok(config)
     }
@@ -110,12 +131,32 @@ impl Config {
         Ok(())
     }
 
+    /// Checks that the pools fit a host's memory: they are used page by page as jobs come, so
+    /// that one too large would end the process in the middle of a job.
+    ///
+    /// # Errors
+    /// That they do not.
+    pub(crate) fn check_memory(&self, host_mib: u64) -> Result<(), ConfigError> {
+        let Self { shards, pool_mib, .. } = *self;
+        if u64::from(shards) * u64::from(pool_mib) > host_mib {
+            return Err(ConfigError::Memory { shards, pool_mib, host_mib });
+        }
+        Ok(())
+    }
+
     /// Packet buffers of each shard.
     #[must_use]
     pub fn buffers(&self) -> usize {
         let per_mib = (1 << 20) / racksum_net::udp::RECV_CAPACITY;
         self.pool_mib as usize * per_mib
     }
+}
+
+/// The memory of this host in MiB; `None` where the system does not say.
+pub(crate) fn host_mib() -> Option<u64> {
+    let told = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let total = told.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    Some(total.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? / 1024)
 }
 
 #[cfg(test)]
@@ -131,11 +172,26 @@ mod tests {
 
     #[test]
     fn unknown_keys_and_bad_numbers_are_named() {
-        let ConfigError::Parse(text) = Config::from_toml("\nshrads = 3").unwrap_err() else {
-            panic!("not a parse error")
-        };
-        assert!(text.contains("shrads") && text.contains("line 2"), "{text}");
+        let told = |text: &str| Config::from_toml(text).unwrap_err().to_string();
+        let unknown = told("\nshrads = 3");
+        assert!(
+            unknown.starts_with("line 2: unknown field `shrads`, expected one of"),
+            "{unknown}"
+        );
+        assert!(told("shards = \"x\"").starts_with("line 1: invalid type: string \"x\""));
+        assert!(told("\n\nport = =").starts_with("line 3: "));
         let error = Config::from_toml("shards = 0").unwrap_err().to_string();
         assert_eq!(error, "shards is 0, but must be from 1 to 64");
+    }
+
+    #[test]
+    fn pools_that_no_memory_holds_are_refused() {
+        let config = Config { shards: 2, pool_mib: 1000, ..Config::default() };
+        assert_eq!(config.check_memory(2000), Ok(()));
+        let error = config.check_memory(1999).unwrap_err().to_string();
+        let expected = "2 shard(s) with pools of 1000 MiB need more than the 1999 MiB of memory \
+                        of this host; lower --pool-mib or --shards";
+        assert_eq!(error, expected);
+        assert!(host_mib().is_none_or(|mib| mib > 16), "{:?}", host_mib());
     }
 }

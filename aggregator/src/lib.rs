@@ -71,6 +71,7 @@ impl Aggregator {
     /// A sentence that says what could not be had.
     pub fn start(config: Config) -> Result<Self, StartError> {
         config.validate()?;
+        config::host_mib().map_or(Ok(()), |mib| config.check_memory(mib))?;
         let clock = Clock::start();
         let interface = racksum_net::interface::interface_of(config.bind);
         if config.fanout == Fanout::Multicast && interface.is_none() {

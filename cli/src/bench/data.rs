@@ -37,6 +37,14 @@ pub(crate) struct Pattern {
 }
 
 impl Pattern {
+    /// Tells one pattern from another: ranks that were given different ones disagree about the op,
+    /// where their sums would look wrong.
+    pub(crate) fn tag(&self) -> u64 {
+        let Self { density, overlap, seed, .. } = *self;
+        let parts = [seed, density.to_bits(), overlap as u64];
+        parts.into_iter().fold(0, |tag, part| mix((tag ^ part).wrapping_add(GOLDEN)))
+    }
+
     /// Whether a block of a rank is non-zero.
     pub(crate) fn holds(&self, rank: u16, block: u64) -> bool {
         if self.density >= 1.0 {
@@ -169,6 +177,18 @@ mod tests {
 
     fn pattern(overlap: Overlap) -> Pattern {
         Pattern { world: 8, block: 256, density: 0.01, overlap, seed: 1 }
+    }
+
+    #[test]
+    fn patterns_that_differ_have_tags_that_differ() {
+        let one = pattern(Overlap::Random);
+        let others = [
+            Pattern { seed: 2, ..one },
+            Pattern { density: 0.02, ..one },
+            Pattern { overlap: Overlap::All, ..one },
+        ];
+        assert!(others.iter().all(|other| other.tag() != one.tag()));
+        assert_eq!(pattern(Overlap::Random).tag(), one.tag());
     }
 
     #[test]

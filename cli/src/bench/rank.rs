@@ -5,7 +5,8 @@ use std::time::Duration;
 use racksum_net::clock::Clock;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
-use racksum_worker::{Blocks, Client, ConnectOptions, Faults, Stats};
+use racksum_proto::error::OpError;
+use racksum_worker::{Blocks, Client, ConnectOptions, Error, Faults, Stats};
 
 use super::data::Pattern;
 use super::{Args, Input};
@@ -110,7 +111,7 @@ impl Runner {
 
     /// A tensor and its pristine copy.
     pub(crate) fn prepare(&self, bytes: u64, args: &Args) -> Result<Case, Failure> {
-        let descriptor = args.descriptor(bytes)?;
+        let descriptor = Descriptor { tag: self.pattern.tag(), ..args.descriptor(bytes)? };
         let len = usize::try_from(descriptor.elements * args.datatype.size() as u64)
             .map_err(|_| Failure::usage(format!("{bytes} bytes do not fit this machine")))?;
         let mut pristine = vec![0; len];
@@ -145,19 +146,25 @@ impl Runner {
         self.barrier()?;
         let before = self.client.stats();
         let start = self.clock.now();
-        match (&mut blocks, &mut case.tensors[..]) {
-            (Some(blocks), _) => {
-                let handle = self.client.submit_blocks(std::mem::take(blocks), case.descriptor)?;
-                let former = case.reduced.replace(self.client.wait_blocks(handle)?);
-                former.into_iter().for_each(|sums| self.client.recycle(sums));
-            }
-            (None, [tensor]) => self.client.allreduce(tensor, case.descriptor)?,
-            (None, tensors) => self.several(tensors, case.descriptor, case.lanes)?,
-        }
+        self.reduce(case, blocks.as_mut()).map_err(explained)?;
         let end = self.clock.now();
         let spent = difference(&self.client.stats(), &before);
         self.barrier()?;
         Ok(Iteration { start_ns: start.0, end_ns: end.0, spent })
+    }
+
+    /// What is timed.
+    fn reduce(&self, case: &mut Case, blocks: Option<&mut Blocks>) -> Result<(), Error> {
+        match (blocks, &mut case.tensors[..]) {
+            (Some(blocks), _) => {
+                let handle = self.client.submit_blocks(std::mem::take(blocks), case.descriptor)?;
+                let former = case.reduced.replace(self.client.wait_blocks(handle)?);
+                former.into_iter().for_each(|sums| self.client.recycle(sums));
+                Ok(())
+            }
+            (None, [tensor]) => self.client.allreduce(tensor, case.descriptor),
+            (None, tensors) => self.several(tensors, case.descriptor, case.lanes),
+        }
     }
 
     /// Several ops in flight, spread over the lanes.
@@ -166,7 +173,7 @@ impl Runner {
         tensors: &mut [Vec<u8>],
         descriptor: Descriptor,
         lanes: u8,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), Error> {
         let handles = (0..)
             .zip(tensors.iter_mut())
             .map(|(i, tensor): (u8, _)| {
@@ -208,6 +215,22 @@ impl Runner {
                 Some(wrong(&tensor))
             }
         }
+    }
+}
+
+/// Why an op failed, for the user.
+fn explained(error: Error) -> Failure {
+    match error {
+        Error::Op(OpError::Mismatch { one: (one, mine), other: (other, theirs), .. })
+            if (Descriptor { tag: theirs.tag, ..mine }) == theirs =>
+        {
+            Failure::failed(format!(
+                "rank {} and rank {} were given different --seed, --density or --overlap",
+                one.min(other).0,
+                one.max(other).0
+            ))
+        }
+        error => error.into(),
     }
 }
 

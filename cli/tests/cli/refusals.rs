@@ -40,8 +40,10 @@ fn an_aggregator_that_cannot_serve_says_why() {
     assert_eq!(ended.failed(2), "shards is 65, but must be from 1 to 64");
     std::fs::write(&config, "prot = 0\n").unwrap();
     let ended = run(&["aggregator", "--config", &config]);
-    assert_eq!(ended.code, Some(2));
-    assert!(ended.err.contains("prot") && ended.err.contains("line 1"), "{ended:?}");
+    let why = format!("{config}: line 1: unknown field `prot`, expected one of `bind`, `port`, ");
+    assert!(ended.failed(2).starts_with(&why), "{ended:?}");
+    let ended = run(&["aggregator", "--pool-mib", "1048576"]);
+    assert!(ended.failed(2).ends_with("of this host; lower --pool-mib or --shards"), "{ended:?}");
 }
 
 #[test]
@@ -102,6 +104,16 @@ fn ranks_that_call_other_ops_are_told_both_at_every_rank() {
     }
     // The aggregator serves on.
     bench_rank(&serving.addr, 0, 1, &["-e", "4K"]).end(30).ok();
+}
+
+#[test]
+fn ranks_that_draw_other_data_are_told_instead_of_finding_wrong_sums() {
+    let serving = Serving::start(&[]);
+    let rank = |at, seed| bench_rank(&serving.addr, at, 2, &["-e", "4K", "--seed", seed]);
+    for ended in [rank(0, "1"), rank(1, "2")].map(|rank| rank.end(30)) {
+        let why = "rank 0 and rank 1 were given different --seed, --density or --overlap";
+        assert_eq!(ended.failed(1), why);
+    }
 }
 
 #[test]
