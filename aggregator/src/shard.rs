@@ -182,6 +182,8 @@ struct Shard {
 impl Shard {
     fn run(&mut self) {
         while let Some(received) = self.turn() {
+            // After as many messages as were asked for there may be more. Of large ones these are
+            // few: each is worth waking for.
             if received > 0 && !self.recv.is_full() && self.gather.is_due(self.backlog()) {
                 // An error is as good as readiness: the next receive finds out.
                 drop(self.gather.pause(&self.waker));
@@ -404,6 +406,12 @@ impl Job {
     /// Folds and sends all that is due.
     fn serve(&mut self, now: Time, arena: &mut Arena, socket: &UdpSocket, out: &mut Outbox) {
         loop {
+            let fold = self.machine.poll_fold();
+            if let Some(fold) = &fold {
+                self.slots.fold(fold, &self.machine, arena);
+                self.machine.handle_folded(fold, &mut ());
+            }
+            // Also when there is nothing to fold: finding that out may have freed credits.
             while let Some(transmit) =
                 self.machine.poll_transmit(now, &mut out.datagram[..], &mut ())
             {
@@ -412,9 +420,9 @@ impl Job {
                     Transmit::Result { to, result } => out.send_result(socket, self, to, &result),
                 }
             }
-            let Some(fold) = self.machine.poll_fold() else { break };
-            self.slots.fold(&fold, &self.machine, arena);
-            self.machine.handle_folded(&fold, &mut ());
+            if fold.is_none() {
+                break;
+            }
         }
         out.send_joined(socket, self);
     }

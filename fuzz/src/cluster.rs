@@ -213,15 +213,19 @@ impl Cluster {
     }
 
     fn drive_shard(&mut self, shard: usize) {
+        let mut folded_all = false;
         for polls in 0.. {
             assert!(polls < MAX_POLLS, "shard {shard} is never done");
             let machine = &mut self.shards[shard];
             if let Some(transmit) = machine.poll_transmit(self.now, &mut self.buffer, &mut ()) {
                 self.send(&transmit);
+            } else if folded_all {
+                break;
             } else if let Some(fold) = machine.poll_fold() {
                 self.fold(shard, &fold);
             } else {
-                break;
+                // Finding that out may have freed credits.
+                folded_all = true;
             }
         }
     }

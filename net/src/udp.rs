@@ -32,8 +32,7 @@ pub const MAX_SEGMENTS: usize = 64;
 /// How many messages go out with one system call.
 pub const SEND_BATCH: usize = 32;
 
-/// How many messages come in with one system call: few, so that they are still in the processor's
-/// cache when they are worked on.
+/// How many messages come in with one system call at most.
 pub const RECV_BATCH: usize = 8;
 
 /// The spare room a receive buffer should have: more than the kernel ever joins to one message.

@@ -156,31 +156,32 @@ impl Geometry {
 
     /// The stretches of the tensor that the bytes `range` of window `index`'s packed payload
     /// hold, in order; neighbouring blocks are one stretch. For wire types without a scale, and
-    /// ranges that split no element.
+    /// ranges that split no element; `mask` has only blocks that the window has.
     pub fn stretches(
         &self,
         index: u32,
         mask: u64,
         range: Range<usize>,
     ) -> impl Iterator<Item = Packed> + Clone + use<> {
+        debug_assert_eq!(mask & !self.full_mask(index), 0, "blocks that the window has not");
         let size = self.wire.element_size();
         // All blocks before a payload's last are of full length, so most need not be looked at.
         let full = self.wire.block_len(self.block_elements);
-        let before = range.start / full;
-        let mut rest = lowest(without_lowest(mask, before), range.end.div_ceil(full) - before);
-        let (from, to) = (range.start - before * full, range.end - before * full);
-        let (block_elements, window) = (self.block_elements, self.elements_of(index));
+        let skipped = range.start / full;
+        let mut rest = lowest(without_lowest(mask, skipped), range.end.div_ceil(full) - skipped);
+        let (from, to) = (range.start - skipped * full, range.end - skipped * full);
+        let (block_elements, elements) = (self.block_elements, self.elements_of(index));
         let mut offset = 0;
+        // A run that the range does not meet is the only one, so that it also ends the iterator.
         core::iter::from_fn(move || {
-            let run = lowest_run(rest)?;
-            rest &= !(u64::MAX >> (64 - run.end));
-            let element = window.start + (run.start * block_elements) as u64;
-            let elements = (run.len() * block_elements).min(to_usize(window.end - element));
-            let before = offset;
-            offset += elements * size;
-            let (start, end) = (before.max(from), offset.min(to));
+            let run = take_lowest_run(&mut rest)?;
+            let element = elements.start + (run.start * block_elements) as u64;
+            let count = (run.len() * block_elements).min(to_usize(elements.end - element));
+            let at = offset;
+            offset += count * size;
+            let (start, end) = (at.max(from), offset.min(to));
             (start < end).then(|| Packed {
-                element: element + ((start - before) / size) as u64,
+                element: element + ((start - at) / size) as u64,
                 elements: (end - start) / size,
                 offset: start - from,
             })
@@ -308,13 +309,16 @@ fn lowest(mask: u64, count: usize) -> u64 {
     mask & !without_lowest(mask, count)
 }
 
-/// Where the lowest bits of a mask lie that are set one after the other, if any are.
-const fn lowest_run(mask: u64) -> Option<Range<usize>> {
-    if mask == 0 {
+/// Takes the lowest bits of a mask that are set one after the other, if any are: where they lie.
+const fn take_lowest_run(mask: &mut u64) -> Option<Range<usize>> {
+    if *mask == 0 {
         return None;
     }
     let start = mask.trailing_zeros();
-    Some(start as usize..(start + (mask >> start).trailing_ones()) as usize)
+    let end = start + (*mask >> start).trailing_ones();
+    // The sum carries through the run, and past bit 63 out of the word.
+    *mask &= mask.wrapping_add(1 << start);
+    Some(start as usize..end as usize)
 }
 
 /// Narrows a count that a window or the memory of the machine bounds.
@@ -324,6 +328,7 @@ fn to_usize(n: u64) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use std::vec;
     use std::vec::Vec;
 
     use super::*;
@@ -381,8 +386,19 @@ mod tests {
     /// cut.
     #[test]
     fn stretches_are_the_packed_blocks_cut_anywhere() {
-        let geometry = f32s(60 * 256 + 256 * 3 + 10);
-        for (index, mask) in [(0, u64::MAX >> 4), (0, 0x0f0f_0000_8421_0001), (1, 0b1101), (1, 8)] {
+        let short = f32s(60 * 256 + 256 * 3 + 10);
+        // Windows of 64 blocks, of which the last of the second is short.
+        let blocks_of_32 = Descriptor::sum(2 * 64 * 32 - 5, DType::F32).with_block(32).unwrap();
+        let full = Geometry::new(&blocks_of_32);
+        let mut cases = vec![];
+        cases.extend([0, u64::MAX >> 4, 0x0f0f_0000_8421_0001].map(|mask| (short, 0, mask)));
+        cases.extend([0b1101, 8].map(|mask| (short, 1, mask)));
+        for index in [0, 1] {
+            let masks = [0, u64::MAX, 1 << 63, 1 << 63 | 1, 0b11 << 62, !(1 << 63)];
+            cases.extend(masks.map(|mask| (full, index, mask)));
+        }
+        for (geometry, index, mask) in cases {
+            assert_eq!(geometry.stretches(index, mask, 0..0).count(), 0);
             let places = |stretch: Packed| {
                 let element = move |i| (stretch.element + i as u64, stretch.offset + 4 * i);
                 (0..stretch.elements).map(element)

@@ -13,7 +13,7 @@ use racksum_proto::wire::Header;
 use racksum_proto::worker::{DataFragments, Delivery};
 
 use crate::blocks::BlockSet;
-use crate::kernel::{self, prefetch};
+use crate::kernel;
 use crate::tensor::Region;
 
 /// What an op reads and writes.
@@ -215,12 +215,15 @@ impl Payload {
             return decode(body, blocks.sums(delivery.window.index, from..to));
         }
         let stretches = self.geometry.stretches(delivery.window.index, delivery.mask, range);
-        // Of a sparse window they lie apart: those to come are on their way while one is written.
-        for stretch in stretches.clone().take(STRETCHES_AHEAD) {
-            let target = self.target(delivery.window, stretch, 0);
-            prefetch::to_write(&target[..target.len().min(LEN_AHEAD)], 0);
+        // Of a sparse window they lie apart: some are on their way while one is written.
+        let mut ahead = stretches.clone().skip(1);
+        for next in ahead.by_ref().take(STRETCHES_AHEAD) {
+            kernel::prefetch_to_write(self.target(delivery.window, next, 0));
         }
         for stretch in stretches {
+            if let Some(next) = ahead.next() {
+                kernel::prefetch_to_write(self.target(delivery.window, next, 0));
+            }
             let src = &body[stretch.offset..][..stretch.elements * size];
             decode(src, self.target(delivery.window, stretch, 0));
         }
@@ -276,10 +279,8 @@ fn locate(cut: Fragmentation, offset: usize) -> (usize, usize) {
 /// Bytes of the smallest payload that is sent from where it lies, and received where it belongs:
 /// smaller ones are copied, so that several cross the kernel as one.
 const MIN_IN_PLACE: usize = 16 << 10;
-/// Stretches of a window's sums that are asked for at once, and how many bytes of each: what the
-/// processor may have on its way. Of a longer one it asks for the rest itself.
-const STRETCHES_AHEAD: usize = 8;
-const LEN_AHEAD: usize = 2048;
+/// Stretches of a window's sums that are asked for before the first is written.
+const STRETCHES_AHEAD: usize = 4;
 /// Bytes of the largest scaled block.
 const MAX_SCALED: usize = WireType::Fixed32.block_len(1024);
 

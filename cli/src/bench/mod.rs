@@ -93,8 +93,8 @@ pub(crate) struct Args {
     /// Where the non-zero blocks of the ranks lie.
     #[arg(long, value_enum, default_value_t = Overlap::Random)]
     overlap: Overlap,
-    /// Elements of a block: 32 to 1024, a power of two. With 2 bytes an element on the wire, dense
-    /// tensors travel in full datagrams from 512 on.
+    /// Elements of a block: 32 to 1024, a power of two. A window has at most 64: with 2 bytes an
+    /// element on the wire, dense tensors want 512.
     #[arg(long, default_value_t = 256)]
     block: usize,
     /// What an op is given.

@@ -35,8 +35,9 @@ pub struct RecvRing {
     storage: Box<Storage>,
     received: [Received; RECV_BATCH],
     count: usize,
-    /// Messages that the last call asked for, and that the next will at most.
+    /// Messages that the last call asked for.
     asked: usize,
+    /// Messages that the next asks for, at most.
     batch: usize,
 }
 
@@ -56,10 +57,10 @@ impl UdpSocket {
     /// [`RECV_BATCH`] messages, and few after large ones, one a buffer. The answer is how many; 0
     /// if nothing is there.
     ///
-    /// The buffers up to that many (and at most [`RECV_BATCH`]) are cleared first, and those that
-    /// got a message then hold exactly it. They should have a capacity of
-    /// [`super::RECV_CAPACITY`]: a message that does not fit is counted in
-    /// [`UdpSocket::truncated`] and has length 0.
+    /// The buffers that it asks for messages in are cleared first, and those that got one then hold
+    /// exactly it; [`RecvRing::received`] says how many. The others stay as they were. Buffers
+    /// should have a capacity of [`super::RECV_CAPACITY`]: a message that does not fit is counted
+    /// in [`UdpSocket::truncated`] and has length 0.
     ///
     /// # Errors
     ///

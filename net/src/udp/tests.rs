@@ -251,6 +251,22 @@ fn large_messages_are_received_a_few_at_a_time() {
 }
 
 #[test]
+fn as_many_messages_as_there_are_buffers_may_not_be_all() {
+    let (sender, receiver) = (loopback(), loopback());
+    let (mut ring, mut one) = (RecvRing::new(), buffers(1));
+    assert!(!ring.is_full());
+    send_all(&sender, &[Transmit::new(receiver.local_addr(), b"sum", 3); 2]);
+    assert!(receiver.peek(&mut ring, &mut [0; 3]).unwrap().is_some());
+    assert!(!ring.is_full(), "a look takes nothing");
+    assert_eq!(receiver.recv(&mut ring, &mut []).unwrap(), 0);
+    assert!(!ring.is_full(), "nothing was asked for");
+    for full in [true, true, false] {
+        assert_eq!(receiver.recv(&mut ring, &mut one).unwrap() == 1, full);
+        assert_eq!(ring.is_full(), full);
+    }
+}
+
+#[test]
 fn receiving_fills_cleared_buffers_in_place_and_leaves_the_rest_alone() {
     let (sender, receiver) = (loopback(), loopback());
     let mut ring = RecvRing::new();

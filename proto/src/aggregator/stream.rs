@@ -162,11 +162,12 @@ impl Stream {
 
     /// What the ranks should be told although there is no result to tell them with: of credits, or
     /// that all they sent before a window has left the path. A result says so itself.
-    pub(super) fn credit_due(&mut self) -> Option<WindowId> {
+    pub(super) fn poll_credit(&mut self) -> Option<WindowId> {
         let far = self.told_arrived.max(self.next) + Self::TOLD_WINDOWS;
         let is_due = self.low() - self.announced > self.pool.len() / 4
             || self.arrived().all(|arrived| arrived >= far);
-        // A window that is complete is about to have a result.
+        // The result of a window that can be folded and sent says as much. Looked for last, since
+        // it moves on over windows that nobody owes.
         if !is_due || self.poll_ready().is_some() {
             return None;
         }

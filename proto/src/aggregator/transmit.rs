@@ -351,7 +351,7 @@ impl Aggregation {
     /// Credits that no result has carried (wire: W-33, W-56).
     fn write_credit(&mut self, out: &mut [u8]) -> Option<Transmit> {
         let streams = (0..self.config.lanes).zip(&mut self.streams);
-        let mut due = streams.filter_map(|(lane, stream)| Some((lane, stream.credit_due()?)));
+        let mut due = streams.filter_map(|(lane, stream)| Some((lane, stream.poll_credit()?)));
         let (lane, window) = due.next()?;
         let header = Header { window, ..self.header(Kind::Credit, lane) };
         Some(self.finish(Recipient::All, header, 0, out))

@@ -457,14 +457,29 @@ fn ranks_are_told_what_has_arrived_while_a_fold_waits() {
 }
 
 #[test]
-fn a_window_that_is_complete_needs_no_credit() {
-    // wire: W-56
+fn a_result_that_can_be_sent_needs_no_credit() {
     let mut shard = Shard::new(5);
     (0..4).for_each(|index| shard.fill(index));
     assert_eq!(shard.credits(), [], "results will tell");
     assert_eq!(shard.folds(), 4);
     assert_eq!(shard.results().len(), 4);
     assert_eq!(shard.credits(), [], "results told");
+}
+
+#[test]
+fn ranks_are_told_what_has_arrived_while_results_wait_for_room() {
+    // wire: W-56
+    let config = aggregator::Config { results_in_flight: 3 * WINDOW_BYTES, ..shard(0, 1) };
+    let mut shard = Shard::of(config, 8);
+    (0..8).for_each(|index| shard.fill(index));
+    let folded = shard.folds();
+    assert!(folded < 6, "no rank has acknowledged a result");
+    let (results, last) = shard.says();
+    assert_eq!(results.len(), folded);
+    let last = last.expect("something behind the results");
+    let (header, _) = Header::decode(&last).expect("machines write messages");
+    assert_eq!((header.kind, header.window), (Kind::Credit, window(0, 7)));
+    assert_eq!(shard.folds(), 0);
 }
 
 #[test]

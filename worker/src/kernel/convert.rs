@@ -23,7 +23,7 @@ impl<From: Element, To: Element> Task for Convert<'_, From, To> {
         for (x, y) in src.iter().zip(dst) {
             // The wider side is the tensor; what travels is in the cache.
             if size_of::<From::Bytes>() > size_of::<To::Bytes>() {
-                prefetch::to_read(x);
+                prefetch::to_read(x, AHEAD);
             } else {
                 prefetch::to_write(y, AHEAD);
             }

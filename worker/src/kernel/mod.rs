@@ -11,7 +11,7 @@ mod element;
 mod fixed32;
 mod int8;
 mod level;
-pub(crate) mod prefetch;
+mod prefetch;
 mod scan;
 #[cfg(test)]
 mod tests;
@@ -104,6 +104,12 @@ pub fn decode_block(
 }
 
 /// The functions of this module with the instructions of one level: to compare levels.
+/// Asks for the memory of `run`, which is written soon, and is not next to what is written now.
+/// Of a long one the beginning is asked for, and the processor goes on by itself.
+pub(crate) fn prefetch_to_write(run: &[u8]) {
+    prefetch::to_write(&run[..run.len().min(prefetch::AHEAD)], 0);
+}
+
 impl Level {
     /// See [`scan_window`].
     ///

@@ -17,17 +17,17 @@ pub(super) const LINE: usize = 64;
 /// 200 ns, which is about what a line takes to come.
 pub(super) const AHEAD: usize = 2048;
 
-/// Asks for as many lines as `run` has, [`AHEAD`] of it, which will be read.
+/// Asks for as many lines as `run` has, `ahead` bytes behind it, which will be read.
 #[inline(always)]
-pub(super) fn to_read<T>(run: &[T]) {
+pub(super) fn to_read<T>(run: &[T], ahead: usize) {
     for offset in (0..size_of_val(run)).step_by(LINE) {
-        line(run, AHEAD + offset);
+        line(run, ahead + offset);
     }
 }
 
-/// Asks for as many lines as `run` has, `ahead` bytes behind it, which will be written.
+/// As [`to_read`], of lines that will be written.
 #[inline(always)]
-pub(crate) fn to_write<T>(run: &[T], ahead: usize) {
+pub(super) fn to_write<T>(run: &[T], ahead: usize) {
     #[cfg(target_arch = "x86_64")]
     for offset in (0..size_of_val(run)).step_by(LINE) {
         let at = run.as_ptr().cast::<i8>().wrapping_add(ahead + offset);

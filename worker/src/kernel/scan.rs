@@ -1,7 +1,7 @@
 //! Which blocks of a window are zero.
 
 use super::level::Task;
-use super::prefetch::{self, LINE};
+use super::prefetch::{self, AHEAD, LINE};
 
 /// A scan of `window`, cut into blocks of `block_len` bytes.
 pub(super) struct Scan<'a> {
@@ -47,7 +47,7 @@ fn union(block: &[u8], mask: u64) -> u64 {
     }
     let (steps, rest) = rest.as_chunks::<STEP>();
     for step in steps {
-        prefetch::to_read(step);
+        prefetch::to_read(step, AHEAD);
         bits |= union_of_words(step.as_chunks().0);
         if bits & mask != 0 {
             return bits;
@@ -55,7 +55,7 @@ fn union(block: &[u8], mask: u64) -> u64 {
     }
     let (lines, rest) = rest.as_chunks::<LINE>();
     for line in lines {
-        prefetch::to_read(line);
+        prefetch::to_read(line, AHEAD);
         bits |= union_of_words(line.as_chunks().0);
     }
     let (words, rest) = rest.as_chunks();

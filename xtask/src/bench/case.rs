@@ -61,14 +61,13 @@ impl Race {
                 format!("1 Gbit/s a worker, {aggregators} aggregator host(s){limited}")
             }
         };
-        let mut blocks: Vec<u16> =
-            self.sides.iter().filter_map(|side| Some(side.program.racksum()?.block)).collect();
-        blocks.dedup();
-        let blocks = blocks.iter().map(u16::to_string).collect::<Vec<_>>().join(" or ");
+        let blocks = self.sides.iter().filter_map(|side| {
+            let block = side.program.racksum()?.block;
+            (block != Racksum::PLAIN.block).then(|| format!("; {}: blocks of {block}", side.name))
+        });
+        let blocks: String = blocks.collect();
         let Self { world, shards, .. } = self;
-        format!(
-            "{world} ranks, {bytes} B of f32, {data}, {net}, {shards} shard(s), blocks of {blocks}"
-        )
+        format!("{world} ranks, {bytes} B of f32, {data}, {net}, {shards} shard(s){blocks}")
     }
 
     /// The side that a bound or a table speaks of.
@@ -142,8 +141,8 @@ pub(crate) struct Racksum {
 impl Racksum {
     pub(crate) const PLAIN: Self =
         Self { wire: Wire::F32, block: 256, input: Input::Dense, drop: None, aggregators: 1 };
-    /// In bf16. A window has 64 blocks at most, which would be half a datagram's worth of the
-    /// usual ones.
+    /// In bf16. A window has at most 64 blocks: with 2 bytes an element, those of 256 fill half of
+    /// its 60 KiB, and of 512 all.
     pub(crate) const BF16: Self = Self { wire: Wire::Bf16, block: 512, ..Self::PLAIN };
 }
 

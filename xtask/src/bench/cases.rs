@@ -157,6 +157,8 @@ fn dense_loopback(seed: u64, world: u16, must: f64, reach: f64) -> Case {
 
 fn bf16_loopback(seed: u64, world: u16, must: f64, reach: f64) -> Case {
     let program = Program::Racksum(Racksum::BF16);
+    let usual = Program::Racksum(Racksum { block: Racksum::PLAIN.block, ..Racksum::BF16 });
+    let usual = Side { name: "racksum-256", program: usual };
     Case::Race(Race {
         name: format!("bf16-loopback-w{world}"),
         world,
@@ -164,7 +166,7 @@ fn bf16_loopback(seed: u64, world: u16, must: f64, reach: f64) -> Case {
         shards: BULK_SHARDS,
         data: dense(seed, 100_000_000),
         iterations: 1,
-        sides: vec![Side { name: "racksum", program }, GLOO, FLOOR_BF16],
+        sides: vec![Side { name: "racksum", program }, usual, GLOO, FLOOR_BF16],
         bounds: vec![gain("gloo", must, reach)],
     })
 }

@@ -126,6 +126,12 @@ impl Team {
         setup: &Setup,
         logs: &Path,
     ) -> Result<Self> {
+        // Volumes are counted, and peers draw, in blocks of 256.
+        ensure!(
+            race.data.is_dense() || racksum.block == Racksum::PLAIN.block,
+            "sparse data has blocks of {}",
+            Racksum::PLAIN.block
+        );
         let served = place.aggregators.iter().take(usize::from(racksum.aggregators));
         let aggregator = served.map(|(_, addr)| addr.to_string()).collect::<Vec<_>>().join("+");
         let job = format!("{}-{}", race.name, side.name);
