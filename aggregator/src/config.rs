@@ -131,14 +131,16 @@ impl Config {
         Ok(())
     }
 
-    /// Checks that the pools fit a host's memory: they are used page by page as jobs come, so
-    /// that one too large would end the process in the middle of a job.
+    /// Checks that pools larger than the default fit a host's memory: they are used page by page
+    /// as jobs come, so that one too large would end the process in the middle of a job. The
+    /// default is never refused: jobs on a small host use a small part of it.
     ///
     /// # Errors
     /// That they do not.
     pub(crate) fn check_memory(&self, host_mib: u64) -> Result<(), ConfigError> {
         let Self { shards, pool_mib, .. } = *self;
-        if u64::from(shards) * u64::from(pool_mib) > host_mib {
+        let is_asked_for = pool_mib > Self::default().pool_mib;
+        if is_asked_for && u64::from(shards) * u64::from(pool_mib) > host_mib {
             return Err(ConfigError::Memory { shards, pool_mib, host_mib });
         }
         Ok(())
@@ -186,12 +188,14 @@ mod tests {
 
     #[test]
     fn pools_that_no_memory_holds_are_refused() {
-        let config = Config { shards: 2, pool_mib: 1000, ..Config::default() };
-        assert_eq!(config.check_memory(2000), Ok(()));
-        let error = config.check_memory(1999).unwrap_err().to_string();
-        let expected = "2 shard(s) with pools of 1000 MiB need more than the 1999 MiB of memory \
+        let config = Config { shards: 2, pool_mib: 2000, ..Config::default() };
+        assert_eq!(config.check_memory(4000), Ok(()));
+        let error = config.check_memory(3999).unwrap_err().to_string();
+        let expected = "2 shard(s) with pools of 2000 MiB need more than the 3999 MiB of memory \
                         of this host; lower --pool-mib or --shards";
         assert_eq!(error, expected);
+        // Embedded aggregators have pools of the default, whatever the host and their shards.
+        assert_eq!(Config { shards: 64, ..Config::default() }.check_memory(512), Ok(()));
         assert!(host_mib().is_none_or(|mib| mib > 16), "{:?}", host_mib());
     }
 }

@@ -105,7 +105,7 @@ impl Engine {
     /// Takes the messages of an inbox.
     fn take_messages(&mut self, inbox: usize) {
         for i in 0..self.inboxes[inbox].ring.received().len() {
-            let Inbox { ring, buffers, .. } = &mut self.inboxes[inbox];
+            let Inbox { ring, buffers } = &mut self.inboxes[inbox];
             let (meta, buffer) = (ring.meta(i), std::mem::take(&mut buffers[i]));
             self.take_datagrams(&buffer, &meta);
             self.inboxes[inbox].buffers[i] = buffer;

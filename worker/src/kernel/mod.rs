@@ -103,13 +103,13 @@ pub fn decode_block(
     Level::best().decode_block(wire, dtype, src, dst)
 }
 
-/// The functions of this module with the instructions of one level: to compare levels.
 /// Asks for the memory of `run`, which is written soon, and is not next to what is written now.
 /// Of a long one the beginning is asked for, and the processor goes on by itself.
 pub(crate) fn prefetch_to_write(run: &[u8]) {
     prefetch::to_write(&run[..run.len().min(prefetch::AHEAD)], 0);
 }
 
+/// The functions of this module with the instructions of one level: to compare levels.
 impl Level {
     /// See [`scan_window`].
     ///
