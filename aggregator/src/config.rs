@@ -4,6 +4,9 @@ use std::net::IpAddr;
 
 use serde::Deserialize;
 
+/// Most shards of an aggregator.
+pub const MAX_SHARDS: u8 = 64;
+
 /// How results reach the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -117,7 +120,7 @@ impl Config {
     pub fn validate(&self) -> Result<(), ConfigError> {
         let ports = u64::from(u16::MAX) - 1 - u64::from(self.shards);
         for (key, value, min, max) in [
-            ("shards", u64::from(self.shards), 1, 64),
+            ("shards", u64::from(self.shards), 1, u64::from(MAX_SHARDS)),
             ("pool_slots", u64::from(self.pool_slots), 2, 4096),
             ("pool_mib", u64::from(self.pool_mib), 1, 1 << 20),
             ("max_jobs", u64::from(self.max_jobs), 1, 1024),

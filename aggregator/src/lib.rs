@@ -22,7 +22,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
-pub use config::{Config, ConfigError, Fanout};
+pub use config::{Config, ConfigError, Fanout, MAX_SHARDS};
 use failure::Failure;
 use racksum_net::NetError;
 use racksum_net::clock::Clock;

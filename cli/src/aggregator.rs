@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use racksum_aggregator::{Aggregator, Config};
 
-use crate::args::Fanout;
+use crate::args::{self, Fanout};
 use crate::exit::{Failure, say};
 
 /// Flags override the configuration file, which overrides the defaults.
@@ -18,7 +18,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "PORT")]
     port: Option<u16>,
     /// Threads, each with a socket of its own.
-    #[arg(long, value_name = "K")]
+    #[arg(long, value_name = "K", value_parser = args::shards())]
     shards: Option<u8>,
     /// Most slots that a stream of a job is granted.
     #[arg(long, value_name = "P")]

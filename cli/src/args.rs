@@ -2,7 +2,7 @@
 
 use clap::ValueEnum;
 use clap::builder::RangedU64ValueParser;
-use racksum_aggregator::MAX_WORLD;
+use racksum_aggregator::{MAX_SHARDS, MAX_WORLD};
 use racksum_proto::dtype::{DType, Reduction, WireType};
 
 /// What the help of each subcommand ends with.
@@ -30,6 +30,11 @@ pub(crate) fn size(text: &str) -> Result<u64, String> {
 /// Reads how many ranks there are.
 pub(crate) fn world() -> RangedU64ValueParser<u16> {
     RangedU64ValueParser::new().range(1..=u64::from(MAX_WORLD))
+}
+
+/// Reads how many shards an aggregator has.
+pub(crate) fn shards() -> RangedU64ValueParser<u8> {
+    RangedU64ValueParser::new().range(1..=u64::from(MAX_SHARDS))
 }
 
 /// Reads a share from 0 to 1.

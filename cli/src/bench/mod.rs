@@ -104,7 +104,7 @@ pub(crate) struct Args {
     #[arg(long, value_parser = args::wire)]
     wire: Option<WireType>,
     /// Shards of the aggregator on this host [default: 1].
-    #[arg(long, value_parser = clap::value_parser!(u8).range(1..=64))]
+    #[arg(long, value_parser = args::shards())]
     shards: Option<u8>,
     /// Most slots a stream; 0 leaves it to the aggregator.
     #[arg(long, default_value_t = 0)]

@@ -56,7 +56,7 @@ pub(crate) struct Args {
     #[arg(
         long,
         default_value_t = 1,
-        value_parser = clap::value_parser!(u8).range(1..=64),
+        value_parser = args::shards(),
         conflicts_with = "aggregator"
     )]
     shards: u8,
