@@ -6,6 +6,7 @@ mod support;
 
 mod aggregator;
 mod asks;
+mod congestion;
 mod ends;
 mod layout;
 mod opens;
