@@ -19,7 +19,7 @@ use racksum_proto::time::Span;
 use racksum_proto::worker::Config;
 
 use crate::blocks::{BlockSet, Blocks};
-use crate::engine::{Engine, Links, Next, Progress, Stats};
+use crate::engine::{Engine, Links, Next, Stats};
 use crate::error::{ConnectError, Error};
 use crate::join::{Control, Event, Session, join, shard_addrs};
 use crate::options::ConnectOptions;
@@ -65,6 +65,10 @@ struct State {
     driving: bool,
     /// Threads that wait for an op: one of them drives, and not the client's own thread.
     waiting: usize,
+    /// Those of them that sleep, since another drives.
+    asleep: usize,
+    /// Those of the sleeping that were woken and have yet to look: the driver lets them.
+    woken: usize,
     closed: bool,
     /// The engine panicked: every op has ended, and it is not to be used again.
     broken: bool,
@@ -252,8 +256,8 @@ impl Drop for Client {
         state.closed = true;
         tracing::debug!(stats = ?state.engine.stats(), "client closes");
         state.run(|engine| engine.end("the client was closed"));
+        self.shared.wake_waiting(&mut state);
         drop(state);
-        self.shared.changed.notify_all();
         self.shared.work.notify_all();
         self.shared.waker.wake();
         self._controls.clear();
@@ -306,6 +310,8 @@ impl Shared {
                 engine,
                 driving: false,
                 waiting: 0,
+                asleep: 0,
+                woken: 0,
                 closed: false,
                 broken: false,
             }),
@@ -337,7 +343,10 @@ impl Shared {
             if state.driving {
                 // The client's own thread may have to be told that it is no longer needed.
                 self.waker.wake();
+                state.asleep += 1;
                 state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state.asleep -= 1;
+                state.woken = state.woken.saturating_sub(1);
             } else {
                 state = self.drive(state, &done);
             }
@@ -361,19 +370,29 @@ impl Shared {
             state = self.step(state);
         }
         state.driving = false;
-        self.changed.notify_all();
+        self.wake_waiting(&mut state);
         state
+    }
+
+    /// Has all who sleep look whether what they wait for has come.
+    fn wake_waiting(&self, state: &mut State) {
+        state.woken = state.asleep;
+        self.changed.notify_all();
+    }
+
+    /// Has the engine do what is due, and wakes who waits if ops have ended. Returns what is left
+    /// to do; nothing if the engine is broken.
+    fn advance(&self, state: &mut State) -> Option<Next> {
+        let progress = state.run(Engine::step);
+        if progress.is_none_or(|progress| progress.ended) {
+            self.wake_waiting(state);
+        }
+        Some(progress?.next)
     }
 
     /// Does what is due, or waits for something to happen. The lock is free while it waits.
     fn step<'a>(&'a self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
-        let Some(Progress { ended, next }) = state.run(Engine::step) else {
-            self.changed.notify_all();
-            return state;
-        };
-        if ended {
-            self.changed.notify_all();
-        }
+        let Some(next) = self.advance(&mut state) else { return state };
         // An error of the two waits is as good as readiness: the next step finds out.
         match next {
             Next::Gather(backlog) if self.gather.is_due(backlog) => {
@@ -381,8 +400,9 @@ impl Shared {
                 drop(self.gather.pause(&self.waker));
             }
             Next::Step | Next::Gather(_) => {
-                // Whoever submits must not wait until there is nothing more to do.
-                if self.wanted.load(Relaxed) == 0 {
+                // Whoever submits, or waits for what has ended, must not wait until there is nothing
+                // more to do.
+                if self.wanted.load(Relaxed) == 0 && state.woken == 0 {
                     return state;
                 }
                 drop(state);
@@ -404,7 +424,7 @@ impl Shared {
 
     /// Sends the first of an op that was just submitted, and sees to it that somebody drives.
     fn set_off(&self, mut state: MutexGuard<'_, State>) {
-        state.run(Engine::step);
+        self.advance(&mut state);
         let driven = state.driving || state.waiting > 0;
         drop(state);
         if driven {
@@ -441,8 +461,8 @@ impl Shared {
                 }
                 Event::Said(_) => continue,
             }
+            self.wake_waiting(&mut state);
             drop(state);
-            self.changed.notify_all();
             self.waker.wake();
         }
     }

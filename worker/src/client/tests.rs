@@ -5,7 +5,7 @@ use racksum_proto::error::OpError;
 use racksum_proto::ids::JobId;
 
 use super::*;
-use crate::engine::tests::Bench;
+use crate::engine::tests::{Bench, fail, send};
 
 /// A client whose shard never answers.
 fn client() -> Client {
@@ -104,4 +104,67 @@ fn closing_a_client_ends_what_is_in_flight() {
     drop(client);
     let (result, _) = shared.lock().engine.take(handle.op).unwrap();
     assert_eq!(result, Err(OpError::Ended { why: "the client was closed" }));
+}
+
+/// A thread that sleeps until an op ends while this one drives, and what this one needs for that.
+struct Sleeper {
+    shared: Arc<Shared>,
+    shard: UdpSocket,
+    op: OpId,
+    thread: JoinHandle<()>,
+}
+
+impl Sleeper {
+    fn start() -> Self {
+        let Bench { engine, socket, mut shards, .. } = Bench::new(1, 1, Ipv4Addr::LOCALHOST);
+        let shared = Arc::new(Shared::new(engine, socket, Arc::from([])).unwrap());
+        let mut state = shared.lock();
+        let data = Data::Owned(tensor());
+        let op = state.submit(|engine| engine.submit(descriptor(), data, span(HOUR))).unwrap();
+        state.driving = true;
+        drop(state);
+        let sleeps = Arc::clone(&shared);
+        let thread = spawn("sleeps", move || {
+            drop(sleeps.await_that(sleeps.lock(), |state| !state.engine.is_in_flight(op)));
+        });
+        while shared.lock().asleep == 0 {
+            std::thread::yield_now();
+        }
+        Self { shared, shard: shards.remove(0), op, thread: thread.unwrap() }
+    }
+
+    /// Sends what ends the op.
+    fn end_op(&self) {
+        send(&self.shard, self.shared.socket.local_addr(), &fail(self.op, 0));
+    }
+
+    /// Whether the thread has ended; false after ten seconds, of which `pass` passes some.
+    fn wakes(&self, mut pass: impl FnMut()) -> bool {
+        let start = std::time::Instant::now();
+        while !self.thread.is_finished() && start.elapsed() < Duration::from_secs(10) {
+            pass();
+        }
+        self.thread.is_finished()
+    }
+}
+
+const HOUR: Duration = Duration::from_secs(3600);
+
+#[test]
+fn who_sleeps_is_told_what_another_threads_submit_came_upon() {
+    let sleeper = Sleeper::start();
+    sleeper.end_op();
+    sleeper.shared.set_off(sleeper.shared.lock());
+    assert!(sleeper.wakes(|| std::thread::sleep(Duration::from_millis(1))));
+}
+
+#[test]
+fn a_driver_that_is_never_idle_lets_those_look_whom_it_has_woken() {
+    let sleeper = Sleeper::start();
+    sleeper.end_op();
+    let mut state = Some(sleeper.shared.lock());
+    assert!(sleeper.wakes(|| {
+        send(&sleeper.shard, sleeper.shared.socket.local_addr(), b"noise");
+        state = state.take().map(|state| sleeper.shared.step(state));
+    }));
 }

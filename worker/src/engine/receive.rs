@@ -11,7 +11,7 @@ use racksum_proto::time::Time;
 use racksum_proto::wire::{self, Header, Kind};
 use racksum_proto::worker::{Delivery, Verdict};
 
-use super::Engine;
+use super::{Engine, GRACE};
 use crate::fault::Fate;
 
 /// Where messages are received to.
@@ -76,6 +76,7 @@ impl Engine {
         }
         let own = self.inboxes[OWN].receive(&socket, RECV_BATCH);
         let mut received = own;
+        let began = self.clock.now();
         for group in groups.iter() {
             loop {
                 let placed = self.receive_in_place(group);
@@ -83,6 +84,10 @@ impl Engine {
                 received = received.max(taken);
                 // Without own datagrams there is nothing that these must precede.
                 if taken < Haul::Batch || own == Haul::Nothing {
+                    break;
+                }
+                // A flood of the group must not hold up all else.
+                if self.clock.now().since(began) > GRACE {
                     break;
                 }
             }

@@ -1,5 +1,7 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::AsFd;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 
 use bytes::BytesMut;
 use racksum_net::udp::{
@@ -16,7 +18,7 @@ use super::*;
 pub(crate) struct Bench {
     pub(crate) engine: Engine,
     pub(crate) socket: Arc<UdpSocket>,
-    shards: Vec<UdpSocket>,
+    pub(crate) shards: Vec<UdpSocket>,
 }
 
 impl Bench {
@@ -59,9 +61,7 @@ impl Bench {
 
     /// Sends a datagram from a shard's address, and lets the engine take it.
     fn say(&mut self, shard: usize, contents: &[u8]) {
-        let to = self.socket.local_addr();
-        let message = Transmit::new(to, contents, contents.len());
-        assert_eq!(self.shards[shard].send(&mut SendRing::new(), &[message]).sent, 1);
+        send(&self.shards[shard], self.socket.local_addr(), contents);
         self.engine.step();
     }
 
@@ -71,8 +71,14 @@ impl Bench {
     }
 }
 
+/// Sends a datagram.
+pub(crate) fn send(from: &UdpSocket, to: SocketAddr, contents: &[u8]) {
+    let message = Transmit::new(to, contents, contents.len());
+    assert_eq!(from.send(&mut SendRing::new(), &[message]).sent, 1);
+}
+
 /// The datagram by which a shard ends an op that the ranks disagree on.
-fn fail(op: OpId, shard: u8) -> Vec<u8> {
+pub(crate) fn fail(op: OpId, shard: u8) -> Vec<u8> {
     let one = Descriptor::sum(1, DType::F32);
     let other = Descriptor { tag: 1, ..one };
     let mut body = [0; Disagreement::LEN];
@@ -135,6 +141,43 @@ fn a_flood_puts_no_timeout_off() {
         assert!(clock.now().since(start) < Span::from_secs(5), "the flood lasts longer");
         bench.say(0, b"noise");
     }
+    let (result, _) = bench.engine.take(op).unwrap();
+    assert!(matches!(result, Err(OpError::Timeout { .. })), "{result:?}");
+}
+
+#[test]
+fn a_flood_of_a_group_puts_no_timeout_off() {
+    let mut bench = Bench::new(1, 1, Ipv4Addr::LOCALHOST);
+    let open = || UdpSocket::open(&UdpConfig::new("127.0.0.1:0".parse().unwrap())).unwrap();
+    let group = open();
+    let to = group.local_addr();
+    bench.engine.links.groups = Arc::from([group]);
+    let op = bench.submit(0, Span::from_millis(1));
+    // Many messages a datagram, so that taking them lasts longer than sending them.
+    let mut head = [0; Header::LEN];
+    Header::probe(JobId(9), Generation(0), 0).encode(&mut head);
+    let noise = head.repeat(1000);
+    let batch = [Transmit::new(to, &noise, noise.len()); 8];
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                let stranger = open();
+                while !over.load(Relaxed) {
+                    stranger.send(&mut SendRing::new(), &batch);
+                }
+            });
+        }
+        let (clock, limit) = (Clock::start(), Span::from_secs(5));
+        let start = clock.now();
+        while bench.engine.is_in_flight(op) && clock.now().since(start) < limit {
+            // What is behind the group's datagrams, as far as the engine knows.
+            bench.say(0, b"noise");
+        }
+        let took = clock.now().since(start);
+        over.store(true, Relaxed);
+        assert!(took < limit, "one step or all of them took {took:?}");
+    });
     let (result, _) = bench.engine.take(op).unwrap();
     assert!(matches!(result, Err(OpError::Timeout { .. })), "{result:?}");
 }
