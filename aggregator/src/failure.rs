@@ -1,4 +1,5 @@
-//! A thread of the aggregator that panics: a bug of ours, which ends the aggregator as a whole.
+//! A thread of the aggregator that panics, which is a bug of ours, or whose socket fails: it ends
+//! the aggregator as a whole.
 //!
 //! Half an aggregator would be worse than none, since its jobs would wait for the dead half.
 
@@ -7,7 +8,7 @@ use std::thread::{Builder, JoinHandle};
 
 use tokio::sync::watch::{Receiver, Sender};
 
-/// Starts threads, and tells of the first that panics.
+/// Starts threads, and tells of the first that fails.
 #[derive(Debug, Clone)]
 pub(crate) struct Failure {
     told: Sender<Option<String>>,
@@ -21,6 +22,15 @@ impl Failure {
     /// Hears of the failure.
     pub(crate) fn subscribe(&self) -> Receiver<Option<String>> {
         self.told.subscribe()
+    }
+
+    /// Tells why the aggregator cannot go on, unless that is known already.
+    pub(crate) fn tell(&self, why: String) {
+        self.told.send_if_modified(|told| {
+            let first = told.is_none();
+            told.get_or_insert(why);
+            first
+        });
     }
 
     /// Starts a thread whose panic is told.
@@ -49,12 +59,8 @@ impl Drop for Guard {
             return;
         }
         let thread = &self.thread;
-        let why =
-            format!("the thread {thread} failed, which is a bug of racksum; all jobs are lost");
-        self.failure.told.send_if_modified(|told| {
-            let first = told.is_none();
-            told.get_or_insert(why);
-            first
-        });
+        self.failure.tell(format!(
+            "the thread {thread} failed, which is a bug of racksum; all jobs are lost"
+        ));
     }
 }

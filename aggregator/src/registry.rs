@@ -511,8 +511,8 @@ impl Job {
             pool_slots,
             max_ops: MAX_OPS,
             cut,
-            // All shards' results meet in each rank's receive buffer.
-            results_in_flight: lowest / usize::from(shards) / 2,
+            // The results of all streams meet in each rank's receive buffer.
+            results_in_flight: lowest / usize::from(shards) / usize::from(self.lanes.max(1)) / 2,
         };
         Ok((welcome, (first..first + mine).map(config).collect()))
     }

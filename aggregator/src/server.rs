@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use racksum_net::interface::local_addr_towards;
 use racksum_net::quic::{frames, quinn};
 use racksum_proto::control::{FromAggregator, FromWorker, Join};
 use tokio::sync::mpsc::{Receiver, channel};
@@ -18,7 +19,7 @@ pub(crate) const MAX_STRANGERS: usize = 512;
 const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long ranks are told of the end.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
-/// How long a rank may leave a message unread; one that never reads is lost.
+/// How long the next message may wait until a rank has read enough of those before; then it is lost.
 const READ_TIMEOUT: Duration = Duration::from_secs(10);
 /// How often a waiting rank is told whom it waits for.
 const WAITING_PERIOD: Duration = Duration::from_millis(500);
@@ -80,7 +81,10 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared) {
     let (tell, mut inbox) = channel(QUEUE);
     let addr = connection.remote_address();
     let (name, rank) = (join.job.clone(), join.rank);
-    let joined = lock(&registry).join(join, addr, tell, Instant::now());
+    let joined = match answers_elsewhere(&registry, &connection) {
+        Some(reason) => Err(reason),
+        None => lock(&registry).join(join, addr, tell, Instant::now()),
+    };
     match joined {
         Err(reason) => {
             tracing::warn!(job = name, rank, %addr, reason, "join refused");
@@ -100,6 +104,20 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared) {
             }
         }
     }
+}
+
+/// Why a rank would not know the shards' datagrams for theirs: an aggregator on all addresses sends
+/// from the one that the routing table names, and that need not be the one that the rank has called.
+fn answers_elsewhere(registry: &Shared, connection: &quinn::Connection) -> Option<String> {
+    let on_all = lock(registry).shards().iter().any(|shard| shard.addr.ip().is_unspecified());
+    let called = connection.local_ip().filter(|_| on_all)?.to_canonical();
+    let from = local_addr_towards(connection.remote_address()).ok()?.to_canonical();
+    (from != called).then(|| {
+        format!(
+            "this aggregator serves on all addresses, and would answer from {from} what was sent \
+             to {called}; call it at {from}, or start it with --bind {called}"
+        )
+    })
 }
 
 /// The first word of a connection, which must be a join, and the stream that it came by.

@@ -62,7 +62,8 @@ pub struct ShardStats {
     pub folds: u64,
     /// Messages that the kernel dropped because the receive buffer was full.
     pub kernel_drops: u64,
-    /// Messages that the kernel refused to send; they are in what was sent all the same.
+    /// Messages that the kernel refused to send, or had no room for too long; they are in what was
+    /// sent all the same.
     pub send_failures: u64,
     /// Datagrams that changed nothing, by reason.
     pub rejects: Rejects,
@@ -116,6 +117,7 @@ impl ShardHandle {
             stats: ShardStats::default(),
             shared: Arc::clone(&stats),
             published: Time(0),
+            failure: failure.clone(),
         };
         let thread = failure.spawn(format!("shard-{number}"), move || shard.run()).map_err(io)?;
         let thread = Some(thread);
@@ -177,6 +179,7 @@ struct Shard {
     stats: ShardStats,
     shared: Arc<Mutex<ShardStats>>,
     published: Time,
+    failure: Failure,
 }
 
 impl Shard {
@@ -205,14 +208,14 @@ impl Shard {
     }
 
     /// Does what it was told and takes what has arrived. Returns how many messages that was, or
-    /// none once the shard is to stop.
+    /// none once the shard is to stop, or cannot go on.
     fn turn(&mut self) -> Option<usize> {
         while let Ok(command) = self.inbox.try_recv() {
             if !self.obey(command) {
                 return None;
             }
         }
-        let received = self.receive();
+        let received = self.receive()?;
         self.publish();
         Some(received)
     }
@@ -256,17 +259,22 @@ impl Shard {
         true
     }
 
-    /// Takes what has arrived, and sends what that makes due. Returns how many messages it was.
-    fn receive(&mut self) -> usize {
+    /// Takes what has arrived, and sends what that makes due. Returns how many messages it was, or
+    /// none if the socket is of no use any more.
+    fn receive(&mut self) -> Option<usize> {
         while self.incoming.len() < RECV_BATCH {
             let Some(buffer) = self.arena.take() else { break };
             self.incoming.push(buffer);
         }
-        // An error here is a peer's ICMP message: the data path learns of it by silence.
-        let count = self.socket.recv(&mut self.recv, &mut self.incoming).unwrap_or(0);
-        if count == 0 {
-            return 0;
-        }
+        let count = match self.socket.recv(&mut self.recv, &mut self.incoming) {
+            Ok(0) => return Some(0),
+            Ok(count) => count,
+            Err(error) => {
+                let addr = self.socket.local_addr();
+                self.failure.tell(format!("the data socket {addr} failed: {error}"));
+                return None;
+            }
+        };
         let now = self.clock.now();
         for i in 0..count {
             let meta = self.recv.meta(i);
@@ -276,7 +284,7 @@ impl Shard {
             job.serve(now, &mut self.arena, &self.socket, &mut self.out);
         }
         self.out.flush_counts(&mut self.stats);
-        count
+        Some(count)
     }
 
     /// Takes what the kernel handed over as one: datagrams of one sender, `stride` apart.

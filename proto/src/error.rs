@@ -134,7 +134,10 @@ pub enum SubmitError {
     #[error("{0}")]
     Descriptor(#[from] DescriptorError),
     /// As many ops are in flight as the job was granted.
-    #[error("{max} ops are in flight, as many as the job was granted; wait for one to end first")]
+    #[error(
+        "{max} ops have been started since the oldest that has not ended, as many as the job was \
+         granted; wait for that one first"
+    )]
     TooManyOps {
         /// Ops the job may have in flight.
         max: usize,

@@ -207,6 +207,27 @@ fn a_list_of_all_blocks_at_all_ranks_under_faults() {
 }
 
 #[test]
+fn a_listed_block_of_zeros_is_like_one_that_is_not_listed() {
+    bounded(30, || {
+        let rig = Rig::start(|_| {});
+        let descriptor = Descriptor::sum(3 * 256, DType::F32);
+        let block = |value: f32| value.to_le_bytes().repeat(256);
+        rig.ranks(
+            "zeros",
+            2,
+            |_| {},
+            |client, rank| {
+                let values = [block(0.0), block(f32::from(rank)), block(-0.0)].concat();
+                let sums = run(client, descriptor, Blocks { indices: vec![0, 1, 2], values });
+                assert_eq!(sums, Ok(Blocks { indices: vec![1], values: block(1.0) }));
+                let sent = client.stats().tx_bytes;
+                assert!(sent < 1024 * u64::from(rank) + 500, "rank {rank} sent {sent} bytes");
+            },
+        );
+    });
+}
+
+#[test]
 fn a_list_that_cannot_be_is_refused_and_costs_no_op() {
     bounded(30, || {
         let descriptor = Descriptor::sum(300, DType::F32);
@@ -234,6 +255,9 @@ fn a_list_that_cannot_be_is_refused_and_costs_no_op() {
                     let error = client.submit_blocks(blocks, descriptor).unwrap_err();
                     assert_eq!(error.to_string(), why);
                 }
+                let bad = Descriptor { block_log2: 20, ..descriptor };
+                let listed = client.submit_blocks(Blocks::default(), bad).unwrap_err();
+                assert_eq!(listed, client.submit(vec![0; 1200], bad).unwrap_err());
                 let error = client.submit(vec![0; 1199], descriptor).unwrap_err();
                 let why = "the tensor has 1199 bytes, but 300 elements of f32 have 1200";
                 assert_eq!(error.to_string(), why);

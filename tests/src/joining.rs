@@ -1,5 +1,6 @@
 //! Joining a job: who may, who may not, and what they are told.
 
+use std::net::Ipv4Addr;
 use std::time::Duration;
 
 use racksum_proto::control::{FromAggregator, FromWorker, Join};
@@ -246,5 +247,25 @@ fn a_rank_is_told_whom_it_waits_for() {
         let error = second.join().unwrap().unwrap_err().to_string();
         assert_eq!(error, "after 3 s ranks 0, 1 had not joined");
         await_that("the job is gone", || rig.aggregator.jobs() == 0);
+    });
+}
+
+#[test]
+fn an_aggregator_on_all_addresses_refuses_who_calls_one_that_it_does_not_answer_from() {
+    bounded(30, || {
+        let rig = Rig::start(|config| {
+            config.bind = Ipv4Addr::UNSPECIFIED.into();
+            config.insecure = true;
+        });
+        let port = rig.aggregator.addr().port();
+        let at = |host: &str| ConnectOptions {
+            aggregators: vec![format!("{host}:{port}")],
+            insecure: true,
+            ..rig.options("all", 0, 1)
+        };
+        let why = "this aggregator serves on all addresses, and would answer from 127.0.0.1 what \
+                   was sent to 127.0.0.2; call it at 127.0.0.1, or start it with --bind 127.0.0.2";
+        assert_eq!(refusal(&at("127.0.0.2")), why);
+        check(&Client::connect(&at("127.0.0.1")).unwrap(), 1.0);
     });
 }

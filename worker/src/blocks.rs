@@ -13,6 +13,7 @@ use racksum_proto::geometry::{Geometry, Packed};
 use racksum_proto::worker::Delivery;
 
 use crate::error::Error;
+use crate::kernel;
 
 /// Blocks of a tensor: their places, and their values one after the other.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -81,12 +82,17 @@ impl BlockSet {
         self.values.reserve((2 * self.input.values.len()).saturating_sub(self.values.len()));
     }
 
-    /// The non-zero blocks of each window.
-    pub(crate) fn masks(&self, geometry: &Geometry) -> Vec<u64> {
+    /// The non-zero blocks of each window: one may be listed and be zero all the same.
+    pub(crate) fn masks(&mut self, descriptor: &Descriptor, geometry: &Geometry) -> Vec<u64> {
+        let (dtype, elements) = (descriptor.dtype, descriptor.block_elements());
         let mut masks = vec![0; geometry.windows() as usize];
-        for index in &self.input.indices {
-            let (window, block) = place(geometry, *index);
-            masks[window as usize] |= 1 << block;
+        let Blocks { indices, values } = &mut self.input;
+        for (index, block) in indices.iter().zip(values.chunks_mut(elements * dtype.size())) {
+            // wire: W-48
+            if kernel::scan_window(dtype, elements, block) != 0 {
+                let (window, block) = place(geometry, *index);
+                masks[window as usize] |= 1 << block;
+            }
         }
         masks
     }

@@ -37,8 +37,8 @@ pub struct Client {
     shards: usize,
     multicast: bool,
     op_timeout: Span,
-    /// Dropped last: the aggregator takes the rank for gone once they are.
-    _controls: Vec<Control>,
+    /// Once they are dropped, the aggregator takes the rank for gone.
+    controls: Vec<Control>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -116,8 +116,7 @@ impl Client {
             .ok_or_else(|| ConnectError::Protocol("nobody welcomed the rank".into()))?;
         let op_timeout = span(options.op_timeout);
         let threads = Vec::new();
-        let mut client =
-            Self { shared, welcome, shards, multicast, op_timeout, _controls: controls, threads };
+        let mut client = Self { shared, welcome, shards, multicast, op_timeout, controls, threads };
         let driver = Arc::clone(&client.shared);
         client.threads.push(spawn("racksum-drive", move || driver.drive_in_background())?);
         for events in events {
@@ -161,7 +160,8 @@ impl Client {
         Ok(self.handle(op))
     }
 
-    /// Starts reducing some blocks of a tensor, and no others.
+    /// Starts reducing some blocks of a tensor, as if all others, and those of them that are zero,
+    /// were zero in it.
     ///
     /// # Errors
     /// Why the op was not taken.
@@ -170,6 +170,7 @@ impl Client {
         blocks: Blocks,
         descriptor: Descriptor,
     ) -> Result<Handle<Blocks>, Error> {
+        descriptor.validate().map_err(SubmitError::from)?;
         let blocks = BlockSet::new(&descriptor, blocks)?;
         let mut state = self.shared.lock();
         let op =
@@ -185,7 +186,8 @@ impl Client {
     /// Waits for a tensor to be reduced.
     ///
     /// # Errors
-    /// Why there is no result; [`Error::OtherClient`] at once when another client started the op.
+    /// Why there is no result; [`Error::OtherClient`] at once when another client started the op,
+    /// which goes on there without its handle, and whose result is dropped.
     pub fn wait(&self, handle: Handle<Vec<u8>>) -> Result<Vec<u8>, Error> {
         match self.await_op(&handle)?.data {
             Data::Owned(tensor) => Ok(tensor),
@@ -260,7 +262,7 @@ impl Drop for Client {
         drop(state);
         self.shared.work.notify_all();
         self.shared.waker.wake();
-        self._controls.clear();
+        self.controls.clear();
         for thread in self.threads.drain(..) {
             // A panic was printed where it happened.
             drop(thread.join());
@@ -477,10 +479,13 @@ fn grant(
     let first = welcomes()
         .next()
         .ok_or_else(|| ConnectError::Protocol("nobody welcomed the rank".into()))?;
-    if welcomes().any(|other| {
-        other.data_ports.len() != first.data_ports.len()
-            || other.fragment_payload != first.fragment_payload
-    }) {
+    if welcomes().any(|other| other.fragment_payload != first.fragment_payload) {
+        return Err(ConnectError::Arguments(
+            "the paths to the aggregators take datagrams of different sizes; name the least MTU"
+                .into(),
+        ));
+    }
+    if welcomes().any(|other| other.data_ports.len() != first.data_ports.len()) {
         return Err(ConnectError::Arguments(
             "the aggregators differ in --shards; start them alike".into(),
         ));

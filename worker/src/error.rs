@@ -59,7 +59,9 @@ pub enum Error {
     #[error("{0}")]
     Blocks(String),
     /// The handle is of an op that another client started, or the same before it joined anew.
-    #[error("the op was started by another client; wait for it there")]
+    #[error(
+        "the op was started by another client, where it goes on, but its result is lost: wait for an op at the client that started it"
+    )]
     OtherClient,
     /// The op ended without a result.
     #[error("{0}")]

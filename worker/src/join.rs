@@ -391,7 +391,9 @@ impl<'a> Joining<'a> {
                     let group = Multicast { group, interface: interface.clone() };
                     let buffer = session.socket.report().asked_receive;
                     // Without the group this rank is sent copies.
-                    self.group = open_member(&group, buffer).ok();
+                    self.group = open_member(&group, buffer)
+                        .inspect_err(|error| tracing::warn!(%error, "no multicast"))
+                        .ok();
                 }
                 self.welcome = Some(granted);
             }

@@ -70,7 +70,7 @@ impl Payload {
         let Descriptor { dtype, .. } = self.descriptor;
         let range = self.bytes_of(self.geometry.elements_of(index));
         let block_elements = self.geometry.block_elements();
-        // A list of blocks says itself which there are, and is never scanned.
+        // A list of blocks is scanned as a whole, before its op starts.
         kernel::scan_window(dtype, block_elements, self.data.bytes_mut(range))
     }
 

@@ -20,6 +20,7 @@ fn shard() -> (Shard, Sender<Command>) {
         stats: ShardStats::default(),
         shared: Arc::default(),
         published: Time(0),
+        failure: Failure::new(),
     };
     (shard, commands)
 }

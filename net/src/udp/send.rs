@@ -94,6 +94,9 @@ pub enum SendError {
     /// The kernel refused for another reason, by this errno.
     #[error("the kernel refused the datagram: {}", io::Error::from_raw_os_error(*.0))]
     Os(c_int),
+    /// The send buffer stayed full.
+    #[error("the send buffer stayed full: the link is slower than what it is given")]
+    NoRoom,
 }
 
 /// The storage of one `sendmmsg`, for one thread.
@@ -115,23 +118,22 @@ unsafe impl Send for Storage {}
 
 impl UdpSocket {
     /// Sends a batch, and waits for room in the send buffer, 2 ms at most and `waits` times at
-    /// most. What still does not go is lost, and so whoever lacks it asks for it. What the kernel
-    /// refuses is counted, see [`UdpSocket::send_failures`].
+    /// most. What still does not go is lost, and so whoever lacks it asks for it. It is counted,
+    /// as is what the kernel refuses: see [`UdpSocket::send_failures`].
     pub fn send_patiently(&self, ring: &mut SendRing, mut batch: &[Transmit<'_>], waits: u32) {
-        for _ in 0..waits {
+        for left in (0..=waits).rev() {
             if batch.is_empty() {
                 return;
             }
             let outcome = self.send(ring, batch);
-            if outcome.failed > 0 {
-                self.note_send_failures(outcome.failed, outcome.last_error);
-            }
+            self.note_send_failures(outcome.failed, outcome.last_error);
             batch = &batch[(outcome.sent + outcome.failed).min(batch.len())..];
-            if outcome.blocked {
+            if outcome.blocked && left > 0 {
                 // A timeout and readiness are the same here: try again.
                 drop(wait_writable(self.as_fd(), Some(Span::from_millis(2))));
             }
         }
+        self.note_send_failures(batch.len(), Some(SendError::NoRoom));
     }
 
     /// Sends a batch, in order, with as few system calls as its size allows.

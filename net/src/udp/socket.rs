@@ -63,7 +63,7 @@ pub struct UdpSocket {
     drops: AtomicU64,
     /// Messages that were larger than their buffer.
     truncated: AtomicU64,
-    /// Messages that the kernel refused to send.
+    /// Messages that the kernel refused to send, or had no room for too long.
     send_failures: AtomicU64,
 }
 
@@ -174,21 +174,21 @@ impl UdpSocket {
         self.truncated.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Takes note of the kernel's own counter, which has 32 bits and wraps.
-    /// How many messages the kernel refused to send, a full buffer apart.
+    /// How many messages were not sent: the kernel refused them, or had no room for too long.
     #[must_use]
     pub fn send_failures(&self) -> u64 {
         self.send_failures.load(Ordering::Relaxed)
     }
 
-    /// Counts messages that the kernel refused, and says so of the first.
+    /// Counts messages that were not sent, and says so of the first.
     pub(super) fn note_send_failures(&self, count: usize, last: Option<SendError>) {
         let known = self.send_failures.fetch_add(count as u64, Ordering::Relaxed);
-        if let (0, Some(error)) = (known, last) {
+        if let (0, 1.., Some(error)) = (known, count, last) {
             tracing::warn!("from {}: {error}; others that fail are only counted", self.local);
         }
     }
 
+    /// Takes note of the kernel's own counter, which has 32 bits and wraps.
     pub(super) fn note_drops(&self, counter: u32) {
         let known = self.drops();
         #[expect(clippy::cast_possible_truncation, reason = "the counter's own width")]

@@ -188,12 +188,6 @@ impl Aggregation {
         &self.counters
     }
 
-    /// When `rank` was last heard.
-    #[must_use]
-    pub fn heard(&self, rank: Rank) -> Option<Time> {
-        self.heard.get(rank.index()).copied()
-    }
-
     /// The most windows of any stream that some rank has opened and that are not folded: how much
     /// is still to come.
     #[must_use]

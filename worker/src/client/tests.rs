@@ -1,5 +1,6 @@
 use std::net::Ipv4Addr;
 
+use racksum_net::clock::Clock;
 use racksum_proto::dtype::DType;
 use racksum_proto::error::OpError;
 use racksum_proto::ids::JobId;
@@ -27,7 +28,7 @@ fn client() -> Client {
         shards: 1,
         multicast: false,
         op_timeout: Span::from_secs(60),
-        _controls: vec![],
+        controls: vec![],
         threads: vec![spawn("drive", move || driver.drive_in_background()).unwrap()],
     }
 }
@@ -140,8 +141,9 @@ impl Sleeper {
 
     /// Whether the thread has ended; false after ten seconds, of which `pass` passes some.
     fn wakes(&self, mut pass: impl FnMut()) -> bool {
-        let start = std::time::Instant::now();
-        while !self.thread.is_finished() && start.elapsed() < Duration::from_secs(10) {
+        let clock = Clock::start();
+        let start = clock.now();
+        while !self.thread.is_finished() && clock.now().since(start) < Span::from_secs(10) {
             pass();
         }
         self.thread.is_finished()

@@ -47,7 +47,8 @@ pub struct Stats {
     pub rejects: u64,
     /// Messages that the kernel dropped because the receive buffer was full.
     pub kernel_drops: u64,
-    /// Messages that the kernel refused to send; they are in what was sent all the same.
+    /// Messages that the kernel refused to send, or had no room for too long; they are in what was
+    /// sent all the same.
     pub send_failures: u64,
 }
 
@@ -157,7 +158,7 @@ impl Engine {
         timeout: Span,
     ) -> Result<OpId, SubmitError> {
         blocks.reuse(self.spare.pop().unwrap_or_default());
-        let masks = blocks.masks(&Geometry::new(&descriptor));
+        let masks = blocks.masks(&descriptor, &Geometry::new(&descriptor));
         let op = self.machine.submit_scanned(self.clock.now(), descriptor, masks, timeout)?;
         let payload = Payload::new(descriptor, Data::Blocks(blocks), self.world);
         self.payloads.insert(op, payload);

@@ -1,6 +1,7 @@
 //! Datagrams in: results go from the receive buffer into the tensor, or from the kernel straight
 //! into it.
 
+use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -27,10 +28,9 @@ impl Inbox {
     }
 
     /// Receives what is there, `most` messages at most.
-    fn receive(&mut self, socket: &UdpSocket, most: usize) -> Haul {
-        // An error here is a peer's ICMP message: silence will tell.
-        let count = socket.recv(&mut self.ring, &mut self.buffers[..most]).unwrap_or(0);
-        Haul::of(count, self.ring.is_full())
+    fn receive(&mut self, socket: &UdpSocket, most: usize) -> io::Result<Haul> {
+        let count = socket.recv(&mut self.ring, &mut self.buffers[..most])?;
+        Ok(Haul::of(count, self.ring.is_full()))
     }
 }
 
@@ -74,7 +74,7 @@ impl Engine {
         {
             return placed;
         }
-        let own = self.inboxes[OWN].receive(&socket, RECV_BATCH);
+        let own = self.receive_into(OWN, &socket, RECV_BATCH);
         let mut received = own;
         let began = self.clock.now();
         for group in groups.iter() {
@@ -100,11 +100,23 @@ impl Engine {
 
     /// Takes what has arrived at a group's socket, `most` messages at most.
     fn receive_some(&mut self, socket: &UdpSocket, most: usize) -> Haul {
-        let haul = self.inboxes[GROUP].receive(socket, most);
+        let haul = self.receive_into(GROUP, socket, most);
         if haul > Haul::Nothing {
             self.take_messages(GROUP);
         }
         haul
+    }
+
+    /// Receives what is there. A socket that fails ends all ops: nothing will come by it any more.
+    fn receive_into(&mut self, inbox: usize, socket: &UdpSocket, most: usize) -> Haul {
+        self.inboxes[inbox].receive(socket, most).unwrap_or_else(|error| self.give_in(&error))
+    }
+
+    /// Ends all ops because a socket has failed.
+    pub(super) fn give_in(&mut self, error: &io::Error) -> Haul {
+        tracing::error!(%error, "a data socket failed");
+        self.end("a data socket failed");
+        Haul::Nothing
     }
 
     /// Takes the messages of an inbox.
@@ -125,7 +137,11 @@ impl Engine {
         while self.in_place && count < BATCH_IN_PLACE {
             let mut head = [0; Header::LEN];
             let peeked = socket.peek(&mut self.inboxes[GROUP].ring, &mut head);
-            let Ok(Some(meta)) = peeked else { break };
+            let meta = match peeked {
+                Ok(Some(meta)) => meta,
+                Ok(None) => break,
+                Err(error) => return Some(self.give_in(&error)),
+            };
             if !self.take_in_place(socket, head, &meta) {
                 self.receive_some(socket, 1);
             }

@@ -175,7 +175,7 @@ fn send_by_chance(
     // Faults strike at datagrams that lie in one place.
     let whole = if tail.is_empty() { Vec::new() } else { [contents, tail].concat() };
     let contents = if tail.is_empty() { contents } else { &whole };
-    let mut post = |stream: Stream, contents: &[u8]| {
+    let mut post = |stream: Stream, contents: &[u8], stride: usize| {
         if !contents.is_empty() {
             let to = links.shards[usize::from(stream.shard)].0;
             let train = [Message::new(to, contents, stride)];
@@ -188,20 +188,20 @@ fn send_by_chance(
         if fate == Fate::Pass && held.is_none() {
             continue;
         }
-        post(stream, &contents[rest..i * stride]);
+        post(stream, &contents[rest..i * stride], stride);
         rest = i * stride + datagram.len();
         if fate == Fate::Hold && held.is_none() {
             *held = Some((stream, datagram.to_vec()));
             continue;
         }
         for _ in 0..fate.copies() {
-            post(stream, datagram);
+            post(stream, datagram, stride);
         }
         if let Some((stream, late)) = held.take() {
-            post(stream, &late);
+            post(stream, &late, late.len());
         }
     }
-    post(stream, &contents[rest..]);
+    post(stream, &contents[rest..], stride);
 }
 
 /// Bytes staged at a time: a few windows, so that they stay in the processor's cache.

@@ -313,3 +313,33 @@ fn large_and_small_results_and_other_messages_come_in_any_order() {
     assert_eq!(sums(&mut bench, op), [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]);
     assert_eq!(bench.engine.stats().rejects, 1);
 }
+
+#[test]
+fn what_is_held_back_goes_whole_behind_whatever_is_next() {
+    let mut bench = Bench::new(1, 1, Ipv4Addr::LOCALHOST);
+    let swap = Faults { reorder: 1.0, ..Faults::default() };
+    bench.engine.faults = Some([Dice::new(swap, 0), Dice::new(Faults::default(), 1)]);
+    bench.submit(0, LONG);
+    let fragments = Fragmentation::new(1408).unwrap().count(WINDOW * 4);
+    let mut seen = vec![0; fragments];
+    // An odd datagram goes behind a question, which is shorter.
+    while seen.contains(&0) {
+        bench.engine.step();
+        for (header, _) in arrived(&bench.shards[0]) {
+            if header.kind == Kind::Data {
+                seen[usize::from(header.fragment)] += 1;
+            }
+        }
+    }
+    assert_eq!(seen, vec![1; fragments]);
+    assert_eq!(bench.engine.stats().send_failures, 0);
+}
+
+#[test]
+fn a_socket_that_fails_ends_every_op() {
+    let mut bench = Bench::new(1, 1, Ipv4Addr::LOCALHOST);
+    let op = bench.submit(0, LONG);
+    bench.engine.give_in(&std::io::Error::other("the test says so"));
+    let (result, _) = bench.engine.take(op).unwrap();
+    assert_eq!(result, Err(OpError::Ended { why: "a data socket failed" }));
+}
