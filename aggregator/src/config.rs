@@ -158,7 +158,8 @@ impl Config {
 }
 
 /// The memory of this host in MiB; `None` where the system does not say.
-pub(crate) fn host_mib() -> Option<u64> {
+#[must_use]
+pub fn host_mib() -> Option<u64> {
     let told = std::fs::read_to_string("/proc/meminfo").ok()?;
     let total = told.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
     Some(total.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? / 1024)

@@ -22,7 +22,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
-pub use config::{Config, ConfigError, Fanout, MAX_SHARDS};
+pub use config::{Config, ConfigError, Fanout, MAX_SHARDS, host_mib};
 use failure::Failure;
 use racksum_net::NetError;
 use racksum_net::clock::Clock;
@@ -71,7 +71,7 @@ impl Aggregator {
     /// A sentence that says what could not be had.
     pub fn start(config: Config) -> Result<Self, StartError> {
         config.validate()?;
-        config::host_mib().map_or(Ok(()), |mib| config.check_memory(mib))?;
+        host_mib().map_or(Ok(()), |mib| config.check_memory(mib))?;
         let clock = Clock::start();
         let interface = racksum_net::interface::interface_of(config.bind);
         if config.fanout == Fanout::Multicast && interface.is_none() {

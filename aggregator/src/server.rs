@@ -19,7 +19,7 @@ pub(crate) const MAX_STRANGERS: usize = 512;
 const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long ranks are told of the end.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
-/// How long the next message may wait until a rank has read enough of those before; then it is lost.
+/// How long a message may wait until a rank has read enough of those before; then it is lost.
 const READ_TIMEOUT: Duration = Duration::from_secs(10);
 /// How often a waiting rank is told whom it waits for.
 const WAITING_PERIOD: Duration = Duration::from_millis(500);
@@ -106,8 +106,8 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared) {
     }
 }
 
-/// Why a rank would not know the shards' datagrams for theirs: an aggregator on all addresses sends
-/// from the one that the routing table names, and that need not be the one that the rank has called.
+/// Why a rank would not know the shards' datagrams for theirs: an aggregator on all addresses
+/// sends from the one that the routing table names, which need not be the one that was called.
 fn answers_elsewhere(registry: &Shared, connection: &quinn::Connection) -> Option<String> {
     let on_all = lock(registry).shards().iter().any(|shard| shard.addr.ip().is_unspecified());
     let called = connection.local_ip().filter(|_| on_all)?.to_canonical();

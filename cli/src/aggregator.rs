@@ -11,28 +11,30 @@ use crate::exit::{Failure, say};
 /// Flags override the configuration file, which overrides the defaults.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// The address to serve on.
+    /// The address to serve on [default: 127.0.0.1].
     #[arg(long, value_name = "IP")]
     bind: Option<IpAddr>,
-    /// UDP port of the control plane; shard i takes the port i + 1 after it.
+    /// UDP port of the control plane; shard i takes the port i + 1 after it
+    /// [default: 7177].
     #[arg(long, value_name = "PORT")]
     port: Option<u16>,
-    /// Threads, each with a socket of its own.
+    /// Threads, each with a socket of its own [default: 1].
     #[arg(long, value_name = "K", value_parser = args::shards())]
     shards: Option<u8>,
-    /// Most slots that a stream of a job is granted.
+    /// Most slots that a stream of a job is granted [default: 256].
     #[arg(long, value_name = "P")]
     pool_slots: Option<u32>,
-    /// MiB of packet buffers that each shard allocates at start, shared equally by the jobs.
+    /// MiB of packet buffers that each shard allocates at start, shared equally by the jobs
+    /// [default: 1024].
     #[arg(long, value_name = "MIB")]
     pool_mib: Option<u32>,
-    /// Most jobs at a time.
+    /// Most jobs at a time [default: 8].
     #[arg(long, value_name = "N")]
     max_jobs: Option<u16>,
-    /// Seconds that a job may wait for its last rank.
+    /// Seconds that a job may wait for its last rank [default: 600].
     #[arg(long, value_name = "S")]
     join_timeout_s: Option<u32>,
-    /// How results reach the ranks.
+    /// How results reach the ranks [default: auto].
     #[arg(long, value_enum)]
     fanout: Option<Fanout>,
     /// Serve beyond loopback without identities.
@@ -143,5 +145,27 @@ mod tests {
         let failed = std::future::ready("a shard failed".to_owned());
         let stop = runtime.block_on(stopped("ready", failed)).unwrap();
         assert_eq!(stop, Stop::Failed("a shard failed".into()));
+    }
+
+    #[test]
+    fn the_help_names_the_defaults() {
+        use clap::Args as _;
+        let command = Args::augment_args(clap::Command::new("aggregator"));
+        let of = Config::default();
+        let fanout = format!("{:?}", of.fanout).to_lowercase();
+        for (flag, default) in [
+            ("bind", of.bind.to_string()),
+            ("port", of.port.to_string()),
+            ("shards", of.shards.to_string()),
+            ("pool_slots", of.pool_slots.to_string()),
+            ("pool_mib", of.pool_mib.to_string()),
+            ("max_jobs", of.max_jobs.to_string()),
+            ("join_timeout_s", of.join_timeout_s.to_string()),
+            ("fanout", fanout),
+        ] {
+            let argument = command.get_arguments().find(|argument| argument.get_id() == flag);
+            let help = argument.unwrap().get_help().unwrap().to_string();
+            assert!(help.contains(&format!("[default: {default}]")), "{flag}: {help}");
+        }
     }
 }

@@ -402,8 +402,8 @@ impl Shared {
                 drop(self.gather.pause(&self.waker));
             }
             Next::Step | Next::Gather(_) => {
-                // Whoever submits, or waits for what has ended, must not wait until there is nothing
-                // more to do.
+                // Whoever submits, or waits for what has ended, must not wait until there is
+                // nothing more to do.
                 if self.wanted.load(Relaxed) == 0 && state.woken == 0 {
                     return state;
                 }

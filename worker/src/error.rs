@@ -60,7 +60,8 @@ pub enum Error {
     Blocks(String),
     /// The handle is of an op that another client started, or the same before it joined anew.
     #[error(
-        "the op was started by another client, where it goes on, but its result is lost: wait for an op at the client that started it"
+        "the op was started by another client, where it goes on, but its result is lost: wait \
+         for an op at the client that started it"
     )]
     OtherClient,
     /// The op ended without a result.

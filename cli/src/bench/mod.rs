@@ -9,6 +9,7 @@ use std::io::BufRead;
 
 use clap::ValueEnum;
 use data::{Overlap, Pattern};
+use racksum_aggregator::host_mib;
 use racksum_net::interface::max_datagram;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};
@@ -180,6 +181,7 @@ impl Args {
             return usage("-b is greater than -e: there is no size to measure".into());
         };
         self.descriptor(most)?;
+        self.check_memory(most)?;
         if let Some(mtu) = self.mtu {
             max_datagram(mtu, false).map_err(|error| Failure::usage(error.to_string()))?;
         }
@@ -206,6 +208,23 @@ impl Args {
         given.map_or(Ok(()), |(flag, _)| {
             usage(format!("{flag} is of a run on this host, and cannot be used with --aggregator"))
         })
+    }
+
+    /// Refuses tensors that this host has no memory for: a rank that cannot have it is ended by the
+    /// system, without a word.
+    fn check_memory(&self, most: u64) -> Result<(), Failure> {
+        let Some(host_mib) = host_mib() else { return Ok(()) };
+        let here = if self.aggregator.is_some() { 1 } else { self.workers.unwrap_or(WORKERS) };
+        // Each op has a tensor, and all of a rank a copy to begin afresh from.
+        let tensors = u64::from(here) * (1 + u64::from(self.ops_in_flight.max(1)));
+        let need_mib = (most >> 20).saturating_mul(tensors);
+        if need_mib <= host_mib {
+            return Ok(());
+        }
+        Err(Failure::usage(format!(
+            "tensors of {most} bytes need {need_mib} MiB for {here} rank(s) on this host, which \
+             has {host_mib}; lower -e, --workers or --ops-in-flight"
+        )))
     }
 
     /// The op that reduces a tensor of at most `bytes`.

@@ -25,7 +25,8 @@ pub(crate) struct Args {
     /// Gradients, one file a rank, rank 0 first; with --aggregator this rank's alone.
     #[arg(required = true, value_name = "RANK.safetensors")]
     files: Vec<PathBuf>,
-    /// Where the result goes. Without it only the table is printed.
+    /// Where the result goes; a file that is there is replaced, be it an input. Without it only the
+    /// table is printed.
     #[arg(long, value_name = "SUM.safetensors")]
     out: Option<PathBuf>,
     /// Be one rank of a run at this aggregator, HOST:PORT; A+B spreads the job over both.

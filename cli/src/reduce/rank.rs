@@ -86,7 +86,8 @@ fn reduce(
     let held = agree(&client, identity, file, &descriptors)?;
     let (clock, before) = (Clock::start(), client.stats());
     let start = clock.now();
-    let out = out.map(|out| Writer::start(out, &file.tensors)).transpose()?;
+    let path = args.out.as_deref().unwrap_or_else(|| Path::new("the result"));
+    let out = out.map(|out| Writer::start(out, path, &file.tensors)).transpose()?;
     let mut pipeline = Pipeline {
         client: &client,
         file,
@@ -238,21 +239,23 @@ impl Pipeline<'_> {
 /// The result's file as it is written: its header, then one tensor after the other.
 struct Writer<'a> {
     to: BufWriter<&'a mut File>,
+    /// What it is called.
+    path: &'a Path,
 }
 
 impl<'a> Writer<'a> {
-    fn start(file: &'a mut File, tensors: &[Tensor]) -> Result<Self, Failure> {
-        let mut writer = Self { to: BufWriter::new(file) };
+    fn start(file: &'a mut File, path: &'a Path, tensors: &[Tensor]) -> Result<Self, Failure> {
+        let mut writer = Self { to: BufWriter::new(file), path };
         writer.add(&header_of(tensors)?)?;
         Ok(writer)
     }
 
     fn add(&mut self, bytes: &[u8]) -> Result<(), Failure> {
-        self.to.write_all(bytes).map_err(|error| cannot_write(Path::new("the result"), &error))
+        self.to.write_all(bytes).map_err(|error| cannot_write(self.path, &error))
     }
 
     fn finish(mut self) -> Result<(), Failure> {
-        self.to.flush().map_err(|error| cannot_write(Path::new("the result"), &error))
+        self.to.flush().map_err(|error| cannot_write(self.path, &error))
     }
 }
 

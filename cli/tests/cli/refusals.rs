@@ -210,6 +210,8 @@ fn a_benchmark_on_one_host_checks_its_sums() {
         let row: serde_json::Value = serde_json::from_str(line).unwrap();
         assert_eq!((&row["wrong"], &row["workers"]), (&0.into(), &2.into()), "{row}");
     }
+    let much = run(&["bench", "-b", "200G", "-e", "200G", "--ops-in-flight", "64"]);
+    assert!(much.failed(2).contains(" MiB for 4 rank(s) on this host, which has "), "{much:?}");
     let nothing = Process::start(&["bench", "-b", "8K", "-e", "4K"]).end(10);
     assert!(nothing.failed(2).contains("no size to measure"), "{nothing:?}");
 }
