@@ -21,7 +21,7 @@ pub use recv::{Received, RecvRing};
 pub use send::{SendError, SendOutcome, SendRing, Transmit};
 pub use socket::{UdpConfig, UdpSocket};
 pub use train::Train;
-pub use wait::{Interest, MAX_FDS, Waker, wait, wait_for, wait_writable};
+pub use wait::{MAX_FDS, Waker, wait, wait_writable};
 
 /// The largest UDP payload over IPv4: 65,535 less an IP and a UDP header.
 pub const MAX_DATAGRAM: usize = 65_507;

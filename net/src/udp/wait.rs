@@ -13,15 +13,6 @@ use std::sync::Arc;
 use libc::{c_short, nfds_t, pollfd, time_t, timespec};
 use racksum_proto::time::Span;
 
-/// What is waited for at one descriptor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Interest {
-    /// Something to receive.
-    Read,
-    /// Room to send.
-    Write,
-}
-
 /// Waits until something can be received from one of `fds`, at most 64 of them, or `timeout`
 /// passes; without one it waits as long as it takes. The answer has bit i set for `fds[i]`; it is 0
 /// after the timeout and after a signal.
@@ -30,16 +21,7 @@ pub enum Interest {
 ///
 /// The kernel's, and `InvalidInput` for more than 64 descriptors.
 pub fn wait(fds: &[BorrowedFd<'_>], timeout: Option<Span>) -> io::Result<u64> {
-    poll(fds.iter().map(|fd| entry(*fd, Interest::Read)), timeout)
-}
-
-/// As [`wait`], with an interest for each descriptor: a sender that was blocked still receives.
-///
-/// # Errors
-///
-/// As [`wait`].
-pub fn wait_for(fds: &[(BorrowedFd<'_>, Interest)], timeout: Option<Span>) -> io::Result<u64> {
-    poll(fds.iter().map(|(fd, interest)| entry(*fd, *interest)), timeout)
+    poll(fds.iter().map(|fd| entry(*fd, libc::POLLIN)), timeout)
 }
 
 /// Waits until `fd` has room to send; false after the timeout and after a signal.
@@ -48,7 +30,7 @@ pub fn wait_for(fds: &[(BorrowedFd<'_>, Interest)], timeout: Option<Span>) -> io
 ///
 /// The kernel's.
 pub fn wait_writable(fd: BorrowedFd<'_>, timeout: Option<Span>) -> io::Result<bool> {
-    Ok(poll(std::iter::once(entry(fd, Interest::Write)), timeout)? != 0)
+    Ok(poll(std::iter::once(entry(fd, libc::POLLOUT)), timeout)? != 0)
 }
 
 /// Ends another thread's [`wait`]: that thread waits for this too, and drains it when it is ready.
@@ -97,11 +79,7 @@ impl AsFd for Waker {
     }
 }
 
-fn entry(fd: BorrowedFd<'_>, interest: Interest) -> pollfd {
-    let events = match interest {
-        Interest::Read => libc::POLLIN,
-        Interest::Write => libc::POLLOUT,
-    };
+fn entry(fd: BorrowedFd<'_>, events: c_short) -> pollfd {
     pollfd { fd: fd.as_raw_fd(), events, revents: 0 }
 }
 
