@@ -189,8 +189,8 @@ impl Runner {
 
     /// Waits for all ranks: a sum of one element.
     fn barrier(&self) -> Result<(), Failure> {
-        self.client.allreduce(&mut [1, 0, 0, 0], Descriptor::sum(1, DType::I32))?;
-        Ok(())
+        let one = Descriptor::sum(1, DType::I32);
+        self.client.allreduce(&mut [1, 0, 0, 0], one).map_err(explained)
     }
 
     /// How many elements of the last iteration are wrong.
@@ -230,6 +230,9 @@ fn explained(error: Error) -> Failure {
                 one.max(other).0
             ))
         }
+        Error::Op(error @ OpError::Mismatch { .. }) => Failure::failed(format!(
+            "{error}; all ranks of a benchmark are to be given the same flags"
+        )),
         error => error.into(),
     }
 }
