@@ -5,6 +5,7 @@ use std::io::{self, Write};
 use std::process::{ExitCode, ExitStatus, Termination};
 
 use racksum_aggregator::StartError;
+use racksum_proto::error::SubmitError;
 use racksum_worker::{ConnectError, Error};
 use serde::{Deserialize, Serialize};
 
@@ -98,8 +99,23 @@ impl From<ConnectError> for Failure {
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         match error {
-            Error::Op(_) => Self::failed(error.to_string()),
+            Error::Op(_) | Error::Submit(SubmitError::Ended { .. }) => {
+                Self::failed(error.to_string())
+            }
             _ => Self::usage(error.to_string()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_session_that_ended_between_two_ops_is_no_wrong_command_line() {
+        let why = "the aggregator is gone";
+        let failure = Failure::from(Error::Submit(SubmitError::Ended { why }));
+        assert_eq!(failure.to_string(), "the session ended: the aggregator is gone");
+        assert!(failure.exit == Exit::FAILED, "{failure:?}");
     }
 }

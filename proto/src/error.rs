@@ -150,9 +150,12 @@ pub enum SubmitError {
         /// Lanes of the job.
         lanes: u8,
     },
-    /// An op ended in an error that ends the session.
-    #[error("the session has ended: an earlier op failed; join again with a new generation")]
-    Ended,
+    /// The session ended: a new one has a new generation.
+    #[error("the session ended: {why}")]
+    Ended {
+        /// What ended it.
+        why: &'static str,
+    },
     /// The op numbers of this generation are used up.
     #[error("this generation has numbered 4294967295 ops; join again with a new generation")]
     OpsExhausted,

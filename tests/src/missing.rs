@@ -75,7 +75,8 @@ fn ranks_that_do_not_call_an_op_are_named_at_its_timeout() {
                         assert!((200..2500).contains(&silent.as_millis()), "{sentence}");
                         assert!(sentence.contains("waiting for rank 1 (silent for "), "{sentence}");
                         let next = sum_of(client, 1).unwrap_err();
-                        assert_eq!(next, Error::Submit(SubmitError::Ended));
+                        let why = "an earlier op timed out";
+                        assert_eq!(next, Error::Submit(SubmitError::Ended { why }));
                     }
                     end.wait();
                 });
@@ -119,7 +120,8 @@ fn a_rank_that_vanishes_fails_the_ops_of_the_others_at_once() {
                     assert_eq!(error.to_string(), why);
                     assert!(ms < 3000, "{ms} ms");
                     let next = sum_of(&client, 1).unwrap_err();
-                    assert_eq!(next, Error::Submit(SubmitError::Ended));
+                    let why = "a rank is gone";
+                    assert_eq!(next, Error::Submit(SubmitError::Ended { why }));
                 });
             }
             let mut impostor = Impostor::connect(&rig);
@@ -164,10 +166,10 @@ fn an_aggregator_that_stops_ends_the_ops_in_flight() {
                     assert!(ms < 3000, "{ms} ms");
                     let sentence = error.to_string();
                     match error {
-                        Error::Op(OpError::Ended { why }) => {
+                        Error::Op(OpError::Ended { why })
+                        | Error::Submit(SubmitError::Ended { why }) => {
                             assert_eq!(why, "the aggregator is gone");
                         }
-                        Error::Submit(SubmitError::Ended) if rank == 1 => {}
                         _ => panic!("rank {rank}: {sentence}"),
                     }
                 });

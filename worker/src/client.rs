@@ -137,7 +137,7 @@ impl Client {
         let op = state
             .submit(|engine| engine.submit(descriptor, Data::Borrowed(region), self.op_timeout))?;
         let mut state = self.shared.await_that(state, |state| !state.engine.is_in_flight(op));
-        let (result, payload) = state.engine.take(op).ok_or(SubmitError::Ended)?;
+        let (result, payload) = state.engine.take(op).ok_or(GONE)?;
         drop(state);
         drop((payload, loan));
         Ok(result?)
@@ -191,7 +191,7 @@ impl Client {
     pub fn wait(&self, handle: Handle<Vec<u8>>) -> Result<Vec<u8>, Error> {
         match self.await_op(&handle)?.data {
             Data::Owned(tensor) => Ok(tensor),
-            Data::Borrowed(_) | Data::Blocks(_) => Err(SubmitError::Ended.into()),
+            Data::Borrowed(_) | Data::Blocks(_) => Err(GONE.into()),
         }
     }
 
@@ -203,7 +203,7 @@ impl Client {
         let Payload { data, geometry, descriptor, .. } = self.await_op(&handle)?;
         match data {
             Data::Blocks(blocks) => Ok(blocks.into_result(&geometry, &descriptor)),
-            Data::Borrowed(_) | Data::Owned(_) => Err(SubmitError::Ended.into()),
+            Data::Borrowed(_) | Data::Owned(_) => Err(GONE.into()),
         }
     }
 
@@ -221,7 +221,7 @@ impl Client {
         let op = handle.op;
         let ended = |state: &State| !state.engine.is_in_flight(op);
         let mut state = self.shared.await_that(self.shared.lock(), ended);
-        let (result, payload) = state.engine.take(op).ok_or(SubmitError::Ended)?;
+        let (result, payload) = state.engine.take(op).ok_or(GONE)?;
         drop(state);
         result?;
         Ok(payload)
@@ -281,7 +281,7 @@ impl State {
         let worked = catch_unwind(AssertUnwindSafe(|| work(&mut self.engine)));
         if worked.is_err() {
             self.broken = true;
-            self.engine.give_up("a thread of the client panicked");
+            self.engine.give_up(PANICKED);
         }
         worked.ok()
     }
@@ -291,7 +291,7 @@ impl State {
         &mut self,
         start: impl FnOnce(&mut Engine) -> Result<OpId, SubmitError>,
     ) -> Result<OpId, SubmitError> {
-        self.run(start).unwrap_or(Err(SubmitError::Ended))
+        self.run(start).unwrap_or(Err(SubmitError::Ended { why: PANICKED }))
     }
 
     fn is_idle(&self) -> bool {
@@ -529,6 +529,10 @@ pub(crate) fn span(duration: Duration) -> Span {
     Span(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX))
 }
 
+/// Why nothing can be started once the engine has panicked.
+const PANICKED: &str = "a thread of the client panicked";
+/// An op that was waited for, and is not there.
+const GONE: SubmitError = SubmitError::Ended { why: "the op is gone" };
 /// Results come at most this much later, and in batches.
 const LONGEST_PAUSE: Span = Span::from_micros(200);
 

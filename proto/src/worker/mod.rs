@@ -235,8 +235,8 @@ impl Worker {
         if lane >= lanes {
             return Err(SubmitError::NoSuchLane { lane, lanes });
         }
-        if self.ended.is_some() {
-            return Err(SubmitError::Ended);
+        if let Some(why) = self.ended {
+            return Err(SubmitError::Ended { why });
         }
         // wire: W-43
         // An op whose outcome has not been polled is in flight as well.

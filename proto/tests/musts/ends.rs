@@ -109,7 +109,9 @@ fn every_op_that_is_late_says_so_and_the_others_say_why_they_ended() {
     assert_eq!(outcome.op, young);
     assert!(matches!(outcome.result, Err(OpError::Ended { .. })), "{outcome:?}");
     assert!(rank.machine.poll_outcome().is_none() && rank.machine.is_idle());
-    assert_eq!(rank.machine.submit(rank.now, sum(1), TIMEOUT), Err(SubmitError::Ended));
+    let why = "an earlier op timed out";
+    let next = rank.machine.submit(rank.now, sum(1), TIMEOUT);
+    assert_eq!(next, Err(SubmitError::Ended { why }));
 }
 
 #[test]

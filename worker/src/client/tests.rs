@@ -66,13 +66,13 @@ fn a_panic_of_the_engine_ends_every_op_with_an_error() {
         ended(client.wait(client.handle(bad.unwrap())), WHY);
         // The thread may have come too late for its op to start at all.
         match blocked.join().unwrap() {
-            Err(Error::Submit(SubmitError::Ended)) => {}
+            Err(Error::Submit(SubmitError::Ended { why: WHY })) => {}
             other => ended(other, WHY),
         }
         ended(waits.join().unwrap(), WHY);
     });
     let after = client.allreduce(&mut tensor(), descriptor());
-    assert_eq!(after, Err(Error::Submit(SubmitError::Ended)));
+    assert_eq!(after, Err(Error::Submit(SubmitError::Ended { why: WHY })));
     assert!(client.shared.lock().is_idle());
 }
 
