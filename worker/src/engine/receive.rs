@@ -76,7 +76,7 @@ impl Engine {
         }
         let own = self.receive_into(OWN, &socket, RECV_BATCH);
         let mut received = own;
-        let began = self.clock.now();
+        let mut began = None;
         for group in groups.iter() {
             loop {
                 let placed = self.receive_in_place(group);
@@ -87,7 +87,8 @@ impl Engine {
                     break;
                 }
                 // A flood of the group must not hold up all else.
-                if self.clock.now().since(began) > GRACE {
+                let now = self.clock.now();
+                if now.since(*began.get_or_insert(now)) > GRACE {
                     break;
                 }
             }
