@@ -11,7 +11,7 @@ use quinn::{
 };
 use racksum_proto::time::Span;
 use rustls::AlertDescription;
-use rustls::crypto::{CryptoProvider, ring};
+use rustls::crypto::{CryptoProvider, aws_lc_rs};
 use rustls::version::TLS13;
 
 use super::identity::NAME;
@@ -114,7 +114,7 @@ const fn local_for(to: SocketAddr) -> IpAddr {
 /// The cryptography is named here and not installed for the process, which may be someone else's
 /// Python interpreter with TLS of its own.
 fn provider() -> Arc<CryptoProvider> {
-    Arc::new(ring::default_provider())
+    Arc::new(aws_lc_rs::default_provider())
 }
 
 fn server_config(
