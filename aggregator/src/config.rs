@@ -1,8 +1,11 @@
 //! What an operator configures.
 
 use std::net::IpAddr;
+use std::path::PathBuf;
 
 use serde::Deserialize;
+
+use crate::admission::Admit;
 
 /// Most shards of an aggregator.
 pub const MAX_SHARDS: u8 = 64;
@@ -40,8 +43,12 @@ pub struct Config {
     pub join_timeout_s: u32,
     /// How results reach the ranks.
     pub fanout: Fanout,
+    /// The identity file to serve with; only identities of its authorities are served then.
+    pub identity: Option<PathBuf>,
     /// Serve beyond loopback without identities.
     pub insecure: bool,
+    /// Which identities may join which jobs; without a rule all that are served may join any.
+    pub admit: Vec<Admit>,
 }
 
 impl Default for Config {
@@ -55,7 +62,9 @@ impl Default for Config {
             max_jobs: 8,
             join_timeout_s: 600,
             fanout: Fanout::Auto,
+            identity: None,
             insecure: false,
+            admit: Vec::new(),
         }
     }
 }
@@ -83,6 +92,9 @@ pub enum ConfigError {
         /// The most it may be.
         max: u64,
     },
+    /// Rules that name identities, and none is shown.
+    #[error("[[admit]] rules go by the names of identities: give --identity, or leave them out")]
+    AdmitWithoutIdentity,
     /// The pools are larger than this host's memory.
     #[error(
         "{shards} shard(s) with pools of {pool_mib} MiB need more than the {host_mib} MiB of \
@@ -109,15 +121,27 @@ impl Config {
             let line = 1 + text.as_bytes()[..at].iter().filter(|byte| **byte == b'\n').count();
             ConfigError::Parse { line, why: error.message().to_owned() }
         })?;
-        config.validate()?;
+        config.check_ranges()?;
         Ok(config)
+    }
+
+    /// Checks that the numbers are in their ranges, and that what is given goes together.
+    ///
+    /// # Errors
+    /// The first that is not.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        self.check_ranges()?;
+        if !self.admit.is_empty() && self.identity.is_none() {
+            return Err(ConfigError::AdmitWithoutIdentity);
+        }
+        Ok(())
     }
 
     /// Checks that the numbers are in their ranges.
     ///
     /// # Errors
     /// The first that is not.
-    pub fn validate(&self) -> Result<(), ConfigError> {
+    fn check_ranges(&self) -> Result<(), ConfigError> {
         let ports = u64::from(u16::MAX) - 1 - u64::from(self.shards);
         for (key, value, min, max) in [
             ("shards", u64::from(self.shards), 1, u64::from(MAX_SHARDS)),
@@ -188,6 +212,20 @@ mod tests {
         assert!(told("\n\nport = =").starts_with("line 3: "));
         let error = Config::from_toml("shards = 0").unwrap_err().to_string();
         assert_eq!(error, "shards is 0, but must be from 1 to 64");
+    }
+
+    #[test]
+    fn rules_of_admission_are_read_and_need_an_identity() {
+        let rules = "[[admit]]\nidentity = \"team-*\"\njobs = [\"a\", \"b-*\"]\n";
+        let config = Config::from_toml(&format!("identity = \"agg.pem\"\n{rules}")).unwrap();
+        let jobs = ["a", "b-*"].map(str::to_owned).to_vec();
+        assert_eq!(config.admit, [Admit { identity: "team-*".to_owned(), jobs }]);
+        assert_eq!(config.validate(), Ok(()));
+        // The identity may come by the command line.
+        let bare = Config::from_toml(rules).unwrap();
+        assert_eq!(bare.validate(), Err(ConfigError::AdmitWithoutIdentity));
+        let wrong = Config::from_toml("[[admit]]\nidentity = \"x\"\n").unwrap_err().to_string();
+        assert!(wrong.contains("line 1: missing field `jobs`"), "{wrong}");
     }
 
     #[test]

@@ -6,6 +6,7 @@
 //! ranks over QUIC. What is not here: the protocol's decisions (`racksum-proto`) and the packet
 //! system calls (`racksum-net`). Read [`Aggregator`] and [`Config`] first.
 
+mod admission;
 mod arena;
 mod config;
 mod failure;
@@ -22,11 +23,12 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
+pub use admission::Admit;
 pub use config::{Config, ConfigError, Fanout, MAX_SHARDS, host_mib};
 use failure::Failure;
 use racksum_net::NetError;
 use racksum_net::clock::Clock;
-use racksum_net::quic::{Identity, Trust, quinn, server as endpoint};
+use racksum_net::quic::{Credentials, quinn, server as endpoint};
 pub use registry::MAX_LANES;
 use registry::Registry;
 use server::Shared;
@@ -78,12 +80,11 @@ impl Aggregator {
             return Err(StartError::NoMulticast(config.bind));
         }
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let trust = if config.insecure { Trust::Insecure } else { Trust::Loopback };
-        let identity = Identity::ephemeral()?;
+        let credentials = Credentials::new(config.identity.as_deref(), config.insecure)?;
         let bind = SocketAddr::new(config.bind, config.port);
         let endpoint = {
             let _entered = runtime.enter();
-            endpoint(bind, &identity, &trust)?
+            endpoint(bind, &credentials)?
         };
         let addr = endpoint.local_addr()?;
         let failure = Failure::new();

@@ -12,6 +12,7 @@ use racksum_proto::wire::Header;
 use tokio::sync::mpsc::Sender;
 use tokio::time::Instant;
 
+use crate::admission::admit;
 use crate::config::{Config, Fanout};
 use crate::shard::{Command, NewJob, ShardHandle};
 use crate::slots::MAX_WORLD;
@@ -89,6 +90,17 @@ pub(crate) struct Registry {
     can_multicast: bool,
 }
 
+/// Who wants to join.
+#[derive(Debug)]
+pub(crate) struct Caller {
+    /// The name in its certificate, if somebody vouches for it.
+    pub(crate) identity: Option<String>,
+    /// Where it calls from.
+    pub(crate) addr: SocketAddr,
+    /// How it is told of what becomes of its job.
+    pub(crate) tell: Sender<FromAggregator>,
+}
+
 /// What a join led to.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Joined {
@@ -128,6 +140,11 @@ impl Registry {
         self.jobs.clear();
     }
 
+    /// Whether somebody vouches for the identities of callers.
+    pub(crate) const fn knows_identities(&self) -> bool {
+        self.config.identity.is_some()
+    }
+
     /// How many jobs there are.
     pub(crate) fn jobs(&self) -> usize {
         self.jobs.len()
@@ -145,11 +162,13 @@ impl Registry {
     pub(crate) fn join(
         &mut self,
         join: Join,
-        mut addr: SocketAddr,
-        tell: Sender<FromAggregator>,
+        caller: Caller,
         now: Instant,
     ) -> Result<(Seat, Joined), String> {
+        let Caller { identity, mut addr, tell } = caller;
         Self::check(&join, addr.ip())?;
+        // Before anything is said that depends on a job.
+        admit(&self.config.admit, identity.as_deref(), &join.job)?;
         addr.set_port(join.data_port);
         let name = join.job.clone();
         if !self.jobs.contains_key(&name) {

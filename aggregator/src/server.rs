@@ -4,13 +4,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use racksum_net::interface::local_addr_towards;
-use racksum_net::quic::{frames, quinn};
+use racksum_net::quic::{Certificate, frames, not_connected, quinn};
 use racksum_proto::control::{FromAggregator, FromWorker, Join};
 use tokio::sync::mpsc::{Receiver, channel};
 use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
-use crate::registry::{Joined, Registry, Seat};
+use crate::registry::{Caller, Joined, Registry, Seat};
 
 /// Connections at a time that are no rank's: they have not joined yet, or are about to end. Twice
 /// the ranks of a large job.
@@ -53,8 +53,8 @@ pub(crate) async fn serve(
             }
         };
         let Some(incoming) = incoming else { break };
+        let from = incoming.remote_address();
         if endpoint.open_connections() >= lock(&registry).ranks() + strangers {
-            let from = incoming.remote_address();
             tracing::warn!(%from, "refused: too many connections have not joined");
             incoming.refuse();
             continue;
@@ -63,8 +63,10 @@ pub(crate) async fn serve(
         let Ok(connecting) = incoming.accept() else { continue };
         let registry = Arc::clone(&registry);
         tokio::spawn(async move {
-            if let Ok(Ok(connection)) = timeout(JOIN_TIMEOUT, connecting).await {
-                serve_rank(connection, registry).await;
+            match timeout(JOIN_TIMEOUT, connecting).await {
+                Ok(Ok(connection)) => serve_rank(connection, registry).await,
+                Ok(Err(cause)) => tracing::warn!("refused: {}", not_connected(from, cause)),
+                Err(_) => {}
             }
         });
     }
@@ -81,19 +83,24 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared) {
     let (tell, mut inbox) = channel(QUEUE);
     let addr = connection.remote_address();
     let (name, rank) = (join.job.clone(), join.rank);
+    let identity = lock(&registry).knows_identities();
+    let identity = identity.then(|| Certificate::of_peer(&connection)).flatten().map(|it| it.name);
     let joined = match answers_elsewhere(&registry, &connection) {
         Some(reason) => Err(reason),
-        None => lock(&registry).join(join, addr, tell, Instant::now()),
+        None => {
+            let caller = Caller { identity: identity.clone(), addr, tell };
+            lock(&registry).join(join, caller, Instant::now())
+        }
     };
     match joined {
         Err(reason) => {
-            tracing::warn!(job = name, rank, %addr, reason, "join refused");
+            tracing::warn!(job = name, rank, %addr, identity, reason, "join refused");
             if say(&mut send, &FromAggregator::Refused { reason }).await {
                 end(&connection, send).await;
             }
         }
         Ok((seat, joined)) => {
-            tracing::info!(job = name, rank, %addr, "rank joined");
+            tracing::info!(job = name, rank, %addr, identity, "rank joined");
             if joined == Joined::Probe {
                 tokio::spawn(probe(Arc::clone(&registry), seat.clone()));
             }

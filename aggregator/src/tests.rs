@@ -17,9 +17,9 @@ fn a_shard_that_panics_ends_the_aggregator_and_its_ranks_are_told() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let why = "the thread shard-1 failed, which is a bug of racksum; all jobs are lost";
     let told = runtime.block_on(async {
-        let identity = Identity::ephemeral().unwrap();
+        let credentials = Credentials::new(None, false).unwrap();
         let patience = Span::from_secs(5);
-        let rank = connect(aggregator.addr(), &identity, &Trust::Loopback, patience).await.unwrap();
+        let rank = connect(aggregator.addr(), &credentials, patience).await.unwrap();
         server::lock(&aggregator.registry).shards()[1].tell(Command::Panic);
         let both = async { (aggregator.failed().await, rank.quic().closed().await) };
         tokio::time::timeout(Duration::from_secs(10), both).await.unwrap()

@@ -37,6 +37,10 @@ pub(crate) struct Args {
     /// How results reach the ranks [default: auto].
     #[arg(long, value_enum)]
     fanout: Option<Fanout>,
+    /// The identity file to serve with, as `racksum identity issue` writes it; only identities of
+    /// its authority are served then.
+    #[arg(long, value_name = "FILE", env = "RACKSUM_IDENTITY", conflicts_with = "insecure")]
+    identity: Option<PathBuf>,
     /// Serve beyond loopback without identities.
     #[arg(long)]
     insecure: bool,
@@ -65,6 +69,7 @@ impl Args {
         config.max_jobs = self.max_jobs.unwrap_or(config.max_jobs);
         config.join_timeout_s = self.join_timeout_s.unwrap_or(config.join_timeout_s);
         config.fanout = self.fanout.map_or(config.fanout, Into::into);
+        config.identity = self.identity.clone().or(config.identity);
         config.insecure |= self.insecure;
         Ok(config)
     }

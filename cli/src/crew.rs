@@ -35,6 +35,8 @@ impl Crew {
         for rank in 0..world {
             let cannot = |why: String| Failure::failed(format!("cannot start rank {rank}: {why}"));
             let mut start = Command::new(&program);
+            // It is of no use towards the aggregator of this process.
+            start.env_remove("RACKSUM_IDENTITY");
             command(rank, &mut start);
             let mut child = start
                 .stdin(Stdio::piped())

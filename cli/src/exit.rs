@@ -5,6 +5,7 @@ use std::io::{self, Write};
 use std::process::{ExitCode, ExitStatus, Termination};
 
 use racksum_aggregator::StartError;
+use racksum_net::NetError;
 use racksum_proto::error::SubmitError;
 use racksum_worker::{ConnectError, Error};
 use serde::{Deserialize, Serialize};
@@ -77,10 +78,23 @@ impl fmt::Display for Failure {
     }
 }
 
+impl From<NetError> for Failure {
+    fn from(error: NetError) -> Self {
+        match error {
+            NetError::IdentityFile { .. }
+            | NetError::InsecureIdentity
+            | NetError::Unprotected { .. }
+            | NetError::Certificate { .. } => Self::usage(error.to_string()),
+            _ => Self::unavailable(error.to_string()),
+        }
+    }
+}
+
 impl From<StartError> for Failure {
     fn from(error: StartError) -> Self {
         match error {
             StartError::Config(_) => Self::usage(error.to_string()),
+            StartError::Net(error) => error.into(),
             _ => Self::unavailable(error.to_string()),
         }
     }
@@ -91,6 +105,7 @@ impl From<ConnectError> for Failure {
         match error {
             ConnectError::Arguments(_) => Self::usage(error.to_string()),
             ConnectError::Incomplete { .. } => Self::failed(error.to_string()),
+            ConnectError::Net(error) => error.into(),
             _ => Self::unavailable(error.to_string()),
         }
     }

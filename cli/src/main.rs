@@ -5,6 +5,8 @@ mod args;
 mod bench;
 mod crew;
 mod exit;
+mod identity;
+mod member;
 mod reduce;
 mod sim;
 
@@ -27,6 +29,8 @@ struct Cli {
 enum Command {
     /// Serve jobs: take their gradients over UDP, sum them, send the sums back.
     Aggregator(aggregator::Args),
+    /// Make and show the certificates by which the nodes of a cluster know each other.
+    Identity(identity::Args),
     /// Measure allreduce, and check it: alone on this host, or as one rank of many.
     Bench(Box<bench::Args>),
     /// Sum gradients in safetensors files, one file a rank.
@@ -59,6 +63,7 @@ fn main() -> Exit {
     };
     let done = started.and_then(|()| match cli.command {
         Command::Aggregator(args) => aggregator::run(&args),
+        Command::Identity(args) => identity::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Reduce(args) => reduce::run(&args),
         Command::Sim(args) => sim::run(&args),

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 
 use quinn::ConnectionError;
 use racksum_proto::time::Span;
@@ -117,10 +118,11 @@ pub enum NetError {
         /// The pattern as it was given.
         pattern: String,
     },
-    /// An address beyond loopback while no certificates are configured.
+    /// An address beyond loopback without an identity.
     #[error(
-        "refusing {addr}: without certificates only loopback addresses are trusted; pass \
-         --insecure if everything that can reach this network may be trusted"
+        "refusing {addr}: without an identity only loopback addresses are trusted; pass --identity \
+         FILE (`racksum identity --help` shows how to make one), or --insecure if everything that \
+         can reach this network may be trusted"
     )]
     Unprotected {
         /// Where it was to listen or to connect.
@@ -154,6 +156,39 @@ pub enum NetError {
         addr: SocketAddr,
         /// What QUIC said.
         cause: ConnectionError,
+    },
+    /// The other side does not accept our certificate.
+    #[error(
+        "{addr} does not accept this identity: its certificate {why}; look at it with `racksum \
+         identity show`, and have it issued by the authority of that aggregator"
+    )]
+    NotBelieved {
+        /// Who was called.
+        addr: SocketAddr,
+        /// What is wrong with our certificate.
+        why: &'static str,
+    },
+    /// We do not accept the certificate of the other side.
+    #[error(
+        "the certificate of {addr} is not accepted: it {why}; both sides need identities of one \
+         authority, and the one that is called that of an aggregator"
+    )]
+    Unbelievable {
+        /// Who was called.
+        addr: SocketAddr,
+        /// What is wrong with its certificate.
+        why: &'static str,
+    },
+    /// An identity together with the wish to believe everyone.
+    #[error("an identity is of no use with --insecure, which believes everyone; leave one out")]
+    InsecureIdentity,
+    /// A file that should hold an identity or an authority does not.
+    #[error("{}: {why}", path.display())]
+    IdentityFile {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: String,
     },
     /// The address is one that QUIC cannot call (port 0, for one).
     #[error("{addr} cannot be called: {reason}")]

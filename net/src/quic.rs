@@ -1,23 +1,27 @@
 //! The control path: QUIC connections over which jobs are joined, keys given and liveness kept.
 //!
-//! [`server`] and [`connect`] make endpoints from an [`Identity`] (who we are) and a [`Trust`]
-//! (whom we believe); both sides always show a certificate. [`frames`] puts messages onto their
-//! streams. Everything here needs a tokio runtime around it.
+//! [`server`] and [`connect`] make endpoints from [`Credentials`]: who we are and whom we believe.
+//! Both sides always show a certificate; an [`Authority`] vouches for those that are believed.
+//! [`frames`] puts messages onto their streams. Endpoints need a tokio runtime around them.
 
 use std::time::Duration;
 
 use racksum_proto::time::Span;
 
+mod authority;
+mod certificate;
 mod endpoint;
 pub mod frames;
 mod identity;
 mod trust;
 
-pub use endpoint::{Connection, connect, server};
+pub use authority::{Authority, Subject};
+pub use certificate::{Certificate, Role};
+pub use endpoint::{Connection, connect, not_connected, server};
 pub use identity::Identity;
 /// The QUIC implementation, whose connections and streams appear in this interface.
 pub use quinn;
-pub use trust::Trust;
+pub use trust::Credentials;
 
 /// The protocol both sides must name in the handshake (ALPN): racksum's control messages, first
 /// version.

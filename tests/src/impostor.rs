@@ -4,7 +4,7 @@ use std::net::{SocketAddr, UdpSocket};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use racksum_net::quic::{Connection, Identity, Trust, connect, frames, quinn};
+use racksum_net::quic::{Connection, Credentials, connect, frames, quinn};
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Welcome};
 use racksum_proto::ids::Generation;
 use racksum_proto::time::Span;
@@ -35,9 +35,9 @@ impl Impostor {
         let thread = std::thread::spawn(move || drop(driver.block_on(ended)));
         let addr = rig.aggregator.addr();
         let (connection, send, recv) = runtime.block_on(async {
-            let identity = Identity::ephemeral().unwrap();
+            let credentials = Credentials::new(None, false).unwrap();
             let patience = Span::from_secs(5);
-            let connection = connect(addr, &identity, &Trust::Loopback, patience).await.unwrap();
+            let connection = connect(addr, &credentials, patience).await.unwrap();
             let (send, recv) = connection.quic().open_bi().await.unwrap();
             (connection, send, recv)
         });

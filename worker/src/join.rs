@@ -8,10 +8,11 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use bytes::BytesMut;
+use racksum_net::NetError;
 use racksum_net::clock::Clock;
 use racksum_net::interface::{Interface, interface_of, local_addr_towards, max_datagram};
 use racksum_net::multicast::{Multicast, open_member};
-use racksum_net::quic::{Identity, Trust, connect, frames};
+use racksum_net::quic::{Credentials, connect, frames, not_connected};
 use racksum_net::udp::{self, RECV_BATCH, RECV_CAPACITY, RecvRing, UdpConfig, UdpSocket};
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Welcome};
 use racksum_proto::time::Span;
@@ -53,7 +54,7 @@ impl Control {
         options: &ConnectOptions,
         events: Sender<Event>,
     ) -> Result<Self, ConnectError> {
-        let trust = if options.insecure { Trust::Insecure } else { Trust::Loopback };
+        let credentials = Credentials::new(options.identity.as_deref(), options.insecure)?;
         // Less than the time to join: that nobody answers is the better reason.
         let patience = Span::from_millis(span(options.join_timeout).as_millis() * 9 / 10);
         let patience = patience.min(CONNECT_PATIENCE);
@@ -61,7 +62,7 @@ impl Control {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let thread = std::thread::Builder::new().name("control".into()).spawn(move || {
             runtime.block_on(async {
-                let closed = converse(to, join, trust, patience, words, &events).await;
+                let closed = converse(to, join, credentials, patience, words, &events).await;
                 // Nobody listens any more once the worker is gone.
                 drop(events.send(Event::Closed(closed)));
             });
@@ -88,20 +89,24 @@ impl Drop for Control {
 async fn converse(
     to: SocketAddr,
     join: Join,
-    trust: Trust,
+    credentials: Credentials,
     patience: Span,
     mut words: UnboundedReceiver<FromWorker>,
     events: &Sender<Event>,
 ) -> ConnectError {
-    let connection = match Identity::ephemeral() {
-        Ok(identity) => connect(to, &identity, &trust, patience).await,
-        Err(error) => Err(error),
-    };
-    let connection = match connection {
+    let connection = match connect(to, &credentials, patience).await {
         Ok(connection) => connection,
         Err(error) => return error.into(),
     };
-    let closed = |why: String| ConnectError::Closed(why);
+    // An aggregator looks at this side's certificate last, when the connection seems made.
+    let closed = |why: String| match connection
+        .quic()
+        .close_reason()
+        .map(|cause| not_connected(to, cause))
+    {
+        Some(error @ NetError::NotBelieved { .. }) => error.into(),
+        _ => ConnectError::Closed(why),
+    };
     let (mut send, mut recv) = match connection.quic().open_bi().await {
         Ok(streams) => streams,
         Err(error) => return closed(error.to_string()),
@@ -136,7 +141,7 @@ async fn converse(
                     // The aggregator's end of the stream says that it has read the last word.
                     drop(tokio::time::timeout(Duration::from_secs(1), &mut reader).await);
                     connection.close("left").await;
-                    return closed("left".into());
+                    return ConnectError::Closed("left".into());
                 }
             }
         }

@@ -1,5 +1,6 @@
 //! What a worker connects with.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use racksum_proto::ids::Generation;
@@ -25,6 +26,8 @@ pub struct ConnectOptions {
     pub pool_slots: u32,
     /// Whether to listen to a multicast group, if the aggregator has one.
     pub multicast: bool,
+    /// The identity file to connect with; only aggregators of its authorities are joined then.
+    pub identity: Option<PathBuf>,
     /// Connect beyond loopback without identities.
     pub insecure: bool,
     /// How long to wait for the other ranks.
@@ -50,6 +53,7 @@ impl ConnectOptions {
             lanes: 1,
             pool_slots: 0,
             multicast: true,
+            identity: None,
             insecure: false,
             join_timeout: Duration::from_secs(300),
             op_timeout: Duration::from_secs(60),

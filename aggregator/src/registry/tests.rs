@@ -37,7 +37,8 @@ type Inbox = Receiver<FromAggregator>;
 fn join(registry: &mut Registry, join: Join) -> Result<(Seat, Joined, Inbox), String> {
     let (tell, inbox) = channel(8);
     let addr = SocketAddr::from(([127, 0, 0, 1], 9));
-    let (seat, joined) = registry.join(join, addr, tell, Instant::now())?;
+    let caller = Caller { identity: None, addr, tell };
+    let (seat, joined) = registry.join(join, caller, Instant::now())?;
     Ok((seat, joined, inbox))
 }
 
@@ -183,7 +184,11 @@ fn a_rank_that_no_data_could_reach_is_refused() {
     assert!(join(&mut registry, slots).unwrap_err().contains("2 slots or more, not 1"));
     let (tell, _inbox) = channel(8);
     let mapped = (Ipv4Addr::LOCALHOST.to_ipv6_mapped(), 9).into();
-    let refused = registry.join(wish("job", 0, 1), mapped, tell, Instant::now());
+    let refused = registry.join(
+        wish("job", 0, 1),
+        Caller { identity: None, addr: mapped, tell },
+        Instant::now(),
+    );
     assert!(refused.unwrap_err().contains("the worker came by IPv4"));
     assert_eq!(registry.jobs(), 0);
 }
@@ -193,7 +198,9 @@ fn a_rank_of_a_link_keeps_its_scope() {
     let mut registry = registry(Fanout::Unicast, 0);
     let addr = SocketAddrV6::new("fe80::7".parse().unwrap(), 50_000, 0, 3).into();
     let (tell, _inbox) = channel(8);
-    let (seat, _) = registry.join(wish("link", 0, 2), addr, tell, Instant::now()).unwrap();
+    let (seat, _) = registry
+        .join(wish("link", 0, 2), Caller { identity: None, addr, tell }, Instant::now())
+        .unwrap();
     let data: Vec<_> = registry.jobs[&seat.job].data_addrs().collect();
     assert_eq!(data, [SocketAddrV6::new("fe80::7".parse().unwrap(), 1000, 0, 3).into()]);
 }

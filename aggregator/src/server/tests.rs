@@ -1,4 +1,4 @@
-use racksum_net::quic::{Connection, Identity, Trust, connect, server as endpoint};
+use racksum_net::quic::{Connection, Credentials, connect, server as endpoint};
 use racksum_proto::control::CONTROL_VERSION;
 use racksum_proto::ids::Generation;
 use racksum_proto::time::Span;
@@ -15,8 +15,8 @@ fn bounded<T>(test: impl Future<Output = T>) -> T {
 
 /// A served registry without shards; returns where it is called.
 fn serving(strangers: usize) -> (std::net::SocketAddr, Shared, Failure) {
-    let (identity, failure) = (Identity::ephemeral().unwrap(), Failure::new());
-    let served = endpoint("127.0.0.1:0".parse().unwrap(), &identity, &Trust::Loopback).unwrap();
+    let (credentials, failure) = (Credentials::new(None, false).unwrap(), Failure::new());
+    let served = endpoint("127.0.0.1:0".parse().unwrap(), &credentials).unwrap();
     let addr = served.local_addr().unwrap();
     let registry = Arc::new(Mutex::new(Registry::new(Config::default(), Vec::new(), false, 0)));
     tokio::spawn(serve(served, Arc::clone(&registry), strangers, failure.subscribe()));
@@ -24,8 +24,8 @@ fn serving(strangers: usize) -> (std::net::SocketAddr, Shared, Failure) {
 }
 
 async fn call(addr: std::net::SocketAddr) -> Result<Connection, racksum_net::NetError> {
-    let identity = Identity::ephemeral().unwrap();
-    connect(addr, &identity, &Trust::Loopback, Span::from_secs(5)).await
+    let credentials = Credentials::new(None, false).unwrap();
+    connect(addr, &credentials, Span::from_secs(5)).await
 }
 
 /// Joins as rank 0 of a job of two; returns the streams, which keep the seat.

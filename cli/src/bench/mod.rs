@@ -14,13 +14,14 @@ use racksum_net::interface::max_datagram;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};
 use racksum_worker::Stats;
-use rank::{Identity, Runner};
+use rank::Runner;
 use report::Row;
 use serde::Deserialize;
 
 use crate::args::{self, Fanout, Format};
 use crate::crew::end_with_parent;
 use crate::exit::{Failure, say};
+use crate::member::{Member, MemberArgs};
 
 /// What an op is given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -73,21 +74,8 @@ pub(crate) struct Args {
     /// Ranks on this host, each a process [default: 4].
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256))]
     workers: Option<u16>,
-    /// Be one rank of a run at this aggregator, HOST:PORT; A+B spreads the job over both.
-    #[arg(long, value_name = "HOST:PORT", requires_all = ["rank", "world"])]
-    aggregator: Option<String>,
-    /// The job's name in a distributed run.
-    #[arg(long, default_value = "bench", requires = "aggregator")]
-    job: String,
-    /// This rank, from 0.
-    #[arg(long, requires = "aggregator")]
-    rank: Option<u16>,
-    /// How many ranks there are.
-    #[arg(long, requires = "aggregator", value_parser = args::world())]
-    world: Option<u16>,
-    /// Connect beyond loopback without identities.
-    #[arg(long, requires = "aggregator")]
-    insecure: bool,
+    #[command(flatten)]
+    member: MemberArgs,
     /// Share of each rank's blocks that are not zero, from 0 to 1 [default: 1, and then 0.01].
     #[arg(long, value_parser = args::share)]
     density: Option<f64>,
@@ -185,7 +173,7 @@ impl Args {
         if let Some(mtu) = self.mtu {
             max_datagram(mtu, false).map_err(|error| Failure::usage(error.to_string()))?;
         }
-        let world = self.world.or(self.workers).unwrap_or(WORKERS);
+        let world = self.member.world.or(self.workers).unwrap_or(WORKERS);
         let most = 1.0 / f64::from(world.max(1));
         if let (Some(density), Overlap::None) = (self.density, self.overlap)
             && density > most
@@ -196,7 +184,7 @@ impl Args {
             ));
         }
         // The parent's flags are handed on to its ranks as they are.
-        if self.aggregator.is_none() || self.raw {
+        if self.member.aggregator.is_none() || self.raw {
             return Ok(());
         }
         let local = [
@@ -214,7 +202,8 @@ impl Args {
     /// system, without a word.
     fn check_memory(&self, most: u64) -> Result<(), Failure> {
         let Some(host_mib) = host_mib() else { return Ok(()) };
-        let here = if self.aggregator.is_some() { 1 } else { self.workers.unwrap_or(WORKERS) };
+        let here =
+            if self.member.aggregator.is_some() { 1 } else { self.workers.unwrap_or(WORKERS) };
         // Each op has a tensor, and all of a rank a copy to begin afresh from.
         let tensors = u64::from(here) * (1 + u64::from(self.ops_in_flight.max(1)));
         let need_mib = (most >> 20).saturating_mul(tensors);
@@ -268,16 +257,12 @@ impl Args {
 /// Runs the benchmark: as its parent, or as one rank.
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     args.check()?;
-    let (Some(aggregator), Some(rank), Some(world)) = (&args.aggregator, args.rank, args.world)
-    else {
-        return parent::run(args);
-    };
-    let aggregators = aggregator.split('+').map(str::to_owned).collect();
-    let identity = Identity { aggregators, job: args.job.clone(), rank, world };
+    let Some(member) = args.member.member("bench") else { return parent::run(args) };
+    let Member { rank, world, .. } = member;
     if args.raw {
         end_with_parent();
     }
-    let mut runner = Runner::connect(args, &identity)?;
+    let mut runner = Runner::connect(args, &member)?;
     if args.interactive {
         return interact(args, &mut runner);
     }

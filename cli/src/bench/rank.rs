@@ -1,7 +1,5 @@
 //! One rank of a benchmark: connects, reduces, times and checks.
 
-use std::time::Duration;
-
 use racksum_net::clock::Clock;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
@@ -11,15 +9,7 @@ use racksum_worker::{Blocks, Client, ConnectOptions, Error, Faults, Stats};
 use super::data::Pattern;
 use super::{Args, Input};
 use crate::exit::Failure;
-
-/// Who this rank is.
-#[derive(Debug, Clone)]
-pub(crate) struct Identity {
-    pub(crate) aggregators: Vec<String>,
-    pub(crate) job: String,
-    pub(crate) rank: u16,
-    pub(crate) world: u16,
-}
+use crate::member::Member;
 
 /// What a rank measured of one size.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
@@ -47,28 +37,18 @@ pub(crate) struct Runner {
 }
 
 impl Runner {
-    pub(crate) fn connect(args: &Args, identity: &Identity) -> Result<Self, Failure> {
+    pub(crate) fn connect(args: &Args, member: &Member) -> Result<Self, Failure> {
+        let faults =
+            Faults { drop: args.drop, duplicate: args.dup, reorder: args.reorder, seed: args.seed };
         let options = ConnectOptions {
-            aggregators: identity.aggregators.clone(),
-            rank: identity.rank,
-            world: identity.world,
             lanes: args.lanes,
             pool_slots: args.pool_slots,
-            insecure: args.insecure,
-            join_timeout: Duration::from_secs(args.timeout),
-            op_timeout: Duration::from_secs(args.timeout),
             mtu: args.mtu,
-            faults: Faults {
-                drop: args.drop,
-                duplicate: args.dup,
-                reorder: args.reorder,
-                seed: args.seed,
-            },
-            ..ConnectOptions::new("", identity.job.clone())
+            ..member.options(args.timeout, faults)
         };
         let client = Client::connect(&options)?;
-        let pattern = args.pattern(identity.world, args.density.unwrap_or(1.0));
-        Ok(Self { client, clock: Clock::start(), pattern, rank: identity.rank })
+        let pattern = args.pattern(member.world, args.density.unwrap_or(1.0));
+        Ok(Self { client, clock: Clock::start(), pattern, rank: member.rank })
     }
 
     /// Sets the share of non-zero blocks and where they lie, for the sizes to come.

@@ -8,7 +8,6 @@ mod report;
 mod survey;
 
 use std::path::PathBuf;
-use std::time::Duration;
 
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{Reduction, WireType};
@@ -18,6 +17,7 @@ use self::file::{GradientFile, Tensor};
 use crate::args::{self, Fanout, Format};
 use crate::crew::end_with_parent;
 use crate::exit::{Failure, say};
+use crate::member::{Member, MemberArgs};
 
 #[derive(Debug, Clone, clap::Args)]
 #[command(before_long_help = HELP, after_long_help = args::EXIT_CODES)]
@@ -29,21 +29,8 @@ pub(crate) struct Args {
     /// table is printed.
     #[arg(long, value_name = "SUM.safetensors")]
     out: Option<PathBuf>,
-    /// Be one rank of a run at this aggregator, HOST:PORT; A+B spreads the job over both.
-    #[arg(long, value_name = "HOST:PORT", requires_all = ["rank", "world"])]
-    aggregator: Option<String>,
-    /// The job's name in a distributed run.
-    #[arg(long, default_value = "reduce", requires = "aggregator")]
-    job: String,
-    /// This rank, from 0.
-    #[arg(long, requires = "aggregator")]
-    rank: Option<u16>,
-    /// How many ranks there are.
-    #[arg(long, requires = "aggregator", value_parser = args::world())]
-    world: Option<u16>,
-    /// Connect beyond loopback without identities.
-    #[arg(long, requires = "aggregator")]
-    insecure: bool,
+    #[command(flatten)]
+    member: MemberArgs,
     /// Reduction: sum, avg, min, max.
     #[arg(short = 'o', long, value_parser = args::reduction, default_value = "sum")]
     op: Reduction,
@@ -102,44 +89,12 @@ Examples:
   racksum reduce rank*.safetensors --format json     how sparse the gradients are, for programs
   racksum reduce --aggregator HOST:7177 --insecure --rank 0 --world 2 rank0.safetensors";
 
-/// Which rank of which job.
-#[derive(Debug, Clone)]
-struct Identity {
-    aggregators: Vec<String>,
-    job: String,
-    rank: u16,
-    world: u16,
-}
-
 impl Args {
-    /// Who this process is in a distributed run; `None` for all ranks of a run on this host.
-    fn identity(&self) -> Option<Identity> {
-        let (Some(aggregator), Some(rank), Some(world)) = (&self.aggregator, self.rank, self.world)
-        else {
-            return None;
-        };
-        let aggregators = aggregator.split('+').map(str::to_owned).collect();
-        Some(Identity { aggregators, job: self.job.clone(), rank, world })
-    }
-
     /// How a rank connects.
-    fn connect_options(&self, identity: &Identity) -> ConnectOptions {
-        let timeout = Duration::from_secs(self.timeout);
-        ConnectOptions {
-            aggregators: identity.aggregators.clone(),
-            rank: identity.rank,
-            world: identity.world,
-            insecure: self.insecure,
-            join_timeout: timeout,
-            op_timeout: timeout,
-            faults: Faults {
-                drop: self.drop,
-                duplicate: self.dup,
-                reorder: self.reorder,
-                seed: self.seed,
-            },
-            ..ConnectOptions::new("", identity.job.clone())
-        }
+    fn connect_options(&self, member: &Member) -> ConnectOptions {
+        let faults =
+            Faults { drop: self.drop, duplicate: self.dup, reorder: self.reorder, seed: self.seed };
+        member.options(self.timeout, faults)
     }
 
     /// How a tensor is reduced. Its name and shape are part of what all ranks must agree on.
@@ -167,7 +122,7 @@ impl Args {
 
 /// Reduces: as the parent of all ranks, or as one rank.
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
-    let Some(identity) = args.identity() else { return parent::run(args) };
+    let Some(member) = args.member.member("reduce") else { return parent::run(args) };
     let [path] = &args.files[..] else {
         return Err(Failure::usage(format!(
             "with --aggregator give this rank's file alone, not {}",
@@ -176,8 +131,8 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     };
     if args.raw {
         end_with_parent();
-        let said = rank::run_for_parent(args, &identity, path);
+        let said = rank::run_for_parent(args, &member, path);
         return say(&serde_json::to_string(&said).unwrap_or_default());
     }
-    rank::run(args, &identity, path)
+    rank::run(args, &member, path)
 }

@@ -12,12 +12,13 @@ use racksum_proto::error::OpError;
 use racksum_worker::{Blocks, Client, Error, Handle, Stats};
 use serde::{Deserialize, Serialize};
 
+use super::Args;
 use super::file::{Digest, GradientFile, Tensor, header_of};
 use super::out::{OutFile, cannot_write};
 use super::report::Table;
 use super::survey::{Held, Survey};
-use super::{Args, Identity};
 use crate::exit::Failure;
+use crate::member::Member;
 
 /// What a rank has to say once all its tensors are reduced.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -45,22 +46,22 @@ pub(super) enum Said {
 }
 
 /// Runs one rank of a distributed reduction.
-pub(super) fn run(args: &Args, identity: &Identity, path: &Path) -> Result<(), Failure> {
+pub(super) fn run(args: &Args, member: &Member, path: &Path) -> Result<(), Failure> {
     let file = GradientFile::open(path)?;
     let mut out = args.out.as_deref().map(OutFile::create).transpose()?;
     if let Some(out) = &out {
         out.remove_at_signal()?;
     }
-    let report = reduce(args, identity, &file, out.as_mut().map(OutFile::file))?;
+    let report = reduce(args, member, &file, out.as_mut().map(OutFile::file))?;
     if let Some(out) = out {
         out.commit()?;
     }
-    let rank = Some((identity.rank, identity.world));
+    let rank = Some((member.rank, member.world));
     Table { args, tensors: &file.tensors, rank, reports: &[report] }.print()
 }
 
 /// Runs one rank of a reduction on this host, whose parent keeps the result's file.
-pub(super) fn run_for_parent(args: &Args, identity: &Identity, path: &Path) -> Said {
+pub(super) fn run_for_parent(args: &Args, member: &Member, path: &Path) -> Said {
     let reduced = || {
         let file = GradientFile::open(path)?;
         let mut out = match &args.into {
@@ -69,7 +70,7 @@ pub(super) fn run_for_parent(args: &Args, identity: &Identity, path: &Path) -> S
                 Some(File::options().write(true).open(into).map_err(|e| cannot_write(into, &e))?)
             }
         };
-        reduce(args, identity, &file, out.as_mut())
+        reduce(args, member, &file, out.as_mut())
     };
     reduced().map_or_else(Said::Failed, |report| Said::Done(Box::new(report)))
 }
@@ -77,13 +78,13 @@ pub(super) fn run_for_parent(args: &Args, identity: &Identity, path: &Path) -> S
 /// Reduces all tensors of a file.
 fn reduce(
     args: &Args,
-    identity: &Identity,
+    member: &Member,
     file: &GradientFile,
     out: Option<&mut File>,
 ) -> Result<Report, Failure> {
     let descriptors = args.descriptors(file)?;
-    let client = Client::connect(&args.connect_options(identity))?;
-    let held = agree(&client, identity, file, &descriptors)?;
+    let client = Client::connect(&args.connect_options(member))?;
+    let held = agree(&client, member, file, &descriptors)?;
     let (clock, before) = (Clock::start(), client.stats());
     let start = clock.now();
     let path = args.out.as_deref().unwrap_or_else(|| Path::new("the result"));
@@ -120,12 +121,12 @@ fn reduce(
 /// Finds out who holds what, and whether all ranks mean the same tensors.
 fn agree(
     client: &Client,
-    identity: &Identity,
+    member: &Member,
     file: &GradientFile,
     descriptors: &[Descriptor],
 ) -> Result<Vec<Held>, Failure> {
-    let survey = Survey::new(descriptors, identity.world);
-    let mut words = survey.say(identity.rank, file)?;
+    let survey = Survey::new(descriptors, member.world);
+    let mut words = survey.say(member.rank, file)?;
     match client.allreduce(&mut words, survey.descriptor()) {
         Ok(()) => Ok(survey.hear(&words)),
         Err(Error::Op(OpError::Mismatch { one, other, .. })) => {

@@ -12,6 +12,8 @@ mod waits;
 #[cfg(test)]
 mod deaths;
 #[cfg(test)]
+mod identity;
+#[cfg(test)]
 mod namespaces;
 #[cfg(test)]
 mod noise;

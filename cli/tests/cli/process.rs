@@ -186,6 +186,12 @@ impl Serving {
         Self { addr: addr.to_owned(), process }
     }
 
+    /// Stops it.
+    pub(crate) fn end(self) -> Ended {
+        signal(self.process.id(), "TERM");
+        self.process.end(20)
+    }
+
     /// The port that it can be reached at.
     pub(crate) fn port(&self) -> &str {
         self.addr.rsplit_once(':').unwrap().1

@@ -15,7 +15,7 @@ use rustls::crypto::{CryptoProvider, aws_lc_rs};
 use rustls::version::TLS13;
 
 use super::identity::NAME;
-use super::{IDLE_TIMEOUT, Identity, KEEP_ALIVE, PROTOCOL, Trust, duration};
+use super::{Credentials, IDLE_TIMEOUT, KEEP_ALIVE, PROTOCOL, duration};
 use crate::NetError;
 
 /// An established connection of a client, with the endpoint that carries it.
@@ -44,13 +44,13 @@ impl Connection {
 /// # Errors
 ///
 /// A [`NetError`] that names the address: the port is taken, the address is not of this host, or
-/// `trust` does not reach that far.
+/// the credentials do not reach that far.
 ///
 /// # Panics
 ///
 /// Outside of a tokio runtime.
-pub fn server(bind: SocketAddr, identity: &Identity, trust: &Trust) -> Result<Endpoint, NetError> {
-    serve(bind, identity, trust, PROTOCOL)
+pub fn server(bind: SocketAddr, credentials: &Credentials) -> Result<Endpoint, NetError> {
+    serve(bind, credentials, PROTOCOL)
 }
 
 /// Calls the server at `to`, and gives up after `patience`.
@@ -64,13 +64,12 @@ pub fn server(bind: SocketAddr, identity: &Identity, trust: &Trust) -> Result<En
 /// Outside of a tokio runtime.
 pub async fn connect(
     to: SocketAddr,
-    identity: &Identity,
-    trust: &Trust,
+    credentials: &Credentials,
     patience: Span,
 ) -> Result<Connection, NetError> {
-    trust.check(to)?;
+    credentials.check(to)?;
     let endpoint = endpoint(SocketAddr::new(local_for(to), 0), None)?;
-    let connecting = endpoint.connect_with(client_config(identity, trust)?, to, NAME).map_err(
+    let connecting = endpoint.connect_with(client_config(credentials)?, to, NAME).map_err(
         |error: ConnectError| NetError::NotCallable { addr: to, reason: error.to_string() },
     )?;
     let nobody = NetError::NobodyThere { addr: to, waited: patience };
@@ -78,18 +77,46 @@ pub async fn connect(
         Ok(Ok(quic)) => Ok(Connection { endpoint, quic }),
         Ok(Err(ConnectionError::TimedOut)) | Err(_) => Err(nobody),
         Ok(Err(cause)) if is_other_protocol(&cause) => Err(NetError::WrongProtocol { addr: to }),
-        Ok(Err(cause)) => Err(NetError::Connect { addr: to, cause }),
+        Ok(Err(cause)) => Err(not_connected(to, cause)),
     }
+}
+
+/// Why a connection to `addr` failed, or ended: for certificates that one side does not accept,
+/// what to do about it. A client may hear what a server thinks of its certificate only after it has
+/// taken the connection for made.
+#[must_use]
+pub fn not_connected(addr: SocketAddr, cause: ConnectionError) -> NetError {
+    let alert = |code: TransportErrorCode| {
+        let code = u64::from(code).checked_sub(TransportErrorCode::crypto(0).into())?;
+        u8::try_from(code).ok().map(AlertDescription::from)
+    };
+    let (ours, said) = match &cause {
+        ConnectionError::TransportError(error) => (false, alert(error.code)),
+        ConnectionError::ConnectionClosed(close) => (true, alert(close.error_code)),
+        _ => (false, None),
+    };
+    let why = match said {
+        Some(AlertDescription::CertificateExpired) => "has expired, or its host's clock is wrong",
+        Some(
+            AlertDescription::UnknownCA
+            | AlertDescription::BadCertificate
+            | AlertDescription::CertificateUnknown
+            | AlertDescription::DecryptError,
+        ) => "is of another authority",
+        Some(AlertDescription::CertificateRequired) => "is missing",
+        Some(AlertDescription::UnsupportedCertificate) => "is for another role",
+        _ => return NetError::Connect { addr, cause },
+    };
+    if ours { NetError::NotBelieved { addr, why } } else { NetError::Unbelievable { addr, why } }
 }
 
 pub(super) fn serve(
     bind: SocketAddr,
-    identity: &Identity,
-    trust: &Trust,
+    credentials: &Credentials,
     protocol: &str,
 ) -> Result<Endpoint, NetError> {
-    trust.check(bind)?;
-    endpoint(bind, Some(server_config(identity, trust, protocol)?))
+    credentials.check(bind)?;
+    endpoint(bind, Some(server_config(credentials, protocol)?))
 }
 
 /// Both kinds of endpoint, so that a failed bind reads the same.
@@ -117,16 +144,12 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(aws_lc_rs::default_provider())
 }
 
-fn server_config(
-    identity: &Identity,
-    trust: &Trust,
-    protocol: &str,
-) -> Result<ServerConfig, NetError> {
-    let provider = provider();
+fn server_config(credentials: &Credentials, protocol: &str) -> Result<ServerConfig, NetError> {
+    let (provider, identity) = (provider(), &credentials.identity);
     let mut tls = rustls::ServerConfig::builder_with_provider(Arc::clone(&provider))
         .with_protocol_versions(&[&TLS13])
         .map_err(tls_error)?
-        .with_client_cert_verifier(trust.of_clients(provider))
+        .with_client_cert_verifier(credentials.judge_of_clients(provider)?)
         .with_single_cert(identity.chain(), identity.key())
         .map_err(tls_error)?;
     tls.alpn_protocols = vec![protocol.as_bytes().to_vec()];
@@ -136,13 +159,13 @@ fn server_config(
     Ok(config)
 }
 
-fn client_config(identity: &Identity, trust: &Trust) -> Result<ClientConfig, NetError> {
-    let provider = provider();
+fn client_config(credentials: &Credentials) -> Result<ClientConfig, NetError> {
+    let (provider, identity) = (provider(), &credentials.identity);
     let mut tls = rustls::ClientConfig::builder_with_provider(Arc::clone(&provider))
         .with_protocol_versions(&[&TLS13])
         .map_err(tls_error)?
         .dangerous()
-        .with_custom_certificate_verifier(trust.of_servers(provider))
+        .with_custom_certificate_verifier(credentials.judge_of_servers(provider)?)
         .with_client_auth_cert(identity.chain(), identity.key())
         .map_err(tls_error)?;
     tls.alpn_protocols = vec![PROTOCOL.as_bytes().to_vec()];

@@ -1,20 +1,27 @@
-//! Who we are: a certificate chain and its key.
+//! Who we are: a certificate, its key, and the authority that vouches for it.
 
 use std::fmt;
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 
 use rcgen::{CertificateParams, KeyPair};
+use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 
+use super::Certificate;
 use crate::NetError;
 
-/// The name in every racksum certificate and the one that clients ask for. Addresses say where
+/// The name in every aggregator's certificate and the one that clients ask for. Addresses say where
 /// an aggregator is; the certificate says that it is one.
 pub(super) const NAME: &str = "racksum";
 
-/// A certificate chain and the key of its first certificate.
+/// A certificate, its key, and the authorities whose certificates are believed.
 pub struct Identity {
-    chain: Vec<CertificateDer<'static>>,
+    certificate: CertificateDer<'static>,
     key: PrivateKeyDer<'static>,
+    authorities: Vec<CertificateDer<'static>>,
 }
 
 impl Identity {
@@ -28,26 +35,80 @@ impl Identity {
             let key = KeyPair::generate()?;
             let certificate = CertificateParams::new([NAME.to_owned()])?.self_signed(&key)?;
             Ok(Self {
-                chain: vec![certificate.der().clone()],
+                certificate: certificate.der().clone(),
                 key: PrivatePkcs8KeyDer::from(key.serialize_der()).into(),
+                authorities: Vec::new(),
             })
         };
         make().map_err(|error| NetError::Certificate { reason: error.to_string() })
     }
 
-    /// The certificates, our own first.
+    /// Reads an identity file: in PEM, a certificate, its key, and the certificates of the
+    /// authorities to believe, as [`Authority::issue`](super::Authority::issue) writes them. One
+    /// that others may read is taken with a warning.
+    ///
+    /// # Errors
+    ///
+    /// [`NetError::IdentityFile`] that names the file and what is wrong with it.
+    pub fn load(path: &Path) -> Result<Self, NetError> {
+        let pem = read_secret(path)?;
+        let wrong = |why: &str| NetError::IdentityFile { path: path.into(), why: why.into() };
+        let parsed: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&pem).collect();
+        let mut certificates = parsed.map_err(|error| wrong(&error.to_string()))?.into_iter();
+        let certificate = certificates.next().ok_or_else(|| wrong("it holds no certificate"))?;
+        let key = PrivateKeyDer::from_pem_slice(&pem)
+            .map_err(|_| wrong("it holds no private key beside its certificate"))?;
+        let authorities: Vec<_> = certificates.collect();
+        if authorities.is_empty() {
+            return Err(wrong(
+                "it holds no certificate of an authority behind its own; issue it anew with \
+                 `racksum identity issue`",
+            ));
+        }
+        let told = Certificate::parse(&certificate).map_err(|why| wrong(&why))?;
+        tracing::debug!(name = told.name, path = %path.display(), "identity loaded");
+        Ok(Self { certificate, key, authorities })
+    }
+
+    /// The certificate, for the handshake: authorities are known to both sides.
     pub(super) fn chain(&self) -> Vec<CertificateDer<'static>> {
-        self.chain.clone()
+        vec![self.certificate.clone()]
     }
 
     pub(super) fn key(&self) -> PrivateKeyDer<'static> {
         self.key.clone_key()
+    }
+
+    pub(super) fn authorities(&self) -> &[CertificateDer<'static>] {
+        &self.authorities
     }
 }
 
 impl fmt::Debug for Identity {
     /// Without the key.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Identity").field("certificates", &self.chain.len()).finish_non_exhaustive()
+        let authorities = self.authorities.len();
+        f.debug_struct("Identity").field("authorities", &authorities).finish_non_exhaustive()
     }
 }
+
+/// Reads a file that holds a key.
+pub(super) fn read_secret(path: &Path) -> Result<Vec<u8>, NetError> {
+    let read = || -> std::io::Result<(Vec<u8>, u32)> {
+        let file = File::open(path)?;
+        let mode = file.metadata()?.permissions().mode();
+        let mut bytes = Vec::new();
+        file.take(MAX_FILE).read_to_end(&mut bytes)?;
+        Ok((bytes, mode))
+    };
+    let (bytes, mode) = read()
+        .map_err(|error| NetError::IdentityFile { path: path.into(), why: error.to_string() })?;
+    if mode & 0o077 != 0 {
+        let mode = format!("{:o}", mode & 0o777);
+        tracing::warn!(path = %path.display(), mode, "others may read this key: make it 0600");
+    }
+    Ok(bytes)
+}
+
+/// Bytes that are read of a file that should hold an identity.
+const MAX_FILE: u64 = 1 << 20;

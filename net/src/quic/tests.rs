@@ -25,13 +25,18 @@ fn any_port() -> SocketAddr {
     "127.0.0.1:0".parse().unwrap()
 }
 
+/// Who believes everyone on loopback.
+fn strangers() -> Credentials {
+    Credentials::new(None, false).unwrap()
+}
+
 async fn call(to: SocketAddr, patience: Span) -> Result<Connection, NetError> {
-    connect(to, &Identity::ephemeral().unwrap(), &Trust::Loopback, patience).await
+    connect(to, &strangers(), patience).await
 }
 
 /// The two ends of a stream on which the calling side wrote `bytes`, and then finished it.
 async fn stream_of(bytes: &[u8]) -> (Connection, quinn::Connection, quinn::RecvStream) {
-    let server = server(any_port(), &Identity::ephemeral().unwrap(), &Trust::Loopback).unwrap();
+    let server = server(any_port(), &strangers()).unwrap();
     let to = server.local_addr().unwrap();
     let accept = tokio::spawn(async move { server.accept().await.unwrap().await.unwrap() });
     let client = call(to, PATIENCE).await.unwrap();
@@ -45,7 +50,7 @@ async fn stream_of(bytes: &[u8]) -> (Connection, quinn::Connection, quinn::RecvS
 
 #[tokio::test]
 async fn a_message_is_echoed_over_a_connection_of_strangers() {
-    let server = server(any_port(), &Identity::ephemeral().unwrap(), &Trust::Loopback).unwrap();
+    let server = server(any_port(), &strangers()).unwrap();
     let to = server.local_addr().unwrap();
     let echo = tokio::spawn(async move {
         let connection = server.accept().await.unwrap().await.unwrap();
@@ -141,8 +146,7 @@ async fn calling_nobody_gives_up_in_time_and_says_so() {
 
 #[tokio::test]
 async fn a_server_of_another_protocol_is_told_from_silence() {
-    let identity = Identity::ephemeral().unwrap();
-    let other = serve(any_port(), &identity, &Trust::Loopback, "racksum/0").unwrap();
+    let other = serve(any_port(), &strangers(), "racksum/0").unwrap();
     let to = other.local_addr().unwrap();
     tokio::spawn(async move {
         let refused = other.accept().await.unwrap().await;
@@ -155,22 +159,20 @@ async fn a_server_of_another_protocol_is_told_from_silence() {
 
 #[tokio::test]
 async fn a_taken_port_is_an_error_that_names_it() {
-    let identity = Identity::ephemeral().unwrap();
-    let holder = server(any_port(), &identity, &Trust::Loopback).unwrap();
+    let holder = server(any_port(), &strangers()).unwrap();
     let addr = holder.local_addr().unwrap();
-    let error = server(addr, &identity, &Trust::Loopback).unwrap_err().to_string();
+    let error = server(addr, &strangers()).unwrap_err().to_string();
     assert!(error.starts_with(&format!("cannot bind {addr}: the port is taken; ")), "{error}");
 }
 
 #[tokio::test]
 async fn without_certificates_only_loopback_is_served_or_called() {
-    let identity = Identity::ephemeral().unwrap();
     let everywhere: SocketAddr = "0.0.0.0:0".parse().unwrap();
-    let error = server(everywhere, &identity, &Trust::Loopback).unwrap_err();
-    assert!(error.to_string().contains("pass --insecure"), "{error}");
+    let error = server(everywhere, &strangers()).unwrap_err();
+    assert!(error.to_string().contains("--identity FILE"), "{error}");
     let error = call("203.0.113.77:7000".parse().unwrap(), PATIENCE).await.unwrap_err();
     assert!(matches!(error, NetError::Unprotected { .. }), "{error}");
-    let open = server(everywhere, &identity, &Trust::Insecure).unwrap();
+    let open = server(everywhere, &Credentials::new(None, true).unwrap()).unwrap();
     assert_ne!(open.local_addr().unwrap().port(), 0);
 }
 
@@ -183,5 +185,5 @@ async fn what_cannot_be_called_is_said_at_once() {
 #[test]
 fn an_identity_keeps_its_key_to_itself() {
     let shown = format!("{:?}", Identity::ephemeral().unwrap());
-    assert_eq!(shown, "Identity { certificates: 1, .. }");
+    assert_eq!(shown, "Identity { authorities: 0, .. }");
 }

@@ -1,51 +1,116 @@
-//! Whom we believe.
+//! Who we are, and whom we believe.
 
 use std::net::SocketAddr;
+use std::path::Path;
 use std::sync::Arc;
 
+use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::{CryptoProvider, verify_tls13_signature};
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
-use rustls::{DigitallySignedStruct, DistinguishedName, Error, PeerIncompatible, SignatureScheme};
+use rustls::{
+    DigitallySignedStruct, DistinguishedName, Error, PeerIncompatible, RootCertStore,
+    SignatureScheme,
+};
 
+use super::Identity;
 use crate::NetError;
 
-/// Which certificates of the other side are accepted.
+/// Who we are, and whom we believe.
 ///
-/// The connection is encrypted whichever is chosen, and both sides always show a certificate and
-/// prove that they hold its key; what differs is who may have issued it.
-#[derive(Debug, Clone)]
-#[non_exhaustive]
-pub enum Trust {
-    /// Any certificate, and therefore loopback addresses only.
-    Loopback,
-    /// Any certificate, from anywhere: for networks where everyone is trusted. This is what
-    /// `--insecure` asks for.
-    Insecure,
+/// Connections are encrypted whichever it is, and both sides always show a certificate and prove
+/// that they hold its key; what differs is who may have issued it.
+#[derive(Debug)]
+pub struct Credentials {
+    pub(super) identity: Identity,
+    trust: Trust,
 }
 
-impl Trust {
+/// Which certificates of the other side are accepted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Trust {
+    /// Any certificate, and therefore loopback addresses only.
+    Loopback,
+    /// Any certificate, from anywhere: for networks where everyone is trusted.
+    Insecure,
+    /// Those that the authorities of our identity have issued.
+    Authorities,
+}
+
+impl Credentials {
+    /// Those of an identity file; without one, those of somebody whom nobody vouches for and who
+    /// believes everyone on loopback, or with `insecure` everyone.
+    ///
+    /// # Errors
+    ///
+    /// [`NetError`] if the file holds no identity.
+    pub fn new(identity: Option<&Path>, insecure: bool) -> Result<Self, NetError> {
+        match (identity, insecure) {
+            (Some(_), true) => Err(NetError::InsecureIdentity),
+            (Some(path), false) => {
+                Ok(Self { identity: Identity::load(path)?, trust: Trust::Authorities })
+            }
+            (None, insecure) => {
+                let trust = if insecure { Trust::Insecure } else { Trust::Loopback };
+                Ok(Self { identity: Identity::ephemeral()?, trust })
+            }
+        }
+    }
+
+    /// Whether the certificates of the other side say who it is.
+    #[must_use]
+    pub fn are_vouched_for(&self) -> bool {
+        self.trust == Trust::Authorities
+    }
+
     /// Whether `addr` may be served or called at all.
     pub(super) fn check(&self, addr: SocketAddr) -> Result<(), NetError> {
-        match self {
-            Self::Loopback if !addr.ip().is_loopback() => Err(NetError::Unprotected { addr }),
-            Self::Loopback | Self::Insecure => Ok(()),
+        match self.trust {
+            Trust::Loopback if !addr.ip().is_loopback() => Err(NetError::Unprotected { addr }),
+            Trust::Loopback | Trust::Insecure | Trust::Authorities => Ok(()),
         }
     }
 
     /// Judges servers for a client.
-    pub(super) fn of_servers(&self, provider: Arc<CryptoProvider>) -> Arc<dyn ServerCertVerifier> {
-        match self {
-            Self::Loopback | Self::Insecure => Arc::new(Anyone { provider }),
-        }
+    pub(super) fn judge_of_servers(
+        &self,
+        provider: Arc<CryptoProvider>,
+    ) -> Result<Arc<dyn ServerCertVerifier>, NetError> {
+        Ok(match self.trust {
+            Trust::Loopback | Trust::Insecure => Arc::new(Anyone { provider }),
+            Trust::Authorities => {
+                WebPkiServerVerifier::builder_with_provider(self.roots()?, provider)
+                    .build()
+                    .map_err(|error| NetError::Tls { reason: error.to_string() })?
+            }
+        })
     }
 
     /// Judges clients for a server.
-    pub(super) fn of_clients(&self, provider: Arc<CryptoProvider>) -> Arc<dyn ClientCertVerifier> {
-        match self {
-            Self::Loopback | Self::Insecure => Arc::new(Anyone { provider }),
+    pub(super) fn judge_of_clients(
+        &self,
+        provider: Arc<CryptoProvider>,
+    ) -> Result<Arc<dyn ClientCertVerifier>, NetError> {
+        Ok(match self.trust {
+            Trust::Loopback | Trust::Insecure => Arc::new(Anyone { provider }),
+            Trust::Authorities => {
+                WebPkiClientVerifier::builder_with_provider(self.roots()?, provider)
+                    .build()
+                    .map_err(|error| NetError::Tls { reason: error.to_string() })?
+            }
+        })
+    }
+
+    fn roots(&self) -> Result<Arc<RootCertStore>, NetError> {
+        let mut roots = RootCertStore::empty();
+        for authority in self.identity.authorities() {
+            roots
+                .add(authority.clone())
+                .map_err(|error| NetError::Tls { reason: error.to_string() })?;
         }
+        Ok(Arc::new(roots))
     }
 }
 

@@ -1,0 +1,90 @@
+//! Who may open and join which jobs, by the names in certificates.
+
+use serde::Deserialize;
+use wildmatch::WildMatch;
+
+/// A rule: identities of these names may open and join jobs of these names.
+///
+/// In patterns `*` stands for any characters and `?` for one.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Admit {
+    /// A pattern of the names of identities.
+    pub identity: String,
+    /// Patterns of the names of jobs.
+    pub jobs: Vec<String>,
+}
+
+/// Whether an identity may be a rank of a job: by some rule, or if there are none, in any case.
+///
+/// # Errors
+/// A sentence for the one who is refused, which says nothing of other jobs or identities.
+pub(crate) fn admit(rules: &[Admit], identity: Option<&str>, job: &str) -> Result<(), String> {
+    if rules.is_empty() {
+        return Ok(());
+    }
+    let Some(identity) = identity else {
+        return Err("this aggregator admits identities that it knows, and you showed none".into());
+    };
+    let allows = |rule: &Admit| {
+        WildMatch::new(&rule.identity).matches(identity)
+            && rule.jobs.iter().any(|name| WildMatch::new(name).matches(job))
+    };
+    if rules.iter().any(allows) {
+        return Ok(());
+    }
+    Err(format!(
+        "identity {identity:?} may not join a job of the name {job:?} here; the operator says who \
+         may in the [[admit]] rules of the aggregator's configuration"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rule(identity: &str, jobs: &[&str]) -> Admit {
+        let jobs = jobs.iter().map(|&name| name.to_owned()).collect();
+        Admit { identity: identity.to_owned(), jobs }
+    }
+
+    #[test]
+    fn without_rules_everyone_may_join_any_job() {
+        assert_eq!(admit(&[], Some("node"), "job"), Ok(()));
+        assert_eq!(admit(&[], None, "job"), Ok(()));
+    }
+
+    #[test]
+    fn with_rules_only_those_may_that_one_of_them_names() {
+        let rules = [rule("vision-*", &["vision/*", "shared"]), rule("speech-?", &["speech*"])];
+        let may = |identity, job| admit(&rules, Some(identity), job).is_ok();
+        for (identity, job) in [
+            ("vision-1", "vision/resnet"),
+            ("vision-", "shared"),
+            ("speech-7", "speech"),
+            ("speech-7", "speech/large"),
+        ] {
+            assert!(may(identity, job), "{identity} {job}");
+        }
+        for (identity, job) in [
+            ("vision-1", "speech"),
+            ("speech-77", "speech"),
+            ("speech-7", "shared"),
+            ("my-vision-1", "shared"),
+            ("vision-1", "shared2"),
+            ("Vision-1", "shared"),
+            ("", ""),
+        ] {
+            assert!(!may(identity, job), "{identity} {job}");
+        }
+        assert!(admit(&rules, None, "shared").is_err());
+    }
+
+    #[test]
+    fn a_refusal_names_nobody_else() {
+        let rules = [rule("alice", &["secret-project"])];
+        let told = admit(&rules, Some("bob"), "other").unwrap_err();
+        assert!(told.contains("\"bob\"") && told.contains("\"other\""), "{told}");
+        assert!(!told.contains("alice") && !told.contains("secret"), "{told}");
+    }
+}

@@ -1,0 +1,180 @@
+//! `racksum identity`: a small authority for a cluster, and the identities that it vouches for.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use clap::{Subcommand, ValueEnum};
+use racksum_net::quic::{Authority, Certificate, Role, Subject};
+use serde_json::json;
+
+use crate::args::{self, Format};
+use crate::exit::{Failure, say};
+
+#[derive(Debug, clap::Args)]
+#[command(before_long_help = HELP, after_long_help = args::EXIT_CODES)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+/// What `--help` opens with.
+const HELP: &str = "\
+An authority vouches for the nodes of a cluster. Each node has an identity file: its certificate,
+its key, and the authority's certificate, by which it knows the others. The authority's own file
+stays where identities are issued.
+
+Examples:
+  racksum identity init                          writes authority.pem
+  racksum identity issue agg-1 --role aggregator writes agg-1.pem, for the aggregator's host
+  racksum identity issue node-7                  writes node-7.pem, for a worker's host
+  racksum identity show node-7.pem               whose it is, what for, and until when
+
+  racksum aggregator --bind 10.0.0.1 --identity agg-1.pem
+  racksum bench --aggregator 10.0.0.1:7177 --identity node-7.pem --rank 0 --world 2";
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Make an authority.
+    Init {
+        /// The authority's name, which its certificates bear.
+        #[arg(long, default_value = "racksum")]
+        name: String,
+        /// Days until it expires.
+        #[arg(long, default_value_t = 3650, value_parser = days())]
+        days: u32,
+        /// The file to write; it must not be there yet.
+        #[arg(long, value_name = "FILE", default_value = "authority.pem")]
+        out: PathBuf,
+    },
+    /// Issue an identity.
+    Issue {
+        /// The node's name, which admission goes by: letters, digits, dots, underscores, dashes.
+        name: String,
+        /// What the node is.
+        #[arg(long, value_enum, default_value_t = NodeRole::Worker)]
+        role: NodeRole,
+        /// Days until it expires.
+        #[arg(long, default_value_t = 365, value_parser = days())]
+        days: u32,
+        /// The authority's file.
+        #[arg(long, value_name = "FILE", default_value = "authority.pem")]
+        authority: PathBuf,
+        /// The file to write; it must not be there yet [default: NAME.pem].
+        #[arg(long, value_name = "FILE")]
+        out: Option<PathBuf>,
+    },
+    /// Show what certificates say.
+    Show {
+        /// Files of identities or authorities.
+        #[arg(required = true, value_name = "FILE")]
+        files: Vec<PathBuf>,
+        /// How to print.
+        #[arg(long, value_enum, default_value_t = Format::Text)]
+        format: Format,
+    },
+}
+
+/// What a node may be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum NodeRole {
+    /// It joins jobs.
+    Worker,
+    /// It serves jobs, and may join those of another aggregator.
+    Aggregator,
+}
+
+impl From<NodeRole> for Role {
+    fn from(role: NodeRole) -> Self {
+        match role {
+            NodeRole::Worker => Self::Worker,
+            NodeRole::Aggregator => Self::Aggregator,
+        }
+    }
+}
+
+/// Reads for how many days a certificate is valid: a century at most.
+fn days() -> clap::builder::RangedI64ValueParser<u32> {
+    clap::value_parser!(u32).range(1..=36_500)
+}
+
+pub(crate) fn run(args: &Args) -> Result<(), Failure> {
+    match &args.command {
+        Command::Init { name, days, out } => {
+            write_secret(out, &Authority::create(name, *days)?)?;
+            say(&format!(
+                "wrote {}, the authority {name:?}: whoever has it can issue identities, so keep it \
+                 off the nodes",
+                out.display()
+            ))
+        }
+        Command::Issue { name, role, days, authority, out } => {
+            let authority = Authority::load(authority)?;
+            let role = Role::from(*role);
+            let pem = authority.issue(&Subject { name, role, days: *days })?;
+            let out = out.clone().unwrap_or_else(|| PathBuf::from(format!("{name}.pem")));
+            write_secret(&out, &pem)?;
+            say(&format!("wrote {}, the identity of {role} {name:?}", out.display()))
+        }
+        Command::Show { files, format } => files.iter().try_for_each(|file| show(file, *format)),
+    }
+}
+
+/// Prints what the certificates of a file say.
+fn show(path: &Path, format: Format) -> Result<(), Failure> {
+    for certificate in Certificate::all_of(path)? {
+        let Certificate { name, role, issuer, not_before, not_after, valid, fingerprint } =
+            certificate;
+        let file = path.display().to_string();
+        say(&match format {
+            Format::Json => json!({
+                "file": file,
+                "name": name,
+                "role": role.name(),
+                "issuer": issuer,
+                "not_before": not_before,
+                "not_after": not_after,
+                "valid": valid,
+                "sha256": fingerprint,
+            })
+            .to_string(),
+            Format::Text => {
+                let state = if valid { "" } else { "  NOT VALID NOW" };
+                format!(
+                    "{file}: {role} {name:?} of {issuer:?}, {not_before} to {not_after}{state}\n  \
+                     sha256 {fingerprint}"
+                )
+            }
+        })?;
+    }
+    Ok(())
+}
+
+/// Writes a file that only its owner may read: whole, or not at all, and never over another.
+fn write_secret(path: &Path, contents: &str) -> Result<(), Failure> {
+    let cannot = |error: io::Error| {
+        Failure::usage(match error.kind() {
+            ErrorKind::AlreadyExists => format!(
+                "{} is there already, and a key is not written over; name another --out, or remove \
+                 it",
+                path.display()
+            ),
+            _ => format!("cannot write {}: {error}", path.display()),
+        })
+    };
+    let mut hidden = path.as_os_str().to_owned();
+    hidden.push(format!(".{}.tmp", std::process::id()));
+    let hidden = PathBuf::from(hidden);
+    let write = |mut file: File| {
+        file.write_all(contents.as_bytes())?;
+        file.sync_all()?;
+        // Unlike a renaming, this does not replace what is there.
+        fs::hard_link(&hidden, path)
+    };
+    let opened = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&hidden);
+    let written = opened.map_err(cannot).and_then(|file| write(file).map_err(cannot));
+    // Not there if it could not be made; otherwise the other name is enough.
+    drop(fs::remove_file(&hidden));
+    written
+}

@@ -1,0 +1,83 @@
+//! A rank of a distributed run: the flags that say which of which job, and how it connects.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use racksum_proto::ids::Generation;
+use racksum_worker::{ConnectOptions, Faults};
+
+use crate::args;
+
+/// The flags of a rank of a distributed run.
+#[derive(Debug, Clone, clap::Args)]
+pub(crate) struct MemberArgs {
+    /// Be one rank of a run at this aggregator, HOST:PORT; A+B spreads the job over both.
+    #[arg(long, value_name = "HOST:PORT", requires_all = ["rank", "world"])]
+    pub(crate) aggregator: Option<String>,
+    /// The job's name in a distributed run [default: the subcommand's].
+    #[arg(long, requires = "aggregator")]
+    job: Option<String>,
+    /// Which life of the job it is: a restart has the next number.
+    #[arg(long, requires = "aggregator", default_value_t = 0)]
+    generation: u32,
+    /// This rank, from 0.
+    #[arg(long, requires = "aggregator")]
+    rank: Option<u16>,
+    /// How many ranks there are.
+    #[arg(long, requires = "aggregator", value_parser = args::world())]
+    pub(crate) world: Option<u16>,
+    /// The identity file to connect with, as `racksum identity issue` writes it.
+    #[arg(long, value_name = "FILE", env = "RACKSUM_IDENTITY", conflicts_with = "insecure")]
+    identity: Option<PathBuf>,
+    /// Connect beyond loopback without identities.
+    #[arg(long, requires = "aggregator")]
+    insecure: bool,
+}
+
+/// Which rank of which job a process is, and how it connects.
+#[derive(Debug, Clone)]
+pub(crate) struct Member {
+    pub(crate) rank: u16,
+    pub(crate) world: u16,
+    aggregators: Vec<String>,
+    job: String,
+    generation: Generation,
+    identity: Option<PathBuf>,
+    insecure: bool,
+}
+
+impl MemberArgs {
+    /// Who this process is in a distributed run, of a job that is called `job` if nobody says
+    /// otherwise; `None` for all ranks of a run on this host.
+    pub(crate) fn member(&self, job: &str) -> Option<Member> {
+        let aggregator = self.aggregator.as_ref()?;
+        Some(Member {
+            rank: self.rank?,
+            world: self.world?,
+            aggregators: aggregator.split('+').map(str::to_owned).collect(),
+            job: self.job.clone().unwrap_or_else(|| job.to_owned()),
+            generation: Generation(self.generation),
+            identity: self.identity.clone(),
+            insecure: self.insecure,
+        })
+    }
+}
+
+impl Member {
+    /// How it connects. Joining, and each op, may take `timeout_s` seconds.
+    pub(crate) fn options(&self, timeout_s: u64, faults: Faults) -> ConnectOptions {
+        let timeout = Duration::from_secs(timeout_s);
+        ConnectOptions {
+            aggregators: self.aggregators.clone(),
+            generation: self.generation,
+            rank: self.rank,
+            world: self.world,
+            identity: self.identity.clone(),
+            insecure: self.insecure,
+            join_timeout: timeout,
+            op_timeout: timeout,
+            faults,
+            ..ConnectOptions::new("", self.job.clone())
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! Identities: how they are made and shown, and who is let in by them.
+
+use std::os::unix::fs::PermissionsExt;
+
+use crate::files::Folder;
+use crate::process::{Process, Serving, bench_rank, run};
+
+/// A folder of a test's own, with an authority of a name.
+fn authority(test: &str, name: &str) -> (Folder, String) {
+    let folder = Folder::new(&format!("identity-{test}-{name}"));
+    let file = folder.path("authority.pem");
+    run(&["identity", "init", "--name", name, "--out", &file]).ok();
+    (folder, file)
+}
+
+/// Issues an identity; returns its file.
+fn issue(folder: &Folder, authority: &str, name: &str, role: &str) -> String {
+    let file = folder.path(&format!("{name}.pem"));
+    run(&["identity", "issue", name, "--role", role, "--authority", authority, "--out", &file])
+        .ok();
+    file
+}
+
+/// The flags of a short benchmark.
+const SHORT: [&str; 8] = ["-b", "4K", "-e", "4K", "-n", "2", "--timeout", "20"];
+
+#[test]
+fn keys_are_for_their_owner_and_never_written_over() {
+    let (folder, authority) = authority("keys", "rack");
+    let node = issue(&folder, &authority, "node-7", "worker");
+    for file in [&authority, &node] {
+        let mode = std::fs::metadata(file).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "{file}");
+    }
+    let before = std::fs::read(&authority).unwrap();
+    let ended = run(&["identity", "init", "--out", &authority]);
+    assert!(ended.failed(2).contains("is there already, and a key is not written"), "{ended:?}");
+    assert_eq!(std::fs::read(&authority).unwrap(), before);
+    let ended = run(&["identity", "issue", "x", "--authority", &node, "--out", &folder.path("x")]);
+    assert!(ended.failed(2).contains("\"node-7\" is no authority but a worker"), "{ended:?}");
+    let ended = run(&["identity", "issue", "x", "--authority", &folder.path("no")]);
+    assert!(ended.failed(2).contains("no: No such file"), "{ended:?}");
+    let ended = run(&["identity", "init", "--out", &folder.path("none/a.pem")]);
+    assert!(ended.failed(2).starts_with("cannot write "), "{ended:?}");
+    assert_eq!(folder.names(), ["authority.pem", "node-7.pem"], "no temporary file stays");
+}
+
+#[test]
+fn an_identity_says_whose_it_is_and_until_when() {
+    let (folder, authority) = authority("shown", "rack");
+    let node = issue(&folder, &authority, "agg-1", "aggregator");
+    let shown = run(&["identity", "show", &node]).ok().out;
+    assert!(shown.starts_with(&format!("{node}: aggregator \"agg-1\" of \"rack\", 20")), "{shown}");
+    assert!(shown.contains(": authority \"rack\" of \"rack\", 20"), "{shown}");
+    let shown = run(&["identity", "show", "--format", "json", &authority, &node]).ok().out;
+    let roles: Vec<_> = shown
+        .lines()
+        .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap())
+        .map(|line| (line["role"].as_str().unwrap().to_owned(), line["valid"].as_bool().unwrap()))
+        .collect();
+    let expected = ["authority", "aggregator", "authority"].map(|role| (role.to_owned(), true));
+    assert_eq!(roles, expected);
+    let ended = run(&["identity", "show", "/dev/null"]);
+    assert_eq!(ended.failed(2), "/dev/null: it holds no certificate");
+}
+
+#[test]
+fn members_get_in_and_strangers_do_not() {
+    let (folder, ours) = authority("members", "rack");
+    let (other, theirs) = authority("members", "elsewhere");
+    let served = issue(&folder, &ours, "agg", "aggregator");
+    let serving = Serving::start(&["--identity", &served]);
+    let node = issue(&folder, &ours, "node", "worker");
+    let ranks = [0, 1].map(|rank| {
+        bench_rank(&serving.addr, rank, 2, &[&SHORT[..], &["--identity", &node]].concat())
+    });
+    for rank in ranks {
+        rank.end(40).ok();
+    }
+
+    let stranger = issue(&other, &theirs, "node", "worker");
+    let ended = bench_rank(&serving.addr, 0, 1, &["--identity", &stranger]).end(20);
+    assert!(ended.failed(3).contains("is not accepted: it is of another authority"), "{ended:?}");
+    let ended = bench_rank(&serving.addr, 0, 1, &[]).end(20);
+    assert!(ended.failed(3).contains("does not accept this identity"), "{ended:?}");
+    let ended = bench_rank(&serving.addr, 0, 1, &["--insecure", "--identity", &node]).end(20);
+    assert_eq!(ended.code, Some(2), "{ended:?}");
+
+    // A worker's identity serves nobody.
+    let false_server = Serving::start(&["--identity", &node]);
+    let ended = bench_rank(&false_server.addr, 0, 1, &["--identity", &node]).end(20);
+    assert!(ended.failed(3).contains("is not accepted: it is for another role"), "{ended:?}");
+
+    // The operator reads of it as well.
+    let serving = serving.end();
+    let told = serving.err.lines().filter(|line| line.contains("refused: "));
+    assert_eq!(told.count(), 2, "{serving:?}");
+}
+
+#[test]
+fn rules_say_who_may_join_which_job() {
+    let (folder, ours) = authority("rules", "rack");
+    let served = issue(&folder, &ours, "agg", "aggregator");
+    let config = folder.path("racksum.toml");
+    let rules = "[[admit]]\nidentity = \"vision-*\"\njobs = [\"vision/*\"]\n";
+    std::fs::write(&config, rules).unwrap();
+    let ended = run(&["aggregator", "--port", "0", "--config", &config]);
+    assert!(ended.failed(2).starts_with("[[admit]] rules go by the names"), "{ended:?}");
+    let serving = Serving::start(&["--identity", &served, "--config", &config]);
+    let join = |name: &str, job: &str| {
+        let node = folder.path(&format!("{name}.pem"));
+        let flags = [&SHORT[..], &["--identity", &node, "--job", job]].concat();
+        bench_rank(&serving.addr, 0, 1, &flags).end(40)
+    };
+    issue(&folder, &ours, "vision-1", "worker");
+    issue(&folder, &ours, "speech-1", "worker");
+    join("vision-1", "vision/resnet").ok();
+    for (name, job) in [("vision-1", "speech"), ("speech-1", "vision/resnet")] {
+        let ended = join(name, job);
+        let why = format!(
+            "the aggregator refused: identity {name:?} may not join a job of the name {job:?} \
+             here; the operator says who may in the [[admit]] rules of the aggregator's \
+             configuration"
+        );
+        assert_eq!(ended.failed(3), why);
+    }
+}
+
+#[test]
+fn a_run_on_one_host_needs_no_identity_although_the_environment_names_one() {
+    let (folder, ours) = authority("local", "rack");
+    let node = issue(&folder, &ours, "node", "worker");
+    let mut command = std::process::Command::new(crate::process::RACKSUM);
+    command.args(["bench", "--workers", "2"]).args(SHORT).env("RACKSUM_IDENTITY", &node);
+    Process::spawn(&mut command).end(60).ok();
+}

@@ -1,0 +1,154 @@
+//! A small certificate authority: enough for the nodes of one cluster.
+
+use std::path::Path;
+
+use pem::Pem;
+use rcgen::{
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
+    Issuer, KeyPair, KeyUsagePurpose,
+};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use time::{Duration, OffsetDateTime};
+
+use super::identity::{NAME, read_secret};
+use super::{Certificate, Role};
+use crate::NetError;
+
+/// A certificate authority: it issues the [`Identity`](super::Identity) files of nodes.
+#[derive(Debug)]
+pub struct Authority {
+    certificate: CertificateDer<'static>,
+    issuer: Issuer<'static, KeyPair>,
+}
+
+/// Who is to be issued an identity.
+#[derive(Debug, Clone, Copy)]
+pub struct Subject<'a> {
+    /// Its name, which admission goes by: 1 to 64 of a-z, A-Z, 0-9, `.`, `_` and `-`, beginning
+    /// with a letter or digit.
+    pub name: &'a str,
+    /// What it may be.
+    pub role: Role,
+    /// Days until it expires.
+    pub days: u32,
+}
+
+impl Authority {
+    /// Makes an authority of a name that is valid for `days`. Returns its file in PEM: the
+    /// certificate, which all may see, and the key, which nobody else may.
+    ///
+    /// # Errors
+    ///
+    /// [`NetError::Certificate`] if the name cannot be one, or the system gives no randomness.
+    pub fn create(name: &str, days: u32) -> Result<String, NetError> {
+        let mut params = params(name, in_days(days))?;
+        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+        let key = KeyPair::generate().map_err(|error| cannot(&error))?;
+        let certificate = params.self_signed(&key).map_err(|error| cannot(&error))?;
+        Ok(certificate.pem() + &key.serialize_pem())
+    }
+
+    /// Reads an authority's file.
+    ///
+    /// # Errors
+    ///
+    /// [`NetError::IdentityFile`] that names the file and what is wrong with it.
+    pub fn load(path: &Path) -> Result<Self, NetError> {
+        let wrong = |why: String| NetError::IdentityFile { path: path.into(), why };
+        let pem = read_secret(path)?;
+        let certificate = CertificateDer::from_pem_slice(&pem)
+            .map_err(|_| wrong("it holds no certificate".into()))?;
+        let told = Certificate::parse(&certificate).map_err(wrong)?;
+        if told.role != Role::Authority {
+            let (name, role) = (told.name, told.role);
+            return Err(wrong(format!("{name:?} is no authority but a {role}; issue with one")));
+        }
+        let key = PrivateKeyDer::from_pem_slice(&pem)
+            .map_err(|_| wrong("it holds no private key beside its certificate".into()))?;
+        let key = KeyPair::try_from(&key).map_err(|error| wrong(error.to_string()))?;
+        let issuer = Issuer::from_ca_cert_der(&certificate, key)
+            .map_err(|error| wrong(error.to_string()))?;
+        Ok(Self { certificate, issuer })
+    }
+
+    /// Issues an identity file in PEM: the node's certificate, its key, and this authority's
+    /// certificate, by which the node knows others of the cluster.
+    ///
+    /// # Errors
+    ///
+    /// [`NetError::Certificate`] if the name cannot be one, or the system gives no randomness.
+    pub fn issue(&self, subject: &Subject<'_>) -> Result<String, NetError> {
+        self.issue_until(subject, in_days(subject.days))
+    }
+
+    fn issue_until(
+        &self,
+        subject: &Subject<'_>,
+        not_after: OffsetDateTime,
+    ) -> Result<String, NetError> {
+        let mut params = params(subject.name, not_after)?;
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+        match subject.role {
+            Role::Worker => {}
+            Role::Aggregator => {
+                let name = NAME.try_into().map_err(|error: rcgen::Error| cannot(&error))?;
+                params.subject_alt_names = vec![rcgen::SanType::DnsName(name)];
+                params.extended_key_usages.push(ExtendedKeyUsagePurpose::ServerAuth);
+            }
+            Role::Authority => {
+                return Err(NetError::Certificate {
+                    reason: "an authority issues no authorities; make another one".into(),
+                });
+            }
+        }
+        let key = KeyPair::generate().map_err(|error| cannot(&error))?;
+        let certificate = params.signed_by(&key, &self.issuer).map_err(|error| cannot(&error))?;
+        let authority = pem::encode(&Pem::new("CERTIFICATE", self.certificate.to_vec()));
+        Ok(certificate.pem() + &key.serialize_pem() + &authority)
+    }
+}
+
+/// What all certificates have in common.
+fn params(name: &str, not_after: OffsetDateTime) -> Result<CertificateParams, NetError> {
+    check_name(name)?;
+    let mut params = CertificateParams::default();
+    params.distinguished_name = DistinguishedName::new();
+    params.distinguished_name.push(DnType::CommonName, name);
+    params.not_before = OffsetDateTime::now_utc().min(not_after) - CLOCK_SKEW;
+    params.not_after = not_after;
+    params.use_authority_key_identifier_extension = true;
+    Ok(params)
+}
+
+fn in_days(days: u32) -> OffsetDateTime {
+    OffsetDateTime::now_utc() + Duration::days(days.into())
+}
+
+fn check_name(name: &str) -> Result<(), NetError> {
+    let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+    let first = name.chars().next().is_some_and(|c| c.is_ascii_alphanumeric());
+    if first && name.len() <= MAX_NAME && name.chars().all(plain) {
+        return Ok(());
+    }
+    Err(NetError::Certificate {
+        reason: format!(
+            "{name:?} is no name: take 1 to {MAX_NAME} letters, digits, dots, underscores and \
+             dashes, the first a letter or digit"
+        ),
+    })
+}
+
+fn cannot(error: &rcgen::Error) -> NetError {
+    NetError::Certificate { reason: error.to_string() }
+}
+
+/// Most characters of a name: those of a common name in X.509.
+const MAX_NAME: usize = 64;
+/// How far the clock of another host may be behind the authority's.
+const CLOCK_SKEW: Duration = Duration::minutes(10);
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,185 @@
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use quinn::ConnectionError;
+use racksum_proto::time::Span;
+
+use super::*;
+use crate::quic::{Credentials, connect, not_connected, server};
+
+/// A folder of files, gone when it is dropped.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("racksum-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    fn write(&self, name: &str, pem: &str) -> PathBuf {
+        let path = self.0.join(name);
+        std::fs::write(&path, pem).unwrap();
+        path
+    }
+
+    /// An authority, and identities of it.
+    fn authority(&self, name: &str) -> Authority {
+        let path = self.write(&format!("{name}.pem"), &Authority::create(name, 10).unwrap());
+        Authority::load(&path).unwrap()
+    }
+
+    fn credentials(&self, authority: &Authority, name: &str, role: Role) -> Credentials {
+        let pem = authority.issue(&Subject { name, role, days: 1 }).unwrap();
+        Credentials::new(Some(&self.write(name, &pem)), false).unwrap()
+    }
+
+    fn expired(&self, authority: &Authority, name: &str, role: Role) -> Credentials {
+        let past = OffsetDateTime::now_utc() - Duration::minutes(1);
+        let pem = authority.issue_until(&Subject { name, role, days: 0 }, past).unwrap();
+        Credentials::new(Some(&self.write(name, &pem)), false).unwrap()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        drop(std::fs::remove_dir_all(&self.0));
+    }
+}
+
+/// What becomes of a call: who the server says it was, or what each side says about why not.
+async fn call(
+    served: &Credentials,
+    caller: &Credentials,
+) -> (Result<Certificate, ConnectionError>, Result<(), String>) {
+    let endpoint = server("127.0.0.1:0".parse().unwrap(), served).unwrap();
+    let to: SocketAddr = endpoint.local_addr().unwrap();
+    let accept = tokio::spawn(async move {
+        let connection = endpoint.accept().await.unwrap().await?;
+        let peer = Certificate::of_peer(&connection).unwrap();
+        let (mut send, _recv) = connection.accept_bi().await?;
+        send.write_all(b"welcome").await.unwrap();
+        send.finish().unwrap();
+        connection.closed().await;
+        Ok(peer)
+    });
+    let called = async {
+        let connection =
+            connect(to, caller, Span::from_secs(5)).await.map_err(|e| e.to_string())?;
+        // The server may yet refuse what it has been shown.
+        let told = |cause| not_connected(to, cause).to_string();
+        let (mut send, mut recv) = connection.quic().open_bi().await.map_err(told)?;
+        send.write_all(b"hello").await.ok();
+        let said = recv.read_to_end(100).await;
+        match said {
+            Ok(_) => connection.close("done").await,
+            Err(_) => return Err(told(connection.quic().closed().await)),
+        }
+        Ok(())
+    };
+    let told = called.await;
+    (accept.await.unwrap(), told)
+}
+
+#[tokio::test]
+async fn nodes_of_one_authority_believe_each_other() {
+    let folder = Folder::new("believe");
+    let authority = folder.authority("rack");
+    let served = folder.credentials(&authority, "agg-1", Role::Aggregator);
+    for (name, role) in [("node-7", Role::Worker), ("agg-2", Role::Aggregator)] {
+        let (peer, told) = call(&served, &folder.credentials(&authority, name, role)).await;
+        assert_eq!(told, Ok(()));
+        let peer = peer.unwrap();
+        assert_eq!((&*peer.name, &*peer.issuer, peer.role), (name, "rack", role));
+        assert!(peer.valid && peer.fingerprint.len() == 64);
+    }
+}
+
+#[tokio::test]
+async fn who_is_of_another_authority_is_refused_with_the_reason_on_both_sides() {
+    let folder = Folder::new("stranger");
+    let [ours, theirs] = ["rack", "elsewhere"].map(|name| folder.authority(name));
+    let served = folder.credentials(&ours, "agg", Role::Aggregator);
+    let stranger = folder.credentials(&theirs, "node", Role::Worker);
+    // The caller sees it first, since the server shows its certificate first.
+    let (peer, told) = call(&served, &stranger).await;
+    let told = told.unwrap_err();
+    assert!(told.contains("is not accepted: it is of another authority"), "{told}");
+    assert!(peer.unwrap_err().to_string().contains("certificate"), "the server hears of it");
+    // A caller that believes everyone is refused by the server.
+    let (peer, told) = call(&served, &Credentials::new(None, false).unwrap()).await;
+    let told = told.unwrap_err();
+    assert!(told.contains("does not accept this identity: its certificate is of"), "{told}");
+    assert!(peer.is_err());
+}
+
+#[tokio::test]
+async fn an_expired_certificate_is_refused_with_the_reason_on_both_sides() {
+    let folder = Folder::new("expired");
+    let authority = folder.authority("rack");
+    let served = folder.credentials(&authority, "agg", Role::Aggregator);
+    let (peer, told) = call(&served, &folder.expired(&authority, "node", Role::Worker)).await;
+    let told = told.unwrap_err();
+    assert!(told.contains("does not accept this identity: its certificate has expired"), "{told}");
+    assert!(peer.unwrap_err().to_string().contains("expired"));
+    let late = folder.expired(&authority, "agg-late", Role::Aggregator);
+    let node = folder.credentials(&authority, "node-2", Role::Worker);
+    let (_, told) = call(&late, &node).await;
+    let told = told.unwrap_err();
+    assert!(told.contains("is not accepted: it has expired"), "{told}");
+}
+
+#[tokio::test]
+async fn a_worker_cannot_pass_for_an_aggregator() {
+    let folder = Folder::new("role");
+    let authority = folder.authority("rack");
+    let false_server = folder.credentials(&authority, "node", Role::Worker);
+    let caller = folder.credentials(&authority, "node-2", Role::Worker);
+    let (_, told) = call(&false_server, &caller).await;
+    let told = told.unwrap_err();
+    assert!(told.contains("is not accepted: it is for another role"), "{told}");
+}
+
+#[test]
+fn names_that_are_no_plain_names_are_refused() {
+    let authority = Folder::new("names").authority("rack");
+    let issue = |name| authority.issue(&Subject { name, role: Role::Worker, days: 1 });
+    let long = "x".repeat(65);
+    for name in ["", ".hidden", "../up", "a b", "a/b", "-flag", "nöde", &long] {
+        let error = issue(name).unwrap_err().to_string();
+        assert!(error.contains("is no name: take 1 to 64"), "{error}");
+    }
+    for name in ["n", "node-7.rack_2", &long[1..]] {
+        assert!(issue(name).is_ok(), "{name}");
+    }
+}
+
+#[test]
+fn files_that_hold_no_identity_say_what_they_lack() {
+    let folder = Folder::new("files");
+    let authority = folder.authority("rack");
+    let whole = authority.issue(&Subject { name: "n", role: Role::Worker, days: 1 }).unwrap();
+    let key = whole.find("-----BEGIN PRIVATE KEY").unwrap();
+    let behind = whole.rfind("-----BEGIN CERTIFICATE").unwrap();
+    let told = |name: &str, pem: &str| {
+        let path = folder.write(name, pem);
+        Credentials::new(Some(&path), false).unwrap_err().to_string()
+    };
+    for (pem, why) in [
+        ("", "it holds no certificate"),
+        (&whole[..key], "it holds no private key beside its certificate"),
+        (&whole[..behind], "it holds no certificate of an authority behind its own"),
+        ("-----BEGIN CERTIFICATE-----\n!\n-----END CERTIFICATE-----\n", ""),
+    ] {
+        let told = told("broken.pem", pem);
+        assert!(told.contains("broken.pem: ") && told.contains(why), "{told}");
+    }
+    let missing = folder.0.join("missing.pem");
+    let told = Credentials::new(Some(&missing), false).unwrap_err().to_string();
+    assert!(told.contains("missing.pem: No such file"), "{told}");
+    let node = folder.write("node.pem", &whole);
+    let told = Authority::load(&node).unwrap_err().to_string();
+    assert!(told.contains("\"n\" is no authority but a worker"), "{told}");
+    let told = Credentials::new(Some(&node), true).unwrap_err().to_string();
+    assert!(told.starts_with("an identity is of no use with --insecure"), "{told}");
+}

@@ -1,0 +1,123 @@
+//! What a certificate says, for people and for admission.
+
+use std::fmt;
+use std::path::Path;
+
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
+use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
+use x509_parser::prelude::{FromDer, X509Certificate};
+
+use super::identity::read_secret;
+use crate::NetError;
+
+/// What the holder of a certificate may be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// It vouches for others.
+    Authority,
+    /// It serves jobs, and may join those of another aggregator as a rank.
+    Aggregator,
+    /// It joins jobs.
+    Worker,
+}
+
+impl Role {
+    /// The role's name on the command line and in what is shown.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Authority => "authority",
+            Self::Aggregator => "aggregator",
+            Self::Worker => "worker",
+        }
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// What a certificate says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Certificate {
+    /// Whose it is: the subject's common name.
+    pub name: String,
+    /// What it may be used for.
+    pub role: Role,
+    /// Who vouches for it.
+    pub issuer: String,
+    /// When it becomes valid, as RFC 3339 in UTC.
+    pub not_before: String,
+    /// When it expires, likewise.
+    pub not_after: String,
+    /// Whether it is valid now.
+    pub valid: bool,
+    /// SHA-256 over the certificate, in hexadecimal.
+    pub fingerprint: String,
+}
+
+impl Certificate {
+    /// The certificates of a PEM file, in its order.
+    ///
+    /// # Errors
+    ///
+    /// [`NetError::IdentityFile`] that names the file and what is wrong with it.
+    pub fn all_of(path: &Path) -> Result<Vec<Self>, NetError> {
+        let wrong = |why: String| NetError::IdentityFile { path: path.into(), why };
+        let pem = read_secret(path)?;
+        let mut all = Vec::new();
+        for der in CertificateDer::pem_slice_iter(&pem) {
+            let der = der.map_err(|error| wrong(error.to_string()))?;
+            all.push(Self::parse(&der).map_err(wrong)?);
+        }
+        if all.is_empty() {
+            return Err(wrong("it holds no certificate".into()));
+        }
+        Ok(all)
+    }
+
+    /// Whose connection it is, by the certificate that the other side showed.
+    #[must_use]
+    pub fn of_peer(connection: &quinn::Connection) -> Option<Self> {
+        let shown = connection.peer_identity()?.downcast::<Vec<CertificateDer<'static>>>().ok()?;
+        Self::parse(shown.first()?).ok()
+    }
+
+    /// Reads a certificate; the error says why it cannot be one.
+    pub(super) fn parse(der: &CertificateDer<'_>) -> Result<Self, String> {
+        let (_, x509) = X509Certificate::from_der(der).map_err(|error| error.to_string())?;
+        let name_of = |name: &x509_parser::x509::X509Name<'_>| {
+            let common = name.iter_common_name().next().and_then(|name| name.as_str().ok());
+            common.unwrap_or_default().to_owned()
+        };
+        let usage = x509.extended_key_usage().ok().flatten();
+        let role = if x509.is_ca() {
+            Role::Authority
+        } else if usage.is_some_and(|usage| usage.value.server_auth) {
+            Role::Aggregator
+        } else {
+            Role::Worker
+        };
+        let validity = x509.validity();
+        let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, der);
+        Ok(Self {
+            name: name_of(x509.subject()),
+            role,
+            issuer: name_of(x509.issuer()),
+            not_before: rfc3339(validity.not_before.timestamp()),
+            not_after: rfc3339(validity.not_after.timestamp()),
+            valid: validity.is_valid(),
+            fingerprint: digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect(),
+        })
+    }
+}
+
+/// A moment in seconds since 1970 as RFC 3339.
+fn rfc3339(timestamp: i64) -> String {
+    let at = OffsetDateTime::from_unix_timestamp(timestamp).ok();
+    at.and_then(|at| at.format(&Rfc3339).ok()).unwrap_or_else(|| timestamp.to_string())
+}
