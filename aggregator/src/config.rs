@@ -3,6 +3,7 @@
 use std::net::IpAddr;
 use std::path::PathBuf;
 
+use racksum_proto::auth::DataAuth;
 use serde::Deserialize;
 
 use crate::admission::Admit;
@@ -47,6 +48,8 @@ pub struct Config {
     pub identity: Option<PathBuf>,
     /// Serve beyond loopback without identities.
     pub insecure: bool,
+    /// How datagrams are authenticated; by default with `mac`, and on loopback not at all.
+    pub data_auth: Option<DataAuth>,
     /// Which identities may join which jobs; without a rule all that are served may join any.
     pub admit: Vec<Admit>,
 }
@@ -64,6 +67,7 @@ impl Default for Config {
             fanout: Fanout::Auto,
             identity: None,
             insecure: false,
+            data_auth: None,
             admit: Vec::new(),
         }
     }
@@ -171,6 +175,13 @@ impl Config {
             return Err(ConfigError::Memory { shards, pool_mib, host_mib });
         }
         Ok(())
+    }
+
+    /// How datagrams are authenticated.
+    #[must_use]
+    pub fn data_auth(&self) -> DataAuth {
+        let usual = if self.bind.is_loopback() { DataAuth::None } else { DataAuth::Mac };
+        self.data_auth.unwrap_or(usual)
     }
 
     /// Packet buffers of each shard.

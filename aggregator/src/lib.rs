@@ -11,6 +11,7 @@ mod arena;
 mod config;
 mod failure;
 pub mod kernel;
+mod locks;
 mod outbox;
 mod registry;
 mod server;

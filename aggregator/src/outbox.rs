@@ -2,62 +2,69 @@
 
 use std::net::SocketAddr;
 
+use racksum_net::auth::Sealer;
 use racksum_net::udp::{self, SEND_BATCH, SendRing, Train, Transmit as Message, UdpSocket};
 use racksum_proto::aggregator::{Recipient, ResultFragments};
 use racksum_proto::wire::Header;
 
 use crate::shard::{Job, ShardStats};
 
-/// What goes out: the ring to send with, and room to write a datagram in.
+/// What goes out: room to write a datagram in, and results that wait for others.
 pub(crate) struct Outbox {
-    ring: SendRing,
+    post: Post,
     /// Where the machine writes a message that is not a result.
     pub(crate) datagram: Box<[u8; MAX_CONTROL]>,
     /// Results of the job that is being served, to go to `joined_to` as one train.
     joined: Vec<u8>,
     joined_to: Recipient,
     train: Train,
+}
+
+/// The last of the way: datagrams are sealed once, and sent to each address.
+struct Post {
+    ring: SendRing,
+    sealed: Vec<u8>,
     datagrams: u64,
     bytes: u64,
 }
 
 impl Outbox {
     pub(crate) fn new() -> Self {
+        let sealed = Vec::with_capacity(udp::MAX_DATAGRAM);
         Self {
-            ring: SendRing::new(),
+            post: Post { ring: SendRing::new(), sealed, datagrams: 0, bytes: 0 },
             datagram: Box::new([0; MAX_CONTROL]),
             joined: Vec::with_capacity(udp::MAX_DATAGRAM),
             joined_to: Recipient::All,
             train: Train::default(),
-            datagrams: 0,
-            bytes: 0,
         }
     }
 
     pub(crate) fn send_datagram(
         &mut self,
         socket: &UdpSocket,
-        job: &Job,
+        job: &mut Job,
         to: Recipient,
         len: usize,
     ) {
         // A wait says that all results before it were sent, so it must not overtake any.
         self.send_joined(socket, job);
-        let Self { ring, datagram, datagrams, bytes, .. } = self;
+        let Self { post, datagram, .. } = self;
         let contents = &datagram[..len];
-        ring.set_tos(job.tos(contents));
-        let addresses = addresses(to, job.group, &job.unicast, &job.ranks);
-        send(socket, ring, addresses, &[(contents, len)], &mut [datagrams, bytes]);
+        post.ring.set_tos(job.tos(contents));
+        let Job { sealer, group, unicast, ranks, .. } = job;
+        let addresses = addresses(to, *group, unicast, ranks);
+        post.send(socket, sealer.as_mut(), addresses, contents, len);
     }
 
     /// Sends the results that wait for others to go with them.
-    pub(crate) fn send_joined(&mut self, socket: &UdpSocket, job: &Job) {
-        let Self { ring, joined, joined_to, train, datagrams, bytes, .. } = self;
+    pub(crate) fn send_joined(&mut self, socket: &UdpSocket, job: &mut Job) {
+        let Self { post, joined, joined_to, train, .. } = self;
         if !joined.is_empty() {
-            let addresses = addresses(*joined_to, job.group, &job.unicast, &job.ranks);
-            let contents = [(&joined[..], train.stride())];
-            ring.set_tos(job.tos(joined));
-            send(socket, ring, addresses, &contents, &mut [datagrams, bytes]);
+            post.ring.set_tos(job.tos(joined));
+            let Job { sealer, group, unicast, ranks, .. } = job;
+            let addresses = addresses(*joined_to, *group, unicast, ranks);
+            post.send(socket, sealer.as_mut(), addresses, joined, train.stride());
             joined.clear();
             *train = Train::default();
         }
@@ -77,56 +84,65 @@ impl Outbox {
             // Results in order: one that overtakes another looks like a loss.
             self.send_joined(socket, job);
         }
-        let (contents, stride) = job.slots.datagrams(result);
-        if to == Recipient::All {
-            if small {
-                return self.join(socket, job, to, contents, stride);
-            }
-            let addresses = addresses(to, job.group, &job.unicast, &job.ranks);
-            let Self { ring, datagrams, bytes, .. } = self;
-            ring.set_tos(tos);
-            return send(socket, ring, addresses, &[(contents, stride)], &mut [datagrams, bytes]);
+        if !small {
+            let Job { slots, sealer, group, unicast, ranks, .. } = job;
+            let (contents, stride) = slots.datagrams(result);
+            let addresses = addresses(to, *group, unicast, ranks);
+            self.post.ring.set_tos(tos);
+            return self.post.send(socket, sealer.as_mut(), addresses, contents, stride);
         }
-        let wanted = |i: &usize| result.fragments >> i & 1 == 1;
-        for (_, datagram) in contents.chunks(stride).enumerate().filter(|(i, _)| wanted(i)) {
-            self.join(socket, job, to, datagram, datagram.len());
+        if to == Recipient::All {
+            return self.join(socket, job, to, result, None);
+        }
+        for fragment in (0..64).filter(|i| result.fragments >> i & 1 == 1) {
+            self.join(socket, job, to, result, Some(fragment));
         }
     }
 
-    /// Lets datagrams wait for others to go with them.
+    /// Lets datagrams of a result wait for others to go with them: all, or one.
     fn join(
         &mut self,
         socket: &UdpSocket,
-        job: &Job,
+        job: &mut Job,
         to: Recipient,
-        contents: &[u8],
-        stride: usize,
+        result: &ResultFragments,
+        fragment: Option<usize>,
     ) {
-        let max_datagram = Header::LEN + job.machine.config().cut.payload();
-        if !self.train.couple(contents.len(), stride, max_datagram) {
+        let (contents, stride) = job.slots.datagrams(result);
+        let (from, len, stride) = match fragment {
+            None => (0, contents.len(), stride),
+            Some(fragment) => {
+                let from = fragment * stride;
+                let len = stride.min(contents.len() - from);
+                (from, len, len)
+            }
+        };
+        let max_datagram = job.machine.config().cut.unsealed();
+        if !self.train.couple(len, stride, max_datagram) {
             self.send_joined(socket, job);
-            let first = self.train.couple(contents.len(), stride, max_datagram);
+            let first = self.train.couple(len, stride, max_datagram);
             debug_assert!(first, "an empty train takes any message");
         }
         self.joined_to = to;
-        self.joined.extend_from_slice(contents);
+        let (contents, _) = job.slots.datagrams(result);
+        self.joined.extend_from_slice(&contents[from..from + len]);
     }
 
     /// Sends the probe that shows who hears the group.
-    pub(crate) fn probe(&mut self, socket: &UdpSocket, job: &Job) {
+    pub(crate) fn probe(&mut self, socket: &UdpSocket, job: &mut Job) {
         let Some(group) = job.group else { return };
         let config = job.machine.config();
         let header = Header::probe(config.job, config.generation, config.shard);
         let mut bytes = [0; Header::LEN];
         header.encode(&mut bytes);
-        self.ring.set_tos(None);
-        let counts = &mut [&mut self.datagrams, &mut self.bytes];
-        send(socket, &mut self.ring, [group].into_iter(), &[(&bytes, Header::LEN)], counts);
+        self.post.ring.set_tos(None);
+        let to = std::iter::once(group);
+        self.post.send(socket, job.sealer.as_mut(), to, &bytes, Header::LEN);
     }
 
     pub(crate) fn flush_counts(&mut self, stats: &mut ShardStats) {
-        stats.datagrams[1] += std::mem::take(&mut self.datagrams);
-        stats.bytes[1] += std::mem::take(&mut self.bytes);
+        stats.datagrams[1] += std::mem::take(&mut self.post.datagrams);
+        stats.bytes[1] += std::mem::take(&mut self.post.bytes);
     }
 }
 
@@ -145,32 +161,40 @@ fn addresses<'a>(
     group.into_iter().chain(ranks.iter().copied())
 }
 
-/// Sends messages to each address; waits a little for room in the send buffer. What still does
-/// not go is lost, and asked for again.
-fn send(
-    socket: &UdpSocket,
-    ring: &mut SendRing,
-    addresses: impl Iterator<Item = SocketAddr>,
-    messages: &[(&[u8], usize)],
-    counts: &mut [&mut u64; 2],
-) {
-    let nowhere = SocketAddr::from(([0, 0, 0, 0], 0));
-    let mut batch = [Message::new(nowhere, &[], 1); SEND_BATCH];
-    let mut full = 0;
-    let all = addresses.flat_map(|to| {
-        messages.iter().map(move |(contents, stride)| Message::new(to, contents, *stride))
-    });
-    for message in all {
-        *counts[0] += message.datagrams().unwrap_or(0) as u64;
-        *counts[1] += message.contents.len() as u64;
-        batch[full] = message;
-        full += 1;
-        if full == SEND_BATCH {
-            socket.send_patiently(ring, &batch, MAX_SEND_WAITS);
-            full = 0;
+impl Post {
+    /// Sends datagrams `stride` apart to each address; waits a little for room in the send buffer.
+    /// What still does not go is lost, and asked for again.
+    fn send(
+        &mut self,
+        socket: &UdpSocket,
+        sealer: Option<&mut Sealer>,
+        addresses: impl Iterator<Item = SocketAddr>,
+        contents: &[u8],
+        stride: usize,
+    ) {
+        let Self { ring, sealed, datagrams, bytes } = self;
+        let nowhere = SocketAddr::from(([0, 0, 0, 0], 0));
+        let mut message = Message::new(nowhere, contents, stride);
+        // wire: W-57
+        if let Some(sealer) = sealer {
+            sealed.clear();
+            let stride = sealer.seal(&message, sealed);
+            message = Message::new(nowhere, sealed, stride);
         }
+        let mut batch = [message; SEND_BATCH];
+        let mut full = 0;
+        for to in addresses {
+            *datagrams += message.datagrams().unwrap_or(0) as u64;
+            *bytes += message.contents.len() as u64;
+            batch[full].to = to;
+            full += 1;
+            if full == SEND_BATCH {
+                socket.send_patiently(ring, &batch, MAX_SEND_WAITS);
+                full = 0;
+            }
+        }
+        socket.send_patiently(ring, &batch[..full], MAX_SEND_WAITS);
     }
-    socket.send_patiently(ring, &batch[..full], MAX_SEND_WAITS);
 }
 
 /// Bytes of the largest result that is copied to go with others.

@@ -5,15 +5,17 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
 use racksum_proto::aggregator::Config as JobConfig;
+use racksum_proto::auth::DataAuth;
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, Join, Welcome};
 use racksum_proto::geometry::{Fragmentation, WINDOW_BYTES};
-use racksum_proto::ids::{Generation, JobId};
+use racksum_proto::ids::{Generation, JobId, Rank};
 use racksum_proto::wire::Header;
 use tokio::sync::mpsc::Sender;
 use tokio::time::Instant;
 
 use crate::admission::admit;
 use crate::config::{Config, Fanout};
+use crate::locks::Locks;
 use crate::shard::{Command, NewJob, ShardHandle};
 use crate::slots::MAX_WORLD;
 
@@ -275,8 +277,12 @@ impl Registry {
     fn start(&mut self, name: &str) -> Result<Joined, String> {
         let slots = self.jobs.get(name).map(|job| self.slots(job)).unwrap_or(0);
         let job = self.jobs.get_mut(name).ok_or("the job vanished before it could start")?;
-        let granted = job.grant(slots, self.shards.len(), &self.shards);
-        let (welcome, configs) = match granted {
+        let auth = self.config.data_auth();
+        let granted = job.grant(slots, auth, &self.shards).and_then(|granted| {
+            let locks = Locks::new(auth, job.world).map_err(|error| error.to_string())?;
+            Ok((granted, locks))
+        });
+        let ((welcome, configs), locks) = match granted {
             Ok(granted) => granted,
             Err(reason) => {
                 self.refuse_all(name, &reason);
@@ -298,12 +304,13 @@ impl Registry {
             .then(|| group_of(job.id, self.shards[0].addr));
         let ranks: Vec<SocketAddr> = job.data_addrs().collect();
         for (shard, config) in self.shards.iter().zip(configs) {
-            let new = NewJob { config, ranks: ranks.clone(), group };
+            let new = NewJob { config, ranks: ranks.clone(), group, locks: locks.clone() };
             shard.tell(Command::Add(Box::new(new)));
         }
         for member in job.members.iter().flatten() {
             let group = group.filter(|_| member.join.multicast);
-            member.tell(FromAggregator::Welcome(Welcome { group, ..welcome.clone() }));
+            let keys = locks.keys_of(Rank(member.join.rank));
+            member.tell(FromAggregator::Welcome(Welcome { group, keys, ..welcome.clone() }));
         }
         if group.is_some() {
             job.state = State::Probing;
@@ -484,7 +491,7 @@ impl Job {
     fn grant(
         &self,
         pool_slots: u32,
-        shards: usize,
+        auth: DataAuth,
         handles: &[ShardHandle],
     ) -> Result<(Welcome, Vec<JobConfig>), String> {
         if pool_slots < 2 {
@@ -496,16 +503,17 @@ impl Job {
         }
         let joins = || self.members.iter().flatten().map(|member| &member.join);
         let datagram = joins().map(|join| usize::from(join.max_datagram)).min().unwrap_or(0);
-        let payload = datagram.saturating_sub(Header::LEN + Header::MAC_ROOM);
+        let payload = datagram.saturating_sub(Header::LEN + DataAuth::MAX_TRAILER);
         let payload = payload.min(WINDOW_BYTES);
         let cut = Fragmentation::new(payload).ok_or_else(|| {
             format!("datagrams of {datagram} bytes are too small; the MTU must be 1280 or more")
         })?;
+        let cut = cut.with_trailer(auth);
         let lowest = joins().map(|join| join.receive_buffer).min().unwrap_or(0) as usize;
         let receive = handles.iter().map(|shard| shard.receive_buffer).min().unwrap_or(0);
         let most = if payload == WINDOW_BYTES { MAX_LOCAL_IN_FLIGHT } else { usize::MAX };
         let in_flight = (receive / usize::from(self.world)).clamp(2 * WINDOW_BYTES, most);
-        let mine = u8::try_from(shards).unwrap_or(u8::MAX);
+        let mine = u8::try_from(handles.len()).unwrap_or(u8::MAX);
         let (place, aggregators) = self.stripe;
         let shards = mine.checked_mul(aggregators).ok_or_else(|| {
             format!("{aggregators} aggregators of {mine} shards are more shards than 255")
@@ -519,6 +527,8 @@ impl Job {
             fragment_payload: u16::try_from(cut.payload()).unwrap_or(u16::MAX),
             in_flight: u32::try_from(in_flight).unwrap_or(u32::MAX),
             group: None,
+            data_auth: auth,
+            keys: None,
         };
         let config = |shard| JobConfig {
             job: self.id,

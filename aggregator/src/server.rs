@@ -59,6 +59,12 @@ pub(crate) async fn serve(
             incoming.refuse();
             continue;
         }
+        // What is sent to an address that has not shown that it hears is no longer than what came.
+        if !incoming.remote_address_validated() {
+            // One that cannot be told so is gone already.
+            drop(incoming.retry());
+            continue;
+        }
         // From here on it counts as open. One that cannot be accepted is gone already.
         let Ok(connecting) = incoming.accept() else { continue };
         let registry = Arc::clone(&registry);

@@ -9,6 +9,7 @@ use std::thread::JoinHandle;
 
 use bytes::BytesMut;
 use racksum_net::NetError;
+use racksum_net::auth::{Opener, Sealer};
 use racksum_net::clock::Clock;
 use racksum_net::interface::Interface;
 use racksum_net::udp::{self, Gather, RECV_BATCH, Received, RecvRing, UdpConfig, UdpSocket, Waker};
@@ -20,6 +21,7 @@ use racksum_proto::wire::{self, Header};
 
 use crate::arena::Arena;
 use crate::failure::Failure;
+use crate::locks::Locks;
 use crate::outbox::Outbox;
 use crate::slots::Slots;
 
@@ -31,6 +33,7 @@ pub(crate) struct NewJob {
     pub(crate) ranks: Vec<SocketAddr>,
     /// The group that results are multicast to, if any.
     pub(crate) group: Option<SocketAddr>,
+    pub(crate) locks: Locks,
 }
 
 /// What a shard is told.
@@ -162,6 +165,10 @@ pub(crate) struct Job {
     pub(crate) group: Option<SocketAddr>,
     /// Ranks that do not hear the group.
     pub(crate) unicast: Vec<SocketAddr>,
+    /// Seals what is sent, if datagrams are authenticated.
+    pub(crate) sealer: Option<Sealer>,
+    /// Open what is heard, by rank; none if datagrams are not authenticated.
+    pub(crate) openers: Vec<Opener>,
 }
 
 /// The thread's state.
@@ -223,15 +230,16 @@ impl Shard {
     fn obey(&mut self, command: Command) -> bool {
         match command {
             Command::Add(new) => {
-                let NewJob { config, ranks, group } = *new;
+                let NewJob { config, ranks, group, locks } = *new;
                 let slots = Slots::new(&config);
                 let machine = Aggregation::new(config, self.clock.now());
                 let unicast = ranks.clone();
-                let job = Job { machine, slots, ranks, group, unicast };
+                let (sealer, openers) = (locks.sealer(&config), locks.openers(&config));
+                let job = Job { machine, slots, ranks, group, unicast, sealer, openers };
                 self.jobs.insert(config.job, job);
             }
             Command::Probe(id) => {
-                if let Some(job) = self.jobs.get(&id) {
+                if let Some(job) = self.jobs.get_mut(&id) {
                     self.out.probe(&self.socket, job);
                 }
             }
@@ -290,20 +298,24 @@ impl Shard {
     /// Takes what the kernel handed over as one: datagrams of one sender, `stride` apart.
     fn take_datagrams(&mut self, now: Time, i: usize, meta: &Received) {
         let Self { jobs, stats, incoming, arena, .. } = self;
-        let buffer = &incoming[i];
+        let buffer = &mut incoming[i];
         let count = buffer.len().div_ceil(meta.stride.max(1));
         stats.datagrams[0] += count as u64;
         stats.bytes[0] += buffer.len() as u64;
         let mut stores = [None; udp::MAX_SEGMENTS];
         // The kernel may join more datagrams than a window has fragments.
-        let whole = count <= stores.len() && may_be_whole(buffer, meta.stride);
-        for (n, datagram) in buffer.chunks(meta.stride.max(1)).enumerate() {
-            for message in wire::messages(datagram) {
-                let Some((id, place, body)) =
-                    take_message(jobs, &mut stats.rejects, now, message, meta)
-                else {
-                    continue;
-                };
+        let whole = count <= stores.len() && may_be_whole(jobs, buffer, meta.stride);
+        for (n, datagram) in buffer.chunks_mut(meta.stride.max(1)).enumerate() {
+            let origin = Header::origin(datagram);
+            let Some(messages) = open(jobs, datagram, meta) else { continue };
+            for message in wire::messages(messages) {
+                // wire: W-60
+                let message = message.and_then(|(header, body)| {
+                    let same = origin.is_some_and(|(job, sender)| header.is_of(job, sender));
+                    if same { Ok((header, body)) } else { Err(Reject::Sender) }
+                });
+                let taken = take_message(jobs, &mut stats.rejects, now, message, meta);
+                let Some((id, place, body)) = taken else { continue };
                 if whole {
                     stores[n] = Some((id, place));
                 } else if let Some(job) = jobs.get_mut(&id) {
@@ -333,7 +345,9 @@ impl Shard {
         }
         for (datagram, store) in incoming[i].chunks(stride.max(1)).zip(stores) {
             let Some((id, place)) = store else { continue };
-            if let (Some(job), Some(body)) = (jobs.get_mut(id), datagram.get(Header::LEN..)) {
+            let Some(job) = jobs.get_mut(id) else { continue };
+            let end = datagram.len().saturating_sub(place.cut.trailer());
+            if let Some(body) = datagram.get(Header::LEN..end) {
                 job.slots.copy(*place, body, arena);
             }
         }
@@ -392,9 +406,41 @@ fn take_message<'a>(
     }
 }
 
+/// The messages of a datagram, if it is authentic; where nothing is authenticated, of any.
+fn open<'a>(
+    jobs: &mut BTreeMap<JobId, Job>,
+    datagram: &'a mut [u8],
+    meta: &Received,
+) -> Option<&'a [u8]> {
+    // One that is of no job here says what is wrong with it when it is decoded.
+    let Some((id, rank)) = Header::origin(datagram) else { return Some(datagram) };
+    let Some(job) = jobs.get_mut(&id).filter(|job| !job.openers.is_empty()) else {
+        return Some(datagram);
+    };
+    // wire: W-9
+    // Looked at first, since that costs less than the tag.
+    let sender = job.ranks.get(rank.index()).filter(|addr| **addr == meta.from);
+    let opened = match (sender, job.openers.get_mut(rank.index())) {
+        (Some(_), Some(opener)) => opener.open(datagram),
+        _ => Err(Reject::Sender),
+    };
+    match opened {
+        Ok(messages) => Some(messages),
+        Err(reject) => {
+            job.machine.reject(reject, &mut ());
+            None
+        }
+    }
+}
+
 /// Whether a buffer looks as if it held the fragments of one window, a message a datagram.
-fn may_be_whole(buffer: &[u8], stride: usize) -> bool {
-    buffer.chunks(stride.max(1)).all(|datagram| Header::decode(datagram).is_ok())
+fn may_be_whole(jobs: &BTreeMap<JobId, Job>, buffer: &[u8], stride: usize) -> bool {
+    let job = Header::origin(buffer).and_then(|(id, _)| jobs.get(&id));
+    let trailer = job.map_or(0, |job| job.machine.config().cut.trailer());
+    buffer.chunks(stride.max(1)).all(|datagram| {
+        let messages = datagram.len().checked_sub(trailer).and_then(|len| datagram.get(..len));
+        messages.is_some_and(|message| Header::decode(message).is_ok())
+    })
 }
 
 /// The window that a buffer holds whole and in order, if it does.

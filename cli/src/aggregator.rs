@@ -4,6 +4,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 
 use racksum_aggregator::{Aggregator, Config};
+use racksum_proto::auth::DataAuth;
 
 use crate::args::{self, Fanout};
 use crate::exit::{Failure, say};
@@ -44,6 +45,9 @@ pub(crate) struct Args {
     /// Serve beyond loopback without identities.
     #[arg(long)]
     insecure: bool,
+    /// How datagrams are authenticated: none, mac or aead [default: mac, on loopback none].
+    #[arg(long, value_name = "HOW", value_parser = args::data_auth)]
+    data_auth: Option<DataAuth>,
     /// Read the configuration from a TOML file with the same keys.
     #[arg(long, value_name = "F.toml")]
     config: Option<PathBuf>,
@@ -71,6 +75,7 @@ impl Args {
         config.fanout = self.fanout.map_or(config.fanout, Into::into);
         config.identity = self.identity.clone().or(config.identity);
         config.insecure |= self.insecure;
+        config.data_auth = self.data_auth.or(config.data_auth);
         Ok(config)
     }
 }
@@ -89,12 +94,13 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         aggregator.data_addrs().iter().map(|addr| addr.port().to_string()).collect();
     let ready = format!(
         "racksum aggregator on {}: {} shard(s) on UDP {}, {} MiB of packet buffers each, at most \
-         {} jobs",
+         {} jobs, data auth {}",
         aggregator.addr(),
         config.shards,
         ports.join(" "),
         config.pool_mib,
-        config.max_jobs
+        config.max_jobs,
+        config.data_auth()
     );
     let stop = tokio::runtime::Builder::new_current_thread()
         .enable_all()

@@ -3,6 +3,7 @@
 use clap::ValueEnum;
 use clap::builder::RangedU64ValueParser;
 use racksum_aggregator::{MAX_SHARDS, MAX_WORLD};
+use racksum_proto::auth::DataAuth;
 use racksum_proto::dtype::{DType, Reduction, WireType};
 
 /// What the help of each subcommand ends with.
@@ -66,6 +67,11 @@ fn by_name<T: Copy, const N: usize>(
         let names: Vec<_> = all.iter().map(|(name, _)| *name).collect();
         format!("there is no {what} {text:?}; there are {}", names.join(", "))
     })
+}
+
+/// Reads how datagrams are authenticated.
+pub(crate) fn data_auth(text: &str) -> Result<DataAuth, String> {
+    by_name(text, "way to authenticate data", DataAuth::ALL.map(|auth| (auth.name(), auth)))
 }
 
 /// How results are printed.

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use racksum_proto::auth::DataAuth;
 use racksum_proto::ids::Generation;
 use racksum_worker::{ConnectOptions, Faults};
 
@@ -32,6 +33,10 @@ pub(crate) struct MemberArgs {
     /// Connect beyond loopback without identities.
     #[arg(long, requires = "aggregator")]
     insecure: bool,
+    /// How datagrams are authenticated: none, mac or aead, as the aggregator does. On this host the
+    /// aggregator does as this says [default: none].
+    #[arg(long, value_parser = args::data_auth)]
+    pub(crate) data_auth: Option<DataAuth>,
 }
 
 /// Which rank of which job a process is, and how it connects.
@@ -44,6 +49,7 @@ pub(crate) struct Member {
     generation: Generation,
     identity: Option<PathBuf>,
     insecure: bool,
+    data_auth: Option<DataAuth>,
 }
 
 impl MemberArgs {
@@ -59,6 +65,7 @@ impl MemberArgs {
             generation: Generation(self.generation),
             identity: self.identity.clone(),
             insecure: self.insecure,
+            data_auth: self.data_auth,
         })
     }
 }
@@ -74,6 +81,7 @@ impl Member {
             world: self.world,
             identity: self.identity.clone(),
             insecure: self.insecure,
+            data_auth: self.data_auth,
             join_timeout: timeout,
             op_timeout: timeout,
             faults,

@@ -11,6 +11,7 @@ use core::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 
+use crate::auth::{DataAuth, Keys};
 use crate::ids::{Generation, JobId};
 
 /// The control protocol's version: a join of another is refused.
@@ -105,4 +106,8 @@ pub struct Welcome {
     pub in_flight: u32,
     /// The group that results are multicast to, if the rank should listen.
     pub group: Option<SocketAddr>,
+    /// How datagrams are authenticated.
+    pub data_auth: DataAuth,
+    /// With which keys; none where nothing is authenticated.
+    pub keys: Option<Keys>,
 }

@@ -23,6 +23,10 @@ pub enum Reject {
     Reserved,
     /// Another job's.
     Job,
+    /// Not authentic: no holder of the key has made it.
+    Forged,
+    /// Authentic, and taken before, or too old to tell.
+    Replayed,
     /// Another generation's: an earlier life of the job.
     Generation,
     /// No such rank, or not from the address the rank joined with.
@@ -49,7 +53,7 @@ pub enum Reject {
 
 impl Reject {
     /// How many reasons there are.
-    pub const COUNT: usize = 17;
+    pub const COUNT: usize = 19;
 
     /// All reasons, in the order of their discriminants.
     pub const ALL: [Self; Self::COUNT] = [
@@ -59,6 +63,8 @@ impl Reject {
         Self::Kind,
         Self::Reserved,
         Self::Job,
+        Self::Forged,
+        Self::Replayed,
         Self::Generation,
         Self::Sender,
         Self::Stream,
@@ -82,6 +88,8 @@ impl Reject {
             Self::Kind => "kind",
             Self::Reserved => "reserved",
             Self::Job => "job",
+            Self::Forged => "forged",
+            Self::Replayed => "replayed",
             Self::Generation => "generation",
             Self::Sender => "sender",
             Self::Stream => "stream",

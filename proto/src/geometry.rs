@@ -3,9 +3,11 @@
 
 use core::ops::Range;
 
+use crate::auth::DataAuth;
 use crate::descriptor::Descriptor;
 use crate::dtype::WireType;
 use crate::ids::OpId;
+use crate::wire::Header;
 
 /// Most bytes of a full window's payload. With the headers of its fragments it still fits one
 /// segmented send of 65,507 bytes at every MTU from 1280 on; 64 KiB would not.
@@ -16,6 +18,8 @@ pub const MAX_WINDOW_BLOCKS: usize = 64;
 pub const MAX_FRAGMENTS: usize = 64;
 /// Least bytes of payload a fragment may have, so that a window has at most 64.
 pub const MIN_FRAGMENT_PAYLOAD: usize = WINDOW_BYTES / MAX_FRAGMENTS;
+/// What goes with the payload of a datagram may be this share of it (invariant I3).
+const MAX_OVERHEAD_PERCENT: usize = 6;
 
 /// The blocks and windows of one op.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -121,10 +125,12 @@ impl Geometry {
     pub const fn cut(&self, job: Fragmentation, len: usize) -> Fragmentation {
         // wire: W-55
         let block = self.wire.block_len(self.block_elements);
-        if len > WINDOW_BYTES / 2 || block > job.payload {
+        let payload = job.payload / block * block;
+        let spare = (job.stride() - job.payload) * 100 > payload * MAX_OVERHEAD_PERCENT;
+        if len > WINDOW_BYTES / 2 || spare {
             return job;
         }
-        Fragmentation { payload: job.payload / block * block }
+        Fragmentation { payload, ..job }
     }
 
     /// The wire type.
@@ -256,6 +262,8 @@ impl Stripe {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fragmentation {
     payload: usize,
+    /// Bytes of each datagram behind its payload.
+    trailer: usize,
 }
 
 impl Fragmentation {
@@ -265,7 +273,31 @@ impl Fragmentation {
     pub const fn new(payload: usize) -> Option<Self> {
         // wire: W-52
         let payload = payload / 8 * 8;
-        if payload < MIN_FRAGMENT_PAYLOAD { None } else { Some(Self { payload }) }
+        if payload < MIN_FRAGMENT_PAYLOAD { None } else { Some(Self { payload, trailer: 0 }) }
+    }
+
+    /// The same where datagrams are authenticated.
+    #[must_use]
+    pub const fn with_trailer(self, auth: DataAuth) -> Self {
+        Self { trailer: auth.trailer(), ..self }
+    }
+
+    /// Bytes of every datagram but the last: with its header, and what authenticates it.
+    #[must_use]
+    pub const fn stride(&self) -> usize {
+        Header::LEN + self.payload + self.trailer
+    }
+
+    /// Bytes of a datagram behind its messages.
+    #[must_use]
+    pub const fn trailer(&self) -> usize {
+        self.trailer
+    }
+
+    /// Bytes of every datagram but the last before it is sealed.
+    #[must_use]
+    pub const fn unsealed(&self) -> usize {
+        Header::LEN + self.payload
     }
 
     /// Bytes of payload of every fragment but the last.
@@ -476,10 +508,10 @@ mod tests {
         for mtu in 1280..=9000 {
             for overhead in [28, 48] {
                 let room = mtu - overhead;
-                let cut = Fragmentation::new(room - crate::wire::Header::LEN).unwrap();
+                let cut = Fragmentation::new(room - Header::LEN).unwrap();
                 let fragments = cut.count(WINDOW_BYTES);
                 assert!(fragments <= MAX_FRAGMENTS);
-                let bytes = WINDOW_BYTES + fragments * crate::wire::Header::LEN;
+                let bytes = WINDOW_BYTES + fragments * Header::LEN;
                 assert!(bytes <= 65_507, "mtu {mtu}: {bytes}");
             }
         }

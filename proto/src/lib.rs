@@ -17,6 +17,7 @@ extern crate std;
 
 pub mod aggregator;
 pub mod arith;
+pub mod auth;
 pub mod congestion;
 pub mod control;
 pub mod descriptor;

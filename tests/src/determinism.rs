@@ -1,6 +1,7 @@
 //! Same inputs, same bits: whatever the shards, the fan-out and the faults (I2).
 
 use racksum_aggregator::Fanout;
+use racksum_proto::auth::DataAuth;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};
 use racksum_worker::Faults;
@@ -37,6 +38,7 @@ fn twenty_runs_end_with_the_same_bits() {
             let rig = Rig::start(|config| {
                 config.shards = shards;
                 config.fanout = fanout;
+                config.data_auth = Some(DataAuth::ALL[usize::try_from(run % 3).unwrap()]);
             });
             let ends = rig.ranks(
                 "same",

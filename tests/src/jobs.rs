@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use racksum_aggregator::Fanout;
+use racksum_proto::auth::DataAuth;
 use racksum_proto::control::{FromAggregator, FromWorker, Join};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
@@ -166,6 +167,7 @@ fn two_aggregators_that_are_reached_by_different_ways_share_a_job() {
             Rig::start(|config| {
                 config.bind = bind;
                 config.insecure = true;
+                config.data_auth = Some(DataAuth::Mac);
             })
         });
         let both = |options: &mut racksum_worker::ConnectOptions| {

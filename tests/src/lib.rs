@@ -35,4 +35,6 @@ mod mixture;
 #[cfg(test)]
 mod reductions;
 #[cfg(test)]
+mod sealed;
+#[cfg(test)]
 mod strangers;

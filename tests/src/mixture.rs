@@ -2,6 +2,7 @@
 //! lanes and shards, some that the ranks disagree on, on a path that loses datagrams.
 
 use racksum_aggregator::Fanout;
+use racksum_proto::auth::DataAuth;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::OpError;
 use racksum_worker::{Blocks, Client, ConnectOptions, Error, Faults, Handle};
@@ -109,6 +110,9 @@ fn run(seed: u64) {
     let multicast = random.below(2) == 0;
     let share = [0.0, 0.01, 0.05][usize::try_from(random.below(3)).unwrap()];
     let pool_slots = [0, 2, 7][usize::try_from(random.below(3)).unwrap()];
+    let auth = DataAuth::ALL[usize::try_from(random.below(3)).unwrap()];
+    // Whole windows a datagram, or few blocks.
+    let mtu = [None, Some(1500)][usize::try_from(random.below(2)).unwrap()];
     let faults = Faults { drop: share, duplicate: share, reorder: share, seed };
     let ops: Vec<_> = (0..40).map(|_| Op::draw(&mut random, lanes)).collect();
     let batches: Vec<_> = (0..40).map(|_| random.below(8) + 1).collect();
@@ -116,11 +120,13 @@ fn run(seed: u64) {
         config.shards = shards;
         config.fanout = if multicast { Fanout::Multicast } else { Fanout::Unicast };
         config.max_jobs = 1;
+        config.data_auth = Some(auth);
     });
     let change = |options: &mut ConnectOptions| {
         options.lanes = lanes;
         options.pool_slots = pool_slots;
         options.faults = faults;
+        options.mtu = mtu;
     };
     rig.ranks("mixture", WORLD, change, |client, rank| {
         let mut left = &ops[..];
@@ -140,7 +146,7 @@ fn run(seed: u64) {
 fn a_mixture_of_ops_ends_as_the_definition_says() {
     bounded(100, || {
         let first = seed(61);
-        for seed in first..first + 6 {
+        for seed in first..first + 10 {
             run(seed);
         }
     });

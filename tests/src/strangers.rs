@@ -37,7 +37,7 @@ fn work(client: &Client, world: f32, done: &AtomicU32, stop: &AtomicBool) {
 }
 
 /// Runs a job of three ranks for as long as `disturb` takes.
-fn disturbed(rig: &Rig, disturb: impl FnOnce()) {
+pub(crate) fn disturbed(rig: &Rig, disturb: impl FnOnce()) {
     let (done, stop) = (AtomicU32::new(0), AtomicBool::new(false));
     std::thread::scope(|scope| {
         let job = scope.spawn(|| {
@@ -56,7 +56,7 @@ fn disturbed(rig: &Rig, disturb: impl FnOnce()) {
 }
 
 /// A datagram that is as a rank would send it, but for what the caller changes.
-fn header(job: JobId, generation: Generation, sender: Rank) -> Header {
+pub(crate) fn header(job: JobId, generation: Generation, sender: Rank) -> Header {
     let none = WindowId::new(OpId(0), 0);
     Header {
         kind: Kind::Ack,
@@ -75,7 +75,7 @@ fn header(job: JobId, generation: Generation, sender: Rank) -> Header {
     }
 }
 
-fn datagram(header: &Header, body: &[u8]) -> Vec<u8> {
+pub(crate) fn datagram(header: &Header, body: &[u8]) -> Vec<u8> {
     let mut bytes = [0; Header::LEN];
     let length = u16::try_from(body.len()).unwrap();
     Header { length, ..*header }.encode(&mut bytes);

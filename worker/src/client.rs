@@ -1,6 +1,7 @@
 //! The client: what a training process holds.
 
 use std::marker::PhantomData;
+use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::AtomicUsize;
@@ -9,6 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use racksum_net::auth::{Opener, Sealer};
 use racksum_net::udp::{self, Gather, UdpSocket, Waker};
 use racksum_proto::control::{FromAggregator, Welcome};
 use racksum_proto::descriptor::Descriptor;
@@ -19,7 +21,7 @@ use racksum_proto::time::Span;
 use racksum_proto::worker::Config;
 
 use crate::blocks::{BlockSet, Blocks};
-use crate::engine::{Engine, Links, Next, Stats};
+use crate::engine::{Engine, Link, Links, Next, Stats};
 use crate::error::{ConnectError, Error};
 use crate::join::{Control, Event, Session, join, shard_addrs};
 use crate::options::ConnectOptions;
@@ -471,10 +473,7 @@ impl Shared {
 }
 
 /// Puts together what the aggregators granted.
-fn grant(
-    options: &ConnectOptions,
-    session: &Session,
-) -> Result<(Config, Vec<(std::net::SocketAddr, racksum_proto::ids::JobId)>), ConnectError> {
+fn grant(options: &ConnectOptions, session: &Session) -> Result<(Config, Vec<Link>), ConnectError> {
     let welcomes = || session.welcomes.iter().map(|(_, welcome)| welcome);
     let first = welcomes()
         .next()
@@ -490,13 +489,15 @@ fn grant(
             "the aggregators differ in --shards; start them alike".into(),
         ));
     }
-    let shards: Vec<_> = session
-        .welcomes
-        .iter()
-        .flat_map(|(addr, welcome)| shard_addrs(*addr, welcome).map(|addr| (addr, welcome.job)))
-        .collect();
+    if welcomes().any(|other| other.data_auth != first.data_auth) {
+        return Err(ConnectError::Arguments(
+            "the aggregators differ in --data-auth; start them alike".into(),
+        ));
+    }
+    let shards = links(options, session);
     let cut = Fragmentation::new(usize::from(first.fragment_payload))
-        .ok_or_else(|| ConnectError::Protocol("fragments too small for a window".into()))?;
+        .ok_or_else(|| ConnectError::Protocol("fragments too small for a window".into()))?
+        .with_trailer(first.data_auth);
     let config = Config {
         job: first.job,
         generation: options.generation,
@@ -510,6 +511,23 @@ fn grant(
         in_flight: welcomes().map(|welcome| welcome.in_flight).min().unwrap_or(0) as usize,
     };
     Ok((config, shards))
+}
+
+/// The ways to the shards of all aggregators.
+fn links(options: &ConnectOptions, session: &Session) -> Vec<Link> {
+    let each = session
+        .welcomes
+        .iter()
+        .flat_map(|(addr, welcome)| shard_addrs(*addr, welcome).map(move |addr| (addr, welcome)));
+    let link = |(shard, (addr, welcome)): (u8, (SocketAddr, &Welcome))| {
+        let Welcome { data_auth, job, .. } = *welcome;
+        let auth = welcome.keys.as_ref().and_then(|keys| {
+            let sealer = Sealer::of_rank(data_auth, keys, Rank(options.rank), shard)?;
+            Some((sealer, Opener::of_shard(data_auth, keys, options.generation, shard)?))
+        });
+        Link { addr, job, auth }
+    };
+    (0..=u8::MAX).zip(each).map(link).collect()
 }
 
 fn check_len(have: usize, descriptor: &Descriptor) -> Result<(), Error> {

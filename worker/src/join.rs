@@ -9,11 +9,13 @@ use std::time::Duration;
 
 use bytes::BytesMut;
 use racksum_net::NetError;
+use racksum_net::auth::Opener;
 use racksum_net::clock::Clock;
 use racksum_net::interface::{Interface, interface_of, local_addr_towards, max_datagram};
 use racksum_net::multicast::{Multicast, open_member};
 use racksum_net::quic::{Credentials, connect, frames, not_connected};
 use racksum_net::udp::{self, RECV_BATCH, RECV_CAPACITY, RecvRing, UdpConfig, UdpSocket};
+use racksum_proto::auth::DataAuth;
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Welcome};
 use racksum_proto::time::Span;
 use racksum_proto::wire::Header;
@@ -313,6 +315,23 @@ fn check(options: &ConnectOptions) -> Result<(), ConnectError> {
     Ok(())
 }
 
+/// Checks that datagrams are authenticated as they should be, and can be.
+fn check_auth(granted: &Welcome, wanted: Option<DataAuth>) -> Result<(), ConnectError> {
+    let Welcome { data_auth, ref keys, .. } = *granted;
+    if (data_auth == DataAuth::None) != keys.is_none() {
+        return Err(ConnectError::Protocol(format!("keys do not go with data auth {data_auth}")));
+    }
+    match wanted {
+        Some(wanted) if wanted != data_auth => Err(ConnectError::Arguments(format!(
+            "the aggregator authenticates data with {data_auth:?}, and {wanted:?} was asked for; \
+             start both with the same --data-auth",
+            data_auth = data_auth.name(),
+            wanted = wanted.name()
+        ))),
+        _ => Ok(()),
+    }
+}
+
 /// The addresses of an aggregator's shards.
 pub(crate) fn shard_addrs(
     aggregator: SocketAddr,
@@ -392,6 +411,7 @@ impl<'a> Joining<'a> {
                 self.missing = missing;
             }
             FromAggregator::Welcome(granted) => {
+                check_auth(&granted, self.options.data_auth)?;
                 if let (Some(group), Some(interface)) = (granted.group, &self.route.interface) {
                     let group = Multicast { group, interface: interface.clone() };
                     let buffer = session.socket.report().asked_receive;
@@ -424,20 +444,32 @@ impl<'a> Joining<'a> {
         let mut ring = RecvRing::new();
         let mut buffers = [(); RECV_BATCH].map(|()| BytesMut::with_capacity(RECV_CAPACITY));
         let count = group.recv(&mut ring, &mut buffers).unwrap_or(0);
-        ring.received().iter().zip(&buffers[..count]).any(|(meta, buffer)| {
-            let mut datagrams = buffer.chunks(meta.stride);
+        ring.received().iter().zip(&mut buffers[..count]).any(|(meta, buffer)| {
+            let mut datagrams = buffer.chunks_mut(meta.stride);
             datagrams.any(|datagram| self.is_probe(welcome, datagram, meta.from))
         })
     }
 
     /// Whether a datagram is a probe for this rank, and not another's that shares the group.
     /// Results are taken from these addresses only, so a probe from elsewhere shows nothing.
-    fn is_probe(&self, welcome: &Welcome, datagram: &[u8], from: SocketAddr) -> bool {
-        let Ok((header, _)) = Header::decode(datagram) else { return false };
+    fn is_probe(&self, welcome: &Welcome, datagram: &mut [u8], from: SocketAddr) -> bool {
         let first = self.place * welcome.data_ports.len();
         let mut shards = (first..).zip(shard_addrs(self.route.to, welcome));
-        shards.any(|(shard, addr)| shard == usize::from(header.shard) && addr == from)
-            && header == Header::probe(welcome.job, self.options.generation, header.shard)
+        let shard = shards.find(|(_, addr)| *addr == from);
+        let Some(shard) = shard.and_then(|(shard, _)| u8::try_from(shard).ok()) else {
+            return false;
+        };
+        let generation = self.options.generation;
+        let opener = welcome
+            .keys
+            .as_ref()
+            .and_then(|keys| Opener::of_shard(welcome.data_auth, keys, generation, shard));
+        let opened = match opener {
+            Some(mut opener) => opener.open(datagram),
+            None => Ok(datagram),
+        };
+        let probe = Header::probe(welcome.job, generation, shard);
+        opened.is_ok_and(|message| Header::decode(message).is_ok_and(|(header, _)| header == probe))
     }
 }
 

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use racksum_proto::auth::DataAuth;
 use racksum_proto::ids::Generation;
 
 use crate::fault::Faults;
@@ -30,6 +31,8 @@ pub struct ConnectOptions {
     pub identity: Option<PathBuf>,
     /// Connect beyond loopback without identities.
     pub insecure: bool,
+    /// How datagrams must be authenticated; `None` leaves it to the aggregator.
+    pub data_auth: Option<DataAuth>,
     /// How long to wait for the other ranks.
     pub join_timeout: Duration,
     /// How long an op may take.
@@ -55,6 +58,7 @@ impl ConnectOptions {
             multicast: true,
             identity: None,
             insecure: false,
+            data_auth: None,
             join_timeout: Duration::from_secs(300),
             op_timeout: Duration::from_secs(60),
             mtu: None,

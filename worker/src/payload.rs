@@ -78,7 +78,7 @@ impl Payload {
     /// and returns their length. There is room for the whole window's.
     pub(crate) fn gather(&self, data: &DataFragments, out: &mut [u8]) -> usize {
         let DataFragments { len, cut, fragments, ref header, .. } = *data;
-        let stride = Header::LEN + cut.payload();
+        let stride = cut.unsealed();
         let index = header.window.index;
         let scaled = self.descriptor.wire.is_scaled();
         if scaled {
@@ -272,7 +272,7 @@ pub(crate) fn bytes_of(descriptor: &Descriptor, elements: Range<u64>) -> Range<u
 /// and how many bytes from there on are in the same one.
 fn locate(cut: Fragmentation, offset: usize) -> (usize, usize) {
     let (fragment, within) = (offset / cut.payload(), offset % cut.payload());
-    let at = fragment * (Header::LEN + cut.payload()) + Header::LEN + within;
+    let at = fragment * cut.unsealed() + Header::LEN + within;
     (at, cut.payload() - within)
 }
 

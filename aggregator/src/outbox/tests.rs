@@ -28,7 +28,15 @@ fn job(rank: SocketAddr, lens: &[usize]) -> Job {
         slots.put_result(slot, *len, config.cut);
     }
     let machine = Aggregation::new(config, Time(0));
-    Job { machine, slots, ranks: vec![rank], group: None, unicast: vec![rank] }
+    Job {
+        machine,
+        slots,
+        ranks: vec![rank],
+        group: None,
+        unicast: vec![rank],
+        sealer: None,
+        openers: Vec::new(),
+    }
 }
 
 /// The result of window `index`, in the slot of that number.
@@ -66,7 +74,7 @@ fn a_large_result_does_not_overtake_small_ones_that_share_a_datagram() {
         let result = result(index, len, &job);
         out.send_result(&socket, &mut job, Recipient::All, &result);
     }
-    out.send_joined(&socket, &job);
+    out.send_joined(&socket, &mut job);
     let due: usize = lens.iter().map(|len| job.machine.config().cut.count(*len)).sum();
     let mut order = Vec::new();
     let mut datagram = [0; 2048];

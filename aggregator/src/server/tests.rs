@@ -94,3 +94,27 @@ fn a_refusal_arrives_although_the_connection_ends_with_it() {
         assert_eq!(frames::recv::<FromAggregator>(&mut recv).await.unwrap(), None);
     });
 }
+
+#[test]
+fn what_is_sent_to_an_address_that_may_be_forged_is_no_longer_than_what_came() {
+    bounded(async {
+        let (addr, _registry, _failure) = serving(2);
+        // The caller's first packet, caught on its way.
+        let caught = tokio::net::UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        let to = caught.local_addr().unwrap();
+        let caller = tokio::spawn(async move { call(to).await });
+        let mut first = [0; 2048];
+        let len = caught.recv(&mut first).await.unwrap();
+        caller.abort();
+        let victim = tokio::net::UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        victim.send_to(&first[..len], addr).await.unwrap();
+        let (mut answers, mut answered) = (0, 0);
+        let mut answer = [0; 2048];
+        while let Ok(len) = timeout(Duration::from_millis(500), victim.recv(&mut answer)).await {
+            answers += 1;
+            answered += len.unwrap();
+        }
+        assert_eq!(answers, 1, "the caller is asked whether it hears");
+        assert!(answered < len, "{answered} bytes for {len}");
+    });
+}

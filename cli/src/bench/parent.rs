@@ -20,6 +20,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
         shards: args.shards.unwrap_or(1),
         pool_slots: if args.pool_slots == 0 { defaults.pool_slots } else { args.pool_slots },
         max_jobs: 1,
+        data_auth: args.member.data_auth,
         fanout: args.fanout.unwrap_or(Fanout::Auto).into(),
         ..defaults
     };

@@ -34,6 +34,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
         port: 0,
         shards: args.shards,
         max_jobs: 1,
+        data_auth: args.member.data_auth,
         fanout: args.fanout.into(),
         ..Config::default()
     })?;

@@ -114,6 +114,11 @@ impl Process {
         self.out.so_far()
     }
 
+    /// What it has said on standard error so far.
+    pub(crate) fn err(&self) -> String {
+        self.err.so_far()
+    }
+
     /// Whether it still runs.
     pub(crate) fn runs(&mut self) -> bool {
         self.child.try_wait().unwrap().is_none()

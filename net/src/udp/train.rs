@@ -1,5 +1,7 @@
 //! Which messages go out with one segmented send.
 
+use racksum_proto::auth::DataAuth;
+
 use super::{MAX_DATAGRAM, MAX_SEGMENTS};
 
 /// Messages one after the other in a buffer, which go out as one: small ones share a datagram, and
@@ -43,7 +45,7 @@ impl Train {
         let room = if self.datagrams == 1 { max_datagram } else { self.stride };
         if self.is_empty() {
             self.stride = if datagrams == 1 { len } else { stride };
-        } else if self.len + len > MAX_DATAGRAM {
+        } else if self.len + len > MAX_LEN {
             return false;
         } else if datagrams == 1 && self.last + len <= room {
             self.len += len;
@@ -62,6 +64,9 @@ impl Train {
         true
     }
 }
+
+/// Most bytes of a train: each of its datagrams may yet be lengthened by what authenticates it.
+const MAX_LEN: usize = MAX_DATAGRAM - MAX_SEGMENTS * DataAuth::MAX_TRAILER;
 
 #[cfg(test)]
 mod tests {
@@ -110,7 +115,7 @@ mod tests {
         assert_eq!(taken, MAX_SEGMENTS);
         let mut train = Train::default();
         let taken = (0..100).take_while(|_| train.couple(9000, 9000, 9000)).count();
-        assert_eq!(taken, MAX_DATAGRAM / 9000);
+        assert_eq!(taken, MAX_LEN / 9000);
     }
 
     /// Every message lies within one datagram or begins one, and only the last may be short.

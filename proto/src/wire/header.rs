@@ -1,5 +1,7 @@
 //! The header that opens every datagram.
 
+use core::ops::Range;
+
 use crate::error::Reject;
 use crate::ids::{Generation, JobId, OpId, Rank, WindowId};
 
@@ -111,8 +113,8 @@ pub struct Header {
 impl Header {
     /// Bytes of an encoded header.
     pub const LEN: usize = 48;
-    /// Bytes that a fragment leaves free for the message authentication code of a later version.
-    pub const MAC_ROOM: usize = 16;
+    /// Where the generation is, and the number of a sealed datagram.
+    const NUMBER: Range<usize> = 8..12;
     /// `previous` of the first result of an op.
     pub const NO_PREVIOUS: u32 = u32::MAX;
 
@@ -135,6 +137,34 @@ impl Header {
         out[44..46].copy_from_slice(&self.length.to_be_bytes());
         out[46] = self.fragment;
         out[47] = self.flags.0;
+    }
+
+    /// The number of a sealed datagram: what its first header has in the place of the generation,
+    /// which the key says.
+    #[must_use]
+    pub fn number(datagram: &[u8]) -> Option<u32> {
+        datagram.get(Self::NUMBER)?.try_into().ok().map(u32::from_be_bytes)
+    }
+
+    /// Writes what [`Header::number`] reads; nothing into what is too short for it.
+    pub fn put_number(datagram: &mut [u8], number: u32) {
+        if let Some(place) = datagram.get_mut(Self::NUMBER) {
+            place.copy_from_slice(&number.to_be_bytes());
+        }
+    }
+
+    /// Which job and sender a datagram says that it is of; nothing of it is checked.
+    #[must_use]
+    pub fn origin(datagram: &[u8]) -> Option<(JobId, Rank)> {
+        let head: &[u8; Self::LEN] = datagram.first_chunk()?;
+        let job = u32::from_be_bytes([head[4], head[5], head[6], head[7]]);
+        Some((JobId(job), Rank(u16::from_be_bytes([head[12], head[13]]))))
+    }
+
+    /// Whether the message is of this job and sender.
+    #[must_use]
+    pub fn is_of(&self, job: JobId, sender: Rank) -> bool {
+        self.job == job && self.sender == sender
     }
 
     /// The header of a probe, which the aggregator sends to a job's multicast group.

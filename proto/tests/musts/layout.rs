@@ -3,6 +3,7 @@
 use racksum_proto::arith::{
     self, FIXED32_OVERFLOW, Fold, decode_block, encode_block, encode_run, fold_run, scan_window,
 };
+use racksum_proto::auth::DataAuth;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};
 use racksum_proto::geometry::{Fragmentation, Geometry, MAX_FRAGMENTS, WINDOW_BYTES};
@@ -62,6 +63,15 @@ fn sparse_windows_are_cut_between_blocks() {
     assert_eq!(payload(WireType::Int8, 256, 260), 5 * 260);
     // A block that does not fit a datagram is cut as anything else.
     assert_eq!(payload(WireType::F32, 1024, 4096), 1408);
+    // So is one of which header and trailer would be more than 6 %.
+    let geometry = Geometry::new(&Descriptor::sum(1 << 20, DType::F32));
+    for (auth, payload, stride) in
+        [(DataAuth::None, 1024, 1072), (DataAuth::Mac, 1024, 1084), (DataAuth::Aead, 1408, 1472)]
+    {
+        let cut = geometry.cut(job.with_trailer(auth), 1024);
+        assert_eq!((cut.payload(), cut.stride()), (payload, stride), "{auth}");
+        assert_eq!(cut.stride() - cut.unsealed(), auth.trailer());
+    }
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! One small job for the tests of the wire: its numbers, and its datagrams by hand.
 
 use racksum_proto::aggregator::{self, Aggregation};
+use racksum_proto::auth::DataAuth;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::geometry::Fragmentation;
 use racksum_proto::ids::{Generation, JobId, OpId, Rank, WindowId};
@@ -14,7 +15,8 @@ pub(crate) const TIMEOUT: Span = Span::from_secs(10);
 
 /// The cut at an MTU of 1500 over IPv4, with room for an authentication code.
 pub(crate) fn cut() -> Fragmentation {
-    Fragmentation::new(1500 - 28 - Header::LEN - Header::MAC_ROOM).expect("1408 bytes are enough")
+    Fragmentation::new(1500 - 28 - Header::LEN - DataAuth::MAX_TRAILER)
+        .expect("1408 bytes are enough")
 }
 
 /// The aggregator half of the job at its only shard: two ranks, one lane, eight slots.

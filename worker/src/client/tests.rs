@@ -1,6 +1,7 @@
 use std::net::Ipv4Addr;
 
 use racksum_net::clock::Clock;
+use racksum_proto::auth::DataAuth;
 use racksum_proto::dtype::DType;
 use racksum_proto::error::OpError;
 use racksum_proto::ids::JobId;
@@ -21,6 +22,8 @@ fn client() -> Client {
         fragment_payload: 1408,
         in_flight: 1 << 20,
         group: None,
+        data_auth: DataAuth::None,
+        keys: None,
     };
     Client {
         shared,

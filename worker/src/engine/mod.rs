@@ -9,6 +9,7 @@ pub(crate) mod tests;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 
+use racksum_net::auth::{Opener, Sealer};
 use racksum_net::clock::Clock;
 use racksum_net::udp::UdpSocket;
 use racksum_proto::error::{OpError, SubmitError};
@@ -57,8 +58,17 @@ pub struct Stats {
 pub(crate) struct Links {
     pub(crate) socket: Arc<UdpSocket>,
     pub(crate) groups: Arc<[UdpSocket]>,
-    /// Each shard's address, and the job's number there.
-    pub(crate) shards: Vec<(SocketAddr, JobId)>,
+    pub(crate) shards: Vec<Link>,
+}
+
+/// The way to a shard.
+#[derive(Debug)]
+pub(crate) struct Link {
+    pub(crate) addr: SocketAddr,
+    /// The job's number there.
+    pub(crate) job: JobId,
+    /// Seals what is sent, and opens what is heard, if datagrams are authenticated.
+    pub(crate) auth: Option<(Sealer, Opener)>,
 }
 
 /// What one step came to.
@@ -117,8 +127,8 @@ impl Engine {
         faults: &Faults,
     ) -> Self {
         let mut machine = Worker::new(config, clock.now());
-        for (shard, (_, job)) in (0..).zip(&links.shards) {
-            machine.set_shard_job(shard, *job);
+        for (shard, link) in (0..).zip(&links.shards) {
+            machine.set_shard_job(shard, link.job);
         }
         let dice = |direction: u64| Dice::new(*faults, u64::from(config.rank.0) * 2 + direction);
         Self {

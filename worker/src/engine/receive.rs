@@ -2,6 +2,7 @@
 //! into it.
 
 use std::io;
+use std::net::SocketAddr;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -12,7 +13,7 @@ use racksum_proto::time::Time;
 use racksum_proto::wire::{self, Header, Kind};
 use racksum_proto::worker::{Delivery, Verdict};
 
-use super::{Engine, GRACE};
+use super::{Engine, GRACE, Links};
 use crate::fault::Fate;
 
 /// Where messages are received to.
@@ -124,8 +125,8 @@ impl Engine {
     fn take_messages(&mut self, inbox: usize) {
         for i in 0..self.inboxes[inbox].ring.received().len() {
             let Inbox { ring, buffers } = &mut self.inboxes[inbox];
-            let (meta, buffer) = (ring.meta(i), std::mem::take(&mut buffers[i]));
-            self.take_datagrams(&buffer, &meta);
+            let (meta, mut buffer) = (ring.meta(i), std::mem::take(&mut buffers[i]));
+            self.take_datagrams(&mut buffer, &meta);
             self.inboxes[inbox].buffers[i] = buffer;
         }
     }
@@ -186,6 +187,8 @@ impl Engine {
         if header.kind != Kind::Result || self.faults.is_some() {
             return None;
         }
+        // What is yet to be authenticated must not be written into a tensor.
+        self.links.shards.get(usize::from(header.shard)).filter(|link| link.auth.is_none())?;
         let payload = self.payloads.get(&header.window.op)?;
         payload.result_in_place(header, self.machine.config().cut)
     }
@@ -197,13 +200,24 @@ impl Engine {
     }
 
     /// Takes what the kernel handed over as one: datagrams of one sender, `stride` apart.
-    fn take_datagrams(&mut self, buffer: &BytesMut, meta: &Received) {
+    fn take_datagrams(&mut self, buffer: &mut BytesMut, meta: &Received) {
         let now = self.clock.now();
-        for datagram in buffer.chunks(meta.stride.max(1)) {
+        for datagram in buffer.chunks_mut(meta.stride.max(1)) {
             self.count(datagram.len());
             let fate = self.faults.as_mut().map_or(Fate::Pass, |[_, dice]| dice.roll());
+            if fate.copies() == 0 {
+                continue;
+            }
+            let messages = match self.links.open(datagram, meta.from) {
+                Ok(messages) => messages,
+                Err(reject) => {
+                    self.machine.reject(reject, &mut ());
+                    continue;
+                }
+            };
+            // Doubled behind the authentication, so that the machine sees doubles in any case.
             for _ in 0..fate.copies() {
-                for message in wire::messages(datagram) {
+                for message in wire::messages(messages) {
                     match message {
                         Ok((header, body)) => self.take_message(now, &header, body, meta),
                         Err(reject) => {
@@ -240,13 +254,29 @@ impl Engine {
     ) -> Option<Delivery> {
         // wire: W-9
         // What is multicast comes from the shard's own address too.
-        if self.links.shards.get(usize::from(header.shard)).is_some_and(|s| s.0 != meta.from) {
+        if self.links.shards.get(usize::from(header.shard)).is_some_and(|s| s.addr != meta.from) {
             self.machine.reject(Reject::Sender, &mut ());
             return None;
         }
         match self.machine.handle_decoded(now, header, body, meta.ce, &mut ()) {
             Verdict::Deliver(delivery) => Some(delivery),
             Verdict::Duplicate | Verdict::Control | Verdict::Reject(_) => None,
+        }
+    }
+}
+
+impl Links {
+    /// The messages of a datagram that came from an address, if it is authentic.
+    fn open<'a>(&mut self, datagram: &'a mut [u8], from: SocketAddr) -> Result<&'a [u8], Reject> {
+        // wire: W-9, W-60
+        // All messages of a sealed datagram are of the shard whose address it came from.
+        if !self.are_sealed() {
+            return Ok(datagram);
+        }
+        let link = self.shards.iter_mut().find(|link| link.addr == from);
+        match link.and_then(|link| link.auth.as_mut()) {
+            Some((_, opener)) => Ok(opener.open(datagram)?),
+            None => Err(Reject::Sender),
         }
     }
 }

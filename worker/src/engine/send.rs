@@ -1,6 +1,7 @@
 //! Datagrams out: windows are sent from the tensor, or gathered from it into a small staging buffer
 //! and sent as trains of datagrams; several trains a system call.
 
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::ops::Range;
 
 use racksum_net::udp::{self, RECV_CAPACITY, SEND_BATCH, SendRing, Train, Transmit as Message};
@@ -17,6 +18,8 @@ pub(super) struct Staging {
     ring: SendRing,
     bytes: Vec<u8>,
     used: usize,
+    /// What goes out of it where datagrams are authenticated.
+    sealed: Vec<u8>,
     messages: Vec<Staged>,
     /// Lanes of the job.
     lanes: u8,
@@ -47,6 +50,7 @@ impl Staging {
             ring: SendRing::new(),
             bytes: vec![0; STAGING],
             used: 0,
+            sealed: Vec::new(),
             messages: Vec::with_capacity(SEND_BATCH),
             lanes,
             held: None,
@@ -91,7 +95,7 @@ impl Engine {
                 self.flush();
             }
             let Self { machine, staging, .. } = self;
-            let max_datagram = Header::LEN + machine.config().cut.payload();
+            let max_datagram = machine.config().cut.unsealed();
             let out = &mut staging.bytes[staging.used..];
             match machine.poll_transmit(now, out, &mut ()) {
                 None => return,
@@ -116,19 +120,17 @@ impl Engine {
             return staging.push_in_place(stream, op, range);
         }
         let len = payload.gather(data, &mut staging.bytes[staging.used..]);
-        let [stride, max_datagram] =
-            [data.cut, machine.config().cut].map(|cut| Header::LEN + cut.payload());
-        staging.push(len, stride, stream, max_datagram);
+        let max_datagram = machine.config().cut.unsealed();
+        staging.push(len, data.cut.unsealed(), stream, max_datagram);
     }
 
     /// Sends what is staged.
     pub(super) fn flush(&mut self) {
         let Self { links, staging, payloads, stats, faults, .. } = self;
-        let Staging { ring, bytes, messages, lanes, held, used, .. } = staging;
-        let nowhere = std::net::SocketAddr::from(([0, 0, 0, 0], 0));
-        let mut batch = [Message::new(nowhere, &[], 1); SEND_BATCH];
+        let Staging { ring, bytes, sealed, messages, lanes, held, used, .. } = staging;
+        let mut batch = [Message::new(NOWHERE, &[], 1); SEND_BATCH];
         for (message, staged) in batch.iter_mut().zip(messages.iter()) {
-            let to = links.shards[usize::from(staged.stream.shard)].0;
+            let to = links.shards[usize::from(staged.stream.shard)].addr;
             let Staged { start, train, ref tail, .. } = *staged;
             let contents = &bytes[start..start + train.len()];
             *message = match tail {
@@ -139,25 +141,68 @@ impl Engine {
                     Message::in_two(to, contents, tensor)
                 }
             };
-            stats.tx_bytes += message.len() as u64;
-            stats.tx_datagrams += message.datagrams().unwrap_or(0) as u64;
         }
         let mut batch = &batch[..messages.len()];
         for run in messages.chunk_by(|one, other| one.stream.lane == other.stream.lane) {
             ring.set_tos(udp::tos_of_lane(run[0].stream.lane, *lanes));
             let (now, later) = batch.split_at(run.len());
             batch = later;
-            match faults {
-                None => links.socket.send_patiently(ring, now, MAX_SEND_WAITS),
-                Some([dice, _]) => {
-                    for (message, staged) in now.iter().zip(run) {
-                        send_by_chance(links, ring, dice, held, staged.stream, message);
+            let mut send = |links: &Links, run: &[Staged], now: &[Message<'_>]| {
+                for message in now {
+                    stats.tx_bytes += message.len() as u64;
+                    stats.tx_datagrams += message.datagrams().unwrap_or(0) as u64;
+                }
+                match faults {
+                    None => links.socket.send_patiently(ring, now, MAX_SEND_WAITS),
+                    Some([dice, _]) => {
+                        for (message, staged) in now.iter().zip(run) {
+                            send_by_chance(links, ring, dice, held, staged.stream, message);
+                        }
                     }
                 }
+            };
+            if links.are_sealed() {
+                for (run, now) in run.chunks(SEALED).zip(now.chunks(SEALED)) {
+                    let messages = links.seal(run, now, sealed);
+                    send(links, run, &messages[..run.len()]);
+                }
+            } else {
+                send(links, run, now);
             }
         }
         messages.clear();
         *used = 0;
+    }
+}
+
+impl Links {
+    /// Whether datagrams are authenticated.
+    pub(super) fn are_sealed(&self) -> bool {
+        self.shards.iter().any(|link| link.auth.is_some())
+    }
+
+    /// Seals a few messages: what goes out in their place.
+    fn seal<'a>(
+        &mut self,
+        run: &[Staged],
+        now: &[Message<'_>],
+        sealed: &'a mut Vec<u8>,
+    ) -> [Message<'a>; SEALED] {
+        sealed.clear();
+        let mut cuts = [(0, 1); SEALED];
+        for ((staged, message), cut) in run.iter().zip(now).zip(&mut cuts) {
+            let link = &mut self.shards[usize::from(staged.stream.shard)];
+            // wire: W-57
+            let stride = link.auth.as_mut().map(|(sealer, _)| sealer.seal(message, sealed));
+            *cut = (sealed.len(), stride.unwrap_or(message.stride));
+        }
+        let mut start = 0;
+        std::array::from_fn(|i| {
+            let (end, stride) = cuts[i];
+            let contents = &sealed[start..end.max(start)];
+            start = end.max(start);
+            Message::new(now.get(i).map_or(NOWHERE, |message| message.to), contents, stride)
+        })
     }
 }
 
@@ -177,7 +222,7 @@ fn send_by_chance(
     let contents = if tail.is_empty() { contents } else { &whole };
     let mut post = |stream: Stream, contents: &[u8], stride: usize| {
         if !contents.is_empty() {
-            let to = links.shards[usize::from(stream.shard)].0;
+            let to = links.shards[usize::from(stream.shard)].addr;
             let train = [Message::new(to, contents, stride)];
             links.socket.send_patiently(ring, &train, MAX_SEND_WAITS);
         }
@@ -204,6 +249,10 @@ fn send_by_chance(
     post(stream, &contents[rest..], stride);
 }
 
+/// Where nothing is sent.
+const NOWHERE: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
+/// Messages sealed at a time: a few windows, so that they stay in the processor's cache.
+const SEALED: usize = 4;
 /// Bytes staged at a time: a few windows, so that they stay in the processor's cache.
 const STAGING: usize = 4 * RECV_CAPACITY;
 /// How often a full send buffer is waited for before a batch is given up.

@@ -4,9 +4,11 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 
 use bytes::BytesMut;
+use racksum_net::auth::{Opener, Sealer};
 use racksum_net::udp::{
     self, ECT0, RECV_BATCH, RECV_CAPACITY, RecvRing, SendRing, Transmit, UdpConfig, tos_of_lane,
 };
+use racksum_proto::auth::{DataAuth, Key, Keys};
 use racksum_proto::dtype::DType;
 use racksum_proto::geometry::Fragmentation;
 use racksum_proto::ids::{Generation, JobId, WindowId};
@@ -42,13 +44,24 @@ impl Bench {
             cut: Fragmentation::new(payload).unwrap(),
             in_flight: 1 << 20,
         };
+        let link = |shard: &UdpSocket| Link { addr: shard.local_addr(), job: JobId(1), auth: None };
         let links = Links {
             socket: Arc::clone(&socket),
             groups: Arc::from([]),
-            shards: sockets.iter().map(|shard| (shard.local_addr(), JobId(1))).collect(),
+            shards: sockets.iter().map(link).collect(),
         };
         let engine = Engine::new(config, 2, links, Clock::start(), &Faults::default());
         Self { engine, socket, shards: sockets }
+    }
+
+    /// The same, where datagrams are authenticated; returns what the shards seal with.
+    fn sealed(payload: usize, auth: DataAuth) -> (Self, Sealer) {
+        let mut bench = Self::with_datagrams(payload, 1, 1, Ipv4Addr::LOCALHOST.into());
+        let keys = Keys { up: Key([1; Key::LEN]), down: Key([2; Key::LEN]) };
+        let opener = Opener::of_shard(auth, &keys, Generation(0), 0).unwrap();
+        let sealer = Sealer::of_rank(auth, &keys, Rank(0), 0).unwrap();
+        bench.engine.links.shards[0].auth = Some((sealer, opener));
+        (bench, Sealer::of_shard(auth, &keys.down, 0).unwrap())
     }
 
     /// Starts an op of one window a shard.
@@ -292,6 +305,74 @@ fn what_is_not_believed_is_not_written_either() {
     bench.say(0, b"noise");
     (1..8).for_each(|index| bench.say(0, &result(op, index, ALL, 1.5)));
     assert_eq!(sums(&mut bench, op), [0.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5]);
+}
+
+/// A datagram as its sender seals it.
+fn seal(sealer: &mut Sealer, contents: &[u8]) -> Vec<u8> {
+    let mut out = Vec::new();
+    sealer.seal(&Transmit::new("0.0.0.0:0".parse().unwrap(), contents, contents.len()), &mut out);
+    out
+}
+
+#[test]
+fn of_what_comes_from_a_shards_address_only_the_authentic_is_written() {
+    // wire: W-58, W-59
+    for auth in [DataAuth::Mac, DataAuth::Aead] {
+        let (mut bench, mut shard) = Bench::sealed(61_440, auth);
+        let tensor = 1f32.to_le_bytes().repeat(8 * WINDOW);
+        let descriptor = Descriptor::sum(8 * WINDOW as u64, DType::F32);
+        let op = bench.engine.submit(descriptor, Data::Owned(tensor), LONG).unwrap();
+        while bench.engine.step().next == Next::Step {}
+        for index in 0..8 {
+            let genuine = seal(&mut shard, &result(op, index, ALL, index as f32));
+            // Somebody who has the shard's address and not its key.
+            let mut forged = genuine.clone();
+            forged[Header::LEN] ^= 1;
+            let bare = result(op, index, ALL, 9.0);
+            bench.say(0, &bare);
+            bench.say(0, &forged);
+            bench.say(0, &genuine);
+            assert!(!bench.engine.in_place, "nothing is written before it is authentic");
+            bench.say(0, &genuine);
+        }
+        assert_eq!(bench.engine.stats().rejects, 3 * 8, "{auth}");
+        assert_eq!(sums(&mut bench, op), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]);
+    }
+}
+
+#[test]
+fn what_is_sent_is_sealed_wherever_it_lies() {
+    // wire: W-57
+    for payload in [61_440, 1408] {
+        for auth in [DataAuth::Mac, DataAuth::Aead] {
+            let (mut bench, _) = Bench::sealed(payload, auth);
+            let keys = Keys { up: Key([1; Key::LEN]), down: Key([2; Key::LEN]) };
+            let life = Generation(0);
+            let mut opener = Opener::of_rank(auth, &keys.up, life, Rank(0), 0).unwrap();
+            let tensor = 1f32.to_le_bytes().repeat(8 * WINDOW);
+            let descriptor = Descriptor::sum(8 * WINDOW as u64, DType::F32);
+            bench.engine.submit(descriptor, Data::Owned(tensor), LONG).unwrap();
+            let mut ring = RecvRing::new();
+            let mut buffers: Vec<_> =
+                (0..RECV_BATCH).map(|_| BytesMut::with_capacity(RECV_CAPACITY)).collect();
+            let mut windows = 0;
+            while windows < 2 {
+                bench.engine.step();
+                let count = bench.shards[0].recv(&mut ring, &mut buffers).unwrap();
+                for (meta, buffer) in ring.received().iter().zip(&mut buffers[..count]) {
+                    for datagram in buffer.chunks_mut(meta.stride) {
+                        for message in wire::messages(opener.open(datagram).unwrap()) {
+                            let (header, body) = message.unwrap();
+                            let data = header.kind == Kind::Data;
+                            let ones = body.chunks(4).all(|x| x == 1f32.to_le_bytes());
+                            assert!(!data || ones, "{auth}: {header:?}");
+                            windows += usize::from(data && header.fragment == 0);
+                        }
+                    }
+                }
+            }
+        }
+    }
 }
 
 #[test]

@@ -1,3 +1,5 @@
+use racksum_net::auth::Sealer;
+use racksum_proto::auth::{DataAuth, Key, Keys};
 use racksum_proto::ids::{Generation, JobId, OpId, WindowId};
 use racksum_proto::wire::Kind;
 
@@ -20,6 +22,8 @@ fn welcome() -> Welcome {
         fragment_payload: 1408,
         in_flight: 1 << 20,
         group: None,
+        data_auth: DataAuth::None,
+        keys: None,
     }
 }
 
@@ -82,7 +86,7 @@ fn only_a_probe_of_the_job_from_one_of_its_shards_is_one() {
     let is_probe = |header: &Header, after: &[u8], from: &str| {
         let mut bytes = [0; Header::LEN];
         header.encode(&mut bytes);
-        joining.is_probe(&welcome(), &[&bytes[..], after].concat(), addr(from))
+        joining.is_probe(&welcome(), &mut [&bytes[..], after].concat(), addr(from))
     };
     assert!(is_probe(&right, &[], "192.0.2.1:5002"));
     for from in ["192.0.2.1:5001", "192.0.2.1:5003", "192.0.2.2:5002"] {
@@ -104,5 +108,44 @@ fn only_a_probe_of_the_job_from_one_of_its_shards_is_one() {
     let body = Header { length: 1, ..right };
     assert!(!is_probe(&body, &[0], "192.0.2.1:5002"));
     assert!(!is_probe(&right, &[0], "192.0.2.1:5002"), "with something behind it");
-    assert!(!joining.is_probe(&welcome(), b"noise", addr("192.0.2.1:5002")));
+    assert!(!joining.is_probe(&welcome(), &mut b"noise".to_vec(), addr("192.0.2.1:5002")));
+}
+
+#[test]
+fn where_datagrams_are_authenticated_a_probe_must_be_sealed() {
+    // wire: W-57
+    let options = ConnectOptions::new("192.0.2.1:5000", "job");
+    let route = route("192.0.2.1:5000", "192.0.2.9:0");
+    let joining = Joining::new(&options, 0, &route);
+    let keys = Keys { up: Key([1; Key::LEN]), down: Key([2; Key::LEN]) };
+    let granted = Welcome { data_auth: DataAuth::Mac, keys: Some(keys), ..welcome() };
+    let mut probe = [0; Header::LEN];
+    Header::probe(JobId(7), Generation(0), 1).encode(&mut probe);
+    let from = addr("192.0.2.1:5002");
+    let bare = udp::Transmit::new(from, &probe, Header::LEN);
+    let sealed = |key: &Key| {
+        let mut out = Vec::new();
+        Sealer::of_shard(DataAuth::Mac, key, 1).unwrap().seal(&bare, &mut out);
+        out
+    };
+    assert!(joining.is_probe(&granted, &mut sealed(&keys.down), from));
+    assert!(!joining.is_probe(&granted, &mut sealed(&keys.up), from));
+    assert!(!joining.is_probe(&granted, &mut probe.to_vec(), from));
+}
+
+#[test]
+fn what_is_granted_must_be_what_was_asked_for_and_make_sense() {
+    let keys = Some(Keys { up: Key([1; Key::LEN]), down: Key([2; Key::LEN]) });
+    let granted = |data_auth, keys| Welcome { data_auth, keys, ..welcome() };
+    check_auth(&granted(DataAuth::None, None), None).unwrap();
+    check_auth(&granted(DataAuth::Aead, keys), Some(DataAuth::Aead)).unwrap();
+    // An aggregator that says that it authenticates, and gives no keys, would not be believed.
+    for (auth, keys) in [(DataAuth::Mac, None), (DataAuth::None, keys)] {
+        let error = check_auth(&granted(auth, keys), None).unwrap_err();
+        assert!(matches!(error, ConnectError::Protocol(_)), "{error}");
+    }
+    for wanted in [DataAuth::Mac, DataAuth::Aead] {
+        let error = check_auth(&granted(DataAuth::None, None), Some(wanted)).unwrap_err();
+        assert!(matches!(error, ConnectError::Arguments(_)), "{error}");
+    }
 }

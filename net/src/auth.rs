@@ -1,0 +1,207 @@
+//! Datagrams that only a holder of a key can make, and that count only once.
+//!
+//! A [`Sealer`] numbers the datagrams of one sender on their way to one receiver and puts a tag
+//! behind each; an [`Opener`] takes those whose tag is right and whose number is new. The tag is
+//! that of AES-128-GCM (NIST SP 800-38D), over the datagram as additional data, or with the first
+//! header as additional data and what follows it encrypted. The layout is `docs/wire.md`'s.
+
+mod replay;
+
+use aws_lc_rs::aead::{AES_128_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, Tag, UnboundKey};
+use aws_lc_rs::constant_time::verify_slices_are_equal;
+use racksum_proto::auth::{DataAuth, Key, Keys};
+use racksum_proto::error::Reject;
+use racksum_proto::ids::{Generation, Rank};
+use racksum_proto::wire::Header;
+use replay::ReplayWindow;
+
+use crate::NetError;
+use crate::udp::Transmit;
+
+/// A new key.
+///
+/// # Errors
+///
+/// [`NetError::Tls`] if the system gives no randomness.
+pub fn new_key() -> Result<Key, NetError> {
+    let mut key = Key([0; Key::LEN]);
+    aws_lc_rs::rand::fill(&mut key.0)
+        .map_err(|_| NetError::Tls { reason: "the system gives no randomness for a key".into() })?;
+    Ok(key)
+}
+
+/// A key, and whose datagrams it is for.
+#[derive(Debug)]
+struct Lock {
+    auth: DataAuth,
+    key: LessSafeKey,
+    sender: Rank,
+    shard: u8,
+}
+
+impl Lock {
+    /// None where nothing is authenticated.
+    fn new(auth: DataAuth, key: &Key, sender: Rank, shard: u8) -> Option<Self> {
+        if auth == DataAuth::None {
+            return None;
+        }
+        // The key's length is that of the algorithm, and nothing else can be wrong with it.
+        let key = UnboundKey::new(&AES_128_GCM, &key.0).map(LessSafeKey::new).ok()?;
+        Some(Self { auth, key, sender, shard })
+    }
+
+    /// A nonce is never used twice with one key: its sender and shard are in it, and the number,
+    /// which no sender uses twice towards a shard.
+    fn nonce(&self, number: u64) -> Nonce {
+        let mut nonce = [0; NONCE_LEN];
+        nonce[0..2].copy_from_slice(&self.sender.0.to_be_bytes());
+        nonce[2] = self.shard;
+        nonce[4..12].copy_from_slice(&number.to_be_bytes());
+        Nonce::assume_unique_for_key(nonce)
+    }
+
+    /// The tag of a datagram, which is encrypted if that is wanted.
+    fn seal(&self, number: u64, datagram: &mut [u8]) -> Option<Tag> {
+        let nonce = self.nonce(number);
+        match self.auth {
+            DataAuth::Aead => {
+                let (head, rest) = datagram.split_at_mut_checked(Header::LEN)?;
+                self.key.seal_in_place_separate_tag(nonce, Aad::from(&*head), rest).ok()
+            }
+            DataAuth::Mac | DataAuth::None => {
+                self.key.seal_in_place_separate_tag(nonce, Aad::from(&*datagram), &mut []).ok()
+            }
+        }
+    }
+
+    /// Whether a datagram ends with its tag; one that is encrypted is decrypted.
+    fn open(&self, number: u64, datagram: &mut [u8]) -> bool {
+        if self.auth == DataAuth::Aead {
+            let Some((head, rest)) = datagram.split_at_mut_checked(Header::LEN) else {
+                return false;
+            };
+            return self.key.open_in_place(self.nonce(number), Aad::from(&*head), rest).is_ok();
+        }
+        let at = datagram.len() - self.auth.trailer().min(datagram.len());
+        let (messages, trailer) = datagram.split_at_mut(at);
+        self.seal(number, messages).is_some_and(|tag| {
+            let expected = tag.as_ref().get(..trailer.len());
+            expected.is_some_and(|tag| verify_slices_are_equal(tag, trailer).is_ok())
+        })
+    }
+}
+
+/// Numbers and seals the datagrams of one sender towards one shard.
+#[derive(Debug)]
+pub struct Sealer {
+    lock: Lock,
+    next: u64,
+}
+
+impl Sealer {
+    /// For what a rank sends to a shard; none where nothing is authenticated.
+    #[must_use]
+    pub fn of_rank(auth: DataAuth, keys: &Keys, rank: Rank, shard: u8) -> Option<Self> {
+        Some(Self { lock: Lock::new(auth, &keys.up, rank, shard)?, next: 0 })
+    }
+
+    /// For what a shard sends to its ranks; none where nothing is authenticated.
+    #[must_use]
+    pub fn of_shard(auth: DataAuth, down: &Key, shard: u8) -> Option<Self> {
+        Some(Self { lock: Lock::new(auth, down, Rank::AGGREGATOR, shard)?, next: 0 })
+    }
+
+    /// Appends the datagrams of a transmit to `out`, each with its number and its tag. Returns how
+    /// far they are apart there.
+    pub fn seal(&mut self, transmit: &Transmit<'_>, out: &mut Vec<u8>) -> usize {
+        let Transmit { contents, tail, stride, .. } = *transmit;
+        let trailer = self.lock.auth.trailer();
+        for datagram in contents.chunks(stride.max(1)) {
+            let start = out.len();
+            out.extend_from_slice(datagram);
+            // A transmit with a tail is a single datagram.
+            out.extend_from_slice(tail);
+            let tag = self.seal_one(&mut out[start..]);
+            out.extend_from_slice(&tag[..trailer]);
+        }
+        stride + trailer
+    }
+
+    /// Numbers one datagram and returns its tag, which is that of nobody if there is none.
+    fn seal_one(&mut self, datagram: &mut [u8]) -> [u8; DataAuth::MAX_TRAILER] {
+        let number = self.next;
+        self.next += 1;
+        Header::put_number(datagram, low_half(number));
+        let mut bytes = [0; DataAuth::MAX_TRAILER];
+        if let Some(tag) = self.lock.seal(number, datagram) {
+            bytes.copy_from_slice(&tag.as_ref()[..DataAuth::MAX_TRAILER]);
+        }
+        bytes
+    }
+}
+
+/// Takes the datagrams that one sender sealed towards one shard.
+#[derive(Debug)]
+pub struct Opener {
+    lock: Lock,
+    generation: Generation,
+    window: ReplayWindow,
+}
+
+impl Opener {
+    /// For what a shard hears from a rank; none where nothing is authenticated.
+    #[must_use]
+    pub fn of_rank(
+        auth: DataAuth,
+        up: &Key,
+        generation: Generation,
+        rank: Rank,
+        shard: u8,
+    ) -> Option<Self> {
+        let lock = Lock::new(auth, up, rank, shard)?;
+        Some(Self { lock, generation, window: ReplayWindow::new() })
+    }
+
+    /// For what a rank hears from a shard; none where nothing is authenticated.
+    #[must_use]
+    pub fn of_shard(
+        auth: DataAuth,
+        keys: &Keys,
+        generation: Generation,
+        shard: u8,
+    ) -> Option<Self> {
+        let lock = Lock::new(auth, &keys.down, Rank::AGGREGATOR, shard)?;
+        Some(Self { lock, generation, window: ReplayWindow::new() })
+    }
+
+    /// Takes a datagram. Returns its messages, as they were before they were sealed.
+    ///
+    /// # Errors
+    /// [`Reject::Forged`] if nobody with the key has made it, [`Reject::Replayed`] if it was taken
+    /// before, or is too old to tell.
+    pub fn open<'a>(&mut self, datagram: &'a mut [u8]) -> Result<&'a mut [u8], Reject> {
+        // wire: W-58
+        let low = Header::number(datagram).ok_or(Reject::Forged)?;
+        // wire: W-59
+        // Looked up first, since that costs less than the tag; but only the tag makes it true.
+        let number = self.window.number(low).ok_or(Reject::Replayed)?;
+        if !self.lock.open(number, datagram) {
+            return Err(Reject::Forged);
+        }
+        self.window.take(number);
+        let len = datagram.len() - self.lock.auth.trailer();
+        let messages = &mut datagram[..len];
+        // The key is of one generation, so its place carries the number on the way.
+        Header::put_number(messages, self.generation.0);
+        Ok(messages)
+    }
+}
+
+/// What a datagram carries of its number.
+#[expect(clippy::cast_possible_truncation, reason = "the lower half is what is wanted")]
+const fn low_half(number: u64) -> u32 {
+    number as u32
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,139 @@
+//! Which datagrams have been taken already.
+
+/// The numbers of a sender's datagrams that were taken: each once, and none that lies too far
+/// behind the highest.
+///
+/// A datagram carries the lower half of its number. The upper is that which brings it nearest to
+/// the highest that was taken (RFC 4303, appendix A2).
+#[derive(Debug, Clone)]
+pub(super) struct ReplayWindow {
+    /// The number after the highest that was taken.
+    end: u64,
+    /// One bit a number, by the number modulo how many there are.
+    taken: Box<[u64; Self::WORDS]>,
+}
+
+impl ReplayWindow {
+    /// How far behind the highest a number may be. Results come by two sockets, of which one may be
+    /// read thousands of datagrams later than the other.
+    const LEN: u64 = 64 * Self::WORDS as u64;
+    const WORDS: usize = 128;
+
+    pub(super) fn new() -> Self {
+        Self { end: 0, taken: Box::new([0; Self::WORDS]) }
+    }
+
+    /// The number whose lower half is `low`, if it may be taken.
+    pub(super) fn number(&self, low: u32) -> Option<u64> {
+        const HALF: u64 = 1 << 31;
+        const SPAN: u64 = 1 << 32;
+        let near = (self.end & !(SPAN - 1)) | u64::from(low);
+        let number = if near + HALF < self.end {
+            near.checked_add(SPAN)?
+        } else if near > self.end + HALF && near >= SPAN {
+            near - SPAN
+        } else {
+            near
+        };
+        (!self.has(number)).then_some(number)
+    }
+
+    /// Whether a number was taken, or is too old to tell.
+    fn has(&self, number: u64) -> bool {
+        let (word, bit) = Self::place(number);
+        number < self.end && (number + Self::LEN < self.end || self.taken[word] & bit != 0)
+    }
+
+    /// Notes that a number is taken.
+    pub(super) fn take(&mut self, number: u64) {
+        if number >= self.end {
+            // What lies between has not come; beyond a whole round nothing of the old is left.
+            for skipped in self.end.max((number + 1).saturating_sub(Self::LEN))..=number {
+                let (word, bit) = Self::place(skipped);
+                self.taken[word] &= !bit;
+            }
+            self.end = number + 1;
+        }
+        let (word, bit) = Self::place(number);
+        self.taken[word] |= bit;
+    }
+
+    const fn place(number: u64) -> (usize, u64) {
+        ((number % Self::LEN / 64) as usize, 1 << (number % 64))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn low(number: u64) -> u32 {
+        u32::try_from(number & u64::from(u32::MAX)).unwrap()
+    }
+
+    /// Offers a number; returns whether it was taken.
+    fn offer(window: &mut ReplayWindow, number: u64) -> bool {
+        let Some(found) = window.number(low(number)) else { return false };
+        assert_eq!(found, number, "the upper half is found again");
+        window.take(number);
+        true
+    }
+
+    #[test]
+    fn each_number_is_taken_once_in_any_order() {
+        let mut window = ReplayWindow::new();
+        for number in [0, 3, 1, 8000, 2, 8191, 4, 8192] {
+            assert!(offer(&mut window, number), "{number}");
+            assert!(!offer(&mut window, number), "{number} again");
+        }
+        assert!(!offer(&mut window, 0), "too old to tell");
+        assert!(offer(&mut window, 100), "late, and new");
+        assert!(offer(&mut window, 1_000_000));
+        assert!(!offer(&mut window, 8193), "far behind");
+        assert!(!offer(&mut window, 1_000_000 - 8192));
+        assert!(offer(&mut window, 1_000_000 - 8191));
+    }
+
+    #[test]
+    fn numbers_go_on_beyond_what_a_datagram_carries() {
+        let mut window = ReplayWindow::new();
+        let start = (1 << 32) - 5;
+        // No sender is half a round ahead of what it was last heard with.
+        for step in 0..4 {
+            assert!(offer(&mut window, step * start / 4));
+        }
+        for number in (start..start + 10).rev() {
+            assert!(offer(&mut window, number), "{number}");
+        }
+        for number in start..start + 10 {
+            assert!(!offer(&mut window, number), "{number}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_window_agrees_with_a_set(steps in vec(-20_000_i64..20_000, 1..200)) {
+            let mut window = ReplayWindow::new();
+            let mut taken = BTreeSet::new();
+            let mut at = 1_u64 << 32;
+            for number in (0..4).map(|step| step << 30) {
+                prop_assert!(offer(&mut window, number));
+                taken.insert(number);
+            }
+            for step in steps {
+                at = at.checked_add_signed(step).unwrap();
+                let end = taken.last().map_or(0, |last| last + 1);
+                let fresh = at + ReplayWindow::LEN >= end && !taken.contains(&at);
+                prop_assert_eq!(offer(&mut window, at), fresh, "{} of {}", at, end);
+                if fresh {
+                    taken.insert(at);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,174 @@
+use std::net::SocketAddr;
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+use racksum_proto::ids::{JobId, OpId, WindowId};
+use racksum_proto::wire::{self, Kind};
+
+use super::*;
+
+const LIFE: Generation = Generation(3);
+const WAYS: [DataAuth; 2] = [DataAuth::Mac, DataAuth::Aead];
+
+fn keys() -> Keys {
+    Keys { up: Key([1; Key::LEN]), down: Key([2; Key::LEN]) }
+}
+
+/// Both ends of the way from rank 1 to shard 2.
+fn ends(auth: DataAuth) -> (Sealer, Opener) {
+    let sealer = Sealer::of_rank(auth, &keys(), Rank(1), 2).unwrap();
+    (sealer, Opener::of_rank(auth, &keys().up, LIFE, Rank(1), 2).unwrap())
+}
+
+fn message(body: &[u8]) -> Vec<u8> {
+    let header = Header {
+        kind: Kind::Data,
+        sender: Rank(1),
+        window: WindowId::new(OpId(5), 6),
+        mask: 1,
+        length: u16::try_from(body.len()).unwrap(),
+        ..Header::probe(JobId(7), LIFE, 2)
+    };
+    let mut head = [0; Header::LEN];
+    header.encode(&mut head);
+    [&head[..], body].concat()
+}
+
+fn sealed(sealer: &mut Sealer, datagram: &[u8]) -> Vec<u8> {
+    let to = SocketAddr::from(([127, 0, 0, 1], 9));
+    let mut out = Vec::new();
+    sealer.seal(&Transmit::new(to, datagram, datagram.len()), &mut out);
+    out
+}
+
+#[test]
+fn what_is_sealed_is_opened_as_it_was() {
+    for auth in WAYS {
+        let (mut sealer, mut opener) = ends(auth);
+        let datagram = [message(b"some gradients"), message(b"and more")].concat();
+        for number in 0..3 {
+            let mut sealed = sealed(&mut sealer, &datagram);
+            assert_eq!(sealed.len(), datagram.len() + auth.trailer());
+            assert_eq!(Header::number(&sealed), Some(number));
+            let hidden = !sealed.windows(14).any(|part| part == b"some gradients");
+            assert_eq!(hidden, auth == DataAuth::Aead);
+            assert_eq!(opener.open(&mut sealed).unwrap(), datagram, "{auth}");
+        }
+    }
+    assert!(Sealer::of_rank(DataAuth::None, &keys(), Rank(1), 2).is_none());
+}
+
+#[test]
+fn trains_are_sealed_datagram_by_datagram_and_so_is_what_lies_in_two_places() {
+    for auth in WAYS {
+        let (mut sealer, mut opener) = ends(auth);
+        let to = SocketAddr::from(([127, 0, 0, 1], 9));
+        let (one, last) = (message(&[7; 100]), message(&[8; 30]));
+        let train = [&one[..], &one, &last].concat();
+        let mut out = Vec::new();
+        let stride = sealer.seal(&Transmit::new(to, &train, one.len()), &mut out);
+        assert_eq!(stride, one.len() + auth.trailer());
+        let opened = out.chunks_mut(stride).map(|part| opener.open(part).unwrap().to_vec());
+        assert_eq!(opened.collect::<Vec<_>>(), [one.clone(), one.clone(), last]);
+
+        let (head, tail) = one.split_at(Header::LEN);
+        let mut out = Vec::new();
+        sealer.seal(&Transmit::in_two(to, head, tail), &mut out);
+        assert_eq!(opener.open(&mut out).unwrap(), one);
+    }
+}
+
+#[test]
+fn a_datagram_counts_once() {
+    // wire: W-59
+    for auth in WAYS {
+        let (mut sealer, mut opener) = ends(auth);
+        let first = sealed(&mut sealer, &message(b"first"));
+        let second = sealed(&mut sealer, &message(b"second"));
+        assert!(opener.open(&mut second.clone()).is_ok());
+        assert!(opener.open(&mut first.clone()).is_ok(), "late");
+        for again in [first, second] {
+            assert_eq!(opener.open(&mut again.clone()), Err(Reject::Replayed));
+        }
+    }
+}
+
+#[test]
+fn what_was_forged_does_not_make_the_genuine_a_replay() {
+    for auth in WAYS {
+        let (mut sealer, mut opener) = ends(auth);
+        let genuine = sealed(&mut sealer, &message(b"genuine"));
+        let mut forged = genuine.clone();
+        *forged.last_mut().unwrap() ^= 1;
+        assert_eq!(opener.open(&mut forged), Err(Reject::Forged));
+        assert!(opener.open(&mut genuine.clone()).is_ok());
+    }
+}
+
+#[test]
+fn every_changed_bit_and_every_truncation_is_seen() {
+    // wire: W-58
+    for auth in WAYS {
+        let (mut sealer, mut opener) = ends(auth);
+        let genuine = sealed(&mut sealer, &message(b"genuine"));
+        for bit in 0..genuine.len() * 8 {
+            let mut changed = genuine.clone();
+            changed[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(opener.open(&mut changed), Err(Reject::Forged), "{auth} bit {bit}");
+        }
+        for len in 0..genuine.len() {
+            assert_eq!(opener.open(&mut genuine[..len].to_vec()), Err(Reject::Forged), "{len}");
+        }
+        let longer = [&genuine[..], &[0]].concat();
+        assert_eq!(opener.open(&mut longer.clone()), Err(Reject::Forged));
+        assert!(opener.open(&mut genuine.clone()).is_ok());
+    }
+}
+
+#[test]
+fn the_ways_of_ranks_shards_directions_and_keys_are_apart() {
+    for auth in WAYS {
+        let (mut sealer, _) = ends(auth);
+        let genuine = sealed(&mut sealer, &message(b"genuine"));
+        let other = Key([9; Key::LEN]);
+        let apart = [
+            Opener::of_rank(auth, &keys().up, LIFE, Rank(2), 2),
+            Opener::of_rank(auth, &keys().up, LIFE, Rank(1), 3),
+            Opener::of_rank(auth, &other, LIFE, Rank(1), 2),
+            Opener::of_shard(auth, &keys(), LIFE, 2),
+            Opener::of_shard(auth, &Keys { down: keys().up, ..keys() }, LIFE, 2),
+        ];
+        for (i, opener) in apart.into_iter().enumerate() {
+            let opened = opener.unwrap().open(&mut genuine.clone()).map(|it| it.to_vec());
+            assert_eq!(opened, Err(Reject::Forged), "{auth} {i}");
+        }
+    }
+}
+
+#[test]
+fn both_directions_have_one_key_each() {
+    for auth in WAYS {
+        let mut sealer = Sealer::of_shard(auth, &keys().down, 2).unwrap();
+        let mut opener = Opener::of_shard(auth, &keys(), LIFE, 2).unwrap();
+        let datagram = message(b"sums");
+        assert_eq!(opener.open(&mut sealed(&mut sealer, &datagram)).unwrap(), datagram);
+    }
+    assert_ne!(new_key().unwrap(), new_key().unwrap());
+}
+
+proptest! {
+    #[test]
+    fn noise_is_never_taken_and_never_panics(mut noise in vec(any::<u8>(), 0..200)) {
+        for auth in WAYS {
+            let (_, mut opener) = ends(auth);
+            let rejected = opener.open(&mut noise);
+            prop_assert!(matches!(rejected, Err(Reject::Forged | Reject::Replayed)));
+        }
+        // Whatever a key's holder seals, its messages are decoded with care.
+        let (mut sealer, mut opener) = ends(DataAuth::Mac);
+        let mut sealed = sealed(&mut sealer, &noise);
+        if let Ok(opened) = opener.open(&mut sealed) {
+            wire::messages(opened).for_each(drop);
+        }
+    }
+}
