@@ -136,11 +136,19 @@ pub(crate) struct Racksum {
     pub(crate) drop: Option<f64>,
     /// How many of the network's aggregators serve the job.
     pub(crate) aggregators: u8,
+    /// How datagrams are authenticated, as `--data-auth` takes it; as users get it if not said.
+    pub(crate) data_auth: Option<&'static str>,
 }
 
 impl Racksum {
-    pub(crate) const PLAIN: Self =
-        Self { wire: Wire::F32, block: 256, input: Input::Dense, drop: None, aggregators: 1 };
+    pub(crate) const PLAIN: Self = Self {
+        wire: Wire::F32,
+        block: 256,
+        input: Input::Dense,
+        drop: None,
+        aggregators: 1,
+        data_auth: None,
+    };
     /// In bf16. A window has at most 64 blocks: with 2 bytes an element, those of 256 fill half of
     /// its 60 KiB, and of 512 all.
     pub(crate) const BF16: Self = Self { wire: Wire::Bf16, block: 512, ..Self::PLAIN };

@@ -28,6 +28,7 @@ pub(crate) fn all(seed: u64) -> Vec<Case> {
         spare_bytes: 64_000_000,
     }));
     cases.push(two_aggregators(seed));
+    cases.extend(authenticated(seed));
     cases
 }
 
@@ -291,6 +292,36 @@ fn two_aggregators(seed: u64) -> Case {
             reach: 1.9,
         }],
     })
+}
+
+/// What it costs to authenticate datagrams, and to encrypt them.
+fn authenticated(seed: u64) -> Vec<Case> {
+    let with = |name, how| {
+        let program = Program::Racksum(Racksum { data_auth: Some(how), ..Racksum::PLAIN });
+        Side { name, program }
+    };
+    let cost = |most| Bound { figure: Figure::Cost("mac", "none"), must: most, reach: most };
+    let race = |name: String, world, net, shards, most| {
+        Case::Race(Race {
+            name,
+            world,
+            net,
+            shards,
+            data: dense(seed, 100_000_000),
+            iterations: 1,
+            sides: vec![with("none", "none"), with("mac", "mac"), with("aead", "aead")],
+            bounds: vec![cost(most)],
+        })
+    };
+    let on_loopback = |world| {
+        let name = format!("auth-loopback-w{world}");
+        race(name, world, Net::Loopback, BULK_SHARDS, 1.4)
+    };
+    let mut cases: Vec<_> = [2, 4, 8].map(on_loopback).into();
+    // Two workers: the cores of one host seal and open for all of them here, and for eight they are
+    // what the race would measure.
+    cases.push(race("auth-1g-w2".to_owned(), 2, GIGABIT, 1, 1.02));
+    cases
 }
 
 #[cfg(test)]

@@ -15,11 +15,21 @@ use super::network::{Drops, Host, INTERFACE, Network};
 use super::setup::Setup;
 use super::volume::{Traffic, Volume};
 
+/// An aggregator of a race.
+#[derive(Debug)]
+struct Serving {
+    /// How it authenticates data, which is its own affair and no side's.
+    data_auth: Option<&'static str>,
+    addr: SocketAddr,
+    /// Ends with the race.
+    _crew: Crew,
+}
+
 /// Where a race takes place.
 #[derive(Debug)]
 pub(crate) struct Place {
     // Dropped in this order: the processes go before the hosts they are on.
-    aggregators: Vec<(Crew, SocketAddr)>,
+    aggregators: Vec<Serving>,
     network: Option<Network>,
 }
 
@@ -33,20 +43,42 @@ impl Place {
             }
         };
         let mut place = Self { aggregators: Vec::new(), network };
-        let flags = [format!("--shards={}", race.shards)];
-        let ours = race.sides.iter().filter_map(|side| side.program.racksum());
-        for i in 0..ours.map(|ours| ours.aggregators).max().unwrap_or(0) {
-            let aggregator = match &place.network {
-                None => aggregator(setup, None, &flags, logs)?,
-                Some(network) => {
-                    let host = network.aggregators().get(usize::from(i));
-                    let host = host.context("a race has more aggregators than its network")?;
-                    aggregator(setup, Some(host), &flags, logs)?
-                }
-            };
-            place.aggregators.push(aggregator);
+        for racksum in race.sides.iter().filter_map(|side| side.program.racksum()).copied() {
+            let there = place.serving(racksum).count();
+            for i in there..usize::from(racksum.aggregators) {
+                place.serve(race, racksum, i, setup, logs)?;
+            }
         }
         Ok(place)
+    }
+
+    /// Starts the aggregator on host `i` that serves as a side needs it.
+    fn serve(
+        &mut self,
+        race: &Race,
+        racksum: Racksum,
+        i: usize,
+        setup: &Setup,
+        logs: &Path,
+    ) -> Result<()> {
+        let data_auth = racksum.data_auth;
+        let mut flags = vec![format!("--shards={}", race.shards)];
+        flags.extend(data_auth.map(|how| format!("--data-auth={how}")));
+        let host = match &self.network {
+            None => None,
+            Some(network) => {
+                let host = network.aggregators().get(i);
+                Some(host.context("a race has more aggregators than its network")?)
+            }
+        };
+        let (crew, addr) = aggregator(setup, host, &flags, logs)?;
+        self.aggregators.push(Serving { data_auth, addr, _crew: crew });
+        Ok(())
+    }
+
+    /// The aggregators that serve as a side needs it.
+    fn serving(&self, racksum: Racksum) -> impl Iterator<Item = &Serving> {
+        self.aggregators.iter().filter(move |it| it.data_auth == racksum.data_auth)
     }
 
     /// What the queues of the links have dropped so far.
@@ -72,7 +104,8 @@ pub(crate) fn aggregator(
     if host.is_some() {
         command.arg("--insecure");
     }
-    let mut crew = Crew::start(&format!("aggregator-{bind}"), [command], logs)?;
+    let name = format!("aggregator-{bind}{}", flags.concat());
+    let mut crew = Crew::start(&name, [command], logs)?;
     let line = crew.lines(START_TIMEOUT)?.remove(0);
     let addr = served(&line).with_context(|| format!("the aggregator said {line:?}"))?;
     Ok((crew, addr))
@@ -132,8 +165,8 @@ impl Team {
             "sparse data has blocks of {}",
             Racksum::PLAIN.block
         );
-        let served = place.aggregators.iter().take(usize::from(racksum.aggregators));
-        let aggregator = served.map(|(_, addr)| addr.to_string()).collect::<Vec<_>>().join("+");
+        let served = place.serving(racksum).take(usize::from(racksum.aggregators));
+        let aggregator = served.map(|it| it.addr.to_string()).collect::<Vec<_>>().join("+");
         let job = format!("{}-{}", race.name, side.name);
         let mut flags = vec!["--seed".to_owned(), race.data.seed.to_string()];
         flags.push(format!("--block={}", racksum.block));
