@@ -1,15 +1,14 @@
 //! Admission: which jobs there are, who has joined them, what they are granted.
 
+mod job;
+
 use std::collections::BTreeMap;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
-use racksum_proto::aggregator::Config as JobConfig;
-use racksum_proto::auth::DataAuth;
-use racksum_proto::control::{CONTROL_VERSION, FromAggregator, Join, Welcome};
-use racksum_proto::geometry::{Fragmentation, WINDOW_BYTES};
-use racksum_proto::ids::{Generation, JobId, Rank};
-use racksum_proto::wire::Header;
+use job::{Job, Member, State, group_of};
+use racksum_proto::control::{CONTROL_VERSION, FromAggregator, Join, Loss, Welcome};
+use racksum_proto::ids::{JobId, Rank};
 use tokio::sync::mpsc::Sender;
 use tokio::time::Instant;
 
@@ -23,13 +22,6 @@ use crate::slots::MAX_WORLD;
 pub const MAX_LANES: u8 = 8;
 /// Most bytes of a job's name.
 const MAX_NAME: usize = 128;
-/// Bytes that a rank may have in flight towards a shard where datagrams hold whole windows, as
-/// between processes of one host: there copies are the limit, and what two ranks have on its way
-/// should stay in the processor's cache. On slower links, whose datagrams are small, more in
-/// flight mends losses sooner.
-const MAX_LOCAL_IN_FLIGHT: usize = 1 << 19;
-/// Ops that each rank may have in flight.
-const MAX_OPS: u16 = 64;
 /// From this many ranks on, `auto` tries multicast: one rank alone needs no copies.
 const MULTICAST_WORLD: u16 = 2;
 /// How often a group is probed where there are copies to fall back to: 300 ms.
@@ -38,47 +30,12 @@ const PROBES: u32 = 15;
 /// heard of the group, may take seconds to pass multicast on.
 const DEMANDED_PROBES: u32 = 250;
 
-/// A rank that has joined.
-#[derive(Debug)]
-struct Member {
-    join: Join,
-    /// Where its data comes from: an address of a link means nothing without its scope.
-    addr: SocketAddr,
-    tell: Sender<FromAggregator>,
-    hears: bool,
-}
-
-/// A job, gathering its ranks or running.
-#[derive(Debug)]
-struct Job {
-    id: JobId,
-    generation: Generation,
-    world: u16,
-    lanes: u8,
-    /// Which of how many aggregators this one is for the job.
-    stripe: (u8, u8),
-    members: Vec<Option<Member>>,
-    state: State,
-    opened: Instant,
-}
-
 /// A rank's place in a job, which another job of the same name does not have.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Seat {
     job: String,
     id: JobId,
     rank: u16,
-}
-
-/// How far a job is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
-    /// Ranks are missing.
-    Gathering,
-    /// Finding out who hears the multicast group.
-    Probing,
-    /// Ops may run.
-    Running,
 }
 
 /// All jobs of an aggregator.
@@ -171,6 +128,7 @@ impl Registry {
         Self::check(&join, addr.ip())?;
         // Before anything is said that depends on a job.
         admit(&self.config.admit, identity.as_deref(), &join.job)?;
+        self.supersede(&join)?;
         addr.set_port(join.data_port);
         let name = join.job.clone();
         if !self.jobs.contains_key(&name) {
@@ -394,7 +352,7 @@ impl Registry {
             for member in job.members.iter().flatten() {
                 member.tell(FromAggregator::Refused { reason: reason.to_owned() });
             }
-            self.forget(job.id);
+            self.tell_shards(|| Command::Remove(job.id));
         }
     }
 
@@ -423,163 +381,69 @@ impl Registry {
         Vec::new()
     }
 
-    /// A rank is gone: cleanly, or lost. A running job that loses a rank is over for all.
-    pub(crate) fn leave(&mut self, seat: &Seat, clean: bool) {
+    /// A rank is gone: it has left, or is lost. A running job that loses a rank is over for all,
+    /// and what it held is free at once.
+    pub(crate) fn leave(&mut self, seat: &Seat, why: Loss) {
         let (name, rank) = (&seat.job, seat.rank);
         let Some(job) = self.job(seat) else { return };
         job.members[usize::from(rank)] = None;
-        if !clean && job.state != State::Gathering {
-            for member in job.members.iter().flatten() {
-                member.tell(FromAggregator::PeerLost { ranks: vec![rank] });
+        let (others, ranks) = (job.members.iter().flatten(), vec![rank]);
+        let over = match (why, job.state) {
+            // Whoever was told to wait goes on waiting.
+            (_, State::Gathering) => false,
+            (Loss::Left, State::Probing | State::Running) => {
+                others
+                    .for_each(|member| member.tell(FromAggregator::Left { ranks: ranks.clone() }));
+                self.tell_shards(|| Command::Left(seat.id, Rank(rank)));
+                false
             }
-            tracing::warn!(job = name, rank, "rank lost");
-        }
-        if job.members.iter().all(Option::is_none) {
+            (why, State::Probing | State::Running) => {
+                let lost = || FromAggregator::PeerLost { ranks: ranks.clone(), why };
+                others.for_each(|member| member.tell(lost()));
+                tracing::warn!(job = name, rank, "rank lost: {}", why.name());
+                true
+            }
+        };
+        let empty = |job: &Job| job.members.iter().all(Option::is_none);
+        if over || self.jobs.get(name).is_some_and(empty) {
             self.jobs.remove(name);
-            self.forget(seat.id);
+            self.tell_shards(|| Command::Remove(seat.id));
             tracing::info!(job = name, "job ended");
         }
     }
 
-    fn forget(&self, id: JobId) {
-        for shard in &self.shards {
-            shard.tell(Command::Remove(id));
-        }
-    }
-}
-
-impl Job {
-    /// Checks that a join fits what the job was opened with.
-    fn check(&self, join: &Join) -> Result<(), String> {
-        let name = &join.job;
-        if self.state != State::Gathering {
+    /// Ends an earlier life of a job for a rank of a later one.
+    ///
+    /// # Errors
+    /// That the rank is of an earlier life itself.
+    fn supersede(&mut self, join: &Join) -> Result<(), String> {
+        let Some(job) = self.jobs.get(&join.job) else { return Ok(()) };
+        let (present, theirs) = (job.generation, join.generation);
+        if theirs < present {
             return Err(format!(
-                "job {name:?} is running: its {} ranks have joined; choose another --job, or wait \
-                 until it has ended (a rank that died is missed after 10 s)",
-                self.world
+                "job {:?} is in generation {}, and generation {} is over; start the rank with the \
+                 job's present generation",
+                join.job, present.0, theirs.0
             ));
         }
-        for (what, mine, theirs) in [
-            ("world", u64::from(self.world), u64::from(join.world)),
-            ("lanes", u64::from(self.lanes), u64::from(join.lanes)),
-            ("aggregators", u64::from(self.stripe.1), u64::from(join.stripe.1)),
-            ("place among aggregators", u64::from(self.stripe.0), u64::from(join.stripe.0)),
-            ("generation", u64::from(self.generation.0), u64::from(join.generation.0)),
-        ] {
-            if mine != theirs {
-                return Err(format!(
-                    "job {name:?} was opened with {what} {mine}, but rank {} says {theirs}",
-                    join.rank
-                ));
+        if theirs > present {
+            let id = job.id;
+            for member in job.members.iter().flatten() {
+                member.tell(FromAggregator::Superseded { by: theirs });
             }
+            let (from, to) = (present.0, theirs.0);
+            tracing::info!(job = join.job, from, to, "a new generation begins");
+            self.jobs.remove(&join.job);
+            self.tell_shards(|| Command::Remove(id));
         }
         Ok(())
     }
 
-    /// Who hears the group, by rank; one that is gone hears nothing.
-    fn hears(&self) -> Vec<bool> {
-        let hears = |member: &Option<Member>| member.as_ref().is_some_and(|member| member.hears);
-        self.members.iter().map(hears).collect()
-    }
-
-    fn data_addrs(&self) -> impl Iterator<Item = SocketAddr> + '_ {
-        let members = self.members.iter().flatten();
-        members.map(|member| member.addr)
-    }
-
-    /// What the job is granted: for its ranks, and for each shard.
-    fn grant(
-        &self,
-        pool_slots: u32,
-        auth: DataAuth,
-        handles: &[ShardHandle],
-    ) -> Result<(Welcome, Vec<JobConfig>), String> {
-        if pool_slots < 2 {
-            return Err(format!(
-                "{} ranks with {} lanes need more packet buffers than a job's share; raise \
-                 --pool-mib or lower --max-jobs at the aggregator",
-                self.world, self.lanes
-            ));
-        }
-        let joins = || self.members.iter().flatten().map(|member| &member.join);
-        let datagram = joins().map(|join| usize::from(join.max_datagram)).min().unwrap_or(0);
-        let payload = datagram.saturating_sub(Header::LEN + DataAuth::MAX_TRAILER);
-        let payload = payload.min(WINDOW_BYTES);
-        let cut = Fragmentation::new(payload).ok_or_else(|| {
-            format!("datagrams of {datagram} bytes are too small; the MTU must be 1280 or more")
-        })?;
-        let cut = cut.with_trailer(auth);
-        let lowest = joins().map(|join| join.receive_buffer).min().unwrap_or(0) as usize;
-        let receive = handles.iter().map(|shard| shard.receive_buffer).min().unwrap_or(0);
-        let most = if payload == WINDOW_BYTES { MAX_LOCAL_IN_FLIGHT } else { usize::MAX };
-        let in_flight = (receive / usize::from(self.world)).clamp(2 * WINDOW_BYTES, most);
-        let mine = u8::try_from(handles.len()).unwrap_or(u8::MAX);
-        let (place, aggregators) = self.stripe;
-        let shards = mine.checked_mul(aggregators).ok_or_else(|| {
-            format!("{aggregators} aggregators of {mine} shards are more shards than 255")
-        })?;
-        let first = mine * place;
-        let welcome = Welcome {
-            job: self.id,
-            data_ports: handles.iter().map(|shard| shard.addr.port()).collect(),
-            pool_slots,
-            max_ops: MAX_OPS,
-            fragment_payload: u16::try_from(cut.payload()).unwrap_or(u16::MAX),
-            in_flight: u32::try_from(in_flight).unwrap_or(u32::MAX),
-            group: None,
-            data_auth: auth,
-            keys: None,
-        };
-        let config = |shard| JobConfig {
-            job: self.id,
-            generation: self.generation,
-            world: self.world,
-            lanes: self.lanes,
-            shard,
-            shards,
-            pool_slots,
-            max_ops: MAX_OPS,
-            cut,
-            // The results of all streams meet in each rank's receive buffer.
-            results_in_flight: lowest / usize::from(shards) / usize::from(self.lanes.max(1)) / 2,
-        };
-        Ok((welcome, (first..first + mine).map(config).collect()))
-    }
-}
-
-impl Member {
-    /// Why this rank is no rank of a job that demands multicast.
-    fn unreached(&self) -> String {
-        format!(
-            "multicast does not reach rank {} at {}; start the aggregator with --fanout auto or \
-             unicast",
-            self.join.rank,
-            self.addr.ip()
-        )
-    }
-
-    /// Tells the rank something. One that does not read is given up by its connection's task.
-    fn tell(&self, message: FromAggregator) {
-        if self.tell.try_send(message).is_err() {
-            tracing::warn!(rank = self.join.rank, "the rank does not read its messages");
+    fn tell_shards(&self, command: impl Fn() -> Command) {
+        for shard in &self.shards {
+            shard.tell(command());
         }
     }
-}
-
-/// The group that a job's results are multicast to: by job within an aggregator, by port between
-/// aggregators of one network.
-fn group_of(id: JobId, shard: SocketAddr) -> SocketAddr {
-    let [a, b, c, d] = id.0.to_be_bytes();
-    let ip = match shard.ip() {
-        // Organisation-local scope, RFC 2365.
-        IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::new(239, 192 + b % 4, c, d)),
-        // Link-local scope, transient, RFC 4291.
-        IpAddr::V6(_) => {
-            let (high, low) = (u16::from_be_bytes([a, b]), u16::from_be_bytes([c, d]));
-            IpAddr::V6(Ipv6Addr::new(0xff12, 0, 0, 0, 0, 0x7273, high, low))
-        }
-    };
-    SocketAddr::new(ip, shard.port())
 }
 
 #[cfg(test)]

@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use racksum_net::interface::local_addr_towards;
-use racksum_net::quic::{Certificate, frames, not_connected, quinn};
-use racksum_proto::control::{FromAggregator, FromWorker, Join};
+use racksum_net::quic::{Certificate, dead, frames, not_connected, quinn};
+use racksum_proto::control::{FromAggregator, FromWorker, Join, Loss};
 use tokio::sync::mpsc::{Receiver, channel};
 use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
@@ -89,6 +89,9 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared) {
     let (tell, mut inbox) = channel(QUEUE);
     let addr = connection.remote_address();
     let (name, rank) = (join.job.clone(), join.rank);
+    // Where the rank's data comes from; it holds that port as long as it lives.
+    let mut door = addr;
+    door.set_port(join.data_port);
     let identity = lock(&registry).knows_identities();
     let identity = identity.then(|| Certificate::of_peer(&connection)).flatten().map(|it| it.name);
     let joined = match answers_elsewhere(&registry, &connection) {
@@ -110,10 +113,20 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared) {
             if joined == Joined::Probe {
                 tokio::spawn(probe(Arc::clone(&registry), seat.clone()));
             }
-            let parting = attend(&registry, &seat, &mut send, recv, &mut inbox).await;
-            lock(&registry).leave(&seat, parting == Parting::Left);
-            if parting != Parting::Lost {
-                end(&connection, send).await;
+            let parting = tokio::select! {
+                parting = attend(&registry, &seat, &mut send, recv, &mut inbox) => parting,
+                () = dead(&connection, door) => Parting::Lost(Loss::Died),
+            };
+            match parting {
+                Parting::Over => end(&connection, send).await,
+                Parting::Lost(Loss::Left) => {
+                    lock(&registry).leave(&seat, Loss::Left);
+                    end(&connection, send).await;
+                }
+                Parting::Lost(Loss::Broke) if timed_out(&connection) => {
+                    lock(&registry).leave(&seat, Loss::Silent);
+                }
+                Parting::Lost(why) => lock(&registry).leave(&seat, why),
             }
         }
     }
@@ -155,13 +168,16 @@ async fn say(send: &mut quinn::SendStream, message: &FromAggregator) -> bool {
     matches!(timeout(READ_TIMEOUT, frames::send(send, message)).await, Ok(Ok(())))
 }
 
+/// Whether a connection ended because nothing was heard for too long.
+fn timed_out(connection: &quinn::Connection) -> bool {
+    matches!(connection.close_reason(), Some(quinn::ConnectionError::TimedOut))
+}
+
 /// How a rank and its job parted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Parting {
-    /// The rank said so.
-    Left,
-    /// The rank is gone, or makes no sense.
-    Lost,
+    /// The rank is gone.
+    Lost(Loss),
     /// The job is over, and the rank was told why.
     Over,
 }
@@ -190,13 +206,13 @@ async fn attend(
             message = inbox.recv() => {
                 let Some(message) = message else { break Parting::Over };
                 if !say(send, &message).await {
-                    break Parting::Lost;
+                    break Parting::Lost(Loss::Broke);
                 }
             }
             word = words.recv() => match word {
                 Some(FromWorker::Heard) => lock(registry).heard(seat),
-                Some(FromWorker::Leave) => break Parting::Left,
-                Some(FromWorker::Join(_)) | None => break Parting::Lost,
+                Some(FromWorker::Leave) => break Parting::Lost(Loss::Left),
+                Some(FromWorker::Join(_)) | None => break Parting::Lost(Loss::Broke),
             },
             now = tick.tick() => {
                 let missing = lock(registry).missing(seat, now);
@@ -204,7 +220,7 @@ async fn attend(
                 let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
                 let waiting = FromAggregator::Waiting { missing: missing.clone(), waited_ms };
                 if !missing.is_empty() && !say(send, &waiting).await {
-                    break Parting::Lost;
+                    break Parting::Lost(Loss::Broke);
                 }
             }
         }

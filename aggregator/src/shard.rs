@@ -15,7 +15,7 @@ use racksum_net::interface::Interface;
 use racksum_net::udp::{self, Gather, RECV_BATCH, Received, RecvRing, UdpConfig, UdpSocket, Waker};
 use racksum_proto::aggregator::{Aggregation, Config, Place, Transmit, Verdict};
 use racksum_proto::error::{Reject, Rejects};
-use racksum_proto::ids::JobId;
+use racksum_proto::ids::{JobId, Rank};
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::{self, Header};
 
@@ -45,6 +45,8 @@ pub(crate) enum Command {
     Probe(JobId),
     /// These ranks hear the group; the others are sent their own copies.
     Listeners(JobId, Vec<bool>),
+    /// A rank of the job has left.
+    Left(JobId, Rank),
     /// The job is gone.
     Remove(JobId),
     /// The aggregator stops.
@@ -250,6 +252,11 @@ impl Shard {
                     if job.unicast.len() == job.ranks.len() {
                         job.group = None;
                     }
+                }
+            }
+            Command::Left(id, rank) => {
+                if let Some(job) = self.jobs.get_mut(&id) {
+                    job.machine.handle_left(rank, &mut ());
                 }
             }
             Command::Remove(id) => {

@@ -1,6 +1,7 @@
 //! A job driven by a script: ops are started, datagrams arrive, are lost, doubled, changed and
 //! made up, time passes. No machine panics, says what it may not, or goes on for ever.
 
+use racksum_proto::control::Loss;
 use racksum_proto::geometry::Fragmentation;
 use racksum_proto::ids::Rank;
 use racksum_proto::time::Span;
@@ -125,7 +126,7 @@ fn end_session(cluster: &mut Cluster, script: &mut Script<'_>) {
     let rank = script.below(cluster.workers.len());
     match script.byte() {
         1 => cluster.workers[rank].end("the script says so", &mut ()),
-        2 => cluster.workers[rank].handle_peers_lost(&[Rank(0)], &mut ()),
+        2 => cluster.workers[rank].handle_peers_lost(&[Rank(0)], Loss::Died, &mut ()),
         _ => {}
     }
 }

@@ -14,6 +14,7 @@ mod endpoint;
 pub mod frames;
 mod identity;
 mod trust;
+mod watch;
 
 pub use authority::{Authority, Subject};
 pub use certificate::{Certificate, Role};
@@ -22,16 +23,18 @@ pub use identity::Identity;
 /// The QUIC implementation, whose connections and streams appear in this interface.
 pub use quinn;
 pub use trust::Credentials;
+pub use watch::dead;
 
 /// The protocol both sides must name in the handshake (ALPN): racksum's control messages, first
 /// version.
 pub const PROTOCOL: &str = "racksum/1";
 
 /// How often a silent connection shows that it is alive.
-pub const KEEP_ALIVE: Span = Span::from_secs(1);
+pub const KEEP_ALIVE: Span = Span::from_millis(500);
 
-/// How long a connection may hear nothing before it is given up: ten signs of life missed.
-pub const IDLE_TIMEOUT: Span = Span::from_secs(10);
+/// How long a connection may hear nothing before it is given up. A process that is only stopped for
+/// a while, or a network that is down for a moment, is waited for; see [`dead`] for the others.
+pub const IDLE_TIMEOUT: Span = Span::from_secs(20);
 
 const fn duration(span: Span) -> Duration {
     Duration::from_nanos(span.0)

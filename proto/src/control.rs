@@ -82,11 +82,50 @@ pub enum FromAggregator {
         /// Whether results come by multicast to this rank.
         multicast: bool,
     },
-    /// Ranks are gone without having left.
+    /// Ranks are gone, and the job is over with them.
     PeerLost {
         /// Which.
         ranks: Vec<u16>,
+        /// What became of them.
+        why: Loss,
     },
+    /// Ranks have left. Ops that do not need them go on.
+    Left {
+        /// Which.
+        ranks: Vec<u16>,
+    },
+    /// A new life of the job has begun, and this one is over.
+    Superseded {
+        /// The new one.
+        by: Generation,
+    },
+}
+
+/// What became of a rank that is lost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Loss {
+    /// Its process ended without a word: its host says so.
+    Died,
+    /// Nothing was heard of it for too long.
+    Silent,
+    /// It broke the connection, or does not keep to the protocol.
+    Broke,
+    /// It left the job, and an op of others needs it.
+    Left,
+}
+
+impl Loss {
+    /// What is said of one rank that was lost so.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Died => "its process ended without a word; see what it said last",
+            Self::Silent => "nothing is heard of it; its host is down or cut off",
+            Self::Broke => "it broke the connection; see what it said last",
+            Self::Left => "it left the job, and this op needs it",
+        }
+    }
 }
 
 /// What a job is granted.

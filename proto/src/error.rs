@@ -3,6 +3,7 @@
 use alloc::vec::Vec;
 use core::fmt;
 
+use crate::control::Loss;
 use crate::descriptor::Descriptor;
 use crate::ids::{OpId, Rank};
 use crate::time::Span;
@@ -225,6 +226,8 @@ pub enum OpError {
     PeerLost {
         /// The ranks that are gone.
         ranks: Vec<Rank>,
+        /// What became of them.
+        why: Loss,
     },
     /// The session ended while the op was in flight, because of another op or of the link.
     Ended {
@@ -277,12 +280,12 @@ impl fmt::Display for OpError {
                  (NaN, infinity, or a sum that overflows); use another wire type",
                 op.0
             ),
-            Self::PeerLost { ranks } => {
+            Self::PeerLost { ranks, why } => {
                 write!(f, "lost rank")?;
                 for (i, rank) in ranks.iter().enumerate() {
                     write!(f, "{} {}", if i == 0 { "" } else { "," }, rank.0)?;
                 }
-                write!(f, ", whose process or host ended or is cut off; see what it said last")
+                write!(f, ": {}", why.name())
             }
             Self::Ended { why } => write!(f, "the session ended: {why}"),
         }

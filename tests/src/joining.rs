@@ -6,7 +6,9 @@ use std::time::Duration;
 use racksum_proto::control::{FromAggregator, FromWorker, Join};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
-use racksum_worker::{Client, ConnectError, ConnectOptions};
+use racksum_proto::error::OpError;
+use racksum_proto::ids::Generation;
+use racksum_worker::{Client, ConnectError, ConnectOptions, Error};
 
 use crate::impostor::Impostor;
 use crate::inputs::floats;
@@ -45,14 +47,49 @@ fn a_rank_that_does_not_fit_its_job_is_refused_and_the_job_goes_on() {
             assert_eq!(world, "job \"job\" was opened with world 2, but rank 1 says 3");
             let lanes = refusal(&ConnectOptions { lanes: 2, ..of(1, 2) });
             assert_eq!(lanes, "job \"job\" was opened with lanes 1, but rank 1 says 2");
-            let life = racksum_proto::ids::Generation(4);
-            let generation = refusal(&ConnectOptions { generation: life, ..of(1, 2) });
-            assert_eq!(generation, "job \"job\" was opened with generation 0, but rank 1 says 4");
             let second = Client::connect(&of(1, 2)).unwrap();
             let late = refusal(&of(1, 2));
             assert!(late.starts_with("job \"job\" is running: its 2 ranks have joined"), "{late}");
             check(&second, 2.0);
             first.join().unwrap();
+        });
+        rig.await_peace();
+    });
+}
+
+#[test]
+fn a_new_generation_fences_the_one_before_and_no_earlier_one_comes_back() {
+    bounded(60, || {
+        let rig = Rig::start(|config| config.max_jobs = 1);
+        let of = |rank, world, life| ConnectOptions {
+            generation: Generation(life),
+            ..rig.options("job", rank, world)
+        };
+        std::thread::scope(|scope| {
+            // The first life runs, and one of its ranks waits for an op.
+            let old = scope.spawn(|| Client::connect(&of(1, 2, 0)).unwrap());
+            let waiting = Client::connect(&of(0, 2, 0)).unwrap();
+            let old = old.join().unwrap();
+            let handle = waiting.submit(vec![0; 4], Descriptor::sum(1, DType::F32)).unwrap();
+            // The second gathers, with another world; its first rank waits for the other.
+            let second = scope.spawn(|| Client::connect(&of(0, 2, 3)));
+            let why = "a new generation of the job has begun";
+            let error = waiting.wait(handle).unwrap_err();
+            assert_eq!(error, Error::Op(OpError::Ended { why }));
+            let late = refusal(&of(1, 2, 0));
+            let told = "job \"job\" is in generation 3, and generation 0 is over; start the rank \
+                        with the job's present generation";
+            assert_eq!(late, told);
+            // The third begins before the second is complete.
+            let third = Client::connect(&of(0, 1, 4)).unwrap();
+            let told = second.join().unwrap().unwrap_err().to_string();
+            assert_eq!(
+                told,
+                "the aggregator refused: generation 4 of the job has begun, and 3 is over"
+            );
+            drop((old, waiting));
+            // What the ranks of earlier lives do when they go changes nothing any more.
+            check(&third, 1.0);
         });
         rig.await_peace();
     });

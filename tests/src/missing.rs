@@ -3,13 +3,15 @@
 use std::sync::Barrier;
 use std::time::Duration;
 
+use racksum_proto::control::Loss;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::Rank;
-use racksum_worker::{Client, ConnectError, Error};
+use racksum_worker::{Client, ConnectError, Error, Faults};
 
 use crate::impostor::Impostor;
+use crate::inputs::seed;
 use crate::rig::{Rig, bounded};
 use crate::waits::timed;
 
@@ -86,20 +88,47 @@ fn ranks_that_do_not_call_an_op_are_named_at_its_timeout() {
 }
 
 #[test]
-fn a_rank_that_left_is_named_at_the_timeout_of_an_op_it_does_not_call() {
+fn a_rank_that_left_is_named_by_an_op_that_needs_it_long_before_its_timeout() {
     bounded(30, || {
-        let rig = Rig::start(|_| {});
-        let short = |options: &mut racksum_worker::ConnectOptions| {
-            options.op_timeout = Duration::from_millis(700);
-        };
-        rig.ranks("left", 2, short, |client, rank| {
-            sum_of(client, 5).unwrap();
-            if rank == 0 {
-                let error = sum_of(client, 5).unwrap_err();
-                let Error::Op(OpError::Timeout { missing, .. }) = error else { panic!("{error}") };
-                assert_eq!(missing[0].0, Rank(1));
-            }
-        });
+        for elements in [5, 60 * 256 * 50] {
+            let rig = Rig::start(|config| config.shards = 2);
+            rig.ranks(
+                "left",
+                3,
+                |_| {},
+                |client, rank| {
+                    sum_of(client, elements).unwrap();
+                    if rank != 1 {
+                        let (error, ms) = timed(|| sum_of(client, elements).unwrap_err());
+                        let (ranks, why) = (vec![Rank(1)], Loss::Left);
+                        assert_eq!(error, Error::Op(OpError::PeerLost { ranks, why }));
+                        let told = "lost rank 1: it left the job, and this op needs it";
+                        assert_eq!(error.to_string(), told);
+                        assert!(ms < 3000, "{ms} ms");
+                    }
+                },
+            );
+            rig.await_peace();
+        }
+    });
+}
+
+#[test]
+fn ranks_may_leave_as_soon_as_they_have_what_they_need() {
+    bounded(60, || {
+        let seed = seed(71);
+        let rig = Rig::start(|config| config.shards = 2);
+        // What the last to leave lacks is still asked for, and sent.
+        for round in 0..20 {
+            let faults = Faults { drop: 0.1, duplicate: 0.0, reorder: 0.0, seed: seed + round };
+            rig.ranks(
+                "leave",
+                4,
+                |options| options.faults = faults,
+                |client, _| sum_of(client, 60 * 256 * 30).unwrap(),
+            );
+        }
+        rig.await_peace();
     });
 }
 
@@ -114,9 +143,9 @@ fn a_rank_that_vanishes_fails_the_ops_of_the_others_at_once() {
                     let client = Client::connect(&options).unwrap();
                     let handle = client.submit(vec![0; 4], Descriptor::sum(1, DType::I32)).unwrap();
                     let (error, ms) = timed(|| client.wait(handle).unwrap_err());
-                    assert_eq!(error, Error::Op(OpError::PeerLost { ranks: vec![Rank(1)] }));
-                    let why = "lost rank 1, whose process or host ended or is cut off; see what it \
-                               said last";
+                    let (ranks, why) = (vec![Rank(1)], Loss::Broke);
+                    assert_eq!(error, Error::Op(OpError::PeerLost { ranks, why }));
+                    let why = "lost rank 1: it broke the connection; see what it said last";
                     assert_eq!(error.to_string(), why);
                     assert!(ms < 3000, "{ms} ms");
                     let next = sum_of(&client, 1).unwrap_err();

@@ -456,9 +456,16 @@ impl Shared {
         while let Ok(event) = events.recv() {
             let mut state = self.lock();
             match event {
-                Event::Said(FromAggregator::PeerLost { ranks }) => {
+                Event::Said(FromAggregator::PeerLost { ranks, why }) => {
                     let ranks: Vec<Rank> = ranks.into_iter().map(Rank).collect();
-                    state.run(|engine| engine.lose(&ranks));
+                    state.run(|engine| engine.lose(&ranks, why));
+                }
+                Event::Said(FromAggregator::Left { ranks }) => {
+                    let ranks: Vec<Rank> = ranks.into_iter().map(Rank).collect();
+                    state.run(|engine| engine.note_left(&ranks));
+                }
+                Event::Said(FromAggregator::Superseded { .. }) => {
+                    state.run(|engine| engine.end("a new generation of the job has begun"));
                 }
                 Event::Closed(_) => {
                     state.run(|engine| engine.end("the aggregator is gone"));

@@ -13,10 +13,12 @@ use racksum_net::auth::Opener;
 use racksum_net::clock::Clock;
 use racksum_net::interface::{Interface, interface_of, local_addr_towards, max_datagram};
 use racksum_net::multicast::{Multicast, open_member};
-use racksum_net::quic::{Credentials, connect, frames, not_connected};
+use racksum_net::quic::{Credentials, connect, dead, frames, not_connected};
 use racksum_net::udp::{self, RECV_BATCH, RECV_CAPACITY, RecvRing, UdpConfig, UdpSocket};
 use racksum_proto::auth::DataAuth;
-use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Welcome};
+use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Loss, Welcome};
+use racksum_proto::error::OpError;
+use racksum_proto::ids::Rank;
 use racksum_proto::time::Span;
 use racksum_proto::wire::Header;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -134,6 +136,7 @@ async fn converse(
     loop {
         tokio::select! {
             why = &mut reader => return closed(why.unwrap_or_else(|error| error.to_string())),
+            () = dead(connection.quic(), to) => return ConnectError::Closed(DEAD.into()),
             word = words.recv() => {
                 let word = word.unwrap_or(FromWorker::Leave);
                 let last = word == FromWorker::Leave;
@@ -149,6 +152,9 @@ async fn converse(
         }
     }
 }
+
+/// Why a conversation ends when the aggregator's host says that it serves no more.
+const DEAD: &str = "its process has ended";
 
 /// All that a worker has once its job is complete.
 #[derive(Debug)]
@@ -428,8 +434,20 @@ impl<'a> Joining<'a> {
                 }
                 self.ready = true;
             }
-            FromAggregator::PeerLost { ranks } => {
-                return Err(ConnectError::Closed(format!("ranks {ranks:?} were lost")));
+            FromAggregator::PeerLost { ranks, why } => {
+                let ranks = ranks.into_iter().map(Rank).collect();
+                return Err(ConnectError::Closed(OpError::PeerLost { ranks, why }.to_string()));
+            }
+            FromAggregator::Left { ranks } => {
+                let ranks = ranks.into_iter().map(Rank).collect();
+                let left = OpError::PeerLost { ranks, why: Loss::Left };
+                return Err(ConnectError::Closed(left.to_string()));
+            }
+            FromAggregator::Superseded { by } => {
+                return Err(ConnectError::Refused(format!(
+                    "generation {} of the job has begun, and {} is over",
+                    by.0, self.options.generation.0
+                )));
             }
         }
         Ok(())

@@ -1,6 +1,7 @@
-use std::net::SocketAddrV6;
+use std::net::{Ipv4Addr, SocketAddrV6};
 
 use racksum_net::clock::Clock;
+use racksum_proto::ids::Generation;
 use tokio::sync::mpsc::{Receiver, channel};
 
 use super::*;
@@ -71,7 +72,7 @@ fn a_job_that_gathers_for_too_long_names_who_did_not_come_and_frees_its_place() 
     // Who comes and goes meanwhile does not make the job any younger.
     let (other, ..) = join(&mut registry, wish("job", 2, 4)).unwrap();
     assert_eq!(registry.missing(&seat, opened + Duration::from_secs(2)), [0, 3]);
-    registry.leave(&other, true);
+    registry.leave(&other, Loss::Left);
     assert_eq!(registry.missing(&seat, opened + Duration::from_secs(4)), [0; 0]);
     let reason = "job \"job\" has waited 3 s for ranks 0, 2, 3; start what is missing, or \
                   raise --join-timeout-s at the aggregator";
@@ -106,7 +107,7 @@ fn a_seat_of_an_earlier_job_means_nothing_in_a_later_one_of_its_name() {
     for (seat, ..) in &lives[0] {
         registry.heard(seat);
         registry.end_probe(seat);
-        registry.leave(seat, false);
+        registry.leave(seat, Loss::Died);
         assert!(!registry.probe(seat));
     }
     let job = &registry.jobs["job"];
@@ -121,7 +122,7 @@ fn a_rank_that_leaves_while_the_group_is_probed_does_not_pass_for_another() {
         (0..3).map(|rank| join(&mut registry, wish("job", rank, 3)).unwrap()).collect();
     assert_eq!(ranks[2].1, Joined::Probe);
     registry.heard(&ranks[1].0);
-    registry.leave(&ranks[0].0, true);
+    registry.leave(&ranks[0].0, Loss::Left);
     registry.end_probe(&ranks[1].0);
     assert_eq!(registry.jobs["job"].hears(), [false, true, false]);
     for (rank, multicast) in [(1, true), (2, false)] {

@@ -228,6 +228,14 @@ impl Aggregation {
         }
     }
 
+    /// Notes that a rank has left: it needs no result any more, and sends nothing.
+    pub fn handle_left(&mut self, rank: Rank, observer: &mut impl Observer) {
+        for lane in 0..self.config.lanes {
+            self.streams[usize::from(lane)].handle_left(rank);
+            self.retire(lane, observer);
+        }
+    }
+
     /// Counts a datagram that changed nothing.
     pub fn reject(&mut self, reject: Reject, observer: &mut impl Observer) -> Verdict {
         self.counters.rejects.count(reject);

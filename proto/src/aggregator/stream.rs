@@ -192,6 +192,13 @@ impl Stream {
         progress.acked = progress.acked.max(acked);
     }
 
+    /// Notes that a rank has left: no slot is kept for it.
+    pub(super) fn handle_left(&mut self, rank: Rank) {
+        if let Some(progress) = self.ranks.get_mut(rank.index()) {
+            progress.acked = u64::MAX;
+        }
+    }
+
     /// Gives back the oldest slot if every rank has acknowledged its window.
     pub(super) fn retire(&mut self) -> Option<WindowId> {
         let oldest = *self.folded.front()?;

@@ -28,6 +28,7 @@ use stream::Stream;
 pub use transmit::{DataFragments, Transmit};
 
 use crate::congestion::Congestion;
+use crate::control::Loss;
 use crate::descriptor::Descriptor;
 use crate::error::{OpError, Rejects, SubmitError};
 use crate::geometry::{Fragmentation, Geometry, Stripe, WINDOW_BYTES};
@@ -127,6 +128,8 @@ pub struct Worker {
     /// When the last result came, of whatever stream.
     heard: Time,
     outcomes: VecDeque<Outcome>,
+    /// Ranks that are there no more.
+    left: Vec<Rank>,
     opens: OpenEncoder,
     ended: Option<&'static str>,
     counters: Counters,
@@ -156,6 +159,7 @@ impl Worker {
             turn: 0,
             heard: now,
             outcomes: VecDeque::with_capacity(usize::from(config.max_ops)),
+            left: Vec::new(),
             opens: OpenEncoder::new(),
             ended: None,
             counters: Counters::default(),
@@ -376,11 +380,21 @@ impl Worker {
     }
 
     /// Ends the session because ranks are gone: every op in flight fails.
-    pub fn handle_peers_lost(&mut self, ranks: &[Rank], observer: &mut impl Observer) {
+    pub fn handle_peers_lost(&mut self, ranks: &[Rank], why: Loss, observer: &mut impl Observer) {
         while let Some(id) = self.ops.iter().find(|op| !op.ended).map(|op| op.id) {
-            self.fail(id, OpError::PeerLost { ranks: ranks.to_vec() }, observer);
+            self.fail(id, OpError::PeerLost { ranks: ranks.to_vec(), why }, observer);
         }
         self.end("a rank is gone", observer);
+    }
+
+    /// Notes that ranks have left. An op that they have done their part of still ends; one that
+    /// waits for them, as the aggregator says when it is asked, ends the session.
+    pub fn handle_peers_left(&mut self, ranks: &[Rank]) {
+        for rank in ranks {
+            if !self.left.contains(rank) {
+                self.left.push(*rank);
+            }
+        }
     }
 
     /// Ends the session: every op in flight fails, and none can be started any more.

@@ -1,7 +1,10 @@
 //! What a worker makes of the aggregator's datagrams.
 
+use alloc::vec::Vec;
+
 use super::stream::{Arrival, Probe, Stalled, Stream};
 use super::{Path, Worker};
+use crate::control::Loss;
 use crate::descriptor::Descriptor;
 use crate::error::{OpError, Reject};
 use crate::geometry::{Fragmentation, Geometry};
@@ -117,7 +120,7 @@ impl Worker {
             }
             Kind::Probe if body.is_empty() => Ok(Verdict::Control),
             Kind::Credit | Kind::Probe => Err(Reject::Body),
-            Kind::Wait => self.handle_wait(now, at, header.window, body),
+            Kind::Wait => self.handle_wait(now, at, header.window, body, observer),
             Kind::Fail => self.handle_fail(now, header.window.op, body, observer),
             Kind::Open | Kind::Data | Kind::Ack => Err(Reject::Kind),
         }
@@ -382,6 +385,7 @@ impl Worker {
         at: usize,
         end: WindowId,
         body: &[u8],
+        observer: &mut impl Observer,
     ) -> Result<Verdict, Reject> {
         let missing = MissingRanks::decode(body)?;
         let stream = &mut self.streams[at];
@@ -392,10 +396,15 @@ impl Worker {
             asks.sample(now.since(probe.at));
         }
         // wire: W-38
-        if stream.note_wait(now, end, asks) {
-            stream.waited.set(now, end.op, missing);
-        } else {
+        if !stream.note_wait(now, end, asks) {
             stream.waited.forget_all();
+            return Ok(Verdict::Control);
+        }
+        stream.waited.set(now, end.op, missing);
+        let waited = self.streams[at].waited.ranks(now).iter().map(|(rank, _)| *rank);
+        let gone: Vec<Rank> = waited.filter(|rank| self.left.contains(rank)).collect();
+        if !gone.is_empty() {
+            self.handle_peers_lost(&gone, Loss::Left, observer);
         }
         Ok(Verdict::Control)
     }

@@ -12,6 +12,7 @@ use std::net::SocketAddr;
 use racksum_net::auth::{Opener, Sealer};
 use racksum_net::clock::Clock;
 use racksum_net::udp::UdpSocket;
+use racksum_proto::control::Loss;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::geometry::Geometry;
 use racksum_proto::ids::{OpId, Rank};
@@ -269,9 +270,14 @@ impl Engine {
     }
 
     /// Ends every op in flight: ranks are gone.
-    pub(crate) fn lose(&mut self, ranks: &[Rank]) {
-        self.machine.handle_peers_lost(ranks, &mut ());
+    pub(crate) fn lose(&mut self, ranks: &[Rank], why: Loss) {
+        self.machine.handle_peers_lost(ranks, why, &mut ());
         self.collect();
+    }
+
+    /// Notes that ranks have left, which ends ops that need them.
+    pub(crate) fn note_left(&mut self, ranks: &[Rank]) {
+        self.machine.handle_peers_left(ranks);
     }
 
     /// Ends every op in flight.

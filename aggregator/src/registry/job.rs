@@ -1,0 +1,190 @@
+//! A job: its ranks, how far it is, and what it is granted.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use racksum_proto::aggregator::Config;
+use racksum_proto::auth::DataAuth;
+use racksum_proto::control::{FromAggregator, Join, Welcome};
+use racksum_proto::geometry::{Fragmentation, WINDOW_BYTES};
+use racksum_proto::ids::{Generation, JobId};
+use racksum_proto::wire::Header;
+use tokio::sync::mpsc::Sender;
+use tokio::time::Instant;
+
+use crate::shard::ShardHandle;
+
+/// A rank that has joined.
+#[derive(Debug)]
+pub(super) struct Member {
+    pub(super) join: Join,
+    /// Where its data comes from: an address of a link means nothing without its scope.
+    pub(super) addr: SocketAddr,
+    pub(super) tell: Sender<FromAggregator>,
+    pub(super) hears: bool,
+}
+
+/// A job, gathering its ranks or running.
+#[derive(Debug)]
+pub(super) struct Job {
+    pub(super) id: JobId,
+    pub(super) generation: Generation,
+    pub(super) world: u16,
+    pub(super) lanes: u8,
+    /// Which of how many aggregators this one is for the job.
+    pub(super) stripe: (u8, u8),
+    pub(super) members: Vec<Option<Member>>,
+    pub(super) state: State,
+    pub(super) opened: Instant,
+}
+
+/// How far a job is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum State {
+    /// Ranks are missing.
+    Gathering,
+    /// Finding out who hears the multicast group.
+    Probing,
+    /// Ops may run.
+    Running,
+}
+
+impl Job {
+    /// Checks that a join fits what the job was opened with.
+    pub(super) fn check(&self, join: &Join) -> Result<(), String> {
+        let name = &join.job;
+        if self.state != State::Gathering {
+            return Err(format!(
+                "job {name:?} is running: its {} ranks have joined; choose another --job, wait \
+                 until it has ended, or restart all its ranks with a greater --generation",
+                self.world
+            ));
+        }
+        for (what, mine, theirs) in [
+            ("world", u64::from(self.world), u64::from(join.world)),
+            ("lanes", u64::from(self.lanes), u64::from(join.lanes)),
+            ("aggregators", u64::from(self.stripe.1), u64::from(join.stripe.1)),
+            ("place among aggregators", u64::from(self.stripe.0), u64::from(join.stripe.0)),
+        ] {
+            if mine != theirs {
+                return Err(format!(
+                    "job {name:?} was opened with {what} {mine}, but rank {} says {theirs}",
+                    join.rank
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Who hears the group, by rank; one that is gone hears nothing.
+    pub(super) fn hears(&self) -> Vec<bool> {
+        let hears = |member: &Option<Member>| member.as_ref().is_some_and(|member| member.hears);
+        self.members.iter().map(hears).collect()
+    }
+
+    pub(super) fn data_addrs(&self) -> impl Iterator<Item = SocketAddr> + '_ {
+        let members = self.members.iter().flatten();
+        members.map(|member| member.addr)
+    }
+
+    /// What the job is granted: for its ranks, and for each shard.
+    pub(super) fn grant(
+        &self,
+        pool_slots: u32,
+        auth: DataAuth,
+        handles: &[ShardHandle],
+    ) -> Result<(Welcome, Vec<Config>), String> {
+        if pool_slots < 2 {
+            return Err(format!(
+                "{} ranks with {} lanes need more packet buffers than a job's share; raise \
+                 --pool-mib or lower --max-jobs at the aggregator",
+                self.world, self.lanes
+            ));
+        }
+        let joins = || self.members.iter().flatten().map(|member| &member.join);
+        let datagram = joins().map(|join| usize::from(join.max_datagram)).min().unwrap_or(0);
+        let payload = datagram.saturating_sub(Header::LEN + DataAuth::MAX_TRAILER);
+        let payload = payload.min(WINDOW_BYTES);
+        let cut = Fragmentation::new(payload).ok_or_else(|| {
+            format!("datagrams of {datagram} bytes are too small; the MTU must be 1280 or more")
+        })?;
+        let cut = cut.with_trailer(auth);
+        let lowest = joins().map(|join| join.receive_buffer).min().unwrap_or(0) as usize;
+        let receive = handles.iter().map(|shard| shard.receive_buffer).min().unwrap_or(0);
+        let most = if payload == WINDOW_BYTES { MAX_LOCAL_IN_FLIGHT } else { usize::MAX };
+        let in_flight = (receive / usize::from(self.world)).clamp(2 * WINDOW_BYTES, most);
+        let mine = u8::try_from(handles.len()).unwrap_or(u8::MAX);
+        let (place, aggregators) = self.stripe;
+        let shards = mine.checked_mul(aggregators).ok_or_else(|| {
+            format!("{aggregators} aggregators of {mine} shards are more shards than 255")
+        })?;
+        let first = mine * place;
+        let welcome = Welcome {
+            job: self.id,
+            data_ports: handles.iter().map(|shard| shard.addr.port()).collect(),
+            pool_slots,
+            max_ops: MAX_OPS,
+            fragment_payload: u16::try_from(cut.payload()).unwrap_or(u16::MAX),
+            in_flight: u32::try_from(in_flight).unwrap_or(u32::MAX),
+            group: None,
+            data_auth: auth,
+            keys: None,
+        };
+        let config = |shard| Config {
+            job: self.id,
+            generation: self.generation,
+            world: self.world,
+            lanes: self.lanes,
+            shard,
+            shards,
+            pool_slots,
+            max_ops: MAX_OPS,
+            cut,
+            // The results of all streams meet in each rank's receive buffer.
+            results_in_flight: lowest / usize::from(shards) / usize::from(self.lanes.max(1)) / 2,
+        };
+        Ok((welcome, (first..first + mine).map(config).collect()))
+    }
+}
+
+impl Member {
+    /// Why this rank is no rank of a job that demands multicast.
+    pub(super) fn unreached(&self) -> String {
+        format!(
+            "multicast does not reach rank {} at {}; start the aggregator with --fanout auto or \
+             unicast",
+            self.join.rank,
+            self.addr.ip()
+        )
+    }
+
+    /// Tells the rank something. One that does not read is given up by its connection's task.
+    pub(super) fn tell(&self, message: FromAggregator) {
+        if self.tell.try_send(message).is_err() {
+            tracing::warn!(rank = self.join.rank, "the rank does not read its messages");
+        }
+    }
+}
+
+/// The group that a job's results are multicast to: by job within an aggregator, by port between
+/// aggregators of one network.
+pub(super) fn group_of(id: JobId, shard: SocketAddr) -> SocketAddr {
+    let [a, b, c, d] = id.0.to_be_bytes();
+    let ip = match shard.ip() {
+        // Organisation-local scope, RFC 2365.
+        IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::new(239, 192 + b % 4, c, d)),
+        // Link-local scope, transient, RFC 4291.
+        IpAddr::V6(_) => {
+            let (high, low) = (u16::from_be_bytes([a, b]), u16::from_be_bytes([c, d]));
+            IpAddr::V6(Ipv6Addr::new(0xff12, 0, 0, 0, 0, 0x7273, high, low))
+        }
+    };
+    SocketAddr::new(ip, shard.port())
+}
+
+/// Bytes that a rank may have in flight towards a shard where datagrams hold whole windows, as
+/// between processes of one host: there copies are the limit, and what two ranks have on its way
+/// should stay in the processor's cache. On slower links, whose datagrams are small, more in
+/// flight mends losses sooner.
+const MAX_LOCAL_IN_FLIGHT: usize = 1 << 19;
+/// Ops that each rank may have in flight.
+const MAX_OPS: u16 = 64;
