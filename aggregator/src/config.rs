@@ -48,6 +48,8 @@ pub struct Config {
     pub identity: Option<PathBuf>,
     /// Serve beyond loopback without identities.
     pub insecure: bool,
+    /// Where the unix socket is that tells what the aggregator is doing; without it, nowhere.
+    pub status_socket: Option<PathBuf>,
     /// How datagrams are authenticated; by default with `mac`, and on loopback not at all.
     pub data_auth: Option<DataAuth>,
     /// Which identities may join which jobs; without a rule all that are served may join any.
@@ -67,6 +69,7 @@ impl Default for Config {
             fanout: Fanout::Auto,
             identity: None,
             insecure: false,
+            status_socket: None,
             data_auth: None,
             admit: Vec::new(),
         }

@@ -17,10 +17,12 @@ mod registry;
 mod server;
 mod shard;
 mod slots;
+mod status;
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
@@ -36,6 +38,8 @@ use server::Shared;
 use shard::ShardHandle;
 pub use shard::ShardStats;
 pub use slots::MAX_WORLD;
+use status::StatusSocket;
+pub use status::{JobStatus, RankStatus, ShardStatus, Status};
 
 /// Why an aggregator did not start.
 #[derive(Debug, thiserror::Error)]
@@ -46,6 +50,17 @@ pub enum StartError {
     /// A socket or an identity could not be had.
     #[error("{0}")]
     Net(#[from] NetError),
+    /// The status socket could not be bound.
+    #[error(
+        "cannot bind the status socket {}: {cause}; name another with --status-socket",
+        path.display()
+    )]
+    StatusSocket {
+        /// Where it was to be.
+        path: PathBuf,
+        /// What the system said.
+        cause: io::Error,
+    },
     /// A thread could not be started.
     #[error("cannot start a thread: {0}")]
     Thread(#[from] io::Error),
@@ -88,6 +103,12 @@ impl Aggregator {
             endpoint(bind, &credentials)?
         };
         let addr = endpoint.local_addr()?;
+        let status = config.status_socket.as_deref().map(|path| {
+            let _entered = runtime.enter();
+            let cannot = |cause| StartError::StatusSocket { path: path.into(), cause };
+            StatusSocket::bind(path).map_err(cannot)
+        });
+        let status = status.transpose()?;
         let failure = Failure::new();
         let shards = start_shards(&config, clock, &failure)?;
         let can_multicast = match interface
@@ -108,7 +129,12 @@ impl Aggregator {
             server::MAX_STRANGERS,
             failure.subscribe(),
         );
-        let control = failure.spawn("control".into(), move || runtime.block_on(serving))?;
+        let telling = status.map(|status| status.serve(Arc::clone(&registry), addr));
+        let control = failure.spawn("control".into(), move || {
+            // It tells until the serving ends, and the runtime with it.
+            let _telling = telling.map(|telling| runtime.spawn(telling));
+            runtime.block_on(serving);
+        })?;
         Ok(Self { addr, registry, endpoint, control: Some(control), failure })
     }
 

@@ -10,13 +10,15 @@ use job::{Job, Member, State, group_of};
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, Join, Loss, Welcome};
 use racksum_proto::ids::{JobId, Rank};
 use tokio::sync::mpsc::Sender;
+use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use crate::admission::admit;
 use crate::config::{Config, Fanout};
 use crate::locks::Locks;
-use crate::shard::{Command, NewJob, ShardHandle};
+use crate::shard::{Command, NewJob, ShardHandle, ShardReport};
 use crate::slots::MAX_WORLD;
+use crate::status::{ShardStatus, Status, millis};
 
 /// Most lanes of a job.
 pub const MAX_LANES: u8 = 8;
@@ -109,6 +111,29 @@ impl Registry {
         self.jobs.len()
     }
 
+    /// What there is to tell but for what the shards know.
+    pub(crate) fn status(&self, addr: SocketAddr, started: Instant) -> Status {
+        let shards = self.shards.iter().map(|shard| {
+            let addr = shard.addr.to_string();
+            ShardStatus::new(addr, &shard.stats())
+        });
+        Status {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            addr: addr.to_string(),
+            up_ms: millis(started),
+            insecure: self.config.insecure,
+            data_auth: self.config.data_auth().name().to_owned(),
+            max_jobs: self.config.max_jobs,
+            jobs: self.jobs.iter().map(|(name, job)| job.status(name)).collect(),
+            shards: shards.collect(),
+        }
+    }
+
+    /// Asks every shard how far its jobs are.
+    pub(crate) fn ask_shards(&self) -> Vec<oneshot::Receiver<ShardReport>> {
+        self.shards.iter().map(ShardHandle::ask).collect()
+    }
+
     /// How many ranks have joined.
     pub(crate) fn ranks(&self) -> usize {
         self.jobs.values().map(|job| job.members.iter().flatten().count()).sum()
@@ -145,7 +170,7 @@ impl Registry {
             ));
         }
         let seat = Seat { job: name, id: job.id, rank: join.rank };
-        *place = Some(Member { join, addr, tell, hears: false });
+        *place = Some(Member { join, identity, addr, tell, hears: false });
         if job.members.iter().any(Option::is_none) {
             return Ok((seat, Joined::Waiting));
         }

@@ -13,11 +13,12 @@ use racksum_net::auth::{Opener, Sealer};
 use racksum_net::clock::Clock;
 use racksum_net::interface::Interface;
 use racksum_net::udp::{self, Gather, RECV_BATCH, Received, RecvRing, UdpConfig, UdpSocket, Waker};
-use racksum_proto::aggregator::{Aggregation, Config, Place, Transmit, Verdict};
+use racksum_proto::aggregator::{Aggregation, Config, Place, RankProgress, Transmit, Verdict};
 use racksum_proto::error::{Reject, Rejects};
 use racksum_proto::ids::{JobId, Rank};
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::{self, Header};
+use tokio::sync::oneshot;
 
 use crate::arena::Arena;
 use crate::failure::Failure;
@@ -49,6 +50,8 @@ pub(crate) enum Command {
     Left(JobId, Rank),
     /// The job is gone.
     Remove(JobId),
+    /// Say how far the jobs are.
+    Report(oneshot::Sender<ShardReport>),
     /// The aggregator stops.
     Stop,
     /// The shard is to fail, as a bug would make it.
@@ -74,6 +77,21 @@ pub struct ShardStats {
     pub rejects: Rejects,
     /// Packet buffers in all, and free.
     pub buffers: [usize; 2],
+}
+
+/// How far the jobs of a shard are.
+#[derive(Debug, Default)]
+pub(crate) struct ShardReport {
+    pub(crate) jobs: BTreeMap<JobId, JobReport>,
+}
+
+/// How far a job is at a shard.
+#[derive(Debug)]
+pub(crate) struct JobReport {
+    /// How long no window was folded, if some are to be.
+    pub(crate) stalled: Option<Span>,
+    /// By rank.
+    pub(crate) ranks: Vec<RankProgress>,
 }
 
 /// A running shard.
@@ -142,6 +160,13 @@ impl ShardHandle {
         self.waker.wake();
     }
 
+    /// Asks the shard how far its jobs are.
+    pub(crate) fn ask(&self) -> oneshot::Receiver<ShardReport> {
+        let (tell, report) = oneshot::channel();
+        self.tell(Command::Report(tell));
+        report
+    }
+
     /// What the shard has counted, up to a moment ago.
     pub(crate) fn stats(&self) -> ShardStats {
         self.stats.lock().map_or_else(|broken| broken.into_inner().clone(), |stats| stats.clone())
@@ -167,6 +192,8 @@ pub(crate) struct Job {
     pub(crate) group: Option<SocketAddr>,
     /// Ranks that do not hear the group.
     pub(crate) unicast: Vec<SocketAddr>,
+    /// When a window was last folded, or the first was yet to come.
+    pub(crate) moved: Time,
     /// Seals what is sent, if datagrams are authenticated.
     pub(crate) sealer: Option<Sealer>,
     /// Open what is heard, by rank; none if datagrams are not authenticated.
@@ -234,10 +261,11 @@ impl Shard {
             Command::Add(new) => {
                 let NewJob { config, ranks, group, locks } = *new;
                 let slots = Slots::new(&config);
-                let machine = Aggregation::new(config, self.clock.now());
+                let moved = self.clock.now();
+                let machine = Aggregation::new(config, moved);
                 let unicast = ranks.clone();
                 let (sealer, openers) = (locks.sealer(&config), locks.openers(&config));
-                let job = Job { machine, slots, ranks, group, unicast, sealer, openers };
+                let job = Job { machine, slots, ranks, group, unicast, moved, sealer, openers };
                 self.jobs.insert(config.job, job);
             }
             Command::Probe(id) => {
@@ -266,6 +294,12 @@ impl Shard {
                     self.stats.rejects.add(&counters.rejects);
                     job.slots.release(&mut self.arena);
                 }
+            }
+            Command::Report(tell) => {
+                let now = self.clock.now();
+                let jobs = self.jobs.iter().map(|(id, job)| (*id, job.report(now))).collect();
+                // Whoever asked may have lost patience.
+                drop(tell.send(ShardReport { jobs }));
             }
             Command::Stop => return false,
             #[cfg(test)]
@@ -468,6 +502,9 @@ impl Job {
     fn serve(&mut self, now: Time, arena: &mut Arena, socket: &UdpSocket, out: &mut Outbox) {
         loop {
             let fold = self.machine.poll_fold();
+            if fold.is_some() || self.machine.backlog() == 0 {
+                self.moved = now;
+            }
             if let Some(fold) = &fold {
                 self.slots.fold(fold, &self.machine, arena);
                 self.machine.handle_folded(fold, &mut ());
@@ -486,6 +523,14 @@ impl Job {
             }
         }
         out.send_joined(socket, self);
+    }
+
+    /// How far it is.
+    fn report(&self, now: Time) -> JobReport {
+        let waits = self.machine.backlog() > 0;
+        let ranks =
+            (0..self.machine.config().world).map(|rank| self.machine.progress(now, Rank(rank)));
+        JobReport { stalled: waits.then(|| now.since(self.moved)), ranks: ranks.collect() }
     }
 
     /// What the messages of a lane are marked with.

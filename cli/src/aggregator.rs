@@ -3,11 +3,12 @@
 use std::net::IpAddr;
 use std::path::PathBuf;
 
-use racksum_aggregator::{Aggregator, Config};
+use racksum_aggregator::{Aggregator, Config, StartError};
 use racksum_proto::auth::DataAuth;
 
 use crate::args::{self, Fanout};
 use crate::exit::{Failure, say};
+use crate::status;
 
 /// Flags override the configuration file, which overrides the defaults.
 #[derive(Debug, clap::Args)]
@@ -45,6 +46,9 @@ pub(crate) struct Args {
     /// Serve beyond loopback without identities.
     #[arg(long)]
     insecure: bool,
+    /// Where the unix socket is that `racksum status` asks [default: one that it finds by itself].
+    #[arg(long, value_name = "PATH")]
+    status_socket: Option<PathBuf>,
     /// How datagrams are authenticated: none, mac or aead [default: mac, on loopback none].
     #[arg(long, value_name = "HOW", value_parser = args::data_auth)]
     data_auth: Option<DataAuth>,
@@ -75,6 +79,7 @@ impl Args {
         config.fanout = self.fanout.map_or(config.fanout, Into::into);
         config.identity = self.identity.clone().or(config.identity);
         config.insecure |= self.insecure;
+        config.status_socket = self.status_socket.clone().or(config.status_socket);
         config.data_auth = self.data_auth.or(config.data_auth);
         Ok(config)
     }
@@ -83,7 +88,7 @@ impl Args {
 /// Serves until a signal ends the process, or a bug of ours.
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let config = args.config()?;
-    let aggregator = Aggregator::start(config.clone())?;
+    let aggregator = start(&config)?;
     for warning in aggregator.warnings() {
         eprintln!("racksum: warning: {warning}");
     }
@@ -114,6 +119,23 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         }
         Stop::Failed(why) => Err(Failure::failed(format!("{why}; start the aggregator again"))),
     }
+}
+
+/// Starts the aggregator, with a status socket if there can be one where nobody named a place.
+fn start(config: &Config) -> Result<Aggregator, Failure> {
+    if config.status_socket.is_some() {
+        return Ok(Aggregator::start(config.clone())?);
+    }
+    let usual = status::usual_socket().map_err(|error| error.to_string());
+    let started = usual
+        .map(|socket| Aggregator::start(Config { status_socket: Some(socket), ..config.clone() }));
+    let why = match started {
+        Ok(Err(StartError::StatusSocket { cause, .. })) => cause.to_string(),
+        Ok(started) => return Ok(started?),
+        Err(why) => why,
+    };
+    eprintln!("racksum: warning: no status socket: {why}; name one with --status-socket");
+    Ok(Aggregator::start(config.clone())?)
 }
 
 /// Says something that nobody has to hear: an aggregator serves on when its log is closed.

@@ -93,7 +93,9 @@ impl From<NetError> for Failure {
 impl From<StartError> for Failure {
     fn from(error: StartError) -> Self {
         match error {
-            StartError::Config(_) => Self::usage(error.to_string()),
+            StartError::Config(_) | StartError::StatusSocket { .. } => {
+                Self::usage(error.to_string())
+            }
             StartError::Net(error) => error.into(),
             _ => Self::unavailable(error.to_string()),
         }

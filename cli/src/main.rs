@@ -9,6 +9,7 @@ mod identity;
 mod member;
 mod reduce;
 mod sim;
+mod status;
 
 use clap::{Parser, Subcommand};
 use exit::{Exit, Failure};
@@ -35,6 +36,8 @@ enum Command {
     Bench(Box<bench::Args>),
     /// Sum gradients in safetensors files, one file a rank.
     Reduce(Box<reduce::Args>),
+    /// Show what the aggregators of this host are doing, and whom their jobs wait for.
+    Status(status::Args),
     /// Run the protocol in the simulator.
     Sim(sim::Args),
 }
@@ -66,6 +69,7 @@ fn main() -> Exit {
         Command::Identity(args) => identity::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Reduce(args) => reduce::run(&args),
+        Command::Status(args) => status::run(&args),
         Command::Sim(args) => sim::run(&args),
     });
     match done {

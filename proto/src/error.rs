@@ -122,6 +122,11 @@ impl Rejects {
         self.0[reject as usize]
     }
 
+    /// The reasons, and how many were rejected for each.
+    pub fn iter(&self) -> impl Iterator<Item = (Reject, u64)> {
+        Reject::ALL.into_iter().zip(self.0)
+    }
+
     /// How many were rejected in all.
     #[must_use]
     pub fn total(&self) -> u64 {

@@ -34,6 +34,7 @@ fn job(rank: SocketAddr, lens: &[usize]) -> Job {
         ranks: vec![rank],
         group: None,
         unicast: vec![rank],
+        moved: Time(0),
         sealer: None,
         openers: Vec::new(),
     }

@@ -12,11 +12,14 @@ use tokio::sync::mpsc::Sender;
 use tokio::time::Instant;
 
 use crate::shard::ShardHandle;
+use crate::status::{JobStatus, RankStatus, millis};
 
 /// A rank that has joined.
 #[derive(Debug)]
 pub(super) struct Member {
     pub(super) join: Join,
+    /// The name in its certificate.
+    pub(super) identity: Option<String>,
     /// Where its data comes from: an address of a link means nothing without its scope.
     pub(super) addr: SocketAddr,
     pub(super) tell: Sender<FromAggregator>,
@@ -48,6 +51,16 @@ pub(super) enum State {
     Running,
 }
 
+impl State {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Gathering => "gathering",
+            Self::Probing => "probing",
+            Self::Running => "running",
+        }
+    }
+}
+
 impl Job {
     /// Checks that a join fits what the job was opened with.
     pub(super) fn check(&self, join: &Join) -> Result<(), String> {
@@ -73,6 +86,33 @@ impl Job {
             }
         }
         Ok(())
+    }
+
+    /// What there is to tell of it but for its progress.
+    pub(super) fn status(&self, name: &str) -> JobStatus {
+        let rank = |member: &Member| RankStatus {
+            rank: member.join.rank,
+            addr: member.addr.to_string(),
+            identity: member.identity.clone(),
+            next_op: 0,
+            opened: 0,
+            delivered: 0,
+            silent_ms: 0,
+            behind: false,
+        };
+        let missing = self.members.iter().zip(0..).filter(|(member, _)| member.is_none());
+        JobStatus {
+            job: name.to_owned(),
+            id: self.id.0,
+            generation: self.generation.0,
+            world: self.world,
+            lanes: self.lanes,
+            state: self.state.name().to_owned(),
+            age_ms: millis(self.opened),
+            missing: missing.map(|(_, rank)| rank).collect(),
+            stalled_ms: None,
+            ranks: self.members.iter().flatten().map(rank).collect(),
+        }
     }
 
     /// Who hears the group, by rank; one that is gone hears nothing.

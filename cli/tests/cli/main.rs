@@ -21,3 +21,5 @@ mod noise;
 mod reduce;
 #[cfg(test)]
 mod refusals;
+#[cfg(test)]
+mod status;

@@ -77,6 +77,11 @@ impl Agreement {
         (core::mem::replace(&mut self.first, first) != first).then_some(first)
     }
 
+    /// The op after the last that `rank` has opened.
+    pub(super) fn reached(&self, rank: Rank) -> OpId {
+        OpId(self.reached.get(rank.index()).copied().unwrap_or(0))
+    }
+
     /// Whether an open of `op` may be taken.
     pub(super) fn admits(&self, op: OpId) -> Result<(), Reject> {
         match op.0.checked_sub(self.first.0) {

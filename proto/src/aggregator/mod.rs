@@ -10,6 +10,7 @@ mod agreement;
 mod occupancy;
 mod opens;
 mod pool;
+mod report;
 mod stream;
 mod transmit;
 
@@ -24,6 +25,7 @@ use alloc::vec::Vec;
 use agreement::Agreement;
 pub use occupancy::OPEN_AHEAD;
 use pool::Pool;
+pub use report::RankProgress;
 use stream::{Ready, Stored, Stream};
 use transmit::Queue;
 pub use transmit::{Recipient, ResultFragments, Transmit};

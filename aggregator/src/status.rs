@@ -1,0 +1,220 @@
+//! What an aggregator is doing, told on a unix socket to whoever may open it: one JSON object, and
+//! the end.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{self, ErrorKind};
+use std::net::SocketAddr;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use racksum_proto::ids::JobId;
+use serde::{Deserialize, Serialize};
+use tokio::io::AsyncWriteExt;
+use tokio::net::UnixListener;
+use tokio::time::{Instant, timeout};
+
+use crate::server::{Shared, lock};
+use crate::shard::{ShardReport, ShardStats};
+
+/// How long a shard may take to say how far its jobs are, and a reader to read it.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// What an aggregator is doing.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Status {
+    /// The release that runs.
+    pub version: String,
+    /// Where its control plane is.
+    pub addr: String,
+    /// Milliseconds since it started.
+    pub up_ms: u64,
+    /// Whether it believes everyone.
+    pub insecure: bool,
+    /// How datagrams are authenticated.
+    pub data_auth: String,
+    /// Most jobs at a time.
+    pub max_jobs: u16,
+    /// The jobs, by name.
+    pub jobs: Vec<JobStatus>,
+    /// The shards.
+    pub shards: Vec<ShardStatus>,
+}
+
+/// A job.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct JobStatus {
+    /// Its name.
+    pub job: String,
+    /// Its number here.
+    pub id: u32,
+    /// Its life.
+    pub generation: u32,
+    /// How many ranks it has.
+    pub world: u16,
+    /// How many lanes.
+    pub lanes: u8,
+    /// `gathering`, `probing` or `running`.
+    pub state: String,
+    /// Milliseconds since its first rank joined.
+    pub age_ms: u64,
+    /// Ranks that have not joined, or are there no more.
+    pub missing: Vec<u16>,
+    /// Milliseconds since a window was last folded, while windows are to be: how long the ranks
+    /// that are behind have been waited for.
+    pub stalled_ms: Option<u64>,
+    /// Its ranks.
+    pub ranks: Vec<RankStatus>,
+}
+
+/// A rank of a job.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RankStatus {
+    /// Its number.
+    pub rank: u16,
+    /// Where its data comes from.
+    pub addr: String,
+    /// The name in its certificate.
+    pub identity: Option<String>,
+    /// The first op that it has not opened at some shard.
+    pub next_op: u32,
+    /// Windows that it has opened, over all shards.
+    pub opened: u64,
+    /// Windows whose results it has, or that had none.
+    pub delivered: u64,
+    /// Milliseconds since any shard heard it.
+    pub silent_ms: u64,
+    /// The next window waits for this rank.
+    pub behind: bool,
+}
+
+/// A shard.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ShardStatus {
+    /// Where its data socket is.
+    pub addr: String,
+    /// Datagrams received and sent.
+    pub datagrams: [u64; 2],
+    /// Bytes of them.
+    pub bytes: [u64; 2],
+    /// Windows folded.
+    pub folds: u64,
+    /// Messages that the kernel dropped because the receive buffer was full.
+    pub kernel_drops: u64,
+    /// Messages that could not be sent.
+    pub send_failures: u64,
+    /// Datagrams that changed nothing, by reason, where there were any.
+    pub rejects: BTreeMap<String, u64>,
+    /// Packet buffers in all, and free.
+    pub buffers: [usize; 2],
+}
+
+impl ShardStatus {
+    pub(crate) fn new(addr: String, stats: &ShardStats) -> Self {
+        let ShardStats { datagrams, bytes, folds, kernel_drops, send_failures, buffers, .. } =
+            *stats;
+        let rejects = stats.rejects.iter().filter(|(_, count)| *count > 0);
+        let rejects = rejects.map(|(why, count)| (why.name().to_owned(), count)).collect();
+        Self { addr, datagrams, bytes, folds, kernel_drops, send_failures, rejects, buffers }
+    }
+}
+
+impl JobStatus {
+    /// Adds what the shards say of the job's progress.
+    pub(crate) fn merge(&mut self, reports: &[ShardReport]) {
+        let id = JobId(self.id);
+        let all: Vec<_> = reports.iter().filter_map(|report| report.jobs.get(&id)).collect();
+        let millis = |span: racksum_proto::time::Span| span.as_millis();
+        self.stalled_ms = all.iter().filter_map(|job| job.stalled).map(millis).max();
+        for rank in &mut self.ranks {
+            let each = || all.iter().filter_map(|job| job.ranks.get(usize::from(rank.rank)));
+            rank.next_op = each().map(|at| at.next_op.0).max().unwrap_or(0);
+            rank.opened = each().map(|at| at.opened).sum();
+            rank.delivered = each().map(|at| at.delivered).sum();
+            rank.silent_ms = each().map(|at| millis(at.silent)).min().unwrap_or(0);
+            rank.behind = each().any(|at| at.behind);
+        }
+    }
+}
+
+/// Milliseconds since a moment.
+pub(crate) fn millis(since: Instant) -> u64 {
+    u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX)
+}
+
+/// The socket, which is removed when it is dropped.
+#[derive(Debug)]
+pub(crate) struct StatusSocket {
+    path: PathBuf,
+    listener: UnixListener,
+}
+
+impl StatusSocket {
+    /// Binds a socket that only its owner may open. One that a dead aggregator left is replaced.
+    ///
+    /// # Errors
+    /// What the system said; that the address is in use if another aggregator serves there.
+    pub(crate) fn bind(path: &Path) -> io::Result<Self> {
+        if UnixStream::connect(path).is_ok() {
+            return Err(ErrorKind::AddrInUse.into());
+        }
+        match fs::symlink_metadata(path) {
+            Ok(there) if std::os::unix::fs::FileTypeExt::is_socket(&there.file_type()) => {
+                fs::remove_file(path)?;
+            }
+            Ok(_) => return Err(io::Error::other("it is there, and no socket")),
+            Err(_) => {}
+        }
+        let listener = UnixListener::bind(path)?;
+        let socket = Self { path: path.into(), listener };
+        fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
+        Ok(socket)
+    }
+
+    /// Tells everyone who opens the socket.
+    pub(crate) async fn serve(self, registry: Shared, addr: SocketAddr) {
+        let started = Instant::now();
+        loop {
+            // What goes wrong with one caller, as with too many open files, is no reason to end.
+            let Ok((mut stream, _)) = self.listener.accept().await else {
+                tokio::time::sleep(PATIENCE).await;
+                continue;
+            };
+            let registry = Shared::clone(&registry);
+            tokio::spawn(async move {
+                let json =
+                    serde_json::to_vec(&status(&registry, addr, started).await).unwrap_or_default();
+                // A reader that is gone, or does not read, is told nothing.
+                drop(timeout(PATIENCE, stream.write_all(&json)).await);
+            });
+        }
+    }
+}
+
+impl Drop for StatusSocket {
+    fn drop(&mut self) {
+        // Gone already, or not to be removed: the next aggregator will see to it.
+        drop(fs::remove_file(&self.path));
+    }
+}
+
+/// Gathers what is to be told.
+async fn status(registry: &Shared, addr: SocketAddr, started: Instant) -> Status {
+    let (mut status, asked) = {
+        let registry = lock(registry);
+        (registry.status(addr, started), registry.ask_shards())
+    };
+    let mut reports = Vec::new();
+    for report in asked {
+        // A shard that does not answer is in the middle of something, or has failed.
+        if let Ok(Ok(report)) = timeout(PATIENCE, report).await {
+            reports.push(report);
+        }
+    }
+    for job in &mut status.jobs {
+        job.merge(&reports);
+    }
+    status
+}

@@ -1,0 +1,189 @@
+//! `racksum status`: what the aggregators of this host are doing, and whom their jobs wait for.
+
+use std::fs::{self, DirBuilder};
+use std::io::{ErrorKind, Read};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use racksum_aggregator::{JobStatus, ShardStatus, Status};
+
+use crate::args::{self, Format};
+use crate::exit::{Failure, say};
+
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = args::EXIT_CODES)]
+pub(crate) struct Args {
+    /// The aggregator's status socket; without it, those of all aggregators of this user here.
+    socket: Option<PathBuf>,
+    /// How to print.
+    #[arg(long, value_enum, default_value_t = Format::Text)]
+    format: Format,
+}
+
+pub(crate) fn run(args: &Args) -> Result<(), Failure> {
+    let sockets = match &args.socket {
+        Some(socket) => vec![socket.clone()],
+        None => sockets(),
+    };
+    let mut told = false;
+    for socket in sockets {
+        match ask(&socket) {
+            Ok(json) => {
+                told = true;
+                print(&json, args.format)?;
+            }
+            // One that a killed aggregator left behind is of no use to anybody.
+            Err(error) if args.socket.is_none() && is_dead(&error) => {
+                drop(fs::remove_file(&socket));
+            }
+            Err(error) => {
+                return Err(Failure::unavailable(format!(
+                    "cannot ask {}: {error}; is that the --status-socket of an aggregator that \
+                     runs?",
+                    socket.display()
+                )));
+            }
+        }
+    }
+    if told {
+        return Ok(());
+    }
+    Err(Failure::unavailable(format!(
+        "no aggregator of this user has its status socket in {}; start one, or name its \
+         --status-socket",
+        folder().display()
+    )))
+}
+
+/// Where an aggregator's status socket is if nobody says otherwise: in a folder that only this user
+/// may enter.
+pub(crate) fn usual_socket() -> std::io::Result<PathBuf> {
+    let folder = folder();
+    match DirBuilder::new().mode(0o700).create(&folder) {
+        Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    // One in /tmp may be anybody's.
+    if fs::symlink_metadata(&folder)?.uid() != own_uid() {
+        return Err(ErrorKind::PermissionDenied.into());
+    }
+    Ok(folder.join(format!("{}.sock", std::process::id())))
+}
+
+fn own_uid() -> u32 {
+    fs::metadata("/proc/self").map_or(u32::MAX, |own| own.uid())
+}
+
+fn folder() -> PathBuf {
+    if let Some(own) = std::env::var_os("XDG_RUNTIME_DIR") {
+        return Path::new(&own).join("racksum");
+    }
+    match own_uid() {
+        0 => PathBuf::from("/run/racksum"),
+        uid => PathBuf::from(format!("/tmp/racksum-{uid}")),
+    }
+}
+
+/// The sockets in the usual place.
+fn sockets() -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder()).into_iter().flatten().flatten();
+    let paths = entries.map(|entry| entry.path());
+    let mut sockets: Vec<_> =
+        paths.filter(|path| path.extension().is_some_and(|end| end == "sock")).collect();
+    sockets.sort();
+    sockets
+}
+
+fn is_dead(error: &std::io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::ConnectionRefused | ErrorKind::NotFound)
+}
+
+fn ask(socket: &Path) -> std::io::Result<String> {
+    let mut stream = UnixStream::connect(socket)?;
+    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
+    let mut json = String::new();
+    stream.read_to_string(&mut json)?;
+    Ok(json)
+}
+
+fn print(json: &str, format: Format) -> Result<(), Failure> {
+    let status: Status = serde_json::from_str(json).map_err(|error| {
+        Failure::unavailable(format!(
+            "the aggregator's answer cannot be read: {error}; install the same release on both"
+        ))
+    })?;
+    match format {
+        Format::Json => say(json),
+        Format::Text => say(text(&status).trim_end()),
+    }
+}
+
+/// What people read.
+fn text(status: &Status) -> String {
+    let Status { version, addr, up_ms, insecure, data_auth, max_jobs, jobs, shards } = status;
+    let insecure = if *insecure { ", INSECURE: whoever reaches it may join any job" } else { "" };
+    let (up, count) = (up_ms / 1000, jobs.len());
+    let mut text = format!(
+        "racksum {version} on {addr}, up {up} s, data auth {data_auth}, {count} of {max_jobs} \
+         jobs{insecure}\n"
+    );
+    jobs.iter().for_each(|job| text += &job_text(job));
+    shards.iter().for_each(|shard| text += &shard_text(shard));
+    text
+}
+
+fn job_text(job: &JobStatus) -> String {
+    let JobStatus { id, generation, world, state, age_ms, missing, ranks, .. } = job;
+    let (name, age) = (&job.job, age_ms / 1000);
+    let mut text = format!(
+        "job {name:?}, generation {generation}, number {id}: {state}, {world} ranks, {age} s old"
+    );
+    if !missing.is_empty() {
+        text += &format!("; not there: {}", list(missing));
+    }
+    let behind: Vec<_> = ranks.iter().filter(|rank| rank.behind).map(|rank| rank.rank).collect();
+    if let Some(stalled) = job.stalled_ms.filter(|_| !behind.is_empty()) {
+        text += &format!("; waits for rank {} since {stalled} ms", list(&behind));
+    }
+    text += "\n  rank  next op     opened  delivered     silent  address, identity\n";
+    for rank in ranks {
+        let identity = rank.identity.as_deref().map_or_else(String::new, |it| format!(" {it}"));
+        text += &format!(
+            "  {:>4} {:>8} {:>10} {:>10} {:>7} ms  {}{identity}{}\n",
+            rank.rank,
+            rank.next_op,
+            rank.opened,
+            rank.delivered,
+            rank.silent_ms,
+            rank.addr,
+            if rank.behind { "  BEHIND" } else { "" }
+        );
+    }
+    text
+}
+
+fn shard_text(shard: &ShardStatus) -> String {
+    let ShardStatus { addr, datagrams, bytes, folds, kernel_drops, send_failures, buffers, .. } =
+        shard;
+    let mut text = format!(
+        "shard {addr}: {} datagrams ({} B) in, {} ({} B) out, {folds} windows folded, {} of {} \
+         buffers free",
+        datagrams[0], bytes[0], datagrams[1], bytes[1], buffers[1], buffers[0]
+    );
+    for (count, what) in [(kernel_drops, "dropped by the kernel"), (send_failures, "not sent")] {
+        if *count > 0 {
+            text += &format!(", {count} {what}");
+        }
+    }
+    for (why, count) in &shard.rejects {
+        text += &format!(", {count} rejected: {why}");
+    }
+    text + "\n"
+}
+
+fn list(ranks: &[u16]) -> String {
+    let names: Vec<_> = ranks.iter().map(u16::to_string).collect();
+    names.join(", ")
+}

@@ -1,0 +1,106 @@
+//! What an aggregator tells of itself.
+
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
+use std::process::Command;
+
+use serde_json::Value;
+
+use crate::files::Folder;
+use crate::process::{Ended, Process, RACKSUM, Serving, bench_rank, run, signal};
+use crate::waits::await_that;
+
+/// What is told as JSON.
+fn told(socket: &str) -> Value {
+    serde_json::from_str(&run(&["status", socket, "--format", "json"]).ok().out).unwrap()
+}
+
+#[test]
+fn a_rank_that_holds_up_a_job_is_named_with_how_long() {
+    let folder = Folder::new("status-behind");
+    let socket = folder.path("status.sock");
+    let serving = Serving::start(&["--status-socket", &socket]);
+    let mode = std::fs::metadata(&socket).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600, "only its owner may open it");
+    assert_eq!(told(&socket)["jobs"].as_array().unwrap().len(), 0);
+    let flags = ["-b", "1M", "-e", "1M", "-n", "1000000", "--job", "stuck", "--generation", "7"];
+    let ranks: Vec<_> = (0..3).map(|rank| bench_rank(&serving.addr, rank, 3, &flags)).collect();
+    await_that("the ranks run", || ranks.iter().all(|rank| rank.out().contains('#')));
+    signal(ranks[1].id(), "STOP");
+    let behind = |job: &Value| {
+        let behind = |rank: &&Value| rank["behind"].as_bool().unwrap();
+        let behind = job["ranks"].as_array().unwrap().iter().filter(behind);
+        behind.map(|rank| rank["rank"].as_u64().unwrap()).collect::<Vec<_>>()
+    };
+    await_that("a second has passed", || {
+        told(&socket)["jobs"][0]["stalled_ms"].as_u64().is_some_and(|stalled| stalled > 1000)
+    });
+    let job = &told(&socket)["jobs"][0];
+    assert_eq!((&job["job"], &job["generation"]), (&"stuck".into(), &7.into()), "{job}");
+    assert_eq!((&job["state"], behind(job)), (&"running".into(), vec![1]), "{job}");
+    assert!(job["ranks"][1]["silent_ms"].as_u64().unwrap() > 900, "{job}");
+    assert!(job["ranks"][0]["next_op"].as_u64().unwrap() > 0, "{job}");
+    let text = run(&["status", &socket]).ok().out;
+    assert!(text.contains("job \"stuck\", generation 7, number "), "{text}");
+    assert!(text.contains("; waits for rank 1 since ") && text.contains("BEHIND"), "{text}");
+    signal(ranks[1].id(), "CONT");
+    drop(ranks);
+    serving.end().ok();
+    assert!(!std::fs::exists(&socket).unwrap(), "it is removed at the end");
+}
+
+#[test]
+fn a_job_that_gathers_shows_who_is_not_there() {
+    let folder = Folder::new("status-gathers");
+    let socket = folder.path("status.sock");
+    let serving = Serving::start(&["--status-socket", &socket]);
+    let rank = bench_rank(&serving.addr, 1, 3, &[]);
+    await_that("it has joined", || told(&socket)["jobs"][0]["state"] == "gathering");
+    assert_eq!(told(&socket)["jobs"][0]["missing"], serde_json::json!([0, 2]));
+    let text = run(&["status", &socket]).ok().out;
+    assert!(text.contains("gathering, 3 ranks, ") && text.contains("; not there: 0, 2"), "{text}");
+    drop(rank);
+}
+
+#[test]
+fn a_socket_that_cannot_be_is_refused_and_one_of_the_dead_is_replaced() {
+    let folder = Folder::new("status-sockets");
+    let socket = folder.path("status.sock");
+    let start = |socket: &str| {
+        run(&["aggregator", "--port", "0", "--pool-mib", "16", "--status-socket", socket])
+    };
+    let ended = start(&folder.path("none/status.sock"));
+    assert!(ended.failed(2).starts_with("cannot bind the status socket "), "{ended:?}");
+    std::fs::write(&socket, "precious").unwrap();
+    let ended = start(&socket);
+    assert!(ended.failed(2).contains("it is there, and no socket"), "{ended:?}");
+    assert_eq!(std::fs::read(&socket).unwrap(), b"precious");
+    std::fs::remove_file(&socket).unwrap();
+    drop(UnixListener::bind(&socket).unwrap());
+    let serving = Serving::start(&["--status-socket", &socket]);
+    let ended = start(&socket);
+    assert!(ended.failed(2).contains("use"), "{ended:?}");
+    assert_eq!(told(&socket)["addr"].as_str().unwrap(), serving.addr);
+}
+
+#[test]
+fn all_aggregators_of_a_user_are_found() {
+    let folder = Folder::new("status-found");
+    let command = |args: &[&str]| {
+        let mut command = Command::new(RACKSUM);
+        command.args(args).env("XDG_RUNTIME_DIR", folder.path(""));
+        Process::spawn(&mut command)
+    };
+    let status = || -> Ended { command(&["status", "--format", "json"]).end(20) };
+    let why = status().failed(3).to_owned();
+    assert!(why.starts_with("no aggregator of this user has its status socket in "), "{why}");
+    let start = || Serving::of(command(&["aggregator", "--port", "0", "--pool-mib", "16"]));
+    let [one, two] = [start(), start()];
+    assert_eq!(status().ok().out.lines().count(), 2);
+    // What a killed one left behind is passed over.
+    signal(one.process.id(), "KILL");
+    drop(one);
+    let left = status().ok().out;
+    assert_eq!(left.lines().count(), 1);
+    assert!(left.contains(&two.addr), "{left}");
+}

@@ -1,0 +1,42 @@
+//! How far the ranks are, for people who wonder what a job waits for.
+
+use super::Aggregation;
+use crate::ids::{OpId, Rank};
+use crate::time::{Span, Time};
+
+/// How far a rank is at a shard.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RankProgress {
+    /// The op after the last that it has opened here.
+    pub next_op: OpId,
+    /// Windows that it has opened, over all lanes and ops.
+    pub opened: u64,
+    /// Windows whose results it has, or that had none.
+    pub delivered: u64,
+    /// How long nothing was heard of it.
+    pub silent: Span,
+    /// Others have opened windows, and the next of them waits for this rank.
+    pub behind: bool,
+}
+
+impl Aggregation {
+    /// How far a rank is.
+    #[must_use]
+    pub fn progress(&self, now: Time, rank: Rank) -> RankProgress {
+        let mut all = RankProgress {
+            next_op: self.agreement.reached(rank),
+            opened: 0,
+            delivered: 0,
+            silent: self.heard.get(rank.index()).map_or(Span::ZERO, |heard| now.since(*heard)),
+            behind: false,
+        };
+        for stream in &self.streams {
+            let Some(own) = stream.ranks.get(rank.index()) else { continue };
+            all.opened += own.opened;
+            // A rank that has left has no use for results.
+            all.delivered += own.acked.min(stream.next);
+            all.behind |= stream.backlog() > 0 && stream.waits_for(rank);
+        }
+        all
+    }
+}
