@@ -6,13 +6,21 @@ use wildmatch::WildMatch;
 /// A rule: identities of these names may open and join jobs of these names.
 ///
 /// In patterns `*` stands for any characters and `?` for one.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Admit {
     /// A pattern of the names of identities.
     pub identity: String,
     /// Patterns of the names of jobs.
     pub jobs: Vec<String>,
+    /// Most jobs at a time that the rule admits.
+    pub max_jobs: Option<u16>,
+    /// Most ranks that these jobs have together.
+    pub max_ranks: Option<u32>,
+    /// Most slots that a stream of such a job is granted.
+    pub pool_slots: Option<u32>,
+    /// The share of each shard's packet buffers that such a job has, in per cent.
+    pub share_percent: Option<u8>,
 }
 
 /// Whether an identity may be a rank of a job: by some rule, or if there are none, in any case.
@@ -26,11 +34,7 @@ pub(crate) fn admit(rules: &[Admit], identity: Option<&str>, job: &str) -> Resul
     let Some(identity) = identity else {
         return Err("this aggregator admits identities that it knows, and you showed none".into());
     };
-    let allows = |rule: &Admit| {
-        WildMatch::new(&rule.identity).matches(identity)
-            && rule.jobs.iter().any(|name| WildMatch::new(name).matches(job))
-    };
-    if rules.iter().any(allows) {
+    if rule_of(rules, Some(identity), job).is_some() {
         return Ok(());
     }
     Err(format!(
@@ -39,13 +43,22 @@ pub(crate) fn admit(rules: &[Admit], identity: Option<&str>, job: &str) -> Resul
     ))
 }
 
+/// The first rule by which an identity may be a rank of a job.
+pub(crate) fn rule_of(rules: &[Admit], identity: Option<&str>, job: &str) -> Option<usize> {
+    let identity = identity?;
+    rules.iter().position(|rule| {
+        WildMatch::new(&rule.identity).matches(identity)
+            && rule.jobs.iter().any(|name| WildMatch::new(name).matches(job))
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn rule(identity: &str, jobs: &[&str]) -> Admit {
         let jobs = jobs.iter().map(|&name| name.to_owned()).collect();
-        Admit { identity: identity.to_owned(), jobs }
+        Admit { identity: identity.to_owned(), jobs, ..Admit::default() }
     }
 
     #[test]

@@ -40,6 +40,8 @@ pub struct Config {
     pub pool_mib: u32,
     /// Most jobs at a time.
     pub max_jobs: u16,
+    /// Most ranks that all jobs have together.
+    pub max_ranks: u32,
     /// Seconds that a job may wait for its last rank, from its first on.
     pub join_timeout_s: u32,
     /// How results reach the ranks.
@@ -65,6 +67,7 @@ impl Default for Config {
             pool_slots: 256,
             pool_mib: 1024,
             max_jobs: 8,
+            max_ranks: 4096,
             join_timeout_s: 600,
             fanout: Fanout::Auto,
             identity: None,
@@ -155,11 +158,25 @@ impl Config {
             ("pool_slots", u64::from(self.pool_slots), 2, 4096),
             ("pool_mib", u64::from(self.pool_mib), 1, 1 << 20),
             ("max_jobs", u64::from(self.max_jobs), 1, 1024),
+            ("max_ranks", u64::from(self.max_ranks), 1, 1 << 18),
             ("join_timeout_s", u64::from(self.join_timeout_s), 1, 7 * 24 * 3600),
             ("port", u64::from(self.port), 0, ports),
         ] {
             if !(min..=max).contains(&value) {
                 return Err(ConfigError::Range { key, value, min, max });
+            }
+        }
+        for rule in &self.admit {
+            let Admit { max_jobs, max_ranks, pool_slots, share_percent, .. } = *rule;
+            for (key, value, min, max) in [
+                ("max_jobs of [[admit]]", max_jobs.map(u64::from), 1, 1024),
+                ("max_ranks of [[admit]]", max_ranks.map(u64::from), 1, 1 << 18),
+                ("pool_slots of [[admit]]", pool_slots.map(u64::from), 2, 4096),
+                ("share_percent of [[admit]]", share_percent.map(u64::from), 1, 100),
+            ] {
+                if let Some(value) = value.filter(|value| !(min..=max).contains(value)) {
+                    return Err(ConfigError::Range { key, value, min, max });
+                }
             }
         }
         Ok(())
@@ -185,6 +202,32 @@ impl Config {
     pub fn data_auth(&self) -> DataAuth {
         let usual = if self.bind.is_loopback() { DataAuth::None } else { DataAuth::Mac };
         self.data_auth.unwrap_or(usual)
+    }
+
+    /// The keys that differ from a running aggregator's and are those of its start: they take a
+    /// restart.
+    #[must_use]
+    pub fn fixed_changes(&self, running: &Self) -> Vec<&'static str> {
+        let changes = [
+            ("bind", self.bind != running.bind),
+            ("port", self.port != running.port),
+            ("shards", self.shards != running.shards),
+            ("pool_mib", self.pool_mib != running.pool_mib),
+            ("fanout", self.fanout != running.fanout),
+            ("insecure", self.insecure != running.insecure),
+            // A new file is read, but one believes by certificates from the start or never.
+            ("identity", self.identity.is_some() != running.identity.is_some()),
+        ];
+        changes.into_iter().filter(|(_, differs)| *differs).map(|(key, _)| key).collect()
+    }
+
+    /// This configuration with those keys of a running aggregator that take a restart.
+    pub(crate) fn with_fixed_of(self, running: &Self) -> Self {
+        let Self { bind, port, shards, pool_mib, fanout, insecure, .. } = *running;
+        let status_socket = running.status_socket.clone();
+        let identity = if running.identity.is_some() { self.identity } else { None };
+        let identity = identity.or_else(|| running.identity.clone());
+        Self { bind, port, shards, pool_mib, fanout, insecure, status_socket, identity, ..self }
     }
 
     /// Packet buffers of each shard.
@@ -233,13 +276,38 @@ mod tests {
         let rules = "[[admit]]\nidentity = \"team-*\"\njobs = [\"a\", \"b-*\"]\n";
         let config = Config::from_toml(&format!("identity = \"agg.pem\"\n{rules}")).unwrap();
         let jobs = ["a", "b-*"].map(str::to_owned).to_vec();
-        assert_eq!(config.admit, [Admit { identity: "team-*".to_owned(), jobs }]);
+        let expected = Admit { identity: "team-*".to_owned(), jobs, ..Admit::default() };
+        assert_eq!(config.admit, [expected]);
         assert_eq!(config.validate(), Ok(()));
         // The identity may come by the command line.
         let bare = Config::from_toml(rules).unwrap();
         assert_eq!(bare.validate(), Err(ConfigError::AdmitWithoutIdentity));
         let wrong = Config::from_toml("[[admit]]\nidentity = \"x\"\n").unwrap_err().to_string();
         assert!(wrong.contains("line 1: missing field `jobs`"), "{wrong}");
+    }
+
+    #[test]
+    fn what_takes_a_restart_is_named_and_stays() {
+        let running = Config { identity: Some("a.pem".into()), ..Config::default() };
+        let wanted = Config {
+            port: 1,
+            shards: 2,
+            max_jobs: 3,
+            identity: Some("b.pem".into()),
+            join_timeout_s: 4,
+            ..running.clone()
+        };
+        assert_eq!(wanted.fixed_changes(&running), ["port", "shards"]);
+        let expected = Config {
+            max_jobs: 3,
+            join_timeout_s: 4,
+            identity: Some("b.pem".into()),
+            ..running.clone()
+        };
+        assert_eq!(wanted.with_fixed_of(&running), expected);
+        let without = Config { identity: None, ..running.clone() };
+        assert_eq!(without.fixed_changes(&running), ["identity"]);
+        assert_eq!(without.with_fixed_of(&running), running);
     }
 
     #[test]

@@ -18,6 +18,7 @@ mod server;
 mod shard;
 mod slots;
 mod status;
+mod tenancy;
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
@@ -31,7 +32,7 @@ pub use config::{Config, ConfigError, Fanout, MAX_SHARDS, host_mib};
 use failure::Failure;
 use racksum_net::NetError;
 use racksum_net::clock::Clock;
-use racksum_net::quic::{Credentials, quinn, server as endpoint};
+use racksum_net::quic::{Credentials, change_credentials, quinn, server as endpoint};
 pub use registry::MAX_LANES;
 use registry::Registry;
 use server::Shared;
@@ -154,6 +155,23 @@ impl Aggregator {
     #[must_use]
     pub fn data_addrs(&self) -> Vec<SocketAddr> {
         server::lock(&self.registry).shards().iter().map(|shard| shard.addr).collect()
+    }
+
+    /// Goes by another configuration from now on, and reads the identity file again. Jobs that run
+    /// keep what they were granted. Returns the keys that differ and take a restart: those stay as
+    /// they are.
+    ///
+    /// # Errors
+    /// A sentence that says what is wrong with it; nothing has changed then.
+    pub fn reload(&self, config: Config) -> Result<Vec<&'static str>, StartError> {
+        config.validate()?;
+        let running = server::lock(&self.registry).config().clone();
+        let fixed = config.fixed_changes(&running);
+        let config = config.with_fixed_of(&running);
+        let credentials = Credentials::new(config.identity.as_deref(), config.insecure)?;
+        change_credentials(&self.endpoint, &credentials)?;
+        server::lock(&self.registry).reconfigure(config);
+        Ok(fixed)
     }
 
     /// Why the aggregator serves no more, if a thread of it has failed: a sentence. Its ranks have

@@ -4,13 +4,14 @@ mod job;
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 use std::time::Duration;
 
 use job::{Job, Member, State, group_of};
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, Join, Loss, Welcome};
-use racksum_proto::ids::{JobId, Rank};
+use racksum_proto::ids::{Generation, JobId, Rank};
 use tokio::sync::mpsc::Sender;
-use tokio::sync::oneshot;
+use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 
 use crate::admission::admit;
@@ -19,6 +20,7 @@ use crate::locks::Locks;
 use crate::shard::{Command, NewJob, ShardHandle, ShardReport};
 use crate::slots::MAX_WORLD;
 use crate::status::{ShardStatus, Status, millis};
+use crate::tenancy::{Queue, Refusal, Tenant, check_room};
 
 /// Most lanes of a job.
 pub const MAX_LANES: u8 = 8;
@@ -49,10 +51,13 @@ pub(crate) struct Registry {
     last_id: u32,
     /// Whether the shards' sockets can send to a group.
     can_multicast: bool,
+    queue: Queue,
+    /// A job has ended, or one has waited no longer: there may be room.
+    room: Arc<Notify>,
 }
 
 /// Who wants to join.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Caller {
     /// The name in its certificate, if somebody vouches for it.
     pub(crate) identity: Option<String>,
@@ -83,13 +88,14 @@ impl Seat {
 impl Registry {
     /// Numbers jobs from after `last_id` on. A number that an earlier life of the aggregator has
     /// given is better not given again: datagrams of that life may still come.
-    pub(crate) const fn new(
+    pub(crate) fn new(
         config: Config,
         shards: Vec<ShardHandle>,
         can_multicast: bool,
         last_id: u32,
     ) -> Self {
-        Self { config, shards, jobs: BTreeMap::new(), last_id, can_multicast }
+        let (jobs, queue, room) = (BTreeMap::new(), Queue::default(), Arc::default());
+        Self { config, shards, jobs, last_id, can_multicast, queue, room }
     }
 
     pub(crate) fn shards(&self) -> &[ShardHandle] {
@@ -99,6 +105,42 @@ impl Registry {
     /// Forgets all jobs, since the aggregator stops: no rank is lost by that.
     pub(crate) fn stop(&mut self) {
         self.jobs.clear();
+    }
+
+    /// The configuration.
+    pub(crate) const fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Goes by another configuration from now on. Jobs that run keep what they were granted.
+    pub(crate) fn reconfigure(&mut self, config: Config) {
+        self.config = config;
+        self.room.notify_waiters();
+    }
+
+    /// A rank of a job waits for room from now on. Returns what tells it that there may be some.
+    pub(crate) fn enter_queue(&mut self, job: &str) -> Arc<Notify> {
+        self.queue.enter(job);
+        Arc::clone(&self.room)
+    }
+
+    /// It waits no longer.
+    pub(crate) fn leave_queue(&mut self, job: &str) {
+        self.queue.leave(job);
+        self.room.notify_waiters();
+    }
+
+    /// How many jobs wait that are served before this one.
+    pub(crate) fn before_in_queue(&self, job: &str) -> u16 {
+        u16::try_from(self.queue.before(job)).unwrap_or(u16::MAX)
+    }
+
+    /// Forgets a job, which makes room.
+    fn remove(&mut self, name: &str) -> Option<Job> {
+        let job = self.jobs.remove(name)?;
+        self.tell_shards(|| Command::Remove(job.id));
+        self.room.notify_waiters();
+        Some(job)
     }
 
     /// Whether somebody vouches for the identities of callers.
@@ -125,6 +167,7 @@ impl Registry {
             data_auth: self.config.data_auth().name().to_owned(),
             max_jobs: self.config.max_jobs,
             jobs: self.jobs.iter().map(|(name, job)| job.status(name)).collect(),
+            queued: self.queue.names(),
             shards: shards.collect(),
         }
     }
@@ -148,26 +191,33 @@ impl Registry {
         join: Join,
         caller: Caller,
         now: Instant,
-    ) -> Result<(Seat, Joined), String> {
+    ) -> Result<(Seat, Joined), Refusal> {
         let Caller { identity, mut addr, tell } = caller;
         Self::check(&join, addr.ip())?;
         // Before anything is said that depends on a job.
         admit(&self.config.admit, identity.as_deref(), &join.job)?;
-        self.supersede(&join)?;
         addr.set_port(join.data_port);
         let name = join.job.clone();
-        if !self.jobs.contains_key(&name) {
-            self.open(&join, now)?;
+        let present = self.jobs.get(&name).map(|job| job.generation);
+        if let Some(present) = present.filter(|present| join.generation < *present) {
+            return Err(Refusal::Never(format!(
+                "job {name:?} is in generation {}, and generation {} is over; start the rank with \
+                 the job's present generation",
+                present.0, join.generation.0
+            )));
+        }
+        if present != Some(join.generation) {
+            self.open(&join, identity.as_deref(), now)?;
         }
         let job = self.jobs.get_mut(&name).ok_or("the job vanished while it was opened")?;
         job.check(&join)?;
         let place = &mut job.members[usize::from(join.rank)];
         if let Some(member) = place {
             let (rank, there, port) = (join.rank, member.addr.ip(), member.addr.port());
-            return Err(format!(
+            return Err(Refusal::Never(format!(
                 "rank {rank} of job {name:?} has already joined from {there} (data port {port}); \
                  give each worker its own --rank"
-            ));
+            )));
         }
         let seat = Seat { job: name, id: job.id, rank: join.rank };
         *place = Some(Member { join, identity, addr, tell, hears: false });
@@ -222,16 +272,21 @@ impl Registry {
         Ok(())
     }
 
-    /// Opens a job for its first rank.
-    fn open(&mut self, join: &Join, now: Instant) -> Result<(), String> {
-        if self.jobs.len() >= usize::from(self.config.max_jobs) {
-            return Err(format!(
-                "this aggregator has {} jobs, as many as --max-jobs allows; try again when one \
-                 has ended",
-                self.jobs.len()
-            ));
+    /// Opens a job for its first rank, in the place of its earlier life if there is one.
+    fn open(&mut self, join: &Join, identity: Option<&str>, now: Instant) -> Result<(), Refusal> {
+        let wanted = Tenant { job: &join.job, identity, world: join.world };
+        let others = self.jobs.iter().filter(|(name, _)| **name != join.job);
+        let held: Vec<_> = others.map(|(name, job)| job.tenant(name)).collect();
+        check_room(&self.config, &held, &wanted)?;
+        let before = self.queue.before(&join.job);
+        if self.jobs.contains_key(&join.job) {
+            self.supersede(&join.job, join.generation);
+        } else if before > 0 {
+            let why = format!("{before} jobs wait for room and were there before; --wait as well");
+            return Err(Refusal::NoRoom(why));
         }
         let job = Job {
+            identity: identity.map(str::to_owned),
             id: self.free_id(),
             generation: join.generation,
             world: join.world,
@@ -258,7 +313,7 @@ impl Registry {
 
     /// Grants a complete job its share and tells everyone.
     fn start(&mut self, name: &str) -> Result<Joined, String> {
-        let slots = self.jobs.get(name).map(|job| self.slots(job)).unwrap_or(0);
+        let slots = self.jobs.get(name).map(|job| self.slots(name, job)).unwrap_or(0);
         let job = self.jobs.get_mut(name).ok_or("the job vanished before it could start")?;
         let auth = self.config.data_auth();
         let granted = job.grant(slots, auth, &self.shards).and_then(|granted| {
@@ -305,13 +360,15 @@ impl Registry {
 
     /// Slots that each stream of a job is granted: its share of the packet buffers, at most what
     /// it asks for.
-    fn slots(&self, job: &Job) -> u32 {
-        let share = self.config.buffers() / usize::from(self.config.max_jobs);
+    fn slots(&self, name: &str, job: &Job) -> u32 {
+        let tenant = job.tenant(name);
+        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a share")]
+        let share = (self.config.buffers() as f64 * tenant.share(&self.config) / 100.0) as usize;
         let per_slot = usize::from(job.lanes) * (usize::from(job.world) + 1);
         let affordable = u32::try_from(share / per_slot).unwrap_or(u32::MAX);
         let asked = job.members.iter().flatten().map(|member| member.join.pool_slots);
         let asked = asked.filter(|slots| *slots > 0).min().unwrap_or(u32::MAX);
-        affordable.min(asked).min(self.config.pool_slots)
+        affordable.min(asked).min(tenant.pool_slots(&self.config))
     }
 
     /// How often a group is to be probed.
@@ -373,11 +430,10 @@ impl Registry {
     }
 
     fn refuse_all(&mut self, name: &str, reason: &str) {
-        if let Some(job) = self.jobs.remove(name) {
+        if let Some(job) = self.remove(name) {
             for member in job.members.iter().flatten() {
                 member.tell(FromAggregator::Refused { reason: reason.to_owned() });
             }
-            self.tell_shards(|| Command::Remove(job.id));
         }
     }
 
@@ -431,37 +487,19 @@ impl Registry {
         };
         let empty = |job: &Job| job.members.iter().all(Option::is_none);
         if over || self.jobs.get(name).is_some_and(empty) {
-            self.jobs.remove(name);
-            self.tell_shards(|| Command::Remove(seat.id));
+            self.remove(name);
             tracing::info!(job = name, "job ended");
         }
     }
 
-    /// Ends an earlier life of a job for a rank of a later one.
-    ///
-    /// # Errors
-    /// That the rank is of an earlier life itself.
-    fn supersede(&mut self, join: &Join) -> Result<(), String> {
-        let Some(job) = self.jobs.get(&join.job) else { return Ok(()) };
-        let (present, theirs) = (job.generation, join.generation);
-        if theirs < present {
-            return Err(format!(
-                "job {:?} is in generation {}, and generation {} is over; start the rank with the \
-                 job's present generation",
-                join.job, present.0, theirs.0
-            ));
+    /// Ends a life of a job because the next begins.
+    fn supersede(&mut self, name: &str, by: Generation) {
+        let Some(job) = self.remove(name) else { return };
+        for member in job.members.iter().flatten() {
+            member.tell(FromAggregator::Superseded { by });
         }
-        if theirs > present {
-            let id = job.id;
-            for member in job.members.iter().flatten() {
-                member.tell(FromAggregator::Superseded { by: theirs });
-            }
-            let (from, to) = (present.0, theirs.0);
-            tracing::info!(job = join.job, from, to, "a new generation begins");
-            self.jobs.remove(&join.job);
-            self.tell_shards(|| Command::Remove(id));
-        }
-        Ok(())
+        let (from, to) = (job.generation.0, by.0);
+        tracing::info!(job = name, from, to, "a new generation begins");
     }
 
     fn tell_shards(&self, command: impl Fn() -> Command) {

@@ -7,10 +7,11 @@ use racksum_net::interface::local_addr_towards;
 use racksum_net::quic::{Certificate, dead, frames, not_connected, quinn};
 use racksum_proto::control::{FromAggregator, FromWorker, Join, Loss};
 use tokio::sync::mpsc::{Receiver, channel};
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
 use crate::registry::{Caller, Joined, Registry, Seat};
+use crate::tenancy::Refusal;
 
 /// Connections at a time that are no rank's: they have not joined yet, or are about to end. Twice
 /// the ranks of a large job.
@@ -95,14 +96,19 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared) {
     let identity = lock(&registry).knows_identities();
     let identity = identity.then(|| Certificate::of_peer(&connection)).flatten().map(|it| it.name);
     let joined = match answers_elsewhere(&registry, &connection) {
-        Some(reason) => Err(reason),
+        Some(reason) => Err(Refusal::Never(reason)),
         None => {
             let caller = Caller { identity: identity.clone(), addr, tell };
-            lock(&registry).join(join, caller, Instant::now())
+            tokio::select! {
+                joined = enter(&registry, &mut send, join, caller) => joined,
+                () = dead(&connection, door) => return,
+                _ = connection.closed() => return,
+            }
         }
     };
     match joined {
-        Err(reason) => {
+        Err(refusal) => {
+            let reason = refusal.why();
             tracing::warn!(job = name, rank, %addr, identity, reason, "join refused");
             if say(&mut send, &FromAggregator::Refused { reason }).await {
                 end(&connection, send).await;
@@ -129,6 +135,50 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared) {
                 Parting::Lost(why) => lock(&registry).leave(&seat, why),
             }
         }
+    }
+}
+
+/// A rank's place among those that wait for room, given up when it is dropped.
+struct Queued {
+    registry: Shared,
+    job: String,
+    room: Arc<Notify>,
+}
+
+impl Queued {
+    fn new(registry: &Shared, job: &str) -> Self {
+        let room = lock(registry).enter_queue(job);
+        Self { registry: Arc::clone(registry), job: job.to_owned(), room }
+    }
+}
+
+impl Drop for Queued {
+    fn drop(&mut self) {
+        lock(&self.registry).leave_queue(&self.job);
+    }
+}
+
+/// Takes a rank into its job, once there is room for it if the rank wants to wait.
+async fn enter(
+    registry: &Shared,
+    send: &mut quinn::SendStream,
+    join: Join,
+    caller: Caller,
+) -> Result<(Seat, Joined), Refusal> {
+    let mut queued: Option<Queued> = None;
+    loop {
+        let joined = lock(registry).join(join.clone(), caller.clone(), Instant::now());
+        let why = match joined {
+            Err(Refusal::NoRoom(why)) if join.wait => why,
+            joined => return joined,
+        };
+        let queued = queued.get_or_insert_with(|| Queued::new(registry, &join.job));
+        let before = lock(registry).before_in_queue(&join.job);
+        if !say(send, &FromAggregator::Queued { before, why: why.clone() }).await {
+            return Err(Refusal::NoRoom(why));
+        }
+        // What there may be room for by the time that it was said is seen at the next look.
+        drop(timeout(WAITING_PERIOD, queued.room.notified()).await);
     }
 }
 

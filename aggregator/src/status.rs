@@ -39,6 +39,8 @@ pub struct Status {
     pub max_jobs: u16,
     /// The jobs, by name.
     pub jobs: Vec<JobStatus>,
+    /// Jobs that wait for room, the first first.
+    pub queued: Vec<String>,
     /// The shards.
     pub shards: Vec<ShardStatus>,
 }

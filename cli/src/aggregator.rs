@@ -110,7 +110,10 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let stop = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
-        .and_then(|runtime| runtime.block_on(stopped(&ready, aggregator.failed())))
+        .and_then(|runtime| {
+            let reload = || reload(args, &aggregator);
+            runtime.block_on(stopped(&ready, aggregator.failed(), reload))
+        })
         .map_err(|error| Failure::unavailable(format!("cannot wait for signals: {error}")))?;
     match stop {
         Stop::Told => {
@@ -154,17 +157,42 @@ enum Stop {
     Failed(String),
 }
 
+/// Reads the configuration and the identity again. What is wrong with them changes nothing.
+fn reload(args: &Args, aggregator: &Aggregator) {
+    let reloaded = args.config().and_then(|config| Ok(aggregator.reload(config)?));
+    match reloaded {
+        Ok(fixed) if fixed.is_empty() => tell("racksum aggregator: configuration reloaded"),
+        Ok(fixed) => {
+            tell("racksum aggregator: configuration reloaded");
+            let keys = fixed.join(", ");
+            eprintln!("racksum: warning: what has changed of {keys} takes a restart");
+        }
+        Err(failure) => {
+            eprintln!("racksum: warning: nothing is reloaded: {failure}");
+        }
+    }
+}
+
 /// Says that all is ready; returns at SIGINT or SIGTERM, which it heeds from before it says so,
-/// or when the aggregator has failed.
-async fn stopped(ready: &str, failed: impl Future<Output = String>) -> std::io::Result<Stop> {
+/// or when the aggregator has failed. At SIGHUP it reloads.
+async fn stopped(
+    ready: &str,
+    failed: impl Future<Output = String>,
+    reload: impl Fn(),
+) -> std::io::Result<Stop> {
     use tokio::signal::unix::{SignalKind, signal};
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
+    let mut hangup = signal(SignalKind::hangup())?;
     tell(ready);
-    tokio::select! {
-        _ = interrupt.recv() => Ok(Stop::Told),
-        _ = terminate.recv() => Ok(Stop::Told),
-        why = failed => Ok(Stop::Failed(why)),
+    let mut failed = std::pin::pin!(failed);
+    loop {
+        tokio::select! {
+            _ = interrupt.recv() => return Ok(Stop::Told),
+            _ = terminate.recv() => return Ok(Stop::Told),
+            _ = hangup.recv() => reload(),
+            why = &mut failed => return Ok(Stop::Failed(why)),
+        }
     }
 }
 
@@ -176,7 +204,7 @@ mod tests {
     fn an_aggregator_that_fails_is_not_waited_for() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let failed = std::future::ready("a shard failed".to_owned());
-        let stop = runtime.block_on(stopped("ready", failed)).unwrap();
+        let stop = runtime.block_on(stopped("ready", failed, || {})).unwrap();
         assert_eq!(stop, Stop::Failed("a shard failed".into()));
     }
 

@@ -106,7 +106,9 @@ impl From<ConnectError> for Failure {
     fn from(error: ConnectError) -> Self {
         match error {
             ConnectError::Arguments(_) => Self::usage(error.to_string()),
-            ConnectError::Incomplete { .. } => Self::failed(error.to_string()),
+            ConnectError::Incomplete { .. } | ConnectError::NoRoom { .. } => {
+                Self::failed(error.to_string())
+            }
             ConnectError::Net(error) => error.into(),
             _ => Self::unavailable(error.to_string()),
         }

@@ -33,6 +33,10 @@ pub(crate) struct MemberArgs {
     /// Connect beyond loopback without identities.
     #[arg(long, requires = "aggregator")]
     insecure: bool,
+    /// Wait while the aggregator has no room for the job, rather than be refused; at most as long
+    /// as joining may take.
+    #[arg(long, requires = "aggregator")]
+    wait: bool,
     /// How datagrams are authenticated: none, mac or aead, as the aggregator does. On this host the
     /// aggregator does as this says [default: none].
     #[arg(long, value_parser = args::data_auth)]
@@ -50,6 +54,7 @@ pub(crate) struct Member {
     identity: Option<PathBuf>,
     insecure: bool,
     data_auth: Option<DataAuth>,
+    wait: bool,
 }
 
 impl MemberArgs {
@@ -66,6 +71,7 @@ impl MemberArgs {
             identity: self.identity.clone(),
             insecure: self.insecure,
             data_auth: self.data_auth,
+            wait: self.wait,
         })
     }
 }
@@ -82,6 +88,7 @@ impl Member {
             identity: self.identity.clone(),
             insecure: self.insecure,
             data_auth: self.data_auth,
+            wait: self.wait,
             join_timeout: timeout,
             op_timeout: timeout,
             faults,

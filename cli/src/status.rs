@@ -122,7 +122,8 @@ fn print(json: &str, format: Format) -> Result<(), Failure> {
 
 /// What people read.
 fn text(status: &Status) -> String {
-    let Status { version, addr, up_ms, insecure, data_auth, max_jobs, jobs, shards } = status;
+    let Status { version, addr, up_ms, insecure, data_auth, max_jobs, jobs, queued, shards } =
+        status;
     let insecure = if *insecure { ", INSECURE: whoever reaches it may join any job" } else { "" };
     let (up, count) = (up_ms / 1000, jobs.len());
     let mut text = format!(
@@ -130,6 +131,9 @@ fn text(status: &Status) -> String {
          jobs{insecure}\n"
     );
     jobs.iter().for_each(|job| text += &job_text(job));
+    if !queued.is_empty() {
+        text += &format!("waiting for room, the first first: {}\n", queued.join(", "));
+    }
     shards.iter().for_each(|shard| text += &shard_text(shard));
     text
 }

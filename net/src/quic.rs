@@ -18,7 +18,7 @@ mod watch;
 
 pub use authority::{Authority, Subject};
 pub use certificate::{Certificate, Role};
-pub use endpoint::{Connection, connect, not_connected, server};
+pub use endpoint::{Connection, change_credentials, connect, not_connected, server};
 pub use identity::Identity;
 /// The QUIC implementation, whose connections and streams appear in this interface.
 pub use quinn;

@@ -57,6 +57,8 @@ pub struct Join {
     pub stripe: (u8, u8),
     /// How many slots a stream it asks for at most; 0 leaves it to the aggregator.
     pub pool_slots: u32,
+    /// Whether to wait while there is no room for the job, rather than to be refused.
+    pub wait: bool,
 }
 
 /// What an aggregator says.
@@ -67,6 +69,13 @@ pub enum FromAggregator {
     Refused {
         /// A sentence for the user.
         reason: String,
+    },
+    /// There is no room for the job yet.
+    Queued {
+        /// Jobs that wait and were there before.
+        before: u16,
+        /// What is in the way: a sentence for the user.
+        why: String,
     },
     /// The world is incomplete.
     Waiting {

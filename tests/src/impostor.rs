@@ -62,6 +62,7 @@ impl Impostor {
             multicast: false,
             stripe: (0, 1),
             pool_slots: 0,
+            wait: false,
         }
     }
 

@@ -149,15 +149,54 @@ fn more_jobs_than_there_is_room_for_are_refused_until_one_ends() {
         let one = Client::connect(&rig.options("one", 0, 1)).unwrap();
         let two = Client::connect(&rig.options("two", 0, 1)).unwrap();
         let reason = refusal(&rig.options("three", 0, 1));
-        assert!(
-            reason.starts_with("this aggregator has 2 jobs, as many as --max-jobs"),
-            "{reason}"
-        );
+        let told = "there are 2 jobs, and --max-jobs allows 2, held by \"one\" with 1 ranks, \
+                    \"two\" with 1 ranks; try again later, or --wait";
+        assert_eq!(reason, told);
         drop(one);
         await_that("the job is gone", || rig.aggregator.jobs() == 1);
         let three = Client::connect(&rig.options("three", 0, 1)).unwrap();
         check(&two, 1.0);
         check(&three, 1.0);
+    });
+}
+
+#[test]
+fn jobs_that_wait_for_room_are_served_in_turn() {
+    bounded(60, || {
+        let rig = Rig::start(|config| config.max_jobs = 1);
+        let waits =
+            |name, rank, world| ConnectOptions { wait: true, ..rig.options(name, rank, world) };
+        let holder = Client::connect(&rig.options("holder", 0, 1)).unwrap();
+        let (served, order) = std::sync::mpsc::channel();
+        std::thread::scope(|scope| {
+            for name in ["first", "second"] {
+                // Both ranks of a job wait, and come in together.
+                for rank in 0..2 {
+                    let (options, served) = (waits(name, rank, 2), served.clone());
+                    scope.spawn(move || {
+                        let client = Client::connect(&options).unwrap();
+                        check(&client, 2.0);
+                        served.send(name).unwrap();
+                    });
+                }
+                std::thread::sleep(Duration::from_millis(300));
+            }
+            // Who does not wait does not get in before them.
+            let told = refusal(&rig.options("hasty", 0, 1));
+            assert!(told.starts_with("there are 1 jobs, and --max-jobs allows 1"), "{told}");
+            // Who waits for too short is told why.
+            let short = ConnectOptions {
+                join_timeout: Duration::from_millis(700),
+                ..waits("impatient", 0, 1)
+            };
+            let error = Client::connect(&short).unwrap_err();
+            assert!(matches!(error, ConnectError::NoRoom { .. }), "{error}");
+            assert!(error.to_string().contains("held by \"holder\" with 1 ranks"), "{error}");
+            drop(holder);
+            let order: Vec<_> = order.iter().take(4).collect();
+            assert_eq!(order, ["first", "first", "second", "second"]);
+        });
+        rig.await_peace();
     });
 }
 

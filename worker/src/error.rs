@@ -26,6 +26,14 @@ pub enum ConnectError {
         /// How long the others were waited for.
         waited: Duration,
     },
+    /// There was no room for the job for too long.
+    #[error("after {} s there was still no room for the job: {why}", waited.as_secs())]
+    NoRoom {
+        /// What was in the way: a sentence of the aggregator's.
+        why: String,
+        /// How long room was waited for.
+        waited: Duration,
+    },
     /// The connection broke before the job was complete.
     #[error("the aggregator closed the connection: {0}")]
     Closed(String),

@@ -262,6 +262,7 @@ pub(crate) fn join(options: &ConnectOptions) -> Result<Session, ConnectError> {
             multicast: options.multicast && route.interface.is_some(),
             stripe: (place, stripes),
             pool_slots: options.pool_slots,
+            wait: options.wait,
         };
         let (tell, hear) = channel();
         controls.push(Control::start(route.to, join, options, tell)?);
@@ -289,6 +290,9 @@ fn complete(
         }
         let waited = Duration::from_nanos(session.clock.now().since(started).0);
         if parts.iter().any(|part| !part.ready) && waited > options.join_timeout {
+            if let Some(why) = parts.iter().find_map(|part| part.queued.clone()) {
+                return Err(ConnectError::NoRoom { why, waited });
+            }
             let missing =
                 parts.into_iter().map(|part| part.missing).find(|ranks| !ranks.is_empty());
             return Err(ConnectError::Incomplete { missing: missing.unwrap_or_default(), waited });
@@ -372,6 +376,8 @@ struct Joining<'a> {
     group: Option<UdpSocket>,
     heard: bool,
     missing: Vec<u16>,
+    /// What the job waits for room for.
+    queued: Option<String>,
     /// The aggregator has said that ops may start.
     ready: bool,
 }
@@ -386,6 +392,7 @@ impl<'a> Joining<'a> {
             group: None,
             heard: false,
             missing: Vec::new(),
+            queued: None,
             ready: false,
         }
     }
@@ -410,7 +417,14 @@ impl<'a> Joining<'a> {
     fn take(&mut self, message: FromAggregator, session: &Session) -> Result<(), ConnectError> {
         match message {
             FromAggregator::Refused { reason } => return Err(ConnectError::Refused(reason)),
+            FromAggregator::Queued { before, why } => {
+                if self.queued.as_ref() != Some(&why) {
+                    tracing::warn!(before, "waiting for room: {why}");
+                }
+                self.queued = Some(why);
+            }
             FromAggregator::Waiting { missing, .. } => {
+                self.queued = None;
                 if missing != self.missing {
                     tracing::info!(?missing, "waiting for ranks");
                 }
@@ -418,6 +432,7 @@ impl<'a> Joining<'a> {
             }
             FromAggregator::Welcome(granted) => {
                 check_auth(&granted, self.options.data_auth)?;
+                self.queued = None;
                 if let (Some(group), Some(interface)) = (granted.group, &self.route.interface) {
                     let group = Multicast { group, interface: interface.clone() };
                     let buffer = session.socket.report().asked_receive;

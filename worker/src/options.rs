@@ -33,7 +33,9 @@ pub struct ConnectOptions {
     pub insecure: bool,
     /// How datagrams must be authenticated; `None` leaves it to the aggregator.
     pub data_auth: Option<DataAuth>,
-    /// How long to wait for the other ranks.
+    /// Whether to wait while an aggregator has no room for the job, rather than to be refused.
+    pub wait: bool,
+    /// How long to wait for room and for the other ranks.
     pub join_timeout: Duration,
     /// How long an op may take.
     pub op_timeout: Duration,
@@ -59,6 +61,7 @@ impl ConnectOptions {
             identity: None,
             insecure: false,
             data_auth: None,
+            wait: false,
             join_timeout: Duration::from_secs(300),
             op_timeout: Duration::from_secs(60),
             mtu: None,

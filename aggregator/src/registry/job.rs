@@ -13,6 +13,7 @@ use tokio::time::Instant;
 
 use crate::shard::ShardHandle;
 use crate::status::{JobStatus, RankStatus, millis};
+use crate::tenancy::Tenant;
 
 /// A rank that has joined.
 #[derive(Debug)]
@@ -30,6 +31,8 @@ pub(super) struct Member {
 #[derive(Debug)]
 pub(super) struct Job {
     pub(super) id: JobId,
+    /// Who opened it: the name in its first rank's certificate.
+    pub(super) identity: Option<String>,
     pub(super) generation: Generation,
     pub(super) world: u16,
     pub(super) lanes: u8,
@@ -86,6 +89,11 @@ impl Job {
             }
         }
         Ok(())
+    }
+
+    /// Whom its share is counted for.
+    pub(super) fn tenant<'a>(&'a self, name: &'a str) -> Tenant<'a> {
+        Tenant { job: name, identity: self.identity.as_deref(), world: self.world }
     }
 
     /// What there is to tell of it but for its progress.

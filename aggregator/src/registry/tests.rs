@@ -30,6 +30,7 @@ fn wish(job: &str, rank: u16, world: u16) -> Join {
         multicast: true,
         stripe: (0, 1),
         pool_slots: 2,
+        wait: false,
     }
 }
 
@@ -39,7 +40,8 @@ fn join(registry: &mut Registry, join: Join) -> Result<(Seat, Joined, Inbox), St
     let (tell, inbox) = channel(8);
     let addr = SocketAddr::from(([127, 0, 0, 1], 9));
     let caller = Caller { identity: None, addr, tell };
-    let (seat, joined) = registry.join(join, caller, Instant::now())?;
+    let joined = registry.join(join, caller, Instant::now());
+    let (seat, joined) = joined.map_err(Refusal::why)?;
     Ok((seat, joined, inbox))
 }
 
@@ -190,7 +192,7 @@ fn a_rank_that_no_data_could_reach_is_refused() {
         Caller { identity: None, addr: mapped, tell },
         Instant::now(),
     );
-    assert!(refused.unwrap_err().contains("the worker came by IPv4"));
+    assert!(refused.unwrap_err().why().contains("the worker came by IPv4"));
     assert_eq!(registry.jobs(), 0);
 }
 

@@ -44,6 +44,7 @@ async fn join(connection: &Connection, job: &str) -> (quinn::SendStream, quinn::
         multicast: false,
         stripe: (0, 1),
         pool_slots: 0,
+        wait: false,
     };
     frames::send(&mut send, &FromWorker::Join(join)).await.unwrap();
     let heard = frames::recv(&mut recv).await.unwrap();

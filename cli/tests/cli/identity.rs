@@ -3,7 +3,8 @@
 use std::os::unix::fs::PermissionsExt;
 
 use crate::files::Folder;
-use crate::process::{Process, Serving, bench_rank, run};
+use crate::process::{Process, Serving, bench_rank, run, signal};
+use crate::waits::await_that;
 
 /// A folder of a test's own, with an authority of a name.
 fn authority(test: &str, name: &str) -> (Folder, String) {
@@ -124,6 +125,49 @@ fn rules_say_who_may_join_which_job() {
         );
         assert_eq!(ended.failed(3), why);
     }
+}
+
+#[test]
+fn limits_rules_and_certificates_are_reloaded_while_jobs_run() {
+    let (folder, ours) = authority("reload", "rack");
+    let (other, theirs) = authority("reload", "new-rack");
+    let served = issue(&folder, &ours, "agg", "aggregator");
+    let node = issue(&folder, &ours, "node", "worker");
+    let config = folder.path("racksum.toml");
+    let rules = |job: &str| format!("[[admit]]\nidentity = \"*\"\njobs = [{job:?}]\n");
+    std::fs::write(&config, rules("one")).unwrap();
+    let serving = Serving::start(&["--identity", &served, "--config", &config]);
+    let long = ["-b", "4K", "-e", "4K", "-n", "100000000", "--identity", &node, "--job", "one"];
+    let mut running = bench_rank(&serving.addr, 0, 1, &long);
+    await_that("it runs", || running.out().contains('#'));
+    let join = |identity: &str, job: &str| {
+        let flags = [&SHORT[..], &["--identity", identity, "--job", job]].concat();
+        bench_rank(&serving.addr, 0, 1, &flags).end(40)
+    };
+    assert!(join(&node, "two").failed(3).contains("may not join a job of the name \"two\""));
+    let reload = |text: &str| {
+        std::fs::write(&config, text).unwrap();
+        signal(serving.process.id(), "HUP");
+    };
+    // What is wrong changes nothing.
+    reload("max_jobs = 0\n");
+    await_that("it is told", || serving.process.err().contains("max_jobs is 0, but must be"));
+    reload(&format!("port = 1\nmax_jobs = 3\n{}", rules("two")));
+    await_that("it is reloaded", || serving.process.out().contains("configuration reloaded"));
+    // The port was named on the command line, which is above the file.
+    assert!(!serving.process.err().contains("takes a restart"), "{}", serving.process.err());
+    join(&node, "two").ok();
+    assert!(join(&node, "one").failed(3).contains("may not join a job of the name \"one\""));
+    // A new authority takes over: a new file under the same name.
+    let renewed = issue(&other, &theirs, "agg", "aggregator");
+    std::fs::copy(&renewed, &served).unwrap();
+    reload(&format!("shards = 2\n{}", rules("two")));
+    let told = "warning: what has changed of shards takes a restart";
+    await_that("the rest is named", || serving.process.err().contains(told));
+    let new_node = issue(&other, &theirs, "new-node", "worker");
+    join(&new_node, "two").ok();
+    assert!(join(&node, "two").failed(3).contains("is not accepted"));
+    assert!(running.runs(), "a job that runs is left alone");
 }
 
 #[test]

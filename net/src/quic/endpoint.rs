@@ -53,6 +53,17 @@ pub fn server(bind: SocketAddr, credentials: &Credentials) -> Result<Endpoint, N
     serve(bind, credentials, PROTOCOL)
 }
 
+/// Has a server that is called from now on show other credentials, and believe by them. Connections
+/// that stand are left alone.
+///
+/// # Errors
+///
+/// A [`NetError`] if the credentials cannot be used.
+pub fn change_credentials(server: &Endpoint, credentials: &Credentials) -> Result<(), NetError> {
+    server.set_server_config(Some(server_config(credentials, PROTOCOL)?));
+    Ok(())
+}
+
 /// Calls the server at `to`, and gives up after `patience`.
 ///
 /// # Errors

@@ -1,0 +1,256 @@
+//! How much of an aggregator each job may have, and who waits for room.
+
+use std::collections::VecDeque;
+
+use crate::admission::rule_of;
+use crate::config::Config;
+
+/// Why a rank was not taken into its job.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    /// It never will be, as it asks.
+    Never(String),
+    /// There is no room now.
+    NoRoom(String),
+}
+
+impl Refusal {
+    /// The sentence for the one who is refused.
+    pub(crate) fn why(self) -> String {
+        match self {
+            Self::Never(why) | Self::NoRoom(why) => why,
+        }
+    }
+}
+
+impl From<String> for Refusal {
+    fn from(why: String) -> Self {
+        Self::Never(why)
+    }
+}
+
+impl From<&str> for Refusal {
+    fn from(why: &str) -> Self {
+        Self::Never(why.to_owned())
+    }
+}
+
+/// A job, and who has opened it or would.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Tenant<'a> {
+    pub(crate) job: &'a str,
+    pub(crate) identity: Option<&'a str>,
+    pub(crate) world: u16,
+}
+
+impl Tenant<'_> {
+    /// The share of each shard's packet buffers that the job may have, in per cent.
+    pub(crate) fn share(&self, config: &Config) -> f64 {
+        let rule = rule_of(&config.admit, self.identity, self.job);
+        let own = rule.and_then(|at| config.admit.get(at)?.share_percent).map(f64::from);
+        own.unwrap_or_else(|| 100.0 / f64::from(config.max_jobs.max(1)))
+    }
+
+    /// The most slots that a stream of the job may have.
+    pub(crate) fn pool_slots(&self, config: &Config) -> u32 {
+        let rule = rule_of(&config.admit, self.identity, self.job);
+        let own = rule.and_then(|at| config.admit.get(at)?.pool_slots);
+        own.unwrap_or(u32::MAX).min(config.pool_slots)
+    }
+}
+
+/// Whether one more job may be opened beside those that are there.
+///
+/// # Errors
+/// Which limit is in the way, and who holds what of it, as far as the one who asks may know.
+pub(crate) fn check_room(
+    config: &Config,
+    held: &[Tenant<'_>],
+    wanted: &Tenant<'_>,
+) -> Result<(), Refusal> {
+    let rule = rule_of(&config.admit, wanted.identity, wanted.job);
+    let of_rule = |tenant: &&Tenant<'_>| {
+        rule.is_some() && rule_of(&config.admit, tenant.identity, tenant.job) == rule
+    };
+    let own: Vec<_> = held.iter().filter(of_rule).copied().collect();
+    let limits = rule.and_then(|at| config.admit.get(at));
+    let ranks = |of: &[Tenant<'_>]| of.iter().map(|it| u32::from(it.world)).sum::<u32>();
+    let world = u32::from(wanted.world);
+    let no_room = |what: String, of: &[Tenant<'_>]| {
+        Refusal::NoRoom(format!(
+            "{what}{}; try again later, or --wait",
+            holders(config, of, wanted)
+        ))
+    };
+    for (most, of, limit) in [
+        (Some(config.max_ranks), held, "max_ranks"),
+        (limits.and_then(|it| it.max_ranks), &own, "max_ranks of your [[admit]] rule"),
+    ] {
+        let Some(most) = most else { continue };
+        if world > most {
+            let why = format!("{world} ranks are more than the {most} that {limit} allows");
+            return Err(Refusal::Never(why));
+        }
+        let taken = ranks(of);
+        if taken + world > most {
+            let what =
+                format!("{taken} of {most} ranks are taken ({limit}), and {world} asked for");
+            return Err(no_room(what, of));
+        }
+    }
+    for (most, of, limit) in [
+        (Some(config.max_jobs), held, "--max-jobs"),
+        (limits.and_then(|it| it.max_jobs), &own, "max_jobs of your [[admit]] rule"),
+    ] {
+        if let Some(most) = most.filter(|most| of.len() >= usize::from(*most)) {
+            let what = format!("there are {} jobs, and {limit} allows {most}", of.len());
+            return Err(no_room(what, of));
+        }
+    }
+    let taken: f64 = held.iter().map(|it| it.share(config)).sum();
+    let share = wanted.share(config);
+    // Shares are sums of fractions.
+    if taken + share > 100.0 + 1e-6 {
+        let what =
+            format!("{taken:.0} % of the packet buffers are taken, and {share:.0} % asked for");
+        return Err(no_room(what, held));
+    }
+    Ok(())
+}
+
+/// Who holds what: by name the jobs that the one who asks might join, the others by number.
+fn holders(config: &Config, held: &[Tenant<'_>], wanted: &Tenant<'_>) -> String {
+    let visible = |tenant: &&Tenant<'_>| {
+        config.admit.is_empty() || rule_of(&config.admit, wanted.identity, tenant.job).is_some()
+    };
+    let mut names: Vec<_> = held
+        .iter()
+        .filter(visible)
+        .map(|it| format!("{:?} with {} ranks", it.job, it.world))
+        .collect();
+    let others = held.len() - names.len();
+    if others > 0 {
+        names.push(format!("{others} jobs of others"));
+    }
+    if names.is_empty() { String::new() } else { format!(", held by {}", names.join(", ")) }
+}
+
+/// Jobs that wait for room, the first first.
+#[derive(Debug, Default)]
+pub(crate) struct Queue {
+    /// With how many of their ranks are waiting.
+    jobs: VecDeque<(String, usize)>,
+}
+
+impl Queue {
+    /// One more rank of a job waits.
+    pub(crate) fn enter(&mut self, job: &str) {
+        match self.jobs.iter_mut().find(|(name, _)| name == job) {
+            Some((_, ranks)) => *ranks += 1,
+            None => self.jobs.push_back((job.to_owned(), 1)),
+        }
+    }
+
+    /// A rank of a job waits no more.
+    pub(crate) fn leave(&mut self, job: &str) {
+        if let Some(at) = self.jobs.iter().position(|(name, _)| name == job) {
+            self.jobs[at].1 -= 1;
+            if self.jobs[at].1 == 0 {
+                self.jobs.remove(at);
+            }
+        }
+    }
+
+    /// How many jobs are served before this one.
+    pub(crate) fn before(&self, job: &str) -> usize {
+        self.jobs.iter().position(|(name, _)| name == job).unwrap_or(self.jobs.len())
+    }
+
+    /// The names of the jobs, the first first.
+    pub(crate) fn names(&self) -> Vec<String> {
+        self.jobs.iter().map(|(name, _)| name.clone()).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::admission::Admit;
+
+    fn tenant<'a>(job: &'a str, identity: &'a str, world: u16) -> Tenant<'a> {
+        Tenant { job, identity: Some(identity), world }
+    }
+
+    fn rule(identity: &str, jobs: &str) -> Admit {
+        Admit { identity: identity.into(), jobs: vec![jobs.into()], ..Admit::default() }
+    }
+
+    fn why(checked: Result<(), Refusal>) -> (bool, String) {
+        match checked.unwrap_err() {
+            Refusal::Never(why) => (false, why),
+            Refusal::NoRoom(why) => (true, why),
+        }
+    }
+
+    #[test]
+    fn jobs_and_ranks_are_counted_and_the_holders_named() {
+        let config = Config { max_jobs: 2, max_ranks: 10, ..Config::default() };
+        let (one, two) = (tenant("one", "a", 4), tenant("two", "b", 4));
+        assert_eq!(check_room(&config, &[one], &two), Ok(()));
+        let (later, told) = why(check_room(&config, &[one, two], &tenant("three", "c", 1)));
+        let expected = "there are 2 jobs, and --max-jobs allows 2, held by \"one\" with 4 ranks, \
+                        \"two\" with 4 ranks; try again later, or --wait";
+        assert_eq!((later, &*told), (true, expected));
+        let (later, told) = why(check_room(&config, &[one], &tenant("two", "b", 7)));
+        assert!(later && told.starts_with("4 of 10 ranks are taken (max_ranks), and 7"), "{told}");
+        let (later, told) = why(check_room(&config, &[], &tenant("two", "b", 11)));
+        assert!(!later && told.starts_with("11 ranks are more than the 10 that max"), "{told}");
+    }
+
+    #[test]
+    fn each_rule_has_limits_of_its_own_and_others_are_not_named() {
+        let vision = Admit { max_jobs: Some(1), max_ranks: Some(8), ..rule("vision-*", "v-*") };
+        let config = Config { admit: vec![vision, rule("speech-*", "s-*")], ..Config::default() };
+        let held = [tenant("s-1", "speech-1", 100), tenant("v-1", "vision-1", 4)];
+        let (later, told) = why(check_room(&config, &held, &tenant("v-2", "vision-2", 4)));
+        let expected = "there are 1 jobs, and max_jobs of your [[admit]] rule allows 1, held by \
+                        \"v-1\" with 4 ranks; try again later, or --wait";
+        assert_eq!((later, &*told), (true, expected));
+        let (later, told) = why(check_room(&config, &held, &tenant("v-2", "vision-2", 9)));
+        assert!(!later && told.contains("max_ranks of your [[admit]] rule"), "{told}");
+        assert_eq!(check_room(&config, &held, &tenant("s-2", "speech-1", 100)), Ok(()));
+        // What others hold is a number.
+        let full = Config { max_jobs: 2, ..config };
+        let (_, told) = why(check_room(&full, &held, &tenant("s-2", "speech-2", 1)));
+        assert!(told.contains("held by \"s-1\" with 100 ranks, 1 jobs of others;"), "{told}");
+    }
+
+    #[test]
+    fn shares_are_of_a_whole() {
+        let half = Admit { share_percent: Some(50), pool_slots: Some(7), ..rule("*", "big*") };
+        let config = Config { max_jobs: 4, admit: vec![half, rule("*", "*")], ..Config::default() };
+        let (big, small) = (tenant("big", "x", 1), tenant("small", "x", 1));
+        assert_eq!((big.share(&config), small.share(&config)), (50.0, 25.0));
+        assert_eq!((big.pool_slots(&config), small.pool_slots(&config)), (7, 256));
+        assert_eq!(check_room(&config, &[small, small], &big), Ok(()));
+        let (later, told) = why(check_room(&config, &[small, big, small], &small));
+        assert!(
+            later && told.starts_with("100 % of the packet buffers are taken, and 25"),
+            "{told}"
+        );
+    }
+
+    #[test]
+    fn who_waits_is_served_in_turn() {
+        let mut queue = Queue::default();
+        for job in ["a", "b", "a", "c"] {
+            queue.enter(job);
+        }
+        assert_eq!(["a", "b", "c", "new"].map(|job| queue.before(job)), [0, 1, 2, 3]);
+        queue.leave("a");
+        assert_eq!(queue.names(), ["a", "b", "c"]);
+        queue.leave("a");
+        queue.leave("never");
+        assert_eq!((queue.before("b"), queue.names()), (0, vec!["b".to_owned(), "c".to_owned()]));
+    }
+}
