@@ -89,7 +89,7 @@ impl Outbox {
             let (contents, stride) = slots.datagrams(result);
             let addresses = addresses(to, *group, unicast, ranks);
             self.post.ring.set_tos(tos);
-            return self.post.send(socket, sealer.as_mut(), addresses, contents, stride);
+            return self.post.send_with_room(socket, sealer.as_mut(), addresses, contents, stride);
         }
         if to == Recipient::All {
             return self.join(socket, job, to, result, None);
@@ -108,24 +108,27 @@ impl Outbox {
         result: &ResultFragments,
         fragment: Option<usize>,
     ) {
-        let (contents, stride) = job.slots.datagrams(result);
-        let (from, len, stride) = match fragment {
-            None => (0, contents.len(), stride),
+        let cut = job.machine.config().cut;
+        let (len, stride) = match fragment {
+            None => {
+                (Header::LEN * result.cut.count(result.len) + result.len, result.cut.unsealed())
+            }
             Some(fragment) => {
-                let from = fragment * stride;
-                let len = stride.min(contents.len() - from);
-                (from, len, len)
+                let len = Header::LEN + result.cut.range(result.len, fragment).len();
+                (len, len)
             }
         };
-        let max_datagram = job.machine.config().cut.unsealed();
-        if !self.train.couple(len, stride, max_datagram) {
+        if !self.train.couple(len, stride, cut.unsealed()) {
             self.send_joined(socket, job);
-            let first = self.train.couple(len, stride, max_datagram);
+            let first = self.train.couple(len, stride, cut.unsealed());
             debug_assert!(first, "an empty train takes any message");
         }
         self.joined_to = to;
-        let (contents, _) = job.slots.datagrams(result);
-        self.joined.extend_from_slice(&contents[from..from + len]);
+        let (contents, stride) = job.slots.datagrams(result);
+        let wanted = |i: &usize| fragment.is_none_or(|fragment| *i == fragment);
+        for (_, datagram) in contents.chunks(stride).enumerate().filter(|(i, _)| wanted(i)) {
+            self.joined.extend_from_slice(&datagram[..datagram.len() - cut.trailer()]);
+        }
     }
 
     /// Sends the probe that shows who hears the group.
@@ -162,6 +165,24 @@ fn addresses<'a>(
 }
 
 impl Post {
+    /// Sends datagrams `stride` apart that have room for what authenticates them.
+    fn send_with_room(
+        &mut self,
+        socket: &UdpSocket,
+        sealer: Option<&mut Sealer>,
+        addresses: impl Iterator<Item = SocketAddr>,
+        contents: &mut [u8],
+        stride: usize,
+    ) {
+        let mut sealed = std::mem::take(&mut self.sealed);
+        let contents = match sealer {
+            None => contents,
+            Some(sealer) => sealer.seal_with_room(contents, stride, &mut sealed),
+        };
+        self.send(socket, None, addresses, contents, stride);
+        self.sealed = sealed;
+    }
+
     /// Sends datagrams `stride` apart to each address; waits a little for room in the send buffer.
     /// What still does not go is lost, and asked for again.
     fn send(

@@ -51,27 +51,20 @@ pub(crate) struct Slots {
     linear: Box<[u8]>,
 }
 
-/// How a window's payload lies in a buffer.
+/// How a window's payload lies in a buffer: as datagrams, each with room for what authenticates it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Layout {
     cut: Fragmentation,
-    stride: usize,
 }
 
 impl Layout {
-    /// Of a contribution, whose datagrams lie there as they came.
-    pub(crate) const fn received(cut: Fragmentation) -> Self {
-        Self { cut, stride: cut.stride() }
-    }
-
-    /// Of a result, whose datagrams are yet to be sealed.
-    pub(crate) const fn to_send(cut: Fragmentation) -> Self {
-        Self { cut, stride: cut.unsealed() }
+    pub(crate) const fn new(cut: Fragmentation) -> Self {
+        Self { cut }
     }
 
     /// Bytes from one datagram to the next.
     pub(crate) const fn stride(&self) -> usize {
-        self.stride
+        self.cut.stride()
     }
 
     /// The stretch of the buffer that holds payload byte `offset`, and how many bytes of the
@@ -101,7 +94,7 @@ impl Layout {
 
     /// Bytes of the datagrams of a payload of `len` bytes.
     pub(crate) const fn total(&self, len: usize) -> usize {
-        self.cut.count(len) * (self.stride - self.cut.payload()) + len
+        self.cut.count(len) * (self.stride() - self.cut.payload()) + len
     }
 }
 
@@ -150,7 +143,7 @@ impl Slots {
 
     /// Whether a buffer of datagrams `stride` apart can serve as the contribution it holds whole.
     pub(crate) const fn fits(place: &Place, stride: usize) -> bool {
-        place.fragments == 1 || stride == Layout::received(place.cut).stride()
+        place.fragments == 1 || stride == Layout::new(place.cut).stride()
     }
 
     /// Keeps a buffer that holds a whole contribution; returns the one it replaces.
@@ -160,8 +153,7 @@ impl Slots {
 
     /// Copies the body of one fragment to its place.
     pub(crate) fn copy(&mut self, place: Place, body: &[u8], arena: &mut Arena) {
-        let start =
-            usize::from(place.fragment) * Layout::received(place.cut).stride() + Header::LEN;
+        let start = usize::from(place.fragment) * Layout::new(place.cut).stride() + Header::LEN;
         let held = self.contribution(place.lane, place.slot, place.rank);
         let buffer = held.get_or_insert_with(|| arena.take().expect(ADMITTED));
         if buffer.len() < start {
@@ -182,7 +174,7 @@ impl Slots {
         let contributions = &mut contributions[slot * *world..][..*world];
         let buffer = || spare.pop().or_else(|| arena.take()).expect(ADMITTED);
         let result = results[slot].get_or_insert_with(buffer);
-        let layout = Layout::to_send(fold.cut);
+        let layout = Layout::new(fold.cut);
         let total = layout.total(fold.len);
         if result.len() < total {
             result.resize(total, 0);
@@ -193,7 +185,7 @@ impl Slots {
         layouts.clear();
         layouts.extend(masks.clone().map(|mask| {
             let len = geometry.payload_len(window.index, mask);
-            Layout::received(geometry.cut(machine.config().cut, len))
+            Layout::new(geometry.cut(machine.config().cut, len))
         }));
         let world = u32::from(machine.config().world);
         let pieces = Pieces { layout, layouts, fold, contributions, world };
@@ -212,13 +204,13 @@ impl Slots {
     /// Puts a result of zeros into a slot, as a fold would.
     #[cfg(test)]
     pub(crate) fn put_result(&mut self, slot: usize, len: usize, cut: Fragmentation) {
-        self.results[slot] = Some(BytesMut::zeroed(Layout::to_send(cut).total(len)));
+        self.results[slot] = Some(BytesMut::zeroed(Layout::new(cut).total(len)));
     }
 
     /// Writes the headers of a result's datagrams.
     pub(crate) fn write_headers(&mut self, result: &ResultFragments) {
         let ResultFragments { lane, slot, len, cut, header, .. } = *result;
-        let layout = Layout::to_send(cut);
+        let layout = Layout::new(cut);
         let result = self.results[usize::from(lane) * self.pool + slot as usize].as_mut();
         let result = result.expect(FOLDED);
         for fragment in 0..cut.count(len) {
@@ -228,12 +220,13 @@ impl Slots {
         }
     }
 
-    /// The datagrams of a result, and how far they are apart.
-    pub(crate) fn datagrams(&self, result: &ResultFragments) -> (&[u8], usize) {
-        let layout = Layout::to_send(result.cut);
+    /// The datagrams of a result, each with room for what authenticates it, and how far they are
+    /// apart.
+    pub(crate) fn datagrams(&mut self, result: &ResultFragments) -> (&mut [u8], usize) {
+        let layout = Layout::new(result.cut);
         let slot = usize::from(result.lane) * self.pool + result.slot as usize;
-        let contents = self.results[slot].as_ref().expect(FOLDED);
-        (&contents[..layout.total(result.len)], layout.stride())
+        let contents = self.results[slot].as_mut().expect(FOLDED);
+        (&mut contents[..layout.total(result.len)], layout.stride())
     }
 }
 

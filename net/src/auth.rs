@@ -127,6 +127,32 @@ impl Sealer {
         stride + trailer
     }
 
+    /// Seals datagrams `stride` apart, behind each of which there is room for its tag: in their
+    /// place, or where they would be encrypted in `out`, since they may have to be sent again.
+    /// Returns them.
+    pub fn seal_with_room<'a>(
+        &mut self,
+        contents: &'a mut [u8],
+        stride: usize,
+        out: &'a mut Vec<u8>,
+    ) -> &'a mut [u8] {
+        let contents = if self.lock.auth == DataAuth::Aead {
+            out.clear();
+            out.extend_from_slice(contents);
+            &mut out[..]
+        } else {
+            contents
+        };
+        let trailer = self.lock.auth.trailer();
+        for datagram in contents.chunks_mut(stride.max(1)) {
+            let at = datagram.len().saturating_sub(trailer);
+            let (messages, place) = datagram.split_at_mut(at);
+            let tag = self.seal_one(messages);
+            place.copy_from_slice(&tag[..place.len()]);
+        }
+        contents
+    }
+
     /// Numbers one datagram and returns its tag, which is that of nobody if there is none.
     fn seal_one(&mut self, datagram: &mut [u8]) -> [u8; DataAuth::MAX_TRAILER] {
         let number = self.next;

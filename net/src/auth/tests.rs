@@ -79,6 +79,23 @@ fn trains_are_sealed_datagram_by_datagram_and_so_is_what_lies_in_two_places() {
 }
 
 #[test]
+fn datagrams_with_room_for_their_tags_are_sealed_and_can_be_sealed_again() {
+    for auth in WAYS {
+        let (mut sealer, mut opener) = ends(auth);
+        let (one, last) = (message(&[7; 100]), message(&[8; 30]));
+        let room = vec![0xa5; auth.trailer()];
+        let mut contents = [&one[..], &room, &one, &room, &last, &room].concat();
+        let stride = one.len() + room.len();
+        let mut spare = Vec::new();
+        for _ in 0..2 {
+            let sealed = sealer.seal_with_room(&mut contents, stride, &mut spare);
+            let opened = sealed.chunks_mut(stride).map(|part| opener.open(part).unwrap().to_vec());
+            assert_eq!(opened.collect::<Vec<_>>(), [one.clone(), one.clone(), last.clone()]);
+        }
+    }
+}
+
+#[test]
 fn a_datagram_counts_once() {
     // wire: W-59
     for auth in WAYS {
