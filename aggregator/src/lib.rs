@@ -11,6 +11,7 @@ mod arena;
 mod config;
 mod failure;
 pub mod kernel;
+mod lifelines;
 mod locks;
 mod outbox;
 mod registry;

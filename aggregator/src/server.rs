@@ -4,12 +4,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use racksum_net::interface::local_addr_towards;
-use racksum_net::quic::{Certificate, dead, frames, not_connected, quinn};
+use racksum_net::quic::lifeline::dead;
+use racksum_net::quic::{Certificate, frames, not_connected, quinn};
 use racksum_proto::control::{FromAggregator, FromWorker, Join, Loss};
+use tokio::net::TcpStream;
 use tokio::sync::mpsc::{Receiver, channel};
 use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
+use crate::lifelines::Lifelines;
 use crate::registry::{Caller, Joined, Registry, Seat};
 use crate::tenancy::Refusal;
 
@@ -44,6 +47,7 @@ pub(crate) async fn serve(
     strangers: usize,
     mut failure: watch::Receiver<Option<String>>,
 ) {
+    let lifelines = Lifelines::serve(&endpoint, strangers).await;
     loop {
         let incoming = tokio::select! {
             incoming = endpoint.accept() => incoming,
@@ -68,10 +72,10 @@ pub(crate) async fn serve(
         }
         // From here on it counts as open. One that cannot be accepted is gone already.
         let Ok(connecting) = incoming.accept() else { continue };
-        let registry = Arc::clone(&registry);
+        let (registry, lifelines) = (Arc::clone(&registry), lifelines.clone());
         tokio::spawn(async move {
             match timeout(JOIN_TIMEOUT, connecting).await {
-                Ok(Ok(connection)) => serve_rank(connection, registry).await,
+                Ok(Ok(connection)) => serve_rank(connection, registry, lifelines).await,
                 Ok(Err(cause)) => tracing::warn!("refused: {}", not_connected(from, cause)),
                 Err(_) => {}
             }
@@ -82,7 +86,7 @@ pub(crate) async fn serve(
 }
 
 /// Serves one rank from its join to its end.
-async fn serve_rank(connection: quinn::Connection, registry: Shared) {
+async fn serve_rank(connection: quinn::Connection, registry: Shared, lifelines: Lifelines) {
     let Ok(Some((join, mut send, recv))) = timeout(JOIN_TIMEOUT, hear_join(&connection)).await
     else {
         return;
@@ -90,9 +94,8 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared) {
     let (tell, mut inbox) = channel(QUEUE);
     let addr = connection.remote_address();
     let (name, rank) = (join.job.clone(), join.rank);
-    // Where the rank's data comes from; it holds that port as long as it lives.
-    let mut door = addr;
-    door.set_port(join.data_port);
+    let Ok(lifeline) = offer(&lifelines, &mut send).await else { return };
+    let mut dead = std::pin::pin!(dead(&connection, lifeline));
     let identity = lock(&registry).knows_identities();
     let identity = identity.then(|| Certificate::of_peer(&connection)).flatten().map(|it| it.name);
     let joined = match answers_elsewhere(&registry, &connection) {
@@ -101,7 +104,7 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared) {
             let caller = Caller { identity: identity.clone(), addr, tell };
             tokio::select! {
                 joined = enter(&registry, &mut send, join, caller) => joined,
-                () = dead(&connection, door) => return,
+                () = &mut dead => return,
                 _ = connection.closed() => return,
             }
         }
@@ -121,7 +124,7 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared) {
             }
             let parting = tokio::select! {
                 parting = attend(&registry, &seat, &mut send, recv, &mut inbox) => parting,
-                () = dead(&connection, door) => Parting::Lost(Loss::Died),
+                () = &mut dead => Parting::Lost(Loss::Died),
             };
             match parting {
                 Parting::Over => end(&connection, send).await,
@@ -136,6 +139,21 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared) {
             }
         }
     }
+}
+
+/// Offers a rank to lay a lifeline. The error says that the rank is gone.
+async fn offer(
+    lifelines: &Lifelines,
+    send: &mut quinn::SendStream,
+) -> Result<impl Future<Output = Option<TcpStream>> + use<>, ()> {
+    let offered = lifelines.offer();
+    if let Some((token, port, _)) = &offered {
+        let (token, port) = (*token, *port);
+        if !say(send, &FromAggregator::Lifeline { port, token }).await {
+            return Err(());
+        }
+    }
+    Ok(async move { offered?.2.await.ok() })
 }
 
 /// A rank's place among those that wait for room, given up when it is dropped.

@@ -13,8 +13,8 @@ mod certificate;
 mod endpoint;
 pub mod frames;
 mod identity;
+pub mod lifeline;
 mod trust;
-mod watch;
 
 pub use authority::{Authority, Subject};
 pub use certificate::{Certificate, Role};
@@ -23,7 +23,6 @@ pub use identity::Identity;
 /// The QUIC implementation, whose connections and streams appear in this interface.
 pub use quinn;
 pub use trust::Credentials;
-pub use watch::dead;
 
 /// The protocol both sides must name in the handshake (ALPN): racksum's control messages, first
 /// version.
@@ -33,7 +32,7 @@ pub const PROTOCOL: &str = "racksum/1";
 pub const KEEP_ALIVE: Span = Span::from_millis(500);
 
 /// How long a connection may hear nothing before it is given up. A process that is only stopped for
-/// a while, or a network that is down for a moment, is waited for; see [`dead`] for the others.
+/// a while, or a network that is down for a moment, is waited for; see [`lifeline`] for the others.
 pub const IDLE_TIMEOUT: Span = Span::from_secs(20);
 
 const fn duration(span: Span) -> Duration {

@@ -11,7 +11,7 @@ use core::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::auth::{DataAuth, Keys};
+use crate::auth::{DataAuth, Key, Keys};
 use crate::ids::{Generation, JobId};
 
 /// The control protocol's version: a join of another is refused.
@@ -69,6 +69,13 @@ pub enum FromAggregator {
     Refused {
         /// A sentence for the user.
         reason: String,
+    },
+    /// Where the rank may lay a lifeline, by which its death, and the aggregator's, is known soon.
+    Lifeline {
+        /// A TCP port at the aggregator's address.
+        port: u16,
+        /// What to say there first.
+        token: Key,
     },
     /// There is no room for the job yet.
     Queued {

@@ -92,7 +92,7 @@ impl Impostor {
             match self.hear() {
                 Some(FromAggregator::Welcome(granted)) => welcome = Some(granted),
                 Some(FromAggregator::Ready { .. }) => return welcome.unwrap(),
-                Some(FromAggregator::Waiting { .. }) => {}
+                Some(FromAggregator::Waiting { .. } | FromAggregator::Lifeline { .. }) => {}
                 other => panic!("{other:?}"),
             }
         }
@@ -101,9 +101,12 @@ impl Impostor {
     /// Joins, and is refused; returns why.
     pub(crate) fn refused(&mut self, join: Join) -> String {
         self.say(&FromWorker::Join(join));
-        match self.hear() {
-            Some(FromAggregator::Refused { reason }) => reason,
-            other => panic!("{other:?}"),
+        loop {
+            match self.hear() {
+                Some(FromAggregator::Refused { reason }) => return reason,
+                Some(FromAggregator::Lifeline { .. }) => {}
+                other => panic!("{other:?}"),
+            }
         }
     }
 

@@ -13,7 +13,7 @@ use racksum_net::auth::Opener;
 use racksum_net::clock::Clock;
 use racksum_net::interface::{Interface, interface_of, local_addr_towards, max_datagram};
 use racksum_net::multicast::{Multicast, open_member};
-use racksum_net::quic::{Credentials, connect, dead, frames, not_connected};
+use racksum_net::quic::{Credentials, connect, frames, lifeline, not_connected};
 use racksum_net::udp::{self, RECV_BATCH, RECV_CAPACITY, RecvRing, UdpConfig, UdpSocket};
 use racksum_proto::auth::DataAuth;
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Loss, Welcome};
@@ -119,10 +119,24 @@ async fn converse(
         return closed(error.to_string());
     }
     let hear = events.clone();
+    let (offered, lifeline) = tokio::sync::oneshot::channel();
+    let mut offered = Some(offered);
+    let lifeline = async move {
+        let (port, token) = lifeline.await.ok()?;
+        lifeline::lay(to, port, token).await
+    };
+    let quic = connection.quic().clone();
+    let mut dead = std::pin::pin!(lifeline::dead(&quic, lifeline));
     // A task of its own, since reading a frame must not be cancelled half-way.
     let mut reader = tokio::spawn(async move {
         loop {
             match frames::recv::<FromAggregator>(&mut recv).await {
+                Ok(Some(FromAggregator::Lifeline { port, token })) => {
+                    // There is one, and nobody waits for another.
+                    if let Some(offered) = offered.take() {
+                        offered.send((port, token)).unwrap_or_default();
+                    }
+                }
                 Ok(Some(message)) => {
                     if hear.send(Event::Said(message)).is_err() {
                         return "the worker is gone".to_owned();
@@ -136,7 +150,7 @@ async fn converse(
     loop {
         tokio::select! {
             why = &mut reader => return closed(why.unwrap_or_else(|error| error.to_string())),
-            () = dead(connection.quic(), to) => return ConnectError::Closed(DEAD.into()),
+            () = &mut dead => return ConnectError::Closed(DEAD.into()),
             word = words.recv() => {
                 let word = word.unwrap_or(FromWorker::Leave);
                 let last = word == FromWorker::Leave;
@@ -417,6 +431,8 @@ impl<'a> Joining<'a> {
     fn take(&mut self, message: FromAggregator, session: &Session) -> Result<(), ConnectError> {
         match message {
             FromAggregator::Refused { reason } => return Err(ConnectError::Refused(reason)),
+            // The conversation takes it.
+            FromAggregator::Lifeline { .. } => {}
             FromAggregator::Queued { before, why } => {
                 if self.queued.as_ref() != Some(&why) {
                     tracing::warn!(before, "waiting for room: {why}");

@@ -47,6 +47,8 @@ async fn join(connection: &Connection, job: &str) -> (quinn::SendStream, quinn::
         wait: false,
     };
     frames::send(&mut send, &FromWorker::Join(join)).await.unwrap();
+    let offered = frames::recv(&mut recv).await.unwrap();
+    assert!(matches!(offered, Some(FromAggregator::Lifeline { .. })), "{offered:?}");
     let heard = frames::recv(&mut recv).await.unwrap();
     assert!(matches!(heard, Some(FromAggregator::Waiting { .. })), "{heard:?}");
     (send, recv)

@@ -76,7 +76,7 @@ impl Drop for Hosts {
     }
 }
 
-fn ip(args: &[&str]) -> Result<(), String> {
+pub(crate) fn ip(args: &[&str]) -> Result<(), String> {
     let said = Command::new("ip").args(args).output().map_err(|error| format!("no ip: {error}"))?;
     if said.status.success() {
         return Ok(());

@@ -140,7 +140,7 @@ fn endpoint(bind: SocketAddr, config: Option<ServerConfig>) -> Result<Endpoint, 
 }
 
 /// Loopback is called from loopback, so that a firewall or a monitor sees what it is.
-pub(super) const fn local_for(to: SocketAddr) -> IpAddr {
+const fn local_for(to: SocketAddr) -> IpAddr {
     match (to, to.ip().is_loopback()) {
         (SocketAddr::V4(_), true) => IpAddr::V4(Ipv4Addr::LOCALHOST),
         (SocketAddr::V4(_), false) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),

@@ -1,0 +1,113 @@
+//! The lifelines of ranks: which are offered, and which have come.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use racksum_net::auth::new_key;
+use racksum_net::quic::{lifeline, quinn};
+use racksum_proto::auth::Key;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Semaphore, oneshot};
+
+/// Lifelines that are offered, by what they will say.
+type Offers = Arc<Mutex<BTreeMap<[u8; Key::LEN], oneshot::Sender<TcpStream>>>>;
+
+/// Where the lifelines of ranks end.
+#[derive(Debug, Clone)]
+pub(crate) struct Lifelines {
+    /// None where none can be had.
+    port: Option<u16>,
+    offers: Offers,
+}
+
+impl Lifelines {
+    /// Takes lifelines beside an endpoint, at its port if that is free for TCP, until the runtime
+    /// ends; at most `strangers` at a time that have yet to say whose they are.
+    pub(crate) async fn serve(endpoint: &quinn::Endpoint, strangers: usize) -> Self {
+        let offers = Offers::default();
+        let listener = match endpoint.local_addr() {
+            Ok(addr) => lifeline::listen(addr).await,
+            Err(error) => Err(error),
+        };
+        let port = match listener.and_then(|listener| Ok((listener.local_addr()?, listener))) {
+            Ok((addr, listener)) => {
+                tokio::spawn(take(listener, Arc::clone(&offers), strangers));
+                Some(addr.port())
+            }
+            Err(error) => {
+                tracing::warn!(%error, "no lifelines: ranks that die are missed after 20 s");
+                None
+            }
+        };
+        Self { port, offers }
+    }
+
+    /// Offers one: what it is to say, the port, and what tells that it has come. An offer whose
+    /// receiver is dropped is forgotten.
+    pub(crate) fn offer(&self) -> Option<(Key, u16, oneshot::Receiver<TcpStream>)> {
+        let (port, token) = (self.port?, new_key().ok()?);
+        let (come, lifeline) = oneshot::channel();
+        let mut offers = self.offers.lock().unwrap_or_else(PoisonError::into_inner);
+        offers.retain(|_, offered| !offered.is_closed());
+        offers.insert(token.0, come);
+        Some((token, port, lifeline))
+    }
+}
+
+/// Hands lifelines to those that they were offered to.
+async fn take(listener: TcpListener, offers: Offers, strangers: usize) {
+    let room = Arc::new(Semaphore::new(strangers));
+    loop {
+        // One that cannot be accepted, as with too many open files, is only missed.
+        let (Ok(permit), Ok((stream, _))) =
+            (Arc::clone(&room).acquire_owned().await, listener.accept().await)
+        else {
+            tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+            continue;
+        };
+        let offers = Arc::clone(&offers);
+        tokio::spawn(async move {
+            let said = lifeline::token_of(stream).await;
+            drop(permit);
+            let Some((token, stream)) = said else { return };
+            let mut offers = offers.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(offered) = offers.remove(&token.0) {
+                // Whoever offered it may be gone.
+                drop(offered.send(stream));
+            }
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use racksum_net::quic::{Credentials, server};
+    use tokio::io::AsyncReadExt;
+    use tokio::time::timeout;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_lifeline_goes_to_whom_it_was_offered_and_no_other_is_kept() {
+        let credentials = Credentials::new(None, false).unwrap();
+        let endpoint = server("127.0.0.1:0".parse().unwrap(), &credentials).unwrap();
+        let to = endpoint.local_addr().unwrap();
+        // Its port is taken: another will do.
+        let _taken = TcpListener::bind(to).await.unwrap();
+        let lifelines = Lifelines::serve(&endpoint, 8).await;
+        let (token, port, come) = lifelines.offer().unwrap();
+        assert_ne!(port, to.port());
+        let mut stranger = lifeline::lay(to, port, Key([9; Key::LEN])).await.unwrap();
+        let end = timeout(Duration::from_secs(5), stranger.read(&mut [0; 8])).await;
+        assert!(matches!(end, Ok(Ok(0) | Err(_))), "what nobody waits for is closed: {end:?}");
+        let own = lifeline::lay(to, port, token).await.unwrap();
+        let came = timeout(Duration::from_secs(5), come).await.unwrap().unwrap();
+        assert_eq!(came.peer_addr().unwrap(), own.local_addr().unwrap());
+        // Offers that nobody waits for are forgotten.
+        drop(lifelines.offer());
+        drop(lifelines.offer());
+        assert_eq!(lifelines.offers.lock().unwrap().len(), 1);
+    }
+}

@@ -1,0 +1,186 @@
+//! Whether the other side of a connection is dead, or only silent.
+//!
+//! A process that is killed says nothing, and neither does one that is stopped or cut off. But its
+//! host closes what it held: so beside the QUIC connection, which shows that the process answers,
+//! there is one of TCP that carries nothing, and is closed by the host when the process dies.
+
+use std::future::pending;
+use std::io;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use racksum_proto::auth::Key;
+use racksum_proto::time::Span;
+use socket2::{SockRef, TcpKeepalive};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::{Instant, interval, timeout};
+
+use super::duration;
+
+/// Waits until the other side of a connection is dead: its host has closed the lifeline, and
+/// nothing was heard on the connection for a moment. Never without a lifeline, nor once the other
+/// side has spoken on although it was closed.
+///
+/// A closed lifeline alone would not do, since whoever can forge its end would end a connection.
+pub async fn dead(
+    connection: &quinn::Connection,
+    lifeline: impl Future<Output = Option<TcpStream>>,
+) {
+    if let Some(lifeline) = lifeline.await {
+        closed(lifeline).await;
+        if timeout(duration(DOUBT), silence(connection)).await.is_ok() {
+            return;
+        }
+    }
+    pending().await
+}
+
+/// Where lifelines end: at `addr`, or at another port if that is not to be had.
+///
+/// # Errors
+///
+/// What the kernel said.
+pub async fn listen(mut addr: SocketAddr) -> io::Result<TcpListener> {
+    match TcpListener::bind(addr).await {
+        Ok(listener) => Ok(listener),
+        Err(_) => {
+            addr.set_port(0);
+            TcpListener::bind(addr).await
+        }
+    }
+}
+
+/// Lays a lifeline to a port of the aggregator at `to`, which knows whose it is by `token`. None if
+/// it cannot be had within a moment: then death is only missed, late.
+pub async fn lay(mut to: SocketAddr, port: u16, token: Key) -> Option<TcpStream> {
+    // Not a new address: the scope of one of a link stays.
+    to.set_port(port);
+    let connect = async {
+        let mut stream = TcpStream::connect(to).await?;
+        keep_alive(&stream)?;
+        stream.write_all(&token.0).await?;
+        Ok::<_, io::Error>(stream)
+    };
+    timeout(duration(PATIENCE), connect).await.ok()?.ok()
+}
+
+/// Reads whose lifeline it is; none if that is not said within a moment.
+pub async fn token_of(mut stream: TcpStream) -> Option<(Key, TcpStream)> {
+    keep_alive(&stream).ok()?;
+    let mut token = [0; Key::LEN];
+    timeout(duration(PATIENCE), stream.read_exact(&mut token)).await.ok()?.ok()?;
+    Some((Key(token), stream))
+}
+
+/// What is between the two must not forget a connection that carries nothing.
+fn keep_alive(stream: &TcpStream) -> io::Result<()> {
+    let every = TcpKeepalive::new().with_time(KEEP_ALIVE).with_interval(KEEP_ALIVE);
+    SockRef::from(stream).set_tcp_keepalive(&every)
+}
+
+/// Waits until a lifeline is closed. What is said on it means nothing.
+async fn closed(mut lifeline: TcpStream) {
+    let mut noise = [0; 64];
+    while matches!(lifeline.read(&mut noise).await, Ok(1..)) {}
+}
+
+/// Waits until nothing was heard for a moment.
+async fn silence(connection: &quinn::Connection) {
+    let mut tick = interval(duration(TICK));
+    let mut heard = connection.stats().udp_rx.datagrams;
+    let mut since = Instant::now();
+    loop {
+        let now = tick.tick().await;
+        let datagrams = connection.stats().udp_rx.datagrams;
+        if datagrams != heard {
+            (heard, since) = (datagrams, now);
+        } else if now.saturating_duration_since(since) >= duration(SILENCE) {
+            return;
+        }
+    }
+}
+
+/// How often it is looked whether something was heard.
+const TICK: Span = Span::from_millis(100);
+/// How long a silence is before it is believed: more than two signs of life missed.
+const SILENCE: Span = Span::from_millis(1200);
+/// How long a silence is waited for once the lifeline is closed.
+const DOUBT: Span = Span::from_secs(4);
+/// How long laying a lifeline may take.
+const PATIENCE: Span = Span::from_secs(2);
+/// How often a lifeline shows whatever is between that it is used.
+const KEEP_ALIVE: Duration = Duration::from_secs(30);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quic::{Connection, Credentials, connect, server};
+
+    /// A served connection and the lifeline of its caller, whose runtime is the caller's life.
+    fn called() -> (tokio::runtime::Runtime, quinn::Connection, TcpStream, Caller) {
+        let runtime =
+            || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
+        let (own, callers) = (runtime().unwrap(), runtime().unwrap());
+        let credentials = || Credentials::new(None, false).unwrap();
+        let (endpoint, listener) = own.block_on(async {
+            let endpoint = server("127.0.0.1:0".parse().unwrap(), &credentials()).unwrap();
+            let listener = listen(endpoint.local_addr().unwrap()).await.unwrap();
+            (endpoint, listener)
+        });
+        let (to, port) = (endpoint.local_addr().unwrap(), listener.local_addr().unwrap().port());
+        let token = Key([7; Key::LEN]);
+        let accepted = own.spawn(async move { endpoint.accept().await.unwrap().await.unwrap() });
+        let caller = callers.block_on(async {
+            let connection = connect(to, &credentials(), Span::from_secs(5)).await.unwrap();
+            (connection, lay(to, port, token).await.unwrap())
+        });
+        let (served, stream) = own.block_on(async {
+            let (stream, _) = listener.accept().await.unwrap();
+            (accepted.await.unwrap(), stream)
+        });
+        let (said, stream) = own.block_on(token_of(stream)).unwrap();
+        assert_eq!(said, token);
+        (own, served, stream, Caller { runtime: callers, held: caller })
+    }
+
+    struct Caller {
+        runtime: tokio::runtime::Runtime,
+        held: (Connection, TcpStream),
+    }
+
+    #[test]
+    fn who_dies_is_missed_soon() {
+        let (own, served, stream, caller) = called();
+        // Its host closes what it held, and it says nothing any more.
+        let Caller { runtime, held: (connection, lifeline) } = caller;
+        runtime.shutdown_background();
+        drop(lifeline);
+        let dies = dead(&served, async { Some(stream) });
+        own.block_on(async { timeout(Duration::from_secs(4), dies).await }).unwrap();
+        drop(connection);
+    }
+
+    #[test]
+    fn who_speaks_on_is_not_dead_although_its_lifeline_ends() {
+        let (own, served, stream, caller) = called();
+        let Caller { runtime, held: (connection, lifeline) } = caller;
+        drop(lifeline);
+        let dies = dead(&served, async { Some(stream) });
+        let died = own.block_on(async { timeout(Duration::from_secs(6), dies).await });
+        assert!(died.is_err());
+        drop((connection, runtime));
+    }
+
+    #[test]
+    fn who_is_only_silent_is_not_dead() {
+        let (own, served, stream, caller) = called();
+        let Caller { runtime, held } = caller;
+        // As if it were stopped: what it holds stays open.
+        runtime.shutdown_background();
+        let dies = dead(&served, async { Some(stream) });
+        let died = own.block_on(async { timeout(Duration::from_secs(3), dies).await });
+        assert!(died.is_err());
+        drop(held);
+    }
+}
