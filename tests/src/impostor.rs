@@ -75,13 +75,18 @@ impl Impostor {
         self.runtime.block_on(self.send.write_all(bytes)).unwrap();
     }
 
-    /// The aggregator's next word; `None` once it says no more.
+    /// The aggregator's next word, but for the offer of a lifeline; `None` once it says no more.
     pub(crate) fn hear(&mut self) -> Option<FromAggregator> {
         let Self { runtime, recv, .. } = self;
-        let heard = runtime.block_on(async {
-            tokio::time::timeout(Duration::from_secs(10), frames::recv(recv)).await
-        });
-        heard.expect("the aggregator is silent").ok().flatten()
+        loop {
+            let heard = runtime.block_on(async {
+                tokio::time::timeout(Duration::from_secs(10), frames::recv(recv)).await
+            });
+            match heard.expect("the aggregator is silent").ok().flatten() {
+                Some(FromAggregator::Lifeline { .. }) => {}
+                heard => return heard,
+            }
+        }
     }
 
     /// Joins; returns what it was granted once ops may start.
@@ -92,7 +97,7 @@ impl Impostor {
             match self.hear() {
                 Some(FromAggregator::Welcome(granted)) => welcome = Some(granted),
                 Some(FromAggregator::Ready { .. }) => return welcome.unwrap(),
-                Some(FromAggregator::Waiting { .. } | FromAggregator::Lifeline { .. }) => {}
+                Some(FromAggregator::Waiting { .. }) => {}
                 other => panic!("{other:?}"),
             }
         }
@@ -101,12 +106,9 @@ impl Impostor {
     /// Joins, and is refused; returns why.
     pub(crate) fn refused(&mut self, join: Join) -> String {
         self.say(&FromWorker::Join(join));
-        loop {
-            match self.hear() {
-                Some(FromAggregator::Refused { reason }) => return reason,
-                Some(FromAggregator::Lifeline { .. }) => {}
-                other => panic!("{other:?}"),
-            }
+        match self.hear() {
+            Some(FromAggregator::Refused { reason }) => reason,
+            other => panic!("{other:?}"),
         }
     }
 
