@@ -473,8 +473,6 @@ impl Registry {
             // Whoever was told to wait goes on waiting.
             (_, State::Gathering) => false,
             (Loss::Left, State::Probing | State::Running) => {
-                others
-                    .for_each(|member| member.tell(FromAggregator::Left { ranks: ranks.clone() }));
                 self.tell_shards(|| Command::Left(seat.id, Rank(rank)));
                 false
             }

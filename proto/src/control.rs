@@ -105,11 +105,6 @@ pub enum FromAggregator {
         /// What became of them.
         why: Loss,
     },
-    /// Ranks have left. Ops that do not need them go on.
-    Left {
-        /// Which.
-        ranks: Vec<u16>,
-    },
     /// A new life of the job has begun, and this one is over.
     Superseded {
         /// The new one.

@@ -460,10 +460,6 @@ impl Shared {
                     let ranks: Vec<Rank> = ranks.into_iter().map(Rank).collect();
                     state.run(|engine| engine.lose(&ranks, why));
                 }
-                Event::Said(FromAggregator::Left { ranks }) => {
-                    let ranks: Vec<Rank> = ranks.into_iter().map(Rank).collect();
-                    state.run(|engine| engine.note_left(&ranks));
-                }
                 Event::Said(FromAggregator::Superseded { .. }) => {
                     state.run(|engine| engine.end("a new generation of the job has begun"));
                 }

@@ -16,7 +16,7 @@ use racksum_net::multicast::{Multicast, open_member};
 use racksum_net::quic::{Credentials, connect, frames, lifeline, not_connected};
 use racksum_net::udp::{self, RECV_BATCH, RECV_CAPACITY, RecvRing, UdpConfig, UdpSocket};
 use racksum_proto::auth::DataAuth;
-use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Loss, Welcome};
+use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Welcome};
 use racksum_proto::error::OpError;
 use racksum_proto::ids::Rank;
 use racksum_proto::time::Span;
@@ -468,11 +468,6 @@ impl<'a> Joining<'a> {
             FromAggregator::PeerLost { ranks, why } => {
                 let ranks = ranks.into_iter().map(Rank).collect();
                 return Err(ConnectError::Closed(OpError::PeerLost { ranks, why }.to_string()));
-            }
-            FromAggregator::Left { ranks } => {
-                let ranks = ranks.into_iter().map(Rank).collect();
-                let left = OpError::PeerLost { ranks, why: Loss::Left };
-                return Err(ConnectError::Closed(left.to_string()));
             }
             FromAggregator::Superseded { by } => {
                 return Err(ConnectError::Refused(format!(

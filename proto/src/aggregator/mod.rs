@@ -144,6 +144,8 @@ pub struct Aggregation {
     streams: Box<[Stream]>,
     /// When each rank was last heard.
     heard: Box<[Time]>,
+    /// Which ranks have left.
+    left: Box<[bool]>,
     queue: Queue,
     /// Windows folded and not yet polled for sending, by lane.
     unsent: VecDeque<(u8, u64)>,
@@ -170,6 +172,7 @@ impl Aggregation {
             agreement: Agreement::new(world, config.max_ops, config.shards),
             opens: OpenDecoder::new(),
             heard: vec![now; world].into(),
+            left: vec![false; world].into(),
             queue: Queue::new(world, usize::from(config.lanes)),
             unsent: VecDeque::with_capacity(streams.len() * slots),
             streams: streams.into(),
@@ -232,6 +235,9 @@ impl Aggregation {
 
     /// Notes that a rank has left: it needs no result any more, and sends nothing.
     pub fn handle_left(&mut self, rank: Rank, observer: &mut impl Observer) {
+        if let Some(left) = self.left.get_mut(rank.index()) {
+            *left = true;
+        }
         for lane in 0..self.config.lanes {
             self.streams[usize::from(lane)].handle_left(rank);
             self.retire(lane, observer);

@@ -77,6 +77,8 @@ impl<'a> MissingRanks<'a> {
         self.0.is_empty()
     }
 
+    /// The silence of a rank that has left: it will send nothing any more.
+    pub const LEFT: Span = Span::from_millis(u32::MAX as u64);
     /// Most ranks that a wait names; they fit a datagram at every MTU.
     pub const MAX: usize = 128;
     const ENTRY_LEN: usize = 6;

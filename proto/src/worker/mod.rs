@@ -128,8 +128,6 @@ pub struct Worker {
     /// When the last result came, of whatever stream.
     heard: Time,
     outcomes: VecDeque<Outcome>,
-    /// Ranks that are there no more.
-    left: Vec<Rank>,
     opens: OpenEncoder,
     ended: Option<&'static str>,
     counters: Counters,
@@ -159,7 +157,6 @@ impl Worker {
             turn: 0,
             heard: now,
             outcomes: VecDeque::with_capacity(usize::from(config.max_ops)),
-            left: Vec::new(),
             opens: OpenEncoder::new(),
             ended: None,
             counters: Counters::default(),
@@ -385,16 +382,6 @@ impl Worker {
             self.fail(id, OpError::PeerLost { ranks: ranks.to_vec(), why }, observer);
         }
         self.end("a rank is gone", observer);
-    }
-
-    /// Notes that ranks have left. An op that they have done their part of still ends; one that
-    /// waits for them, as the aggregator says when it is asked, ends the session.
-    pub fn handle_peers_left(&mut self, ranks: &[Rank]) {
-        for rank in ranks {
-            if !self.left.contains(rank) {
-                self.left.push(*rank);
-            }
-        }
     }
 
     /// Ends the session: every op in flight fails, and none can be started any more.

@@ -401,9 +401,13 @@ impl Worker {
             return Ok(Verdict::Control);
         }
         stream.waited.set(now, end.op, missing);
-        let waited = self.streams[at].waited.ranks(now).iter().map(|(rank, _)| *rank);
-        let gone: Vec<Rank> = waited.filter(|rank| self.left.contains(rank)).collect();
-        if !gone.is_empty() {
+        // What was said of windows whose results have come since holds no longer.
+        let waits = stream.awaits();
+        let gone =
+            stream.waited.ranks(now).iter().filter(|(_, silent)| *silent == MissingRanks::LEFT);
+        let gone: Vec<Rank> = gone.map(|(rank, _)| *rank).collect();
+        // wire: W-61
+        if waits && !gone.is_empty() {
             self.handle_peers_lost(&gone, Loss::Left, observer);
         }
         Ok(Verdict::Control)

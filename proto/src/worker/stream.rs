@@ -323,7 +323,7 @@ impl Stream {
     }
 
     /// Whether results are awaited.
-    fn awaits(&self) -> bool {
+    pub(super) fn awaits(&self) -> bool {
         self.cursor < self.opened
     }
 

@@ -5,9 +5,9 @@ use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
 use racksum_proto::ids::Rank;
 use racksum_proto::time::{Span, Time};
-use racksum_proto::wire::{AskEntry, Header, Kind};
+use racksum_proto::wire::{AskEntry, Header, Kind, MissingRanks};
 
-use crate::shard::{Shard, ack, ask, entries, everything_from, names, sum};
+use crate::shard::{Shard, ack, ask, block, entries, everything_from, names, sum};
 use crate::support::{datagram, header, open, shard, window};
 
 #[test]
@@ -177,4 +177,23 @@ fn a_window_that_is_no_more_is_not_taken_for_another() {
     shard.said();
     shard.take(&ask(0, window(1, 0), &[AskEntry { window: window(0, 0), fragments: 1 }]));
     assert!(shard.said().iter().all(|(_, header, _)| header.kind != Kind::Result));
+}
+
+#[test]
+fn of_a_rank_that_has_left_a_wait_says_so_and_no_slot_is_kept_for_it() {
+    // wire: W-61
+    let mut shard = Shard::new();
+    shard.open(0, None, &[true; 2]);
+    shard.finish(window(0, 0));
+    shard.said();
+    shard.machine.handle_left(Rank(1), &mut ());
+    assert_eq!(shard.machine.results_held(0), 1, "the other has yet to acknowledge it");
+    let lacks = window(0, 1);
+    shard.take(&ask(0, lacks, &everything_from(lacks)));
+    shard.said();
+    shard.store(&block(0, lacks));
+    shard.take(&ask(0, lacks, &everything_from(lacks)));
+    let (_, body) = shard.says_to(0, Kind::Wait);
+    assert_eq!(names(&body), [(Rank(1), MissingRanks::LEFT)]);
+    assert_eq!(shard.machine.results_held(0), 0);
 }

@@ -1,9 +1,10 @@
 //! How a worker has to end its ops.
 
+use racksum_proto::control::Loss;
 use racksum_proto::error::{OpError, Reject, SubmitError};
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::time::{Span, Time};
-use racksum_proto::wire::{AskEntry, Disagreement};
+use racksum_proto::wire::{AskEntry, Disagreement, MissingRanks};
 use racksum_proto::worker::Verdict;
 use racksum_proto::worker::{Config, Worker};
 
@@ -197,4 +198,37 @@ fn no_more_ops_are_started_than_were_granted() {
     assert_eq!(ops, [0, 1, 2, 3].map(OpId));
     let fifth = rank.machine.submit(rank.now, sum(1), TIMEOUT);
     assert_eq!(fifth, Err(SubmitError::TooManyOps { max: 4 }));
+}
+
+#[test]
+fn an_op_ends_when_what_it_lacks_waits_for_a_rank_that_has_left() {
+    // wire: W-61
+    let left = [(Rank(1), MissingRanks::LEFT)];
+    let mut rank = Machine::new();
+    let op = rank.start(&[true; 2]);
+    rank.said();
+    // A wait that comes behind results that are lost here says what to ask for, and no more.
+    rank.take(&wait(window(0, 1), &left));
+    assert!(rank.machine.poll_outcome().is_none(), "what is lost waits for nobody");
+    rank.deliver(&result(window(0, 0), None));
+    rank.take(&wait(window(0, 1), &[(Rank(1), Span::from_secs(1))]));
+    assert!(rank.machine.poll_outcome().is_none(), "it is only silent");
+    rank.take(&wait(window(0, 1), &left));
+    let outcome = rank.machine.poll_outcome().unwrap();
+    let (ranks, why) = (vec![Rank(1)], Loss::Left);
+    assert_eq!((outcome.op, outcome.result), (op, Err(OpError::PeerLost { ranks, why })));
+}
+
+#[test]
+fn an_op_that_has_all_it_needs_ends_well_although_a_rank_has_left() {
+    // wire: W-61
+    let mut rank = Machine::new();
+    rank.start(&[true; 2]);
+    rank.said();
+    rank.deliver(&result(window(0, 0), None));
+    rank.deliver(&result(window(0, 1), Some(0)));
+    assert_eq!(rank.machine.poll_outcome().unwrap().result, Ok(()));
+    // One that was on its way for long says nothing new, and the rank may go on.
+    rank.take(&wait(window(1, 0), &[(Rank(1), MissingRanks::LEFT)]));
+    rank.start(&[true]);
 }

@@ -275,11 +275,6 @@ impl Engine {
         self.collect();
     }
 
-    /// Notes that ranks have left, which ends ops that need them.
-    pub(crate) fn note_left(&mut self, ranks: &[Rank]) {
-        self.machine.handle_peers_left(ranks);
-    }
-
     /// Ends every op in flight.
     pub(crate) fn end(&mut self, why: &'static str) {
         self.machine.end(why, &mut ());
