@@ -195,5 +195,6 @@ fn of_a_rank_that_has_left_a_wait_says_so_and_no_slot_is_kept_for_it() {
     shard.take(&ask(0, lacks, &everything_from(lacks)));
     let (_, body) = shard.says_to(0, Kind::Wait);
     assert_eq!(names(&body), [(Rank(1), MissingRanks::LEFT)]);
+    shard.take(&ack(0, lacks));
     assert_eq!(shard.machine.results_held(0), 0);
 }
