@@ -237,6 +237,9 @@ fn data_addr(routes: &[Route]) -> Result<SocketAddr, ConnectError> {
 /// Joins a job at all its aggregators; returns once every rank is there.
 pub(crate) fn join(options: &ConnectOptions) -> Result<Session, ConnectError> {
     check(options)?;
+    if options.insecure {
+        tracing::warn!("insecure: whoever answers at the aggregator's address is believed");
+    }
     let clock = Clock::start();
     let routes = options
         .aggregators
