@@ -119,8 +119,8 @@ impl Registry {
     }
 
     /// A rank of a job waits for room from now on. Returns what tells it that there may be some.
-    pub(crate) fn enter_queue(&mut self, job: &str) -> Arc<Notify> {
-        self.queue.enter(job);
+    pub(crate) fn enter_queue(&mut self, join: &Join, identity: Option<&str>) -> Arc<Notify> {
+        self.queue.enter(&Tenant { job: &join.job, identity, world: join.world, granted: None });
         Arc::clone(&self.room)
     }
 
@@ -132,7 +132,14 @@ impl Registry {
 
     /// How many jobs wait that are served before this one.
     pub(crate) fn before_in_queue(&self, job: &str) -> u16 {
-        u16::try_from(self.queue.before(job)).unwrap_or(u16::MAX)
+        let before = self.queue.before(&self.config, &self.held_beside(job), job);
+        u16::try_from(before).unwrap_or(u16::MAX)
+    }
+
+    /// What all jobs but one hold.
+    fn held_beside(&self, job: &str) -> Vec<Tenant<'_>> {
+        let others = self.jobs.iter().filter(|(name, _)| *name != job);
+        others.map(|(name, job)| job.tenant(name)).collect()
     }
 
     /// Forgets a job, which makes room.
@@ -274,11 +281,10 @@ impl Registry {
 
     /// Opens a job for its first rank, in the place of its earlier life if there is one.
     fn open(&mut self, join: &Join, identity: Option<&str>, now: Instant) -> Result<(), Refusal> {
-        let wanted = Tenant { job: &join.job, identity, world: join.world };
-        let others = self.jobs.iter().filter(|(name, _)| **name != join.job);
-        let held: Vec<_> = others.map(|(name, job)| job.tenant(name)).collect();
-        check_room(&self.config, &held, &wanted)?;
-        let before = self.queue.before(&join.job);
+        let wanted = Tenant { job: &join.job, identity, world: join.world, granted: None };
+        check_room(&self.config, &self.held_beside(&join.job), &wanted)?;
+        let share = wanted.share(&self.config);
+        let before = self.before_in_queue(&join.job);
         if self.jobs.contains_key(&join.job) {
             self.supersede(&join.job, join.generation);
         } else if before > 0 {
@@ -287,6 +293,7 @@ impl Registry {
         }
         let job = Job {
             identity: identity.map(str::to_owned),
+            share,
             id: self.free_id(),
             generation: join.generation,
             world: join.world,

@@ -164,9 +164,9 @@ struct Queued {
 }
 
 impl Queued {
-    fn new(registry: &Shared, job: &str) -> Self {
-        let room = lock(registry).enter_queue(job);
-        Self { registry: Arc::clone(registry), job: job.to_owned(), room }
+    fn new(registry: &Shared, join: &Join, identity: Option<&str>) -> Self {
+        let room = lock(registry).enter_queue(join, identity);
+        Self { registry: Arc::clone(registry), job: join.job.clone(), room }
     }
 }
 
@@ -190,7 +190,8 @@ async fn enter(
             Err(Refusal::NoRoom(why)) if join.wait => why,
             joined => return joined,
         };
-        let queued = queued.get_or_insert_with(|| Queued::new(registry, &join.job));
+        let queued =
+            queued.get_or_insert_with(|| Queued::new(registry, &join, caller.identity.as_deref()));
         let before = lock(registry).before_in_queue(&join.job);
         if !say(send, &FromAggregator::Queued { before, why: why.clone() }).await {
             return Err(Refusal::NoRoom(why));

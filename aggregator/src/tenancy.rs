@@ -41,14 +41,17 @@ pub(crate) struct Tenant<'a> {
     pub(crate) job: &'a str,
     pub(crate) identity: Option<&'a str>,
     pub(crate) world: u16,
+    /// The share that it was granted, whatever the configuration says by now; none before that.
+    pub(crate) granted: Option<f64>,
 }
 
 impl Tenant<'_> {
     /// The share of each shard's packet buffers that the job may have, in per cent.
     pub(crate) fn share(&self, config: &Config) -> f64 {
         let rule = rule_of(&config.admit, self.identity, self.job);
-        let own = rule.and_then(|at| config.admit.get(at)?.share_percent).map(f64::from);
-        own.unwrap_or_else(|| 100.0 / f64::from(config.max_jobs.max(1)))
+        let own = || rule.and_then(|at| config.admit.get(at)?.share_percent).map(f64::from);
+        let equal = || 100.0 / f64::from(config.max_jobs.max(1));
+        self.granted.or_else(own).unwrap_or_else(equal)
     }
 
     /// The most slots that a stream of the job may have.
@@ -68,54 +71,76 @@ pub(crate) fn check_room(
     held: &[Tenant<'_>],
     wanted: &Tenant<'_>,
 ) -> Result<(), Refusal> {
-    let rule = rule_of(&config.admit, wanted.identity, wanted.job);
-    let of_rule = |tenant: &&Tenant<'_>| {
-        rule.is_some() && rule_of(&config.admit, tenant.identity, tenant.job) == rule
-    };
-    let own: Vec<_> = held.iter().filter(of_rule).copied().collect();
-    let limits = rule.and_then(|at| config.admit.get(at));
-    let ranks = |of: &[Tenant<'_>]| of.iter().map(|it| u32::from(it.world)).sum::<u32>();
-    let world = u32::from(wanted.world);
-    let no_room = |what: String, of: &[Tenant<'_>]| {
-        Refusal::NoRoom(format!(
-            "{what}{}; try again later, or --wait",
-            holders(config, of, wanted)
-        ))
-    };
-    for (most, of, limit) in [
-        (Some(config.max_ranks), held, "max_ranks"),
-        (limits.and_then(|it| it.max_ranks), &own, "max_ranks of your [[admit]] rule"),
-    ] {
-        let Some(most) = most else { continue };
-        if world > most {
-            let why = format!("{world} ranks are more than the {most} that {limit} allows");
-            return Err(Refusal::Never(why));
-        }
-        let taken = ranks(of);
-        if taken + world > most {
-            let what =
-                format!("{taken} of {most} ranks are taken ({limit}), and {world} asked for");
-            return Err(no_room(what, of));
-        }
-    }
-    for (most, of, limit) in [
-        (Some(config.max_jobs), held, "--max-jobs"),
-        (limits.and_then(|it| it.max_jobs), &own, "max_jobs of your [[admit]] rule"),
-    ] {
-        if let Some(most) = most.filter(|most| of.len() >= usize::from(*most)) {
-            let what = format!("there are {} jobs, and {limit} allows {most}", of.len());
-            return Err(no_room(what, of));
-        }
-    }
+    check_own(config, held, wanted)?;
+    let limits =
+        [("max_ranks", Some(config.max_ranks)), ("--max-jobs", Some(config.max_jobs.into()))];
+    check_counts(config, held, wanted, limits)?;
     let taken: f64 = held.iter().map(|it| it.share(config)).sum();
     let share = wanted.share(config);
     // Shares are sums of fractions.
     if taken + share > 100.0 + 1e-6 {
         let what =
             format!("{taken:.0} % of the packet buffers are taken, and {share:.0} % asked for");
-        return Err(no_room(what, held));
+        return Err(no_room(config, held, wanted, &what));
     }
     Ok(())
+}
+
+/// Whether the rule that admits a job has room for it: a limit that no job of another rule is in
+/// the way of.
+///
+/// # Errors
+/// As [`check_room`].
+pub(crate) fn check_own(
+    config: &Config,
+    held: &[Tenant<'_>],
+    wanted: &Tenant<'_>,
+) -> Result<(), Refusal> {
+    let rule_of = |it: &Tenant<'_>| rule_of(&config.admit, it.identity, it.job);
+    let Some((rule, limits)) = rule_of(wanted).and_then(|at| Some((at, config.admit.get(at)?)))
+    else {
+        return Ok(());
+    };
+    let own: Vec<_> = held.iter().filter(|it| rule_of(it) == Some(rule)).copied().collect();
+    let limits = [
+        ("max_ranks of your [[admit]] rule", limits.max_ranks),
+        ("max_jobs of your [[admit]] rule", limits.max_jobs.map(u32::from)),
+    ];
+    check_counts(config, &own, wanted, limits)
+}
+
+/// Whether ranks and jobs, in this order, stay within limits with one more job.
+fn check_counts(
+    config: &Config,
+    of: &[Tenant<'_>],
+    wanted: &Tenant<'_>,
+    [ranks, jobs]: [(&str, Option<u32>); 2],
+) -> Result<(), Refusal> {
+    let world = u32::from(wanted.world);
+    if let (limit, Some(most)) = ranks {
+        if world > most {
+            let why = format!("{world} ranks are more than the {most} that {limit} allows");
+            return Err(Refusal::Never(why));
+        }
+        let taken: u32 = of.iter().map(|it| u32::from(it.world)).sum();
+        if taken + world > most {
+            let what =
+                format!("{taken} of {most} ranks are taken ({limit}), and {world} asked for");
+            return Err(no_room(config, of, wanted, &what));
+        }
+    }
+    if let (limit, Some(most)) = jobs
+        && of.len() >= most as usize
+    {
+        let what = format!("there are {} jobs, and {limit} allows {most}", of.len());
+        return Err(no_room(config, of, wanted, &what));
+    }
+    Ok(())
+}
+
+fn no_room(config: &Config, of: &[Tenant<'_>], wanted: &Tenant<'_>, what: &str) -> Refusal {
+    let holders = holders(config, of, wanted);
+    Refusal::NoRoom(format!("{what}{holders}; try again later, or --wait"))
 }
 
 /// Who holds what: by name the jobs that the one who asks might join, the others by number.
@@ -138,37 +163,54 @@ fn holders(config: &Config, held: &[Tenant<'_>], wanted: &Tenant<'_>) -> String 
 /// Jobs that wait for room, the first first.
 #[derive(Debug, Default)]
 pub(crate) struct Queue {
-    /// With how many of their ranks are waiting.
-    jobs: VecDeque<(String, usize)>,
+    jobs: VecDeque<Waiting>,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    job: String,
+    identity: Option<String>,
+    world: u16,
+    /// How many of its ranks are waiting.
+    ranks: usize,
 }
 
 impl Queue {
     /// One more rank of a job waits.
-    pub(crate) fn enter(&mut self, job: &str) {
-        match self.jobs.iter_mut().find(|(name, _)| name == job) {
-            Some((_, ranks)) => *ranks += 1,
-            None => self.jobs.push_back((job.to_owned(), 1)),
+    pub(crate) fn enter(&mut self, tenant: &Tenant<'_>) {
+        if let Some(waiting) = self.jobs.iter_mut().find(|it| it.job == tenant.job) {
+            waiting.ranks += 1;
+            return;
         }
+        let (job, identity) = (tenant.job.to_owned(), tenant.identity.map(str::to_owned));
+        self.jobs.push_back(Waiting { job, identity, world: tenant.world, ranks: 1 });
     }
 
     /// A rank of a job waits no more.
     pub(crate) fn leave(&mut self, job: &str) {
-        if let Some(at) = self.jobs.iter().position(|(name, _)| name == job) {
-            self.jobs[at].1 -= 1;
-            if self.jobs[at].1 == 0 {
+        if let Some(at) = self.jobs.iter().position(|it| it.job == job) {
+            self.jobs[at].ranks -= 1;
+            if self.jobs[at].ranks == 0 {
                 self.jobs.remove(at);
             }
         }
     }
 
-    /// How many jobs are served before this one.
-    pub(crate) fn before(&self, job: &str) -> usize {
-        self.jobs.iter().position(|(name, _)| name == job).unwrap_or(self.jobs.len())
+    /// How many jobs are served before this one. Those that wait for room of their own rule alone
+    /// hold up nobody.
+    pub(crate) fn before(&self, config: &Config, held: &[Tenant<'_>], job: &str) -> usize {
+        let earlier = self.jobs.iter().take_while(|it| it.job != job);
+        let in_turn = earlier.filter(|it| {
+            let (identity, world) = (it.identity.as_deref(), it.world);
+            let tenant = Tenant { job: &it.job, identity, world, granted: None };
+            check_own(config, held, &tenant).is_ok()
+        });
+        in_turn.count()
     }
 
     /// The names of the jobs, the first first.
     pub(crate) fn names(&self) -> Vec<String> {
-        self.jobs.iter().map(|(name, _)| name.clone()).collect()
+        self.jobs.iter().map(|it| it.job.clone()).collect()
     }
 }
 
@@ -178,7 +220,7 @@ mod tests {
     use crate::admission::Admit;
 
     fn tenant<'a>(job: &'a str, identity: &'a str, world: u16) -> Tenant<'a> {
-        Tenant { job, identity: Some(identity), world }
+        Tenant { job, identity: Some(identity), world, granted: None }
     }
 
     fn rule(identity: &str, jobs: &str) -> Admit {
@@ -241,16 +283,43 @@ mod tests {
     }
 
     #[test]
+    fn a_share_that_was_granted_is_held_whatever_the_configuration_says_by_now() {
+        let config = Config { max_jobs: 8, ..Config::default() };
+        // From when there were four jobs at most.
+        let held =
+            ["a", "b", "c", "d"].map(|job| Tenant { granted: Some(25.0), ..tenant(job, "x", 1) });
+        let (later, told) = why(check_room(&config, &held, &tenant("e", "x", 1)));
+        assert!(
+            later && told.starts_with("100 % of the packet buffers are taken, and 12"),
+            "{told}"
+        );
+        assert_eq!(check_room(&config, &held[..3], &tenant("e", "x", 1)), Ok(()));
+    }
+
+    #[test]
     fn who_waits_is_served_in_turn() {
+        let config = Config::default();
         let mut queue = Queue::default();
         for job in ["a", "b", "a", "c"] {
-            queue.enter(job);
+            queue.enter(&tenant(job, "x", 1));
         }
-        assert_eq!(["a", "b", "c", "new"].map(|job| queue.before(job)), [0, 1, 2, 3]);
+        let before = |queue: &Queue, job| queue.before(&config, &[], job);
+        assert_eq!(["a", "b", "c", "new"].map(|job| before(&queue, job)), [0, 1, 2, 3]);
         queue.leave("a");
         assert_eq!(queue.names(), ["a", "b", "c"]);
         queue.leave("a");
         queue.leave("never");
-        assert_eq!((queue.before("b"), queue.names()), (0, vec!["b".to_owned(), "c".to_owned()]));
+        assert_eq!((before(&queue, "b"), queue.names()), (0, vec!["b".into(), "c".into()]));
+    }
+
+    #[test]
+    fn who_waits_for_room_of_a_rule_of_its_own_holds_up_nobody_else() {
+        let small = Admit { max_jobs: Some(1), ..rule("vision", "v-*") };
+        let config = Config { admit: vec![small, rule("speech", "s-*")], ..Config::default() };
+        let mut queue = Queue::default();
+        queue.enter(&tenant("v-2", "vision", 1));
+        let held = [tenant("v-1", "vision", 1)];
+        assert_eq!(queue.before(&config, &held, "s-1"), 0);
+        assert_eq!(queue.before(&config, &[], "s-1"), 1, "its turn, once there is room");
     }
 }

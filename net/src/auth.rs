@@ -45,9 +45,9 @@ impl Lock {
         if auth == DataAuth::None {
             return None;
         }
-        // The key's length is that of the algorithm, and nothing else can be wrong with it.
-        let key = UnboundKey::new(&AES_128_GCM, &key.0).map(LessSafeKey::new).ok()?;
-        Some(Self { auth, key, sender, shard })
+        // Not `ok()?`: without a lock everything would be believed.
+        let key = UnboundKey::new(&AES_128_GCM, &key.0).expect("a key has the algorithm's length");
+        Some(Self { auth, key: LessSafeKey::new(key), sender, shard })
     }
 
     /// A nonce is never used twice with one key: its sender and shard are in it, and the number,

@@ -33,6 +33,8 @@ pub(super) struct Job {
     pub(super) id: JobId,
     /// Who opened it: the name in its first rank's certificate.
     pub(super) identity: Option<String>,
+    /// The share of each shard's packet buffers that it was granted, in per cent.
+    pub(super) share: f64,
     pub(super) generation: Generation,
     pub(super) world: u16,
     pub(super) lanes: u8,
@@ -93,7 +95,8 @@ impl Job {
 
     /// Whom its share is counted for.
     pub(super) fn tenant<'a>(&'a self, name: &'a str) -> Tenant<'a> {
-        Tenant { job: name, identity: self.identity.as_deref(), world: self.world }
+        let (identity, granted) = (self.identity.as_deref(), Some(self.share));
+        Tenant { job: name, identity, world: self.world, granted }
     }
 
     /// What there is to tell of it but for its progress.

@@ -207,3 +207,17 @@ fn a_rank_of_a_link_keeps_its_scope() {
     let data: Vec<_> = registry.jobs[&seat.job].data_addrs().collect();
     assert_eq!(data, [SocketAddrV6::new("fe80::7".parse().unwrap(), 1000, 0, 3).into()]);
 }
+
+#[test]
+fn room_for_more_jobs_takes_nothing_from_those_that_run() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let limit = |max_jobs| Config { pool_mib: 4, max_jobs, ..Config::default() };
+    registry.reconfigure(limit(2));
+    let [one, _two] = ["one", "two"].map(|name| join(&mut registry, wish(name, 0, 1)).unwrap());
+    // Their buffers are theirs, although shares are smaller by now.
+    registry.reconfigure(limit(8));
+    let told = join(&mut registry, wish("three", 0, 1)).unwrap_err();
+    assert!(told.starts_with("100 % of the packet buffers are taken, and 12 %"), "{told}");
+    registry.leave(&one.0, Loss::Left);
+    join(&mut registry, wish("three", 0, 1)).unwrap();
+}
