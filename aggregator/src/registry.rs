@@ -8,8 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use job::{Job, Member, State, group_of};
-use racksum_proto::control::{CONTROL_VERSION, FromAggregator, Join, Loss, Welcome};
+use racksum_proto::control::{CONTROL_VERSION, FromAggregator, Join, Loss, OnRankLoss, Welcome};
 use racksum_proto::ids::{Generation, JobId, Rank};
+use racksum_proto::wire::Flags;
 use tokio::sync::mpsc::Sender;
 use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
@@ -298,6 +299,8 @@ impl Registry {
             generation: join.generation,
             world: join.world,
             lanes: join.lanes,
+            on_rank_loss: join.on_rank_loss,
+            lost: 0,
             stripe: join.stripe,
             members: (0..join.world).map(|_| None).collect(),
             state: State::Gathering,
@@ -469,16 +472,27 @@ impl Registry {
         Vec::new()
     }
 
-    /// A rank is gone: it has left, or is lost. A running job that loses a rank is over for all,
-    /// and what it held is free at once.
+    /// A rank is gone: it has left, or is lost. A running job that loses a rank goes on without it
+    /// if it wants to. Otherwise it is over for all, and what it held is free at once.
     pub(crate) fn leave(&mut self, seat: &Seat, why: Loss) {
         let (name, rank) = (&seat.job, seat.rank);
         let Some(job) = self.job(seat) else { return };
         job.members[usize::from(rank)] = None;
+        // More than this results cannot name.
+        let goes_on = job.on_rank_loss == OnRankLoss::Continue && job.lost < Flags::MAX_ABSENT;
         let (others, ranks) = (job.members.iter().flatten(), vec![rank]);
         let over = match (why, job.state) {
             // Whoever was told to wait goes on waiting.
             (_, State::Gathering) => false,
+            (why, State::Running) if goes_on => {
+                others.for_each(|member| member.tell(FromAggregator::Without { rank, why }));
+                job.lost += 1;
+                if why != Loss::Left {
+                    tracing::warn!(job = name, rank, "rank lost, job goes on: {}", why.name());
+                }
+                self.tell_shards(|| Command::Gone(seat.id, Rank(rank)));
+                false
+            }
             (Loss::Left, State::Probing | State::Running) => {
                 self.tell_shards(|| Command::Left(seat.id, Rank(rank)));
                 false

@@ -48,6 +48,8 @@ pub(crate) enum Command {
     Listeners(JobId, Vec<bool>),
     /// A rank of the job has left.
     Left(JobId, Rank),
+    /// The job goes on without a rank.
+    Gone(JobId, Rank),
     /// The job is gone.
     Remove(JobId),
     /// Say how far the jobs are.
@@ -285,6 +287,17 @@ impl Shard {
             Command::Left(id, rank) => {
                 if let Some(job) = self.jobs.get_mut(&id) {
                     job.machine.handle_left(rank, &mut ());
+                }
+            }
+            Command::Gone(id, rank) => {
+                let now = self.clock.now();
+                if let Some(job) = self.jobs.get_mut(&id) {
+                    job.machine.handle_gone(rank, &mut ());
+                    let gone = job.ranks.get(rank.index());
+                    job.unicast.retain(|addr| Some(addr) != gone);
+                    // Nothing may come any more that what waited for the rank would be seen at.
+                    job.serve(now, &mut self.arena, &self.socket, &mut self.out);
+                    self.out.flush_counts(&mut self.stats);
                 }
             }
             Command::Remove(id) => {

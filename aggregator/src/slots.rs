@@ -187,9 +187,8 @@ impl Slots {
             let len = geometry.payload_len(window.index, mask);
             Layout::new(geometry.cut(machine.config().cut, len))
         }));
-        let world = u32::from(machine.config().world);
-        let pieces = Pieces { layout, layouts, fold, contributions, world };
-        plan.runs(&fold.geometry, fold.window.index, masks, |run| {
+        let pieces = Pieces { layout, layouts, fold, contributions };
+        plan.runs(&fold.geometry, fold.window.index, masks, fold.ranks, |run| {
             if scaled {
                 pieces.fold_block(&run, result, linear);
             } else {
@@ -237,7 +236,6 @@ struct Pieces<'a> {
     layouts: &'a [Layout],
     fold: &'a Fold,
     contributions: &'a [Option<BytesMut>],
-    world: u32,
 }
 
 impl Pieces<'_> {
@@ -283,7 +281,7 @@ impl Pieces<'_> {
     }
 
     fn apply(&self, run: &Run<'_>, inputs: &[&[u8]], out: &mut [u8]) {
-        let terms = Terms { world: self.world, absent: run.absent };
+        let terms = Terms { world: u32::from(self.fold.ranks), absent: run.absent };
         let descriptor = &self.fold.descriptor;
         kernel::fold_run(descriptor.wire, descriptor.reduction, terms, inputs, out)
             .expect("the plan gives runs of one length, of a descriptor that is valid");

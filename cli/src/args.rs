@@ -4,6 +4,7 @@ use clap::ValueEnum;
 use clap::builder::RangedU64ValueParser;
 use racksum_aggregator::{MAX_SHARDS, MAX_WORLD};
 use racksum_proto::auth::DataAuth;
+use racksum_proto::control::OnRankLoss;
 use racksum_proto::dtype::{DType, Reduction, WireType};
 
 /// What the help of each subcommand ends with.
@@ -67,6 +68,11 @@ fn by_name<T: Copy, const N: usize>(
         let names: Vec<_> = all.iter().map(|(name, _)| *name).collect();
         format!("there is no {what} {text:?}; there are {}", names.join(", "))
     })
+}
+
+/// Reads what becomes of a job that loses a rank.
+pub(crate) fn on_rank_loss(text: &str) -> Result<OnRankLoss, String> {
+    by_name(text, "policy", OnRankLoss::ALL.map(|policy| (policy.name(), policy)))
 }
 
 /// Reads how datagrams are authenticated.

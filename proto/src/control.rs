@@ -59,6 +59,33 @@ pub struct Join {
     pub pool_slots: u32,
     /// Whether to wait while there is no room for the job, rather than to be refused.
     pub wait: bool,
+    /// What becomes of the job when it loses a rank.
+    pub on_rank_loss: OnRankLoss,
+}
+
+/// What becomes of a job that loses a rank. All its ranks say the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OnRankLoss {
+    /// Its ops fail, and it is over.
+    #[default]
+    Abort,
+    /// It goes on without the rank, in whose place nobody contributes.
+    Continue,
+}
+
+impl OnRankLoss {
+    /// All policies.
+    pub const ALL: [Self; 2] = [Self::Abort, Self::Continue];
+
+    /// Its name, as users write it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Abort => "abort",
+            Self::Continue => "continue",
+        }
+    }
 }
 
 /// What an aggregator says.
@@ -97,6 +124,14 @@ pub enum FromAggregator {
     Ready {
         /// Whether results come by multicast to this rank.
         multicast: bool,
+    },
+    /// A rank is gone, and the job goes on without it. A result that lacks *n* ranks lacks those
+    /// that the first *n* of these named.
+    Without {
+        /// Which.
+        rank: u16,
+        /// What became of it.
+        why: Loss,
     },
     /// Ranks are gone, and the job is over with them.
     PeerLost {

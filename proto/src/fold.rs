@@ -22,7 +22,7 @@ pub struct Run<'a> {
     pub out: Range<usize>,
     /// The contributors in rank order.
     pub inputs: &'a [Input],
-    /// Whether some rank does not contribute: it holds zeros there.
+    /// Whether some rank that takes part does not contribute: it holds zeros there.
     pub absent: bool,
 }
 
@@ -48,13 +48,14 @@ impl FoldPlan {
     }
 
     /// Calls `visit` for each run of window `index`, in order, given the blocks that each rank
-    /// contributes. Neighbouring blocks of the same contributors are one run, unless the wire
-    /// type scales each block.
+    /// contributes, and how many ranks take part. Neighbouring blocks of the same contributors are
+    /// one run, unless the wire type scales each block.
     pub fn runs(
         &mut self,
         geometry: &Geometry,
         index: u32,
         masks: impl Iterator<Item = u64>,
+        present: u16,
         mut visit: impl FnMut(Run<'_>),
     ) {
         let Self { masks: ranks, offsets, inputs } = self;
@@ -84,7 +85,7 @@ impl FoldPlan {
                     *offset += len;
                 }
             }
-            let absent = inputs.len() < ranks.len();
+            let absent = inputs.len() < usize::from(present);
             visit(Run { out: at..at + len, inputs, absent });
             at += len;
         }
@@ -105,7 +106,8 @@ mod tests {
     fn runs(descriptor: &Descriptor, masks: &[u64]) -> Vec<Seen> {
         let mut runs = vec![];
         let geometry = Geometry::new(descriptor);
-        FoldPlan::new(4).runs(&geometry, 0, masks.iter().copied(), |run| {
+        let present = u16::try_from(masks.len()).unwrap();
+        FoldPlan::new(4).runs(&geometry, 0, masks.iter().copied(), present, |run| {
             assert_eq!(run.absent, run.inputs.len() < masks.len());
             let inputs = run.inputs.iter().map(|input| (input.rank.0, input.offset)).collect();
             runs.push((run.out, inputs));
@@ -166,6 +168,16 @@ mod tests {
                 assert_eq!(inputs, wanted, "{masks:x?}");
                 (0..3).filter(|rank| ranks[*rank]).for_each(|rank| ends[rank] += len);
             }
+        }
+    }
+
+    #[test]
+    fn a_rank_that_takes_no_part_holds_no_zeros() {
+        let geometry = Geometry::new(&Descriptor::sum(256, DType::F32));
+        for (present, absent) in [(3, true), (2, false)] {
+            FoldPlan::new(3).runs(&geometry, 0, [1, 0, 1].into_iter(), present, |run| {
+                assert_eq!(run.absent, absent);
+            });
         }
     }
 

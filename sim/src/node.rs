@@ -45,6 +45,8 @@ pub struct WorkerNode {
     /// Packed results of scaled windows that have arrived in part.
     partial: BTreeMap<WindowId, Vec<u8>>,
     buffer: Box<[u8]>,
+    /// The ranks that the results of ops that ended lack.
+    pub absent: BTreeMap<OpId, Vec<Rank>>,
     /// Ops that ended, with their tensors.
     pub done: Vec<(OpId, Result<Vec<u8>, OpError>)>,
 }
@@ -59,6 +61,7 @@ impl WorkerNode {
             world: u32::from(world),
             tensors: BTreeMap::new(),
             partial: BTreeMap::new(),
+            absent: BTreeMap::new(),
             done: Vec::new(),
         }
     }
@@ -224,10 +227,12 @@ impl WorkerNode {
         self.partial.remove(&delivery.window);
     }
 
-    fn collect(&mut self) {
-        while let Some(outcome) = self.machine.poll_outcome() {
-            let tensor = self.tensors.remove(&outcome.op).unwrap_or_default();
-            self.done.push((outcome.op, outcome.result.map(|()| tensor)));
+    /// Sets aside the ops that have ended.
+    pub fn collect(&mut self) {
+        while let Some(worker::Outcome { op, result, absent }) = self.machine.poll_outcome() {
+            let tensor = self.tensors.remove(&op).unwrap_or_default();
+            self.done.push((op, result.map(|()| tensor)));
+            self.absent.insert(op, absent);
         }
     }
 }
@@ -324,13 +329,13 @@ impl ShardNode {
             .collect();
         let mut out = vec![0xa5; fold.len];
         let Descriptor { wire, reduction, .. } = fold.descriptor;
-        self.plan.runs(&fold.geometry, index, masks.iter().copied(), |run| {
+        self.plan.runs(&fold.geometry, index, masks.iter().copied(), fold.ranks, |run| {
             let inputs: Vec<&[u8]> = run
                 .inputs
                 .iter()
                 .map(|input| &contributions[input.rank.index()][input.offset..][..run.out.len()])
                 .collect();
-            let of = Fold { world: u32::from(world), absent: run.absent };
+            let of = Fold { world: u32::from(fold.ranks), absent: run.absent };
             arith::fold_run(wire, reduction, of, &inputs, &mut out[run.out])
                 .expect("the plan's runs fit");
         });

@@ -12,6 +12,8 @@ use racksum_proto::worker;
 use crate::node::{Datagram, Endpoint, ShardNode, WorkerNode};
 use crate::random::Random;
 
+mod loss;
+
 struct Cluster {
     workers: Vec<WorkerNode>,
     shards: Vec<ShardNode>,
@@ -89,6 +91,12 @@ impl Cluster {
         }
     }
 
+    /// The last rank stops without a word; what it has sent is still on its way.
+    fn lose(&mut self, rank: Rank) {
+        assert_eq!(rank.index() + 1, self.workers.len());
+        self.workers.pop();
+    }
+
     fn drive(&mut self) {
         let mut out = Vec::new();
         for worker in &mut self.workers {
@@ -100,10 +108,15 @@ impl Cluster {
         self.post(out);
     }
 
-    /// Runs until every op has ended everywhere.
+    /// Runs until so many ops have ended everywhere.
     fn run(&mut self, ops: usize) {
+        self.run_until(|cluster| cluster.workers.iter().all(|worker| worker.done.len() >= ops));
+    }
+
+    /// Runs until `done`, which is asked before each step.
+    fn run_until(&mut self, mut done: impl FnMut(&mut Self) -> bool) {
         self.drive();
-        while self.workers.iter().any(|worker| worker.done.len() < ops) {
+        while !done(self) {
             let timer = self.workers.iter().map(|w| w.machine.poll_timeout()).min().unwrap();
             let arrival = self.wire.first_key_value().map_or(u64::MAX, |((at, _), _)| *at);
             self.now = Time(timer.0.min(arrival).max(self.now.0));
@@ -113,12 +126,12 @@ impl Cluster {
             if arrival <= timer.0 {
                 let ((_, _), datagram) = self.wire.pop_first().unwrap();
                 match datagram.to {
-                    Endpoint::Worker(rank) => self.workers[usize::from(rank)].handle(
-                        self.now,
-                        &datagram.bytes,
-                        false,
-                        &mut (),
-                    ),
+                    // One that is lost hears nothing.
+                    Endpoint::Worker(rank) => {
+                        if let Some(worker) = self.workers.get_mut(usize::from(rank)) {
+                            worker.handle(self.now, &datagram.bytes, false, &mut ());
+                        }
+                    }
                     Endpoint::Shard(shard) => self.shards[usize::from(shard)].handle(
                         self.now,
                         &datagram.bytes,

@@ -21,7 +21,7 @@ fn held(descriptor: &Descriptor, tensor: &[u8]) -> Vec<u32> {
 }
 
 fn run(client: &Client, descriptor: Descriptor, blocks: Blocks) -> Result<Blocks, Error> {
-    client.wait_blocks(client.submit_blocks(blocks, descriptor)?)
+    Ok(client.wait_blocks(client.submit_blocks(blocks, descriptor)?)?.tensor)
 }
 
 /// What must come back for what the whole tensors come to.

@@ -27,7 +27,7 @@ fn submit(client: &Client, i: u16, rank: u16) -> Handle<Vec<u8>> {
 }
 
 fn check(client: &Client, i: u16, handle: Handle<Vec<u8>>, world: u16) {
-    let sum = client.wait(handle).unwrap();
+    let sum = client.wait(handle).unwrap().tensor;
     let of_ranks: f32 = (0..world).map(|rank| f32::from(i) + f32::from(rank)).sum();
     assert!(sum == floats((0..elements(i)).map(|_| of_ranks)), "op {i}");
 }

@@ -5,7 +5,9 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use racksum_net::quic::{Connection, Credentials, connect, frames, quinn};
-use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Welcome};
+use racksum_proto::control::{
+    CONTROL_VERSION, FromAggregator, FromWorker, Join, OnRankLoss, Welcome,
+};
 use racksum_proto::ids::Generation;
 use racksum_proto::time::Span;
 use tokio::runtime::Handle;
@@ -63,6 +65,7 @@ impl Impostor {
             stripe: (0, 1),
             pool_slots: 0,
             wait: false,
+            on_rank_loss: OnRankLoss::Abort,
         }
     }
 

@@ -38,3 +38,5 @@ mod reductions;
 mod sealed;
 #[cfg(test)]
 mod strangers;
+#[cfg(test)]
+mod survivors;

@@ -75,10 +75,10 @@ impl Op {
     fn finish(&self, client: &Client, running: Running, what: &str) {
         let Self { descriptor, expected, .. } = self;
         let result = match running {
-            Running::Whole(handle) => client.wait(handle).map(|got| got == expected.tensor),
+            Running::Whole(handle) => client.wait(handle).map(|got| got.tensor == expected.tensor),
             Running::List(handle) => client
                 .wait_blocks(handle)
-                .map(|got| got == blocks(descriptor, &expected.tensor, &expected.union)),
+                .map(|got| got.tensor == blocks(descriptor, &expected.tensor, &expected.union)),
         };
         match (result, self.odd) {
             (Ok(right), None) => assert!(right, "{what}: {descriptor}: wrong sums"),

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use racksum_net::auth::{Opener, Sealer};
 use racksum_net::udp::{self, Gather, UdpSocket, Waker};
-use racksum_proto::control::{FromAggregator, Welcome};
+use racksum_proto::control::{FromAggregator, Loss, Welcome};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::SubmitError;
 use racksum_proto::geometry::Fragmentation;
@@ -21,7 +21,7 @@ use racksum_proto::time::Span;
 use racksum_proto::worker::Config;
 
 use crate::blocks::{BlockSet, Blocks};
-use crate::engine::{Engine, Link, Links, Next, Stats};
+use crate::engine::{Engine, Finished, Link, Links, Next, Stats};
 use crate::error::{ConnectError, Error};
 use crate::join::{Control, Event, Session, join, shard_addrs};
 use crate::options::ConnectOptions;
@@ -76,6 +76,17 @@ struct State {
     broken: bool,
 }
 
+/// What came of an op.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Reduced<T> {
+    /// The reduced tensor, or nothing where it is the caller's.
+    pub tensor: T,
+    /// The ranks that were lost before they had contributed to all of it, in ascending order:
+    /// empty but in a job with [`OnRankLoss::Continue`](racksum_proto::control::OnRankLoss). All
+    /// others have contributed.
+    pub absent: Vec<Rank>,
+}
+
 /// An op in flight. If it is dropped, the op goes on, since the other ranks need it, but what it
 /// worked on is freed once it ends.
 #[derive(Debug)]
@@ -106,9 +117,13 @@ impl Client {
         let Session { controls, events, socket, groups, welcomes, clock } = session;
         let (socket, groups) = (Arc::new(socket), Arc::<[UdpSocket]>::from(groups));
         let multicast = !groups.is_empty();
-        let links =
-            Links { socket: Arc::clone(&socket), groups: Arc::clone(&groups), shards: links };
-        let shards = links.shards.len();
+        let shards = links.len();
+        let links = Links {
+            socket: Arc::clone(&socket),
+            groups: Arc::clone(&groups),
+            shards_each: u8::try_from(shards / controls.len().max(1)).unwrap_or(u8::MAX),
+            shards: links,
+        };
         let engine = Engine::new(config, options.world, links, clock, &options.faults);
         let shared = Arc::new(Shared::new(engine, socket, groups)?);
         let welcome = welcomes
@@ -121,9 +136,10 @@ impl Client {
         let mut client = Self { shared, welcome, shards, multicast, op_timeout, controls, threads };
         let driver = Arc::clone(&client.shared);
         client.threads.push(spawn("racksum-drive", move || driver.drive_in_background())?);
-        for events in events {
+        for (place, events) in (0..).zip(events) {
             let listener = Arc::clone(&client.shared);
-            client.threads.push(spawn("racksum-listen", move || listener.listen(&events))?);
+            let listen = move || listener.listen(place, &events);
+            client.threads.push(spawn("racksum-listen", listen)?);
         }
         Ok(client)
     }
@@ -132,17 +148,21 @@ impl Client {
     ///
     /// # Errors
     /// Why there is no result; the tensor then holds sums in some places and not in others.
-    pub fn allreduce(&self, tensor: &mut [u8], descriptor: Descriptor) -> Result<(), Error> {
+    pub fn allreduce(
+        &self,
+        tensor: &mut [u8],
+        descriptor: Descriptor,
+    ) -> Result<Reduced<()>, Error> {
         check_len(tensor.len(), &descriptor)?;
         let (loan, region) = lend(tensor);
         let mut state = self.shared.lock();
         let op = state
             .submit(|engine| engine.submit(descriptor, Data::Borrowed(region), self.op_timeout))?;
         let mut state = self.shared.await_that(state, |state| !state.engine.is_in_flight(op));
-        let (result, payload) = state.engine.take(op).ok_or(GONE)?;
+        let Finished { result, absent, payload } = state.engine.take(op).ok_or(GONE)?;
         drop(state);
         drop((payload, loan));
-        Ok(result?)
+        Ok(result.map(|()| Reduced { tensor: (), absent })?)
     }
 
     /// Starts reducing a tensor, which is handed over until the op is waited for.
@@ -190,9 +210,10 @@ impl Client {
     /// # Errors
     /// Why there is no result; [`Error::OtherClient`] at once when another client started the op,
     /// which goes on there without its handle, and whose result is dropped.
-    pub fn wait(&self, handle: Handle<Vec<u8>>) -> Result<Vec<u8>, Error> {
-        match self.await_op(&handle)?.data {
-            Data::Owned(tensor) => Ok(tensor),
+    pub fn wait(&self, handle: Handle<Vec<u8>>) -> Result<Reduced<Vec<u8>>, Error> {
+        let Reduced { tensor, absent } = self.await_op(&handle)?;
+        match tensor.data {
+            Data::Owned(tensor) => Ok(Reduced { tensor, absent }),
             Data::Borrowed(_) | Data::Blocks(_) => Err(GONE.into()),
         }
     }
@@ -201,10 +222,13 @@ impl Client {
     ///
     /// # Errors
     /// As [`Self::wait`].
-    pub fn wait_blocks(&self, handle: Handle<Blocks>) -> Result<Blocks, Error> {
-        let Payload { data, geometry, descriptor, .. } = self.await_op(&handle)?;
+    pub fn wait_blocks(&self, handle: Handle<Blocks>) -> Result<Reduced<Blocks>, Error> {
+        let Reduced { tensor, absent } = self.await_op(&handle)?;
+        let Payload { data, geometry, descriptor, .. } = tensor;
         match data {
-            Data::Blocks(blocks) => Ok(blocks.into_result(&geometry, &descriptor)),
+            Data::Blocks(blocks) => {
+                Ok(Reduced { tensor: blocks.into_result(&geometry, &descriptor), absent })
+            }
             Data::Borrowed(_) | Data::Owned(_) => Err(GONE.into()),
         }
     }
@@ -216,17 +240,17 @@ impl Client {
     }
 
     /// Waits for an op to end, and takes what it worked on.
-    fn await_op<T>(&self, handle: &Handle<T>) -> Result<Payload, Error> {
+    fn await_op<T>(&self, handle: &Handle<T>) -> Result<Reduced<Payload>, Error> {
         if !std::ptr::eq(handle.client.as_ptr(), Arc::as_ptr(&self.shared)) {
             return Err(Error::OtherClient);
         }
         let op = handle.op;
         let ended = |state: &State| !state.engine.is_in_flight(op);
         let mut state = self.shared.await_that(self.shared.lock(), ended);
-        let (result, payload) = state.engine.take(op).ok_or(GONE)?;
+        let Finished { result, absent, payload } = state.engine.take(op).ok_or(GONE)?;
         drop(state);
         result?;
-        Ok(payload)
+        Ok(Reduced { tensor: payload, absent })
     }
 
     /// What has been sent and received so far.
@@ -451,14 +475,20 @@ impl Shared {
         }
     }
 
-    /// Takes what an aggregator says while ops run.
-    fn listen(&self, events: &std::sync::mpsc::Receiver<Event>) {
+    /// Takes what the aggregator that comes `place`th says while ops run.
+    fn listen(&self, place: u8, events: &std::sync::mpsc::Receiver<Event>) {
         while let Ok(event) = events.recv() {
             let mut state = self.lock();
             match event {
                 Event::Said(FromAggregator::PeerLost { ranks, why }) => {
                     let ranks: Vec<Rank> = ranks.into_iter().map(Rank).collect();
                     state.run(|engine| engine.lose(&ranks, why));
+                }
+                Event::Said(FromAggregator::Without { rank, why }) => {
+                    if why != Loss::Left {
+                        tracing::warn!(rank, "rank lost, job goes on: {}", why.name());
+                    }
+                    state.run(|engine| engine.go_on_without(Rank(rank), place));
                 }
                 Event::Said(FromAggregator::Superseded { .. }) => {
                     state.run(|engine| engine.end("a new generation of the job has begun"));

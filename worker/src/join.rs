@@ -280,6 +280,7 @@ pub(crate) fn join(options: &ConnectOptions) -> Result<Session, ConnectError> {
             stripe: (place, stripes),
             pool_slots: options.pool_slots,
             wait: options.wait,
+            on_rank_loss: options.on_rank_loss,
         };
         let (tell, hear) = channel();
         controls.push(Control::start(route.to, join, options, tell)?);
@@ -467,6 +468,11 @@ impl<'a> Joining<'a> {
                     self.group = None;
                 }
                 self.ready = true;
+            }
+            FromAggregator::Without { rank, .. } => {
+                return Err(ConnectError::Protocol(format!(
+                    "rank {rank} is lost before it is there"
+                )));
             }
             FromAggregator::PeerLost { ranks, why } => {
                 let ranks = ranks.into_iter().map(Rank).collect();

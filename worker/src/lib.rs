@@ -17,7 +17,7 @@ mod payload;
 pub mod tensor;
 
 pub use blocks::Blocks;
-pub use client::{Client, Handle};
+pub use client::{Client, Handle, Reduced};
 pub use engine::Stats;
 pub use error::{ConnectError, Error};
 pub use fault::Faults;

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use racksum_proto::auth::DataAuth;
+use racksum_proto::control::OnRankLoss;
 use racksum_proto::ids::Generation;
 
 use crate::fault::Faults;
@@ -35,6 +36,8 @@ pub struct ConnectOptions {
     pub data_auth: Option<DataAuth>,
     /// Whether to wait while an aggregator has no room for the job, rather than to be refused.
     pub wait: bool,
+    /// What becomes of the job when it loses a rank; all ranks say the same.
+    pub on_rank_loss: OnRankLoss,
     /// How long to wait for room and for the other ranks.
     pub join_timeout: Duration,
     /// How long an op may take.
@@ -62,6 +65,7 @@ impl ConnectOptions {
             insecure: false,
             data_auth: None,
             wait: false,
+            on_rank_loss: OnRankLoss::Abort,
             join_timeout: Duration::from_secs(300),
             op_timeout: Duration::from_secs(60),
             mtu: None,

@@ -4,7 +4,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use racksum_proto::aggregator::Config;
 use racksum_proto::auth::DataAuth;
-use racksum_proto::control::{FromAggregator, Join, Welcome};
+use racksum_proto::control::{FromAggregator, Join, OnRankLoss, Welcome};
 use racksum_proto::geometry::{Fragmentation, WINDOW_BYTES};
 use racksum_proto::ids::{Generation, JobId};
 use racksum_proto::wire::Header;
@@ -38,6 +38,9 @@ pub(super) struct Job {
     pub(super) generation: Generation,
     pub(super) world: u16,
     pub(super) lanes: u8,
+    pub(super) on_rank_loss: OnRankLoss,
+    /// How many ranks it has lost and gone on without.
+    pub(super) lost: usize,
     /// Which of how many aggregators this one is for the job.
     pub(super) stripe: (u8, u8),
     pub(super) members: Vec<Option<Member>>,
@@ -75,6 +78,13 @@ impl Job {
                 "job {name:?} is running: its {} ranks have joined; choose another --job, wait \
                  until it has ended, or restart all its ranks with a greater --generation",
                 self.world
+            ));
+        }
+        let (mine, theirs) = (self.on_rank_loss.name(), join.on_rank_loss.name());
+        if mine != theirs {
+            return Err(format!(
+                "job {name:?} was opened with --on-rank-loss {mine}, but rank {} says {theirs}",
+                join.rank
             ));
         }
         for (what, mine, theirs) in [

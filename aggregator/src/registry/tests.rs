@@ -31,6 +31,7 @@ fn wish(job: &str, rank: u16, world: u16) -> Join {
         stripe: (0, 1),
         pool_slots: 2,
         wait: false,
+        on_rank_loss: OnRankLoss::Abort,
     }
 }
 

@@ -1,5 +1,5 @@
 use racksum_net::quic::{Connection, Credentials, connect, server as endpoint};
-use racksum_proto::control::CONTROL_VERSION;
+use racksum_proto::control::{CONTROL_VERSION, OnRankLoss};
 use racksum_proto::ids::Generation;
 use racksum_proto::time::Span;
 
@@ -45,6 +45,7 @@ async fn join(connection: &Connection, job: &str) -> (quinn::SendStream, quinn::
         stripe: (0, 1),
         pool_slots: 0,
         wait: false,
+        on_rank_loss: OnRankLoss::Abort,
     };
     frames::send(&mut send, &FromWorker::Join(join)).await.unwrap();
     let offered = frames::recv(&mut recv).await.unwrap();

@@ -138,11 +138,11 @@ impl Runner {
         match (blocks, &mut case.tensors[..]) {
             (Some(blocks), _) => {
                 let handle = self.client.submit_blocks(std::mem::take(blocks), case.descriptor)?;
-                let former = case.reduced.replace(self.client.wait_blocks(handle)?);
+                let former = case.reduced.replace(self.client.wait_blocks(handle)?.tensor);
                 former.into_iter().for_each(|sums| self.client.recycle(sums));
                 Ok(())
             }
-            (None, [tensor]) => self.client.allreduce(tensor, case.descriptor),
+            (None, [tensor]) => self.client.allreduce(tensor, case.descriptor).map(|_| ()),
             (None, tensors) => self.several(tensors, case.descriptor, case.lanes),
         }
     }
@@ -162,7 +162,7 @@ impl Runner {
             })
             .collect::<Result<Vec<_>, _>>()?;
         for (tensor, handle) in tensors.iter_mut().zip(handles) {
-            *tensor = self.client.wait(handle)?;
+            *tensor = self.client.wait(handle)?.tensor;
         }
         Ok(())
     }
@@ -170,7 +170,7 @@ impl Runner {
     /// Waits for all ranks: a sum of one element.
     fn barrier(&self) -> Result<(), Failure> {
         let one = Descriptor::sum(1, DType::I32);
-        self.client.allreduce(&mut [1, 0, 0, 0], one).map_err(explained)
+        self.client.allreduce(&mut [1, 0, 0, 0], one).map(|_| ()).map_err(explained)
     }
 
     /// How many elements of the last iteration are wrong.

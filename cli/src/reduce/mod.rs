@@ -9,6 +9,7 @@ mod survey;
 
 use std::path::PathBuf;
 
+use racksum_proto::control::OnRankLoss;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{Reduction, WireType};
 use racksum_worker::{ConnectOptions, Faults};
@@ -66,6 +67,15 @@ pub(crate) struct Args {
     /// Seconds that joining, and each tensor, may take.
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..))]
     timeout: u64,
+    /// When a rank is lost: abort, or continue with what the others have, and say so.
+    #[arg(
+        long,
+        value_name = "POLICY",
+        value_parser = args::on_rank_loss,
+        default_value = "abort",
+        requires = "aggregator"
+    )]
+    on_rank_loss: OnRankLoss,
     /// How to print.
     #[arg(long, value_enum, default_value_t = Format::Text)]
     format: Format,
@@ -94,7 +104,8 @@ impl Args {
     fn connect_options(&self, member: &Member) -> ConnectOptions {
         let faults =
             Faults { drop: self.drop, duplicate: self.dup, reorder: self.reorder, seed: self.seed };
-        member.options(self.timeout, faults)
+        let on_rank_loss = self.on_rank_loss;
+        ConnectOptions { on_rank_loss, ..member.options(self.timeout, faults) }
     }
 
     /// How a tensor is reduced. Its name and shape are part of what all ranks must agree on.

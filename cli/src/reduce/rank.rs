@@ -9,7 +9,7 @@ use std::path::Path;
 use racksum_net::clock::Clock;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::OpError;
-use racksum_worker::{Blocks, Client, Error, Handle, Stats};
+use racksum_worker::{Blocks, Client, Error, Handle, Reduced, Stats};
 use serde::{Deserialize, Serialize};
 
 use super::Args;
@@ -25,6 +25,8 @@ use crate::member::Member;
 pub(super) struct Report {
     /// What the ranks hold of each tensor.
     pub(super) held: Vec<Held>,
+    /// The ranks that were lost before they had contributed to all of it, tensor by tensor.
+    pub(super) absent: Vec<Vec<u16>>,
     /// A hash of all results, which must be the same at every rank.
     pub(super) digest: u64,
     pub(super) shards: usize,
@@ -95,10 +97,11 @@ fn reduce(
         in_flight: VecDeque::new(),
         bytes: 0,
         digest: Digest::new(),
+        absent: Vec::new(),
         out,
     };
     pipeline.run(&descriptors)?;
-    let digest = pipeline.digest.value();
+    let (digest, absent) = (pipeline.digest.value(), pipeline.absent);
     if let Some(out) = pipeline.out {
         out.finish()?;
     }
@@ -107,6 +110,7 @@ fn reduce(
     let since = |of: fn(&Stats) -> u64| of(&after) - of(&before);
     Ok(Report {
         held,
+        absent,
         digest,
         shards: client.shards(),
         multicast: client.multicast(),
@@ -128,7 +132,7 @@ fn agree(
     let survey = Survey::new(descriptors, member.world);
     let mut words = survey.say(member.rank, file)?;
     match client.allreduce(&mut words, survey.descriptor()) {
-        Ok(()) => Ok(survey.hear(&words)),
+        Ok(_) => Ok(survey.hear(&words)),
         Err(Error::Op(OpError::Mismatch { one, other, .. })) => {
             let counts = [one, other].map(|(_, said)| Survey::tensors_of(said.tag));
             let ranks = [one, other].map(|(rank, _)| rank.0);
@@ -196,6 +200,7 @@ struct Pipeline<'a> {
     /// Bytes of them.
     bytes: usize,
     digest: Digest,
+    absent: Vec<Vec<u16>>,
     out: Option<Writer<'a>>,
 }
 
@@ -227,7 +232,9 @@ impl Pipeline<'_> {
     fn finish_oldest(&mut self) -> Result<(), Failure> {
         let Some((i, handle)) = self.in_flight.pop_front() else { return Ok(()) };
         let tensor = &self.file.tensors[i];
-        let sum = self.client.wait(handle).map_err(|error| of_tensor(tensor, error))?;
+        let Reduced { tensor: sum, absent } =
+            self.client.wait(handle).map_err(|error| of_tensor(tensor, error))?;
+        self.absent.push(absent.into_iter().map(|rank| rank.0).collect());
         self.bytes -= tensor.len;
         self.digest.add(&sum);
         if let Some(out) = &mut self.out {

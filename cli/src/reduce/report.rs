@@ -1,5 +1,6 @@
 //! What a reduction took, tensor by tensor and in all: a table for people, JSON for programs.
 
+use std::collections::BTreeSet;
 use std::io::{self, Write};
 
 use serde::Serialize;
@@ -29,6 +30,8 @@ struct Row<'a> {
     wire: &'static str,
     shape: &'a [usize],
     elements: u64,
+    /// The ranks that were lost before they had contributed to all of it.
+    absent: &'a [u16],
     #[serde(flatten)]
     held: &'a Held,
 }
@@ -78,13 +81,14 @@ impl Table<'_> {
             // Numbers and names always serialise.
             writeln!(out, "{}", line.unwrap_or_default())
         };
-        for (tensor, held) in self.tensors.iter().zip(&first.held) {
+        for ((tensor, held), absent) in self.tensors.iter().zip(&first.held).zip(&first.absent) {
             say(serde_json::to_string(&Row {
                 tensor: &tensor.name,
                 dtype: tensor.dtype.name(),
                 wire: self.wire(tensor),
                 shape: &tensor.shape,
                 elements: tensor.elements,
+                absent,
                 held,
             }))?;
         }
@@ -160,6 +164,7 @@ impl Table<'_> {
             line(&name, tensor.dtype.name(), self.wire(tensor), tensor.elements, held)?;
         }
         line("# all", "", "", self.elements(), sum)?;
+        write_absent(out, first)?;
         self.write_traffic(out, sum)
     }
 
@@ -197,6 +202,17 @@ impl Table<'_> {
     fn wire(&self, tensor: &Tensor) -> &'static str {
         self.args.wire.unwrap_or_else(|| tensor.dtype.native_wire()).name()
     }
+}
+
+/// Which ranks were lost, and how much of the result lacks them.
+fn write_absent(out: &mut impl Write, report: &Report) -> io::Result<()> {
+    let all: BTreeSet<u16> = report.absent.iter().flatten().copied().collect();
+    for rank in all {
+        let lack = report.absent.iter().filter(|absent| absent.contains(&rank)).count();
+        let of = report.absent.len();
+        writeln!(out, "# rank {rank} was lost: {lack} of {of} tensors lack some or all it had")?;
+    }
+    Ok(())
 }
 
 const fn fanout(report: &Report) -> &'static str {

@@ -4,9 +4,10 @@
 use std::process::Command;
 use std::time::Duration;
 
+use safetensors::tensor::Dtype;
 use serde_json::Value;
 
-use crate::files::Folder;
+use crate::files::{Folder, Tensor, read};
 use crate::namespaces::ip;
 use crate::process::{Process, RACKSUM, Serving, run, signal};
 use crate::waits::{await_that, timed};
@@ -133,6 +134,8 @@ fn cluster(name: &str, workers: u16) -> Option<Cluster> {
     }
 }
 
+/// Elements of a window of four bytes each.
+const WINDOW: usize = 60 * 256;
 /// Ops for as long as a test takes.
 const FOREVER: [&str; 8] = ["-b", "4M", "-e", "4M", "-n", "100000000", "--timeout", "60"];
 
@@ -161,6 +164,58 @@ fn a_rank_that_is_killed_in_the_middle_of_an_op_is_named_in_time_and_leaves_noth
     for rank in cluster.ranks(&serving, &flags) {
         rank.end(60).ok();
     }
+}
+
+#[test]
+fn a_job_that_wants_to_goes_on_without_a_rank_that_is_killed_in_the_middle_of_an_op() {
+    let Some(cluster) = cluster("g", 8) else { return };
+    let serving = cluster.serve();
+    let windows = 800;
+    let ones = |windows: usize| {
+        let elements = windows * WINDOW;
+        Tensor {
+            dtype: Dtype::I32,
+            shape: vec![elements],
+            bytes: 1i32.to_le_bytes().repeat(elements),
+        }
+    };
+    let file = cluster.folder.write("ones", &[("during", ones(windows)), ("later", ones(1))]);
+    let out = |rank: u16| cluster.folder.path(&format!("sum{rank}"));
+    let identity = cluster.folder.path("node.pem");
+    let start = |rank: u16| {
+        let args = ["reduce", &file, "--aggregator", &serving.addr, "--identity", &identity];
+        let who = ["--rank", &rank.to_string(), "--world", "8", "--format", "json"];
+        let more = ["--on-rank-loss", "continue", "--out", &out(rank)];
+        cluster.start(&cluster.worker(rank), &[&args[..], &who, &more].concat())
+    };
+    let mut ranks: Vec<_> = (0..8).map(start).collect();
+    await_that("some of the sum is there", || {
+        cluster.status()["jobs"][0]["ranks"][5]["delivered"].as_u64() > Some(20)
+    });
+    signal(ranks[5].id(), "KILL");
+    drop(ranks.remove(5));
+    for rank in ranks {
+        let ended = rank.end(60).ok();
+        let rows: Vec<Value> =
+            ended.out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let absent: Vec<_> = rows[..2].iter().map(|row| row["absent"].clone()).collect();
+        assert_eq!(absent, [serde_json::json!([5]), serde_json::json!([5])]);
+    }
+    let sums = [0, 1, 2, 3, 4, 6, 7].map(|rank| std::fs::read(out(rank)).unwrap());
+    assert!(sums.iter().all(|sum| *sum == sums[0]), "the ranks have other sums");
+    let sums = read(out(0));
+    assert_eq!(sums["later"].numbers(), vec![7.0; WINDOW]);
+    let during = sums["during"].numbers();
+    let of_window: Vec<_> = during
+        .chunks(WINDOW)
+        .map(|window| {
+            assert!(window.iter().all(|sum| *sum == window[0]), "torn");
+            window[0]
+        })
+        .collect();
+    let with = of_window.iter().take_while(|sum| **sum == 8.0).count();
+    assert!(with > 20, "{with}");
+    assert!(of_window[with..].iter().all(|sum| *sum == 7.0) && with < windows, "{with}");
 }
 
 #[test]

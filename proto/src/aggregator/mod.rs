@@ -34,7 +34,7 @@ use crate::congestion::Congestion;
 use crate::descriptor::Descriptor;
 use crate::error::{Reject, Rejects};
 use crate::geometry::{Fragmentation, Geometry, WINDOW_BYTES};
-use crate::ids::{Generation, JobId, Rank, WindowId};
+use crate::ids::{Generation, JobId, OpId, Rank, WindowId};
 use crate::observer::{Event, Observer};
 use crate::time::Time;
 use crate::wire::{AskEntries, Flags, Header, Kind, OpenDecoder};
@@ -113,6 +113,8 @@ pub struct Fold {
     pub len: usize,
     /// How that is cut.
     pub cut: Fragmentation,
+    /// How many ranks take part: the world but for those that are gone.
+    pub ranks: u16,
     ready: Ready,
 }
 
@@ -146,6 +148,8 @@ pub struct Aggregation {
     heard: Box<[Time]>,
     /// Which ranks have left.
     left: Box<[bool]>,
+    /// The ranks that the job goes on without, in the order in which they were lost.
+    gone: Vec<Rank>,
     queue: Queue,
     /// Windows folded and not yet polled for sending, by lane.
     unsent: VecDeque<(u8, u64)>,
@@ -173,6 +177,7 @@ impl Aggregation {
             opens: OpenDecoder::new(),
             heard: vec![now; world].into(),
             left: vec![false; world].into(),
+            gone: Vec::with_capacity(Flags::MAX_ABSENT),
             queue: Queue::new(world, usize::from(config.lanes)),
             unsent: VecDeque::with_capacity(streams.len() * slots),
             streams: streams.into(),
@@ -244,6 +249,24 @@ impl Aggregation {
         }
     }
 
+    /// Goes on without a rank: windows that are not folded yet are folded from what the others
+    /// contribute, and nothing is taken of it any more. At most [`Flags::MAX_ABSENT`] times.
+    pub fn handle_gone(&mut self, rank: Rank, observer: &mut impl Observer) {
+        let last = self.gone.len() + 1 >= usize::from(self.config.world);
+        if rank.0 >= self.config.world || self.gone.contains(&rank) || last {
+            // Of the last rank nobody would have anything.
+            return;
+        }
+        debug_assert!(self.gone.len() < Flags::MAX_ABSENT, "the job is over then");
+        self.gone.push(rank);
+        self.queue.forget(rank);
+        self.note_reached(rank, OpId(u32::MAX));
+        for lane in 0..self.config.lanes {
+            self.streams[usize::from(lane)].handle_gone(rank);
+            self.retire(lane, observer);
+        }
+    }
+
     /// Counts a datagram that changed nothing.
     pub fn reject(&mut self, reject: Reject, observer: &mut impl Observer) -> Verdict {
         self.counters.rejects.count(reject);
@@ -293,7 +316,7 @@ impl Aggregation {
             return Err(Reject::Generation);
         }
         // wire: W-9
-        if header.sender.0 >= self.config.world {
+        if header.sender.0 >= self.config.world || self.gone.contains(&header.sender) {
             return Err(Reject::Sender);
         }
         // wire: W-10
@@ -429,6 +452,7 @@ impl Aggregation {
 
     /// The next window to fold, lanes in priority order.
     pub fn poll_fold(&mut self) -> Option<Fold> {
+        let ranks = self.config.world - u16::try_from(self.gone.len()).unwrap_or(0);
         (0..self.config.lanes).zip(&mut self.streams).find_map(|(lane, stream)| {
             let ready = stream.poll_ready()?;
             let window = ready.entry.window(ready.position);
@@ -443,6 +467,7 @@ impl Aggregation {
                 union: ready.union,
                 len,
                 cut: geometry.cut(self.config.cut, len),
+                ranks,
                 ready,
             })
         })
@@ -465,7 +490,7 @@ impl Aggregation {
     /// Notes that the driver has folded what [`Self::poll_fold`] named.
     pub fn handle_folded(&mut self, fold: &Fold, observer: &mut impl Observer) {
         let stream = &mut self.streams[usize::from(fold.lane)];
-        stream.handle_folded(&fold.ready);
+        stream.handle_folded(&fold.ready, self.gone.len());
         self.unsent.push_back((fold.lane, fold.ready.position));
         self.counters.folds += 1;
         observer.on_event(&Event::Folded {

@@ -57,6 +57,15 @@ impl Occupancy {
         }
     }
 
+    /// Forgets all that `rank` owes.
+    pub(super) fn forget(&mut self, rank: Rank) {
+        self.ranks[rank.index()].fill(false);
+        self.union.fill(false);
+        for ring in &self.ranks {
+            self.union |= ring;
+        }
+    }
+
     /// Whether `rank` owes the window at `position`.
     pub(super) fn owes(&self, rank: Rank, position: u64) -> bool {
         self.ranks[rank.index()][slot(position)]
@@ -120,6 +129,16 @@ mod tests {
         occupancy.clear(at, at + 4);
         assert_eq!(occupancy.next(at, at + 5), Some(at + 4));
         assert!(!occupancy.owes(Rank(1), at + 2) && occupancy.owes(Rank(1), at + 4));
+    }
+
+    #[test]
+    fn what_a_rank_alone_owed_nobody_owes_once_it_is_forgotten() {
+        let mut occupancy = Occupancy::new(2);
+        occupancy.set(Rank(0), 0, bits![u64, Lsb0; 1, 0, 1]);
+        occupancy.set(Rank(1), 0, bits![u64, Lsb0; 1, 1, 0]);
+        occupancy.forget(Rank(0));
+        assert_eq!([0, 1, 2].map(|at| occupancy.owing(at)), [1, 1, 0]);
+        assert_eq!((occupancy.next(1, 3), occupancy.next(2, 3)), (Some(1), None));
     }
 
     #[test]

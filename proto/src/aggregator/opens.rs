@@ -66,7 +66,7 @@ impl Aggregation {
     }
 
     /// Notes that a rank is as far as `op`. What every rank has ended, and is not folded, failed.
-    fn note_reached(&mut self, rank: Rank, op: OpId) {
+    pub(super) fn note_reached(&mut self, rank: Rank, op: OpId) {
         if let Some(first) = self.agreement.note_reached(rank, op) {
             for stream in &mut self.streams {
                 stream.sequence.fail_before(first, stream.next);

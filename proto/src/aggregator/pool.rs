@@ -37,10 +37,16 @@ pub(super) struct Slot {
     pub(super) cut: Fragmentation,
     /// The op's previous window with a result.
     pub(super) previous: u32,
+    /// Ranks that took no part in the result, once folded.
+    pub(super) absent: usize,
 }
 
 impl Slot {
     pub(super) const FREE: u64 = u64::MAX;
+
+    const fn new(position: u64, cut: Fragmentation) -> Self {
+        Self { position, complete: 0, union: 0, result_len: 0, cut, previous: 0, absent: 0 }
+    }
 }
 
 /// The pool of one stream. Allocated at start, never grown.
@@ -53,10 +59,8 @@ pub(super) struct Pool {
 
 impl Pool {
     pub(super) fn new(slots: usize, world: usize, cut: Fragmentation) -> Self {
-        let position = Slot::FREE;
-        let free = Slot { position, complete: 0, union: 0, result_len: 0, cut, previous: 0 };
         Self {
-            slots: vec![free; slots].into(),
+            slots: vec![Slot::new(Slot::FREE, cut); slots].into(),
             contributions: vec![Contribution::default(); slots * world].into(),
             world,
         }
@@ -83,12 +87,22 @@ impl Pool {
         let number = self.number(position) as usize;
         let slot = &mut self.slots[number];
         if slot.position != position {
-            let cut = slot.cut;
-            *slot = Slot { position, complete: 0, union: 0, result_len: 0, cut, previous: 0 };
+            *slot = Slot::new(position, slot.cut);
             let first = number * self.world;
             self.contributions[first..first + self.world].fill(Contribution::default());
         }
         slot
+    }
+
+    /// Forgets what `rank` has sent of windows from `position` on.
+    pub(super) fn forget(&mut self, rank: Rank, position: u64) {
+        let contributions = self.contributions.chunks_exact_mut(self.world);
+        for (slot, contributions) in self.slots.iter_mut().zip(contributions) {
+            if slot.position >= position && slot.position != Slot::FREE {
+                let forgotten = core::mem::take(&mut contributions[rank.index()]);
+                slot.complete -= u32::from(forgotten.complete);
+            }
+        }
     }
 
     /// What `rank` has sent of the window at `position`.

@@ -32,8 +32,8 @@ impl Aggregation {
         };
         for stream in &self.streams {
             let Some(own) = stream.ranks.get(rank.index()) else { continue };
-            all.opened += own.opened;
-            // A rank that has left has no use for results.
+            // One that is gone is beyond all windows, and one that has left has all results.
+            all.opened += own.opened.min(stream.sequence.end());
             all.delivered += own.acked.min(stream.next);
             all.behind |= stream.backlog() > 0 && stream.waits_for(rank);
         }

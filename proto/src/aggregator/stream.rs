@@ -61,6 +61,9 @@ impl Progress {
     };
 }
 
+/// Where a rank is that is gone: beyond all windows.
+const GONE: u64 = u64::MAX;
+
 /// The next window of a stream whose contributions are complete.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Ready {
@@ -145,7 +148,8 @@ impl Stream {
 
     /// Windows that some rank has opened and that are not folded.
     pub(super) fn backlog(&self) -> u64 {
-        let opened = self.ranks.iter().map(|progress| progress.opened).max().unwrap_or(0);
+        let opened = self.ranks.iter().map(|progress| progress.opened);
+        let opened = opened.filter(|opened| *opened != GONE).max().unwrap_or(0);
         opened.saturating_sub(self.next)
     }
 
@@ -195,7 +199,20 @@ impl Stream {
     /// Notes that a rank has left: no slot is kept for it.
     pub(super) fn handle_left(&mut self, rank: Rank) {
         if let Some(progress) = self.ranks.get_mut(rank.index()) {
-            progress.acked = u64::MAX;
+            progress.acked = GONE;
+        }
+    }
+
+    /// Goes on without a rank: what it has sent of windows that are not folded is forgotten, also
+    /// where it is whole, so that a result says by one number whom it lacks.
+    pub(super) fn handle_gone(&mut self, rank: Rank) {
+        self.handle_left(rank);
+        if let Some(progress) = self.ranks.get_mut(rank.index()) {
+            progress.opened = GONE;
+            progress.lacking = None;
+            self.occupancy.forget(rank);
+            self.pool.forget(rank, self.next);
+            self.update_agreed();
         }
     }
 
@@ -485,8 +502,9 @@ impl Stream {
         self.results.admits(len).then_some(Ready { position, entry, union, contributors })
     }
 
-    /// Notes that `ready` has been folded: its result is in flight from now on.
-    pub(super) fn handle_folded(&mut self, ready: &Ready) {
+    /// Notes that `ready` has been folded without `absent` ranks: its result is in flight from now
+    /// on.
+    pub(super) fn handle_folded(&mut self, ready: &Ready, absent: usize) {
         let window = ready.entry.window(ready.position);
         let len = ready.entry.geometry.payload_len(window.index, ready.union);
         let previous = core::mem::replace(&mut self.previous, window.index);
@@ -495,6 +513,7 @@ impl Stream {
         slot.result_len = len;
         slot.cut = ready.entry.geometry.cut(self.cut, len);
         slot.previous = previous;
+        slot.absent = absent;
         self.results.on_sent(len);
         self.folded.push_back(ready.position);
         self.results_end = ready.position + 1;

@@ -158,6 +158,18 @@ impl Queue {
         Some((rank, resend))
     }
 
+    /// Forgets all that is due to a rank.
+    pub(super) fn forget(&mut self, rank: Rank) {
+        for due in self.due.iter_mut().skip(rank.index()).step_by(self.world) {
+            *due = Due { queued: due.queued, ..Due::default() };
+        }
+        self.resends[rank.index()].clear();
+        if self.turns.front() == Some(&rank) {
+            self.turn_left = 0;
+        }
+        self.turns.retain(|turn| *turn != rank);
+    }
+
     /// Notes that an op failed; ranks that miss this are told when they ask.
     pub(super) fn broadcast_failure(&mut self, op: OpId) {
         if self.failures.len() < Self::MAX_FAILURES {
@@ -231,6 +243,8 @@ impl Aggregation {
         let ack = stream.announce();
         let slot = *stream.pool.claim(position);
         let flags = if to == Recipient::All { Flags::NONE } else { Flags::AGAIN };
+        // wire: W-62
+        let flags = flags.with(Flags::absent(slot.absent));
         let header = Header {
             mask: slot.union,
             previous: slot.previous,

@@ -64,6 +64,23 @@ impl Flags {
     pub const AGAIN: Self = Self(1);
     /// The sender has seen an ECN congestion mark from the receiver since it last said so.
     pub const CONGESTED: Self = Self(2);
+    /// The most ranks that a result may lack.
+    pub const MAX_ABSENT: usize = 63;
+    /// Where the number of absent ranks begins.
+    const ABSENT_SHIFT: u32 = 2;
+
+    /// The flags of a result that the first `ranks` ranks that were lost took no part in.
+    #[must_use]
+    pub fn absent(ranks: usize) -> Self {
+        let ranks = ranks.min(Self::MAX_ABSENT);
+        Self(u8::try_from(ranks << Self::ABSENT_SHIFT).unwrap_or(u8::MAX))
+    }
+
+    /// How many ranks took no part in a result: those that were lost first.
+    #[must_use]
+    pub fn absentees(self) -> usize {
+        usize::from(self.0 >> Self::ABSENT_SHIFT)
+    }
 
     /// Both sets of flags.
     #[must_use]
@@ -270,7 +287,7 @@ impl Header {
         let windowed = matches!(self.kind, Kind::Data | Kind::Result);
         let unused = (!windowed && (self.mask != 0 || self.fragment != 0))
             || (self.kind != Kind::Result && self.previous != 0)
-            || self.flags.0 & !(Flags::AGAIN.0 | Flags::CONGESTED.0) != 0;
+            || (self.kind != Kind::Result && self.flags.absentees() != 0);
         if unused { Err(Reject::Reserved) } else { Ok(()) }
     }
 }
@@ -344,9 +361,21 @@ mod tests {
             let head = bytes.first_chunk().unwrap();
             assert_eq!(Header::decode_alone(head), Err(Reject::Reserved), "{at}");
         }
-        let mut bytes = encoded(&sample(), &[7, 8, 9]);
+        let mut bytes = encoded(&ack, &[7, 8, 9]);
         bytes[47] = 4;
         assert_eq!(Header::decode(&bytes), Err(Reject::Reserved));
+    }
+
+    #[test]
+    fn a_result_says_how_many_ranks_it_lacks() {
+        // wire: W-62
+        for absent in [0, 1, Flags::MAX_ABSENT] {
+            let flags = Flags::AGAIN.with(Flags::absent(absent));
+            let bytes = encoded(&Header { flags, ..sample() }, &[7, 8, 9]);
+            assert_eq!(usize::from(bytes[47]), absent << 2 | 1);
+            let (header, _) = Header::decode(&bytes).unwrap();
+            assert_eq!((header.flags.absentees(), header.flags), (absent, flags));
+        }
     }
 
     #[test]

@@ -21,6 +21,7 @@ use alloc::boxed::Box;
 use alloc::collections::VecDeque;
 use alloc::vec;
 use alloc::vec::Vec;
+use core::ops::Range;
 
 use op::Op;
 pub use receive::{Delivery, Verdict};
@@ -36,7 +37,7 @@ use crate::ids::{Generation, JobId, OpId, Rank, WindowId};
 use crate::observer::{Event, Observer};
 use crate::rtt::Rtt;
 use crate::time::{Span, Time};
-use crate::wire::OpenEncoder;
+use crate::wire::{Flags, OpenEncoder};
 
 /// What a rank was granted at join.
 #[derive(Debug, Clone, Copy)]
@@ -68,6 +69,9 @@ pub struct Outcome {
     pub op: OpId,
     /// Its result is in place, or why there is none.
     pub result: Result<(), OpError>,
+    /// The ranks that were lost before they had contributed to all of it, in ascending order. An
+    /// average is of those that did contribute, window by window.
+    pub absent: Vec<Rank>,
 }
 
 /// A window whose non-zero blocks the driver is to find.
@@ -104,6 +108,8 @@ struct Path {
     rtt: Rtt,
     /// From an ask to what it brings.
     asks: Rtt,
+    /// The ranks that the shard's aggregator goes on without, in the order in which it lost them.
+    gone: Vec<Rank>,
 }
 
 impl Path {
@@ -148,6 +154,7 @@ impl Worker {
             congestion: Congestion::new(Congestion::LEAST, max),
             rtt: Rtt::new(Span::from_millis(2)),
             asks: Rtt::new(Span::from_millis(1)),
+            gone: Vec::new(),
         };
         Self {
             ops: VecDeque::with_capacity(usize::from(config.max_ops)),
@@ -376,6 +383,19 @@ impl Worker {
         Some((late.id, late.started))
     }
 
+    /// Notes that the aggregator of `shards` goes on without a rank. Ops whose results lack it may
+    /// have waited for its name.
+    pub fn handle_gone(&mut self, shards: Range<u8>, rank: Rank, observer: &mut impl Observer) {
+        for path in self.paths.iter_mut().take(shards.end.into()).skip(shards.start.into()) {
+            if path.gone.len() < Flags::MAX_ABSENT && !path.gone.contains(&rank) {
+                path.gone.push(rank);
+            }
+        }
+        let done = |op: &&Op| !op.ended && op.streams_left == 0;
+        let done: Vec<_> = self.ops.iter().filter(done).map(|op| op.id).collect();
+        done.into_iter().for_each(|op| self.conclude(op, observer));
+    }
+
     /// Ends the session because ranks are gone: every op in flight fails.
     pub fn handle_peers_lost(&mut self, ranks: &[Rank], why: Loss, observer: &mut impl Observer) {
         while let Some(id) = self.ops.iter().find(|op| !op.ended).map(|op| op.id) {
@@ -406,7 +426,7 @@ impl Worker {
         let Some(op) = self.op_mut(id).filter(|op| !op.ended) else { return };
         op.ended = true;
         observer.on_event(&Event::Failed { op: id, error: Some(&error) });
-        self.outcomes.push_back(Outcome { op: id, result: Err(error) });
+        self.outcomes.push_back(Outcome { op: id, result: Err(error), absent: Vec::new() });
         for stream in &mut self.streams {
             let congestion = &mut self.paths[usize::from(stream.shard)].congestion;
             stream.fail(id, |len| congestion.on_forgotten(len));
@@ -420,16 +440,33 @@ impl Worker {
     fn finish_stream(&mut self, id: OpId, observer: &mut impl Observer) {
         let Some(op) = self.op_mut(id).filter(|op| !op.ended) else { return };
         op.streams_left -= 1;
-        if op.streams_left > 0 {
-            return;
+        if op.streams_left == 0 {
+            self.conclude(id, observer);
         }
+    }
+
+    /// The ranks that the results of an op lack; `None` while the name of one is yet to come.
+    fn absent(&self, op: &Op) -> Option<Vec<Rank>> {
+        let mut absent = Vec::new();
+        for (shard, ranks) in &op.absent {
+            absent.extend_from_slice(self.paths[usize::from(*shard)].gone.get(..*ranks)?);
+        }
+        absent.sort_unstable();
+        absent.dedup();
+        Some(absent)
+    }
+
+    /// Ends an op that has all its results, unless it is not known yet whom they lack.
+    fn conclude(&mut self, id: OpId, observer: &mut impl Observer) {
+        let Some(absent) = self.op(id).and_then(|op| self.absent(op)) else { return };
+        let Some(op) = self.op_mut(id) else { return };
         op.ended = true;
         let result = op.error.take().map_or(Ok(()), Err);
         match &result {
             Ok(()) => observer.on_event(&Event::Done { op: id }),
             Err(error) => observer.on_event(&Event::Failed { op: id, error: Some(error) }),
         }
-        self.outcomes.push_back(Outcome { op: id, result });
+        self.outcomes.push_back(Outcome { op: id, result, absent });
         self.drop_ended();
     }
 

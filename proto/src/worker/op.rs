@@ -26,10 +26,23 @@ pub(super) struct Op {
     pub(super) streams_left: u32,
     /// What the op will fail with once all its results are in.
     pub(super) error: Option<OpError>,
+    /// How many ranks results lack, by shard; those that lack none are not here.
+    pub(super) absent: Vec<(u8, usize)>,
     pub(super) ended: bool,
 }
 
 impl Op {
+    /// Notes that a result of a shard lacks ranks: the first so many that were lost.
+    pub(super) fn note_absent(&mut self, shard: u8, ranks: usize) {
+        if ranks == 0 {
+            return;
+        }
+        match self.absent.iter_mut().find(|(of, _)| *of == shard) {
+            Some((_, most)) => *most = ranks.max(*most),
+            None => self.absent.push((shard, ranks)),
+        }
+    }
+
     pub(super) fn new(
         descriptor: Descriptor,
         masks: Vec<u64>,
@@ -48,6 +61,7 @@ impl Op {
             deadline: now + timeout,
             streams_left: 0,
             error: None,
+            absent: Vec::new(),
             ended: false,
         }
     }

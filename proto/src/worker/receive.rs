@@ -176,6 +176,10 @@ impl Worker {
             return Ok(Verdict::Duplicate);
         };
         self.streams[at].waited.forget(window.op);
+        // wire: W-62
+        if let Some(op) = self.op_mut(window.op) {
+            op.note_absent(header.shard, header.flags.absentees());
+        }
         let Arrival { mask, len, .. } = self.streams[at].arrivals[arrival];
         let Header { shard, fragment, .. } = *header;
         let cut = geometry.cut(self.config.cut, len);

@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use racksum_proto::wire::Header;
+use racksum_proto::wire::{Header, Kind};
 
 use crate::engine::Picos;
 use crate::random::Random;
@@ -50,9 +50,9 @@ impl Strangers {
             3 => other(4),
             4 => other(11),
             5 => bytes[12..14].copy_from_slice(&[0x7f, 0xff]),
-            // No such lane, and a bit that must be zero.
+            // No such lane, and a bit that must be zero but in a result.
             6 => bytes[14] = 0x80,
-            7 => bytes[47] |= 0x80,
+            7 if bytes[3] != Kind::Result as u8 => bytes[47] |= 0x80,
             _ => {
                 let len = self.random.below(bytes.len() as u64);
                 bytes.truncate(usize::try_from(len).expect("below a length"));

@@ -106,7 +106,7 @@ fn closing_a_client_ends_what_is_in_flight() {
     let handle = client.submit(tensor(), descriptor()).unwrap();
     let shared = Arc::clone(&client.shared);
     drop(client);
-    let (result, _) = shared.lock().engine.take(handle.op).unwrap();
+    let Finished { result, .. } = shared.lock().engine.take(handle.op).unwrap();
     assert_eq!(result, Err(OpError::Ended { why: "the client was closed" }));
 }
 

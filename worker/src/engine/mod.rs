@@ -17,7 +17,7 @@ use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::geometry::Geometry;
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::time::{Span, Time};
-use racksum_proto::worker::{Config, Worker};
+use racksum_proto::worker::{Config, Outcome, Worker};
 use std::sync::Arc;
 
 use crate::blocks::BlockSet;
@@ -60,6 +60,8 @@ pub(crate) struct Links {
     pub(crate) socket: Arc<UdpSocket>,
     pub(crate) groups: Arc<[UdpSocket]>,
     pub(crate) shards: Vec<Link>,
+    /// How many of them each aggregator has.
+    pub(crate) shards_each: u8,
 }
 
 /// The way to a shard.
@@ -91,6 +93,15 @@ pub(crate) enum Next {
     Wait(Option<Span>),
 }
 
+/// An op that has ended.
+#[derive(Debug)]
+pub(crate) struct Finished {
+    pub(crate) result: Result<(), OpError>,
+    /// The ranks that some of the result lacks.
+    pub(crate) absent: Vec<Rank>,
+    pub(crate) payload: Payload,
+}
+
 /// The engine of one rank.
 pub(crate) struct Engine {
     machine: Worker,
@@ -98,7 +109,7 @@ pub(crate) struct Engine {
     clock: Clock,
     links: Links,
     payloads: BTreeMap<OpId, Payload>,
-    finished: BTreeMap<OpId, (Result<(), OpError>, Payload)>,
+    finished: BTreeMap<OpId, Finished>,
     /// Ops in flight that nobody will wait for.
     abandoned: BTreeSet<OpId>,
     /// Of the rank's own socket, and of those of multicast groups.
@@ -227,22 +238,23 @@ impl Engine {
         let mut any = false;
         while let Some(outcome) = self.machine.poll_outcome() {
             any = true;
-            if let Some(payload) = self.payloads.remove(&outcome.op) {
-                self.finish(outcome.op, outcome.result, payload);
+            let Outcome { op, result, absent } = outcome;
+            if let Some(payload) = self.payloads.remove(&op) {
+                self.finish(op, Finished { result, absent, payload });
             }
         }
         any
     }
 
     /// Keeps an op's outcome for whoever waits for it.
-    fn finish(&mut self, op: OpId, result: Result<(), OpError>, payload: Payload) {
+    fn finish(&mut self, op: OpId, finished: Finished) {
         if !self.abandoned.remove(&op) {
-            self.finished.insert(op, (result, payload));
+            self.finished.insert(op, finished);
         }
     }
 
     /// The outcome of an op that has ended, with what it worked on.
-    pub(crate) fn take(&mut self, op: OpId) -> Option<(Result<(), OpError>, Payload)> {
+    pub(crate) fn take(&mut self, op: OpId) -> Option<Finished> {
         self.finished.remove(&op)
     }
 
@@ -269,6 +281,14 @@ impl Engine {
         (at < Time::NEVER).then(|| at.since(self.clock.now()))
     }
 
+    /// Goes on without a rank, as the aggregator does that comes `place`th.
+    pub(crate) fn go_on_without(&mut self, rank: Rank, place: u8) {
+        let first = place.saturating_mul(self.links.shards_each);
+        let shards = first..first.saturating_add(self.links.shards_each);
+        self.machine.handle_gone(shards, rank, &mut ());
+        self.collect();
+    }
+
     /// Ends every op in flight: ranks are gone.
     pub(crate) fn lose(&mut self, ranks: &[Rank], why: Loss) {
         self.machine.handle_peers_lost(ranks, why, &mut ());
@@ -284,7 +304,8 @@ impl Engine {
     /// Ends every op in flight without the machine, which cannot be trusted after a panic.
     pub(crate) fn give_up(&mut self, why: &'static str) {
         for (op, payload) in std::mem::take(&mut self.payloads) {
-            self.finish(op, Err(OpError::Ended { why }), payload);
+            let result = Err(OpError::Ended { why });
+            self.finish(op, Finished { result, absent: Vec::new(), payload });
         }
     }
 

@@ -48,6 +48,7 @@ impl Bench {
         let links = Links {
             socket: Arc::clone(&socket),
             groups: Arc::from([]),
+            shards_each: 1,
             shards: sockets.iter().map(link).collect(),
         };
         let engine = Engine::new(config, 2, links, Clock::start(), &Faults::default());
@@ -154,7 +155,7 @@ fn a_flood_puts_no_timeout_off() {
         assert!(clock.now().since(start) < Span::from_secs(5), "the flood lasts longer");
         bench.say(0, b"noise");
     }
-    let (result, _) = bench.engine.take(op).unwrap();
+    let Finished { result, .. } = bench.engine.take(op).unwrap();
     assert!(matches!(result, Err(OpError::Timeout { .. })), "{result:?}");
 }
 
@@ -191,7 +192,7 @@ fn a_flood_of_a_group_puts_no_timeout_off() {
         over.store(true, Relaxed);
         assert!(took < limit, "one step or all of them took {took:?}");
     });
-    let (result, _) = bench.engine.take(op).unwrap();
+    let Finished { result, .. } = bench.engine.take(op).unwrap();
     assert!(matches!(result, Err(OpError::Timeout { .. })), "{result:?}");
 }
 
@@ -263,7 +264,8 @@ fn in_large_pieces() -> (Bench, OpId) {
 
 /// What each window of the tensor of an op that has ended begins with.
 fn sums(bench: &mut Bench, op: OpId) -> Vec<f32> {
-    let (outcome, payload) = bench.engine.take(op).expect("the op has ended");
+    let Finished { result: outcome, payload, .. } =
+        bench.engine.take(op).expect("the op has ended");
     assert_eq!(outcome, Ok(()));
     let Data::Owned(tensor) = payload.data else { panic!("it was handed over") };
     let element = |bytes: &[u8]| f32::from_le_bytes(bytes.try_into().unwrap());
@@ -421,6 +423,6 @@ fn a_socket_that_fails_ends_every_op() {
     let mut bench = Bench::new(1, 1, Ipv4Addr::LOCALHOST);
     let op = bench.submit(0, LONG);
     bench.engine.give_in(&std::io::Error::other("the test says so"));
-    let (result, _) = bench.engine.take(op).unwrap();
+    let Finished { result, .. } = bench.engine.take(op).unwrap();
     assert_eq!(result, Err(OpError::Ended { why: "a data socket failed" }));
 }

@@ -1,0 +1,99 @@
+//! A rank that is lost, in a job that goes on without it.
+
+use super::*;
+
+/// The world, of which the last rank is lost.
+const WORLD: u16 = 3;
+const LOST: Rank = Rank(WORLD - 1);
+const WINDOW: usize = 60 * 256;
+
+/// The ops: what each rank contributes to the element at every place of a tensor is its power of
+/// ten, so that a sum says who took part.
+const SIZES: [usize; 3] = [WINDOW * 12, 700, WINDOW * 5];
+
+fn submit(cluster: &mut Cluster, elements: usize, ranks: u16) {
+    let now = cluster.now;
+    for (rank, worker) in (0..ranks).zip(&mut cluster.workers) {
+        let tensor = bytes(&vec![10i32.pow(u32::from(rank)); elements]);
+        let descriptor = Descriptor::sum(elements as u64, DType::I32);
+        worker.submit(now, descriptor, tensor, TIMEOUT).unwrap();
+    }
+}
+
+/// The survivors' results must be the same, each window with the lost rank or without it, and
+/// without it only where the op says so.
+fn check(cluster: &Cluster, seed: u64, ops: usize) -> [usize; 2] {
+    let mut windows = [0, 0];
+    for op in 0..ops {
+        let of = |rank: usize| {
+            let worker = &cluster.workers[rank];
+            let id = OpId(u32::try_from(op).unwrap());
+            let (_, result) = worker.done.iter().find(|(op, _)| *op == id).unwrap();
+            (result.as_ref().unwrap(), &worker.absent[&id])
+        };
+        let (result, absent) = of(0);
+        for rank in 1..usize::from(WORLD - 1) {
+            let (others, others_absent) = of(rank);
+            assert!(result == others, "seed {seed}, op {op}: rank {rank} has other sums");
+            assert_eq!(absent, others_absent, "seed {seed}, op {op}");
+        }
+        let sums: Vec<_> =
+            result.chunks(4).map(|x| i32::from_le_bytes(x.try_into().unwrap())).collect();
+        let (mut with, mut without) = (0, 0);
+        for window in sums.chunks(WINDOW) {
+            match window[0] {
+                111 => with += 1,
+                11 => without += 1,
+                other => panic!("seed {seed}, op {op}: {other}"),
+            }
+            assert!(window.iter().all(|sum| *sum == window[0]), "seed {seed}, op {op}: torn");
+        }
+        let lacks = if without > 0 { vec![LOST] } else { vec![] };
+        assert_eq!(*absent, lacks, "seed {seed}, op {op}: {with} with and {without} without");
+        windows[0] += with;
+        windows[1] += without;
+    }
+    windows
+}
+
+#[test]
+fn a_job_goes_on_without_a_rank_that_is_lost_at_any_time() {
+    let (mut mixed, mut seen) = (0, [0, 0]);
+    for seed in 0..300 {
+        let faults = Faults { drop: seed % 4 * 7, double: seed % 5 * 3, delay: seed % 3 * 8 };
+        let shards = 1 + u8::try_from(seed % 2).unwrap();
+        let mut cluster = Cluster::new(WORLD, shards, 1, seed, faults);
+        SIZES.iter().for_each(|elements| submit(&mut cluster, *elements, WORLD));
+        // The last rank stops after so many steps, and each of the others hears of it later.
+        let mut left = 1 + Random::new(seed).below(3500);
+        cluster.run_until(|_| {
+            left -= 1;
+            left == 0
+        });
+        cluster.lose(LOST);
+        let done = |worker: &WorkerNode, ops| worker.done.len() >= ops;
+        for shard in &mut cluster.shards {
+            shard.machine.handle_gone(LOST, &mut ());
+        }
+        let mut names = [seed % 7, seed % 11].map(|late| late * 200);
+        let all = SIZES.len() + 1;
+        submit(&mut cluster, WINDOW * 2, WORLD - 1);
+        cluster.run_until(|cluster| {
+            for (late, worker) in names.iter_mut().zip(&mut cluster.workers) {
+                match late {
+                    0 => {
+                        worker.machine.handle_gone(0..shards, LOST, &mut ());
+                        worker.collect();
+                    }
+                    late => *late -= 1,
+                }
+            }
+            let survivors = usize::from(WORLD - 1);
+            cluster.workers[..survivors].iter().all(|worker| done(worker, all))
+        });
+        let windows = check(&cluster, seed, all);
+        mixed += usize::from(windows.iter().all(|count| *count > 2));
+        seen = [seen[0] + windows[0], seen[1] + windows[1]];
+    }
+    assert!(mixed > 100, "{mixed} losses in the middle; windows with and without: {seen:?}");
+}
