@@ -175,6 +175,12 @@ impl Aggregator {
         Ok(fixed)
     }
 
+    /// Takes no more jobs, and asks the ranks of those that run to go on at another aggregator.
+    /// Those that know none are served to their end: [`Self::jobs`] says how many jobs are left.
+    pub fn drain(&self) {
+        server::lock(&self.registry).drain();
+    }
+
     /// Why the aggregator serves no more, if a thread of it has failed: a sentence. Its ranks have
     /// been told that it is gone.
     #[must_use]

@@ -35,6 +35,11 @@ const PROBES: u32 = 15;
 /// heard of the group, may take seconds to pass multicast on.
 const DEMANDED_PROBES: u32 = 250;
 
+/// How long the ranks of a job that has moved here are waited for: as long as one may be silent.
+const MOVE_PATIENCE: Duration = Duration::from_secs(20);
+/// Why no job is taken any more.
+const DRAINING: &str = "this aggregator is about to stop and takes no more jobs; name another";
+
 /// A rank's place in a job, which another job of the same name does not have.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Seat {
@@ -53,6 +58,8 @@ pub(crate) struct Registry {
     /// Whether the shards' sockets can send to a group.
     can_multicast: bool,
     queue: Queue,
+    /// No more jobs are taken.
+    draining: bool,
     /// A job has ended, or one has waited no longer: there may be room.
     room: Arc<Notify>,
 }
@@ -96,7 +103,8 @@ impl Registry {
         last_id: u32,
     ) -> Self {
         let (jobs, queue, room) = (BTreeMap::new(), Queue::default(), Arc::default());
-        Self { config, shards, jobs, last_id, can_multicast, queue, room }
+        let draining = false;
+        Self { config, shards, jobs, last_id, can_multicast, queue, draining, room }
     }
 
     pub(crate) fn shards(&self) -> &[ShardHandle] {
@@ -174,6 +182,7 @@ impl Registry {
             insecure: self.config.insecure,
             data_auth: self.config.data_auth().name().to_owned(),
             max_jobs: self.config.max_jobs,
+            draining: self.draining,
             jobs: self.jobs.iter().map(|(name, job)| job.status(name)).collect(),
             queued: self.queue.names(),
             shards: shards.collect(),
@@ -202,6 +211,9 @@ impl Registry {
     ) -> Result<(Seat, Joined), Refusal> {
         let Caller { identity, mut addr, tell } = caller;
         Self::check(&join, addr.ip())?;
+        if self.draining {
+            return Err(Refusal::Never(DRAINING.into()));
+        }
         // Before anything is said that depends on a job.
         admit(&self.config.admit, identity.as_deref(), &join.job)?;
         addr.set_port(join.data_port);
@@ -228,8 +240,10 @@ impl Registry {
             )));
         }
         let seat = Seat { job: name, id: job.id, rank: join.rank };
+        let resume = join.resume.clone();
         *place = Some(Member { join, identity, addr, tell, hears: false });
-        if job.members.iter().any(Option::is_none) {
+        resume.iter().for_each(|resume| job.note_resume(resume));
+        if !job.missing().is_empty() {
             return Ok((seat, Joined::Waiting));
         }
         let joined = self.start(&seat.job)?;
@@ -300,7 +314,8 @@ impl Registry {
             world: join.world,
             lanes: join.lanes,
             on_rank_loss: join.on_rank_loss,
-            lost: 0,
+            absent: Vec::new(),
+            moved_at: join.resume.as_ref().map(|resume| resume.first_op),
             stripe: join.stripe,
             members: (0..join.world).map(|_| None).collect(),
             state: State::Gathering,
@@ -436,14 +451,18 @@ impl Registry {
         for member in job.members.iter().flatten() {
             member.tell(FromAggregator::Ready { multicast: member.hears });
         }
+        // Those that were lost before the job came here.
+        for rank in job.absent.iter().copied() {
+            job.tell(&FromAggregator::Without { rank, why: Loss::Silent });
+            let id = job.id;
+            self.shards.iter().for_each(|shard| shard.tell(Command::Gone(id, Rank(rank))));
+        }
         tracing::info!(job = name, world = job.world, id = job.id.0, "job runs");
     }
 
     fn refuse_all(&mut self, name: &str, reason: &str) {
         if let Some(job) = self.remove(name) {
-            for member in job.members.iter().flatten() {
-                member.tell(FromAggregator::Refused { reason: reason.to_owned() });
-            }
+            job.tell(&FromAggregator::Refused { reason: reason.to_owned() });
         }
     }
 
@@ -454,10 +473,14 @@ impl Registry {
         let Some(job) = self.job(seat).filter(|job| job.state == State::Gathering) else {
             return Vec::new();
         };
-        let absent = job.members.iter().zip(0..).filter(|(member, _)| member.is_none());
-        let missing: Vec<u16> = absent.map(|(_, rank)| rank).collect();
+        let missing = job.missing();
+        let patience = if job.moved_at.is_some() { MOVE_PATIENCE } else { patience };
         if now.saturating_duration_since(job.opened) < patience {
             return missing;
+        }
+        if job.moved_at.is_some() {
+            self.lose_on_the_way(&seat.job, missing);
+            return Vec::new();
         }
         let names: Vec<_> = missing.iter().map(u16::to_string).collect();
         let reason = format!(
@@ -472,6 +495,45 @@ impl Registry {
         Vec::new()
     }
 
+    /// Goes on without the ranks that have not come along when a job moved here, or ends the job.
+    fn lose_on_the_way(&mut self, name: &str, missing: Vec<u16>) {
+        let Some(job) = self.jobs.get_mut(name) else { return };
+        let goes_on = job.on_rank_loss == OnRankLoss::Continue
+            && job.absent.len() + missing.len() <= Flags::MAX_ABSENT;
+        tracing::warn!(job = name, ?missing, goes_on, "ranks did not come along");
+        if !goes_on {
+            job.tell(&FromAggregator::PeerLost { ranks: missing, why: Loss::Silent });
+            self.remove(name);
+            return;
+        }
+        job.absent.extend(missing);
+        // Whoever cannot be served is told so.
+        drop(self.start(name));
+    }
+
+    /// Takes no more jobs, and asks the ranks of those that run to go on elsewhere.
+    pub(crate) fn drain(&mut self) {
+        self.draining = true;
+        self.room.notify_waiters();
+        let gathering = |job: &&Job| job.state == State::Gathering;
+        let names =
+            self.jobs.iter().filter(|(_, job)| gathering(job)).map(|(name, _)| name.clone());
+        for name in names.collect::<Vec<_>>() {
+            self.refuse_all(&name, DRAINING);
+        }
+        self.jobs.values().for_each(|job| job.tell(&FromAggregator::Drain));
+    }
+
+    /// A rank goes on with its job at another aggregator, and so do the others.
+    pub(crate) fn depart(&mut self, seat: &Seat) {
+        let Some(job) = self.job(seat) else { return };
+        job.members[usize::from(seat.rank)] = None;
+        if job.members.iter().all(Option::is_none) {
+            self.remove(&seat.job);
+            tracing::info!(job = seat.job, "job moved");
+        }
+    }
+
     /// A rank is gone: it has left, or is lost. A running job that loses a rank goes on without it
     /// if it wants to. Otherwise it is over for all, and what it held is free at once.
     pub(crate) fn leave(&mut self, seat: &Seat, why: Loss) {
@@ -479,14 +541,14 @@ impl Registry {
         let Some(job) = self.job(seat) else { return };
         job.members[usize::from(rank)] = None;
         // More than this results cannot name.
-        let goes_on = job.on_rank_loss == OnRankLoss::Continue && job.lost < Flags::MAX_ABSENT;
-        let (others, ranks) = (job.members.iter().flatten(), vec![rank]);
+        let goes_on =
+            job.on_rank_loss == OnRankLoss::Continue && job.absent.len() < Flags::MAX_ABSENT;
         let over = match (why, job.state) {
             // Whoever was told to wait goes on waiting.
             (_, State::Gathering) => false,
             (why, State::Running) if goes_on => {
-                others.for_each(|member| member.tell(FromAggregator::Without { rank, why }));
-                job.lost += 1;
+                job.tell(&FromAggregator::Without { rank, why });
+                job.absent.push(rank);
                 if why != Loss::Left {
                     tracing::warn!(job = name, rank, "rank lost, job goes on: {}", why.name());
                 }
@@ -498,8 +560,7 @@ impl Registry {
                 false
             }
             (why, State::Probing | State::Running) => {
-                let lost = || FromAggregator::PeerLost { ranks: ranks.clone(), why };
-                others.for_each(|member| member.tell(lost()));
+                job.tell(&FromAggregator::PeerLost { ranks: vec![rank], why });
                 tracing::warn!(job = name, rank, "rank lost: {}", why.name());
                 true
             }
@@ -514,9 +575,7 @@ impl Registry {
     /// Ends a life of a job because the next begins.
     fn supersede(&mut self, name: &str, by: Generation) {
         let Some(job) = self.remove(name) else { return };
-        for member in job.members.iter().flatten() {
-            member.tell(FromAggregator::Superseded { by });
-        }
+        job.tell(&FromAggregator::Superseded { by });
         let (from, to) = (job.generation.0, by.0);
         tracing::info!(job = name, from, to, "a new generation begins");
     }

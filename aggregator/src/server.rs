@@ -128,6 +128,10 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared, lifelines: 
             };
             match parting {
                 Parting::Over => end(&connection, send).await,
+                Parting::Moved => {
+                    lock(&registry).depart(&seat);
+                    end(&connection, send).await;
+                }
                 Parting::Lost(Loss::Left) => {
                     lock(&registry).leave(&seat, Loss::Left);
                     end(&connection, send).await;
@@ -247,6 +251,8 @@ fn timed_out(connection: &quinn::Connection) -> bool {
 enum Parting {
     /// The rank is gone.
     Lost(Loss),
+    /// The rank goes on with its job elsewhere.
+    Moved,
     /// The job is over, and the rank was told why.
     Over,
 }
@@ -281,6 +287,7 @@ async fn attend(
             word = words.recv() => match word {
                 Some(FromWorker::Heard) => lock(registry).heard(seat),
                 Some(FromWorker::Leave) => break Parting::Lost(Loss::Left),
+                Some(FromWorker::Move) => break Parting::Moved,
                 Some(FromWorker::Join(_)) | None => break Parting::Lost(Loss::Broke),
             },
             now = tick.tick() => {

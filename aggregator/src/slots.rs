@@ -179,6 +179,12 @@ impl Slots {
         if result.len() < total {
             result.resize(total, 0);
         }
+        if let Some(sum) = fold.whole.and_then(|rank| contributions[rank.index()].as_ref()) {
+            // It has the same layout: what is of one length is cut alike.
+            let len = total.min(sum.len());
+            result[..len].copy_from_slice(&sum[..len]);
+            return give_back(contributions, arena);
+        }
         let masks = (0..machine.config().world).map(|r| machine.contribution(fold, Rank(r)));
         let scaled = fold.descriptor.wire.is_scaled();
         let Fold { geometry, window, .. } = fold;
@@ -195,9 +201,7 @@ impl Slots {
                 pieces.fold_run(&run, result);
             }
         });
-        for buffer in contributions.iter_mut().filter_map(Option::take) {
-            arena.give(buffer);
-        }
+        give_back(contributions, arena);
     }
 
     /// Puts a result of zeros into a slot, as a fold would.
@@ -227,6 +231,11 @@ impl Slots {
         let contents = self.results[slot].as_mut().expect(FOLDED);
         (&mut contents[..layout.total(result.len)], layout.stride())
     }
+}
+
+/// Gives the buffers of a window's contributions back, also of those that were not wanted.
+fn give_back(contributions: &mut [Option<BytesMut>], arena: &mut Arena) {
+    contributions.iter_mut().filter_map(Option::take).for_each(|buffer| arena.give(buffer));
 }
 
 /// The buffers of one fold.

@@ -37,6 +37,8 @@ pub struct Status {
     pub data_auth: String,
     /// Most jobs at a time.
     pub max_jobs: u16,
+    /// Whether it takes no more jobs, since it is about to stop.
+    pub draining: bool,
     /// The jobs, by name.
     pub jobs: Vec<JobStatus>,
     /// Jobs that wait for room, the first first.
@@ -64,6 +66,8 @@ pub struct JobStatus {
     pub age_ms: u64,
     /// Ranks that have not joined, or are there no more.
     pub missing: Vec<u16>,
+    /// The ranks that it has lost and goes on without.
+    pub absent: Vec<u16>,
     /// Milliseconds since a window was last folded, while windows are to be: how long the ranks
     /// that are behind have been waited for.
     pub stalled_ms: Option<u64>,

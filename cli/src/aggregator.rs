@@ -2,6 +2,7 @@
 
 use std::net::IpAddr;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use racksum_aggregator::{Aggregator, Config, StartError};
 use racksum_proto::auth::DataAuth;
@@ -112,7 +113,12 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         .build()
         .and_then(|runtime| {
             let reload = || reload(args, &aggregator);
-            runtime.block_on(stopped(&ready, aggregator.failed(), reload))
+            runtime.block_on(async {
+                match stopped(&ready, aggregator.failed(), reload).await? {
+                    Stop::Told if aggregator.jobs() > 0 => drained(&aggregator).await,
+                    stop => Ok(stop),
+                }
+            })
         })
         .map_err(|error| Failure::unavailable(format!("cannot wait for signals: {error}")))?;
     match stop {
@@ -172,6 +178,27 @@ fn reload(args: &Args, aggregator: &Aggregator) {
         }
     }
 }
+
+/// Takes no more jobs, and returns once those that run have ended or moved, or at the next signal.
+async fn drained(aggregator: &Aggregator) -> std::io::Result<Stop> {
+    let jobs = aggregator.jobs();
+    aggregator.drain();
+    let draining = format!(
+        "racksum aggregator drains: {jobs} jobs are to end or to move; another signal stops it"
+    );
+    let over = async {
+        while aggregator.jobs() > 0 {
+            tokio::time::sleep(DRAIN_POLL).await;
+        }
+    };
+    tokio::select! {
+        () = over => Ok(Stop::Told),
+        stop = stopped(&draining, aggregator.failed(), || {}) => stop,
+    }
+}
+
+/// How often a draining aggregator looks whether its jobs are gone.
+const DRAIN_POLL: Duration = Duration::from_millis(20);
 
 /// Says that all is ready; returns at SIGINT or SIGTERM, which it heeds from before it says so,
 /// or when the aggregator has failed. At SIGHUP it reloads.

@@ -12,8 +12,14 @@ use crate::args;
 /// The flags of a rank of a distributed run.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct MemberArgs {
-    /// Be one rank of a run at this aggregator, HOST:PORT; A+B spreads the job over both.
-    #[arg(long, value_name = "HOST:PORT", requires_all = ["rank", "world"])]
+    /// Be one rank of a run at this aggregator, HOST:PORT. A+B spreads the job over both; A,B goes
+    /// on at B when A is gone or about to stop, and then at A again.
+    #[arg(
+        long,
+        value_name = "HOST:PORT",
+        env = "RACKSUM_AGGREGATOR",
+        requires_all = ["rank", "world"]
+    )]
     pub(crate) aggregator: Option<String>,
     /// The job's name in a distributed run [default: the subcommand's].
     #[arg(long, requires = "aggregator")]
@@ -48,7 +54,8 @@ pub(crate) struct MemberArgs {
 pub(crate) struct Member {
     pub(crate) rank: u16,
     pub(crate) world: u16,
-    aggregators: Vec<String>,
+    /// The sets of aggregators, in the order in which they are tried.
+    aggregators: Vec<Vec<String>>,
     job: String,
     generation: Generation,
     identity: Option<PathBuf>,
@@ -65,7 +72,10 @@ impl MemberArgs {
         Some(Member {
             rank: self.rank?,
             world: self.world?,
-            aggregators: aggregator.split('+').map(str::to_owned).collect(),
+            aggregators: aggregator
+                .split(',')
+                .map(|set| set.split('+').map(str::to_owned).collect())
+                .collect(),
             job: self.job.clone().unwrap_or_else(|| job.to_owned()),
             generation: Generation(self.generation),
             identity: self.identity.clone(),
@@ -80,8 +90,10 @@ impl Member {
     /// How it connects. Joining, and each op, may take `timeout_s` seconds.
     pub(crate) fn options(&self, timeout_s: u64, faults: Faults) -> ConnectOptions {
         let timeout = Duration::from_secs(timeout_s);
+        let mut sets = self.aggregators.iter().cloned();
         ConnectOptions {
-            aggregators: self.aggregators.clone(),
+            aggregators: sets.next().unwrap_or_default(),
+            standbys: sets.collect(),
             generation: self.generation,
             rank: self.rank,
             world: self.world,

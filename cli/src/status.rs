@@ -122,13 +122,15 @@ fn print(json: &str, format: Format) -> Result<(), Failure> {
 
 /// What people read.
 fn text(status: &Status) -> String {
-    let Status { version, addr, up_ms, insecure, data_auth, max_jobs, jobs, queued, shards } =
-        status;
+    let Status {
+        version, addr, up_ms, insecure, data_auth, max_jobs, jobs, queued, shards, ..
+    } = status;
+    let draining = if status.draining { ", draining: it takes no more jobs" } else { "" };
     let insecure = if *insecure { ", INSECURE: whoever reaches it may join any job" } else { "" };
     let (up, count) = (up_ms / 1000, jobs.len());
     let mut text = format!(
         "racksum {version} on {addr}, up {up} s, data auth {data_auth}, {count} of {max_jobs} \
-         jobs{insecure}\n"
+         jobs{draining}{insecure}\n"
     );
     jobs.iter().for_each(|job| text += &job_text(job));
     if !queued.is_empty() {
@@ -139,13 +141,16 @@ fn text(status: &Status) -> String {
 }
 
 fn job_text(job: &JobStatus) -> String {
-    let JobStatus { id, generation, world, state, age_ms, missing, ranks, .. } = job;
+    let JobStatus { id, generation, world, state, age_ms, missing, absent, ranks, .. } = job;
     let (name, age) = (&job.job, age_ms / 1000);
     let mut text = format!(
         "job {name:?}, generation {generation}, number {id}: {state}, {world} ranks, {age} s old"
     );
     if !missing.is_empty() {
         text += &format!("; not there: {}", list(missing));
+    }
+    if !absent.is_empty() {
+        text += &format!("; goes on without: {}", list(absent));
     }
     let behind: Vec<_> = ranks.iter().filter(|rank| rank.behind).map(|rank| rank.rank).collect();
     if let Some(stalled) = job.stalled_ms.filter(|_| !behind.is_empty()) {

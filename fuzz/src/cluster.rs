@@ -76,6 +76,8 @@ impl Cluster {
             max_ops,
             cut,
             in_flight: 1 << 18,
+            first_op: OpId(0),
+            may_move: false,
         };
         let shard = |shard| aggregator::Config {
             job: JOB,
@@ -88,6 +90,7 @@ impl Cluster {
             max_ops,
             cut,
             results_in_flight: 1 << 18,
+            moved_at: None,
         };
         Self {
             shape,

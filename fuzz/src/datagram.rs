@@ -3,7 +3,8 @@
 
 use racksum_proto::geometry::{Geometry, MAX_WINDOW_BLOCKS, WINDOW_BYTES};
 use racksum_proto::wire::{
-    self, AskEntries, Disagreement, Header, Kind, MissingRanks, Open, OpenDecoder, OpenEncoder,
+    self, AskEntries, Disagreement, Flags, Header, Kind, MissingRanks, Open, OpenDecoder,
+    OpenEncoder, Opening,
 };
 
 /// Takes `bytes` for a datagram, and for each of the bodies.
@@ -18,7 +19,7 @@ pub fn run(bytes: &[u8]) {
         assert_eq!(body, &bytes[at..at + body.len()], "the body is what follows the header");
         at += body.len();
         match header.kind {
-            Kind::Open => open(body),
+            Kind::Open => open(body, header.flags.has(Flags::RESUMED)),
             Kind::Ask => asks(body),
             Kind::Wait => waits(body),
             Kind::Fail => fails(body),
@@ -28,14 +29,15 @@ pub fn run(bytes: &[u8]) {
     if let Ok((_, body)) = Header::decode(bytes) {
         assert_eq!(Header::LEN + body.len(), bytes.len(), "the only message is the datagram");
     }
-    open(bytes);
+    open(bytes, false);
+    open(bytes, true);
     asks(bytes);
     waits(bytes);
     fails(bytes);
 }
 
-fn open(body: &[u8]) {
-    let Ok(open) = OpenDecoder::new().decode(body) else { return };
+fn open(body: &[u8], resumed: bool) {
+    let Ok(open) = OpenDecoder::new().decode(body, resumed) else { return };
     open.descriptor.validate().expect("a decoded descriptor is valid");
     let geometry = Geometry::new(&open.descriptor);
     let last = geometry.windows() - 1;
@@ -46,13 +48,15 @@ fn open(body: &[u8]) {
     }
     assert_eq!(geometry.elements_of(last).end, open.descriptor.elements);
 
-    let occupied = || open.occupancy().iter().by_vals();
-    assert_eq!(occupied().count(), open.windows as usize);
+    let bits = open.occupancy().iter().by_vals().zip(open.held().iter().by_vals());
+    let windows = bits.map(|(owed, held)| Opening { owed, held });
+    assert_eq!(open.occupancy().len(), open.windows as usize);
     let mut again = [0xa5; Open::LEN + Open::MAX_WINDOWS / 8];
     let (len, windows) =
-        OpenEncoder::new().encode(&open.descriptor, open.after, occupied(), &mut again);
+        OpenEncoder::new().encode(&open.descriptor, open.after, windows, resumed, &mut again);
     assert_eq!(windows, open.windows);
-    assert_eq!(OpenDecoder::new().decode(&again[..len]), Ok(open), "an open survives its encoder");
+    let again = OpenDecoder::new().decode(&again[..len], resumed);
+    assert_eq!(again, Ok(open), "an open survives its encoder");
 }
 
 fn asks(body: &[u8]) {

@@ -8,6 +8,7 @@ use racksum_proto::ids::{Generation, JobId, OpId, Rank, WindowId};
 use racksum_proto::time::Span;
 use racksum_proto::wire::{
     AskEntries, AskEntry, Disagreement, Flags, Header, Kind, MissingRanks, Open, OpenEncoder,
+    Opening,
 };
 
 /// The job of every script.
@@ -129,9 +130,9 @@ impl Script<'_> {
         let windows = self.below(255) + 1;
         let windows = if windows > 250 { Open::MAX_WINDOWS } else { windows };
         let bits = self.u64();
-        let occupied = (0..windows).map(|i| bits >> (i % 64) & 1 == 1);
+        let windows = (0..windows).map(|i| Opening::of(bits >> (i % 64) & 1 == 1));
         let mut out = [0; 1200];
-        let (len, _) = OpenEncoder::new().encode(&descriptor, after, occupied, &mut out);
+        let (len, _) = OpenEncoder::new().encode(&descriptor, after, windows, false, &mut out);
         out[..len].to_vec()
     }
 

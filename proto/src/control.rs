@@ -12,7 +12,7 @@ use core::net::SocketAddr;
 use serde::{Deserialize, Serialize};
 
 use crate::auth::{DataAuth, Key, Keys};
-use crate::ids::{Generation, JobId};
+use crate::ids::{Generation, JobId, OpId};
 
 /// The control protocol's version: a join of another is refused.
 pub const CONTROL_VERSION: u16 = 1;
@@ -27,6 +27,8 @@ pub enum FromWorker {
     Heard,
     /// It is done with the job.
     Leave,
+    /// It goes on with the job at another aggregator.
+    Move,
 }
 
 /// A worker's wish to be a rank of a job.
@@ -61,6 +63,18 @@ pub struct Join {
     pub wait: bool,
     /// What becomes of the job when it loses a rank.
     pub on_rank_loss: OnRankLoss,
+    /// Where the job goes on, if it has run at another aggregator before.
+    pub resume: Option<Resume>,
+}
+
+/// Where a job goes on that moves from one aggregator to another.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Resume {
+    /// The oldest op that some rank may not have all results of, as far as this rank knows. The job
+    /// goes on with the greatest that a rank names.
+    pub first_op: OpId,
+    /// The ranks that the job has lost and goes on without, as far as this rank knows.
+    pub absent: Vec<u16>,
 }
 
 /// What becomes of a job that loses a rank. All its ranks say the same.
@@ -133,6 +147,8 @@ pub enum FromAggregator {
         /// What became of it.
         why: Loss,
     },
+    /// The aggregator is about to stop: the rank had better go on at another, if it knows one.
+    Drain,
     /// Ranks are gone, and the job is over with them.
     PeerLost {
         /// Which.
@@ -189,6 +205,8 @@ pub struct Welcome {
     pub fragment_payload: u16,
     /// Most bytes in flight towards each shard.
     pub in_flight: u32,
+    /// The job's first op here: another than 0 if it has moved here.
+    pub first_op: OpId,
     /// The group that results are multicast to, if the rank should listen.
     pub group: Option<SocketAddr>,
     /// How datagrams are authenticated.

@@ -1,5 +1,6 @@
 //! Errors and rejects: one enum per boundary.
 
+use alloc::string::String;
 use alloc::vec::Vec;
 use core::fmt;
 
@@ -234,6 +235,11 @@ pub enum OpError {
         /// What became of them.
         why: Loss,
     },
+    /// Every aggregator is gone that the job could go on at. The session has ended.
+    NoAggregator {
+        /// What each of them said last, or why it could not be reached.
+        tried: String,
+    },
     /// The session ended while the op was in flight, because of another op or of the link.
     Ended {
         /// What ended it.
@@ -292,6 +298,7 @@ impl fmt::Display for OpError {
                 }
                 write!(f, ": {}", why.name())
             }
+            Self::NoAggregator { tried } => write!(f, "no aggregator is left: {tried}"),
             Self::Ended { why } => write!(f, "the session ended: {why}"),
         }
     }

@@ -56,10 +56,15 @@ pub(crate) struct Sequence {
 }
 
 impl Sequence {
-    /// An empty sequence for at most `capacity` ops.
-    pub(crate) fn new(capacity: usize) -> Self {
+    /// An empty sequence for at most `capacity` ops, none of which comes before `first`.
+    pub(crate) fn new(capacity: usize, first: OpId) -> Self {
         let ops = VecDeque::with_capacity(capacity);
-        Self { ops, end: 0, settled: None, opened: None, capacity }
+        Self { ops, end: 0, settled: first.0.checked_sub(1).map(OpId), opened: None, capacity }
+    }
+
+    /// Makes room for at least so many ops in all.
+    pub(crate) fn expect(&mut self, ops: usize) {
+        self.capacity = self.capacity.max(ops);
     }
 
     /// Whether there is room for one more op. If there is not, those that failed and are `passed`
@@ -220,7 +225,7 @@ mod tests {
 
     #[test]
     fn positions_run_on_over_ops() {
-        let mut sequence = Sequence::new(4);
+        let mut sequence = Sequence::new(4, OpId(0));
         assert_eq!(push(&mut sequence, 3, 5), 0);
         assert_eq!(push(&mut sequence, 7, 2), 5);
         let window = |op, index| WindowId::new(OpId(op), index);
@@ -238,7 +243,7 @@ mod tests {
 
     #[test]
     fn ops_settle_in_order_once_they_are_passed() {
-        let mut sequence = Sequence::new(4);
+        let mut sequence = Sequence::new(4, OpId(0));
         push(&mut sequence, 0, 2);
         push(&mut sequence, 1, 2);
         sequence.note_opened(OpId(0));
@@ -251,7 +256,7 @@ mod tests {
 
     #[test]
     fn failed_ops_make_room_and_no_others() {
-        let mut sequence = Sequence::new(3);
+        let mut sequence = Sequence::new(3, OpId(0));
         let passed = |failed: &StreamOp| failed.end() <= 3;
         for op in 0..3 {
             assert!(sequence.make_room(passed));
@@ -274,7 +279,7 @@ mod tests {
 
     #[test]
     fn what_is_left_unfinished_fails_and_what_is_done_does_not() {
-        let mut sequence = Sequence::new(4);
+        let mut sequence = Sequence::new(4, OpId(0));
         for op in 0..4 {
             push(&mut sequence, op, 2);
         }

@@ -135,7 +135,7 @@ fn an_occupancy_that_zstd_compressed_is_read() {
     let bytes = golden("open-zstd");
     let (header, body) = Header::decode(&bytes).unwrap();
     assert_eq!(header.window, window(2, 0));
-    let open = OpenDecoder::new().decode(body).unwrap();
+    let open = OpenDecoder::new().decode(body, false).unwrap();
     assert_eq!((open.windows, open.after), (512, Some(OpId(1))));
     let occupied: Vec<_> = open.occupancy().iter_ones().collect();
     assert_eq!(occupied, [0, 100, 511]);

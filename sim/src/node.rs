@@ -42,8 +42,11 @@ pub struct WorkerNode {
     pub machine: Worker,
     world: u32,
     tensors: BTreeMap<OpId, Vec<u8>>,
-    /// Packed results of scaled windows that have arrived in part.
+    /// Packed results of windows that have arrived in part, where they are not written at once:
+    /// of scaled ones, and of all if the job may move.
     partial: BTreeMap<WindowId, Vec<u8>>,
+    /// Packed results that other ranks may lack when the job moves.
+    kept: BTreeMap<WindowId, Vec<u8>>,
     buffer: Box<[u8]>,
     /// The ranks that the results of ops that ended lack.
     pub absent: BTreeMap<OpId, Vec<Rank>>,
@@ -61,6 +64,7 @@ impl WorkerNode {
             world: u32::from(world),
             tensors: BTreeMap::new(),
             partial: BTreeMap::new(),
+            kept: BTreeMap::new(),
             absent: BTreeMap::new(),
             done: Vec::new(),
         }
@@ -80,6 +84,14 @@ impl WorkerNode {
         let op = self.machine.submit(now, descriptor, timeout)?;
         self.tensors.insert(op, tensor);
         Ok(op)
+    }
+
+    /// Goes on at another aggregator.
+    pub fn resume(&mut self, config: worker::Config, now: Time, observer: &mut impl Observer) {
+        self.partial.clear();
+        self.buffer = buffer(config.cut);
+        self.machine.resume(config, now, observer);
+        self.collect();
     }
 
     /// Takes a datagram.
@@ -163,7 +175,11 @@ impl WorkerNode {
                 joined.push(*shard, self.buffer[..*len].to_vec());
             }
             worker::Transmit::Data(data) => {
-                let payload = self.pack(data.header.window, data.header.mask);
+                let window = data.header.window;
+                let payload = match data.held {
+                    true => self.kept[&window].clone(),
+                    false => self.pack(window, data.header.mask),
+                };
                 fragments(data.cut, &data.header, data.fragments, &payload, |bytes| {
                     joined.push(data.shard, bytes);
                 });
@@ -197,7 +213,8 @@ impl WorkerNode {
         let Some(tensor) = self.tensors.get_mut(&delivery.window.op) else { return };
         let range = delivery.cut.range(delivery.len, usize::from(delivery.fragment));
         let index = delivery.window.index;
-        if !descriptor.wire.is_scaled() {
+        let may_move = self.machine.config().may_move;
+        let mut write_run = |range, body: &[u8]| {
             let size = descriptor.wire.element_size();
             for stretch in delivery.geometry.stretches(index, delivery.mask, range) {
                 let dst =
@@ -206,12 +223,21 @@ impl WorkerNode {
                 arith::decode_run(descriptor.wire, descriptor.dtype, src, dst)
                     .expect("a valid descriptor has a decoding");
             }
-            return;
+        };
+        if !descriptor.wire.is_scaled() && !may_move {
+            return write_run(range, body);
         }
         let payload = self.partial.entry(delivery.window).or_insert_with(|| vec![0; delivery.len]);
         payload[range].copy_from_slice(body);
         if !delivery.complete {
             return;
+        }
+        let payload = self.partial.remove(&delivery.window).unwrap_or_default();
+        if may_move {
+            self.kept.insert(delivery.window, payload.clone());
+        }
+        if !descriptor.wire.is_scaled() {
+            return write_run(0..delivery.len, &payload);
         }
         for packed in delivery.geometry.packed(index, delivery.mask) {
             let len = descriptor.wire.block_len(packed.elements);
@@ -224,7 +250,6 @@ impl WorkerNode {
                 self.machine.handle_overflow(delivery.window.op, packed.element);
             }
         }
-        self.partial.remove(&delivery.window);
     }
 
     /// Sets aside the ops that have ended.
@@ -234,6 +259,8 @@ impl WorkerNode {
             self.done.push((op, result.map(|()| tensor)));
             self.absent.insert(op, absent);
         }
+        let first = self.machine.first_kept();
+        self.kept.retain(|window, _| window.op >= first);
     }
 }
 
@@ -327,6 +354,11 @@ impl ShardNode {
                 self.take(fold.lane, fold.slot, rank, len)
             })
             .collect();
+        if let Some(rank) = fold.whole {
+            let sum = contributions[rank.index()].clone();
+            self.results.insert((fold.lane, fold.slot), sum);
+            return;
+        }
         let mut out = vec![0xa5; fold.len];
         let Descriptor { wire, reduction, .. } = fold.descriptor;
         self.plan.runs(&fold.geometry, index, masks.iter().copied(), fold.ranks, |run| {

@@ -12,6 +12,7 @@ use racksum_proto::worker;
 use crate::node::{Datagram, Endpoint, ShardNode, WorkerNode};
 use crate::random::Random;
 
+mod failover;
 mod loss;
 
 struct Cluster {
@@ -33,36 +34,65 @@ struct Faults {
     delay: u64,
 }
 
+/// What a job is granted.
+#[derive(Debug, Clone, Copy)]
+struct Grant {
+    world: u16,
+    shards: u8,
+    lanes: u8,
+    pool_slots: u32,
+    /// Its first op, if it has moved.
+    moved_at: Option<OpId>,
+}
+
+impl Grant {
+    const MAX_OPS: u16 = 16;
+
+    fn cut() -> Fragmentation {
+        Fragmentation::new(1424).unwrap()
+    }
+
+    fn worker(&self, rank: u16) -> worker::Config {
+        worker::Config {
+            job: JobId(7),
+            generation: Generation(3),
+            rank: Rank(rank),
+            lanes: self.lanes,
+            shards: self.shards,
+            pool_slots: self.pool_slots,
+            max_ops: Self::MAX_OPS,
+            cut: Self::cut(),
+            in_flight: 1 << 18,
+            first_op: self.moved_at.unwrap_or(OpId(0)),
+            may_move: true,
+        }
+    }
+
+    fn shards(&self, now: Time) -> Vec<ShardNode> {
+        let shard = |shard| aggregator::Config {
+            job: JobId(7),
+            generation: Generation(3),
+            world: self.world,
+            lanes: self.lanes,
+            shard,
+            shards: self.shards,
+            pool_slots: self.pool_slots,
+            max_ops: Self::MAX_OPS,
+            cut: Self::cut(),
+            results_in_flight: 1 << 20,
+            moved_at: self.moved_at,
+        };
+        (0..self.shards).map(|i| ShardNode::new(shard(i), false, now)).collect()
+    }
+}
+
 impl Cluster {
     fn new(world: u16, shards: u8, lanes: u8, seed: u64, faults: Faults) -> Self {
-        let cut = Fragmentation::new(1424).unwrap();
-        let (job, generation, pool_slots, max_ops) = (JobId(7), Generation(3), 8, 4);
-        let worker = |rank| worker::Config {
-            job,
-            generation,
-            rank: Rank(rank),
-            lanes,
-            shards,
-            pool_slots,
-            max_ops,
-            cut,
-            in_flight: 1 << 18,
-        };
-        let shard = |shard| aggregator::Config {
-            job,
-            generation,
-            world,
-            lanes,
-            shard,
-            shards,
-            pool_slots,
-            max_ops,
-            cut,
-            results_in_flight: 1 << 20,
-        };
+        let grant = Grant { world, shards, lanes, pool_slots: 8, moved_at: None };
+        let worker = |rank| WorkerNode::new(grant.worker(rank), world, Time(0));
         Self {
-            workers: (0..world).map(|rank| WorkerNode::new(worker(rank), world, Time(0))).collect(),
-            shards: (0..shards).map(|i| ShardNode::new(shard(i), false, Time(0))).collect(),
+            workers: (0..world).map(worker).collect(),
+            shards: grant.shards(Time(0)),
             dice: Random::new(seed),
             wire: std::collections::BTreeMap::new(),
             sent: 0,
@@ -95,6 +125,15 @@ impl Cluster {
     fn lose(&mut self, rank: Rank) {
         assert_eq!(rank.index() + 1, self.workers.len());
         self.workers.pop();
+    }
+
+    /// The aggregator is gone with all that was on its way, and the job goes on at another.
+    fn move_to(&mut self, grant: Grant) {
+        self.wire.clear();
+        self.shards = grant.shards(self.now);
+        for (rank, worker) in (0..).zip(&mut self.workers) {
+            worker.resume(grant.worker(rank), self.now, &mut ());
+        }
     }
 
     fn drive(&mut self) {

@@ -3,7 +3,7 @@
 use racksum_proto::aggregator;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::geometry::Fragmentation;
-use racksum_proto::ids::{Generation, JobId, Rank};
+use racksum_proto::ids::{Generation, JobId, OpId, Rank};
 use racksum_proto::time::Span;
 use racksum_proto::worker;
 
@@ -194,6 +194,8 @@ impl Plan {
             max_ops: plan.max_ops,
             cut: plan.cut,
             in_flight: plan.in_flight,
+            first_op: OpId(0),
+            may_move: false,
         }
     }
 
@@ -212,6 +214,7 @@ impl Plan {
             max_ops: plan.max_ops,
             cut: plan.cut,
             results_in_flight: plan.results_in_flight,
+            moved_at: None,
         }
     }
 

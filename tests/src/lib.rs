@@ -23,6 +23,8 @@ mod determinism;
 #[cfg(test)]
 mod disagreement;
 #[cfg(test)]
+mod failover;
+#[cfg(test)]
 mod flight;
 #[cfg(test)]
 mod jobs;

@@ -1,31 +1,31 @@
 //! The client: what a training process holds.
 
 use std::marker::PhantomData;
-use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use racksum_net::auth::{Opener, Sealer};
-use racksum_net::udp::{self, Gather, UdpSocket, Waker};
-use racksum_proto::control::{FromAggregator, Loss, Welcome};
+use racksum_net::clock::Clock;
+use racksum_net::udp::{self, Gather, Waker};
+use racksum_proto::control::Welcome;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::SubmitError;
-use racksum_proto::geometry::Fragmentation;
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::time::Span;
-use racksum_proto::worker::Config;
 
 use crate::blocks::{BlockSet, Blocks};
-use crate::engine::{Engine, Finished, Link, Links, Next, Stats};
+use crate::control::{Mailbox, Word};
+use crate::engine::{Engine, Finished, Next, Stats};
 use crate::error::{ConnectError, Error};
-use crate::join::{Control, Event, Session, join, shard_addrs};
+use crate::grant::{Granted, grant};
 use crate::options::ConnectOptions;
 use crate::payload::{Data, Payload, bytes_of};
+use crate::supervisor::{Supervisor, join_first};
 use crate::tensor::lend;
 
 /// A rank of a job. Ops end in any order; each rank must start the same ops in the same order.
@@ -39,14 +39,14 @@ pub struct Client {
     shards: usize,
     multicast: bool,
     op_timeout: Span,
-    /// Once they are dropped, the aggregator takes the rank for gone.
-    controls: Vec<Control>,
+    /// Ends the session.
+    stop: Sender<Word>,
     threads: Vec<JoinHandle<()>>,
 }
 
 /// What the client's threads share.
 #[derive(Debug)]
-struct Shared {
+pub(crate) struct Shared {
     state: Mutex<State>,
     /// Threads that want the state while another one drives.
     wanted: AtomicUsize,
@@ -54,8 +54,6 @@ struct Shared {
     changed: Condvar,
     /// There is something to drive in the background.
     work: Condvar,
-    socket: Arc<UdpSocket>,
-    groups: Arc<[UdpSocket]>,
     waker: Waker,
     gather: Gather,
 }
@@ -112,35 +110,24 @@ impl Client {
     /// # Errors
     /// Why the job could not be joined, or did not become complete in time.
     pub fn connect(options: &ConnectOptions) -> Result<Self, ConnectError> {
-        let session = join(options)?;
-        let (config, links) = grant(options, &session)?;
-        let Session { controls, events, socket, groups, welcomes, clock } = session;
-        let (socket, groups) = (Arc::new(socket), Arc::<[UdpSocket]>::from(groups));
-        let multicast = !groups.is_empty();
-        let shards = links.len();
-        let links = Links {
-            socket: Arc::clone(&socket),
-            groups: Arc::clone(&groups),
-            shards_each: u8::try_from(shards / controls.len().max(1)).unwrap_or(u8::MAX),
-            shards: links,
-        };
-        let engine = Engine::new(config, options.world, links, clock, &options.faults);
-        let shared = Arc::new(Shared::new(engine, socket, groups)?);
-        let welcome = welcomes
-            .into_iter()
-            .next()
-            .map(|(_, welcome)| welcome)
-            .ok_or_else(|| ConnectError::Protocol("nobody welcomed the rank".into()))?;
+        if options.insecure {
+            tracing::warn!("insecure: whoever answers at the aggregator's address is believed");
+        }
+        let mut mailbox = Mailbox::new();
+        let stop = mailbox.sender();
+        let (at, session) = join_first(options, &mut mailbox)?;
+        let Granted { config, links, welcome, membership } = grant(options, session)?;
+        let (multicast, shards) = (!links.groups.is_empty(), links.shards.len());
+        let engine = Engine::new(config, options.world, links, Clock::start(), &options.faults);
+        let shared = Arc::new(Shared::new(engine)?);
         let op_timeout = span(options.op_timeout);
         let threads = Vec::new();
-        let mut client = Self { shared, welcome, shards, multicast, op_timeout, controls, threads };
+        let mut client = Self { shared, welcome, shards, multicast, op_timeout, stop, threads };
         let driver = Arc::clone(&client.shared);
         client.threads.push(spawn("racksum-drive", move || driver.drive_in_background())?);
-        for (place, events) in (0..).zip(events) {
-            let listener = Arc::clone(&client.shared);
-            let listen = move || listener.listen(place, &events);
-            client.threads.push(spawn("racksum-listen", listen)?);
-        }
+        let (shared, options) = (Arc::clone(&client.shared), options.clone());
+        let supervisor = Supervisor { options, at, membership, mailbox, shared };
+        client.threads.push(spawn("racksum-session", move || supervisor.run())?);
         Ok(client)
     }
 
@@ -214,7 +201,7 @@ impl Client {
         let Reduced { tensor, absent } = self.await_op(&handle)?;
         match tensor.data {
             Data::Owned(tensor) => Ok(Reduced { tensor, absent }),
-            Data::Borrowed(_) | Data::Blocks(_) => Err(GONE.into()),
+            Data::Borrowed(_) | Data::Blocks(_) | Data::Returned => Err(GONE.into()),
         }
     }
 
@@ -229,7 +216,7 @@ impl Client {
             Data::Blocks(blocks) => {
                 Ok(Reduced { tensor: blocks.into_result(&geometry, &descriptor), absent })
             }
-            Data::Borrowed(_) | Data::Owned(_) => Err(GONE.into()),
+            Data::Borrowed(_) | Data::Owned(_) | Data::Returned => Err(GONE.into()),
         }
     }
 
@@ -288,7 +275,8 @@ impl Drop for Client {
         drop(state);
         self.shared.work.notify_all();
         self.shared.waker.wake();
-        self.controls.clear();
+        // A session that has ended needs no word.
+        drop(self.stop.send(Word::Stop));
         for thread in self.threads.drain(..) {
             // A panic was printed where it happened.
             drop(thread.join());
@@ -326,12 +314,8 @@ impl State {
 }
 
 impl Shared {
-    fn new(
-        engine: Engine,
-        socket: Arc<UdpSocket>,
-        groups: Arc<[UdpSocket]>,
-    ) -> std::io::Result<Self> {
-        let gather = Gather::new(socket.report().got_receive, LONGEST_PAUSE);
+    fn new(engine: Engine) -> std::io::Result<Self> {
+        let gather = Gather::new(engine.sockets().0.report().got_receive, LONGEST_PAUSE);
         Ok(Self {
             wanted: AtomicUsize::new(0),
             state: Mutex::new(State {
@@ -345,8 +329,6 @@ impl Shared {
             }),
             changed: Condvar::new(),
             work: Condvar::new(),
-            socket,
-            groups,
             waker: Waker::new()?,
             gather,
         })
@@ -402,6 +384,18 @@ impl Shared {
         state
     }
 
+    /// Has the engine take something in from outside, and all who wait look what came of it.
+    /// Returns nothing if the engine is broken.
+    pub(crate) fn tell<T>(&self, work: impl FnOnce(&mut Engine) -> T) -> Option<T> {
+        let mut state = self.lock();
+        let told = state.run(work);
+        self.wake_waiting(&mut state);
+        drop(state);
+        self.work.notify_all();
+        self.waker.wake();
+        told
+    }
+
     /// Has all who sleep look whether what they wait for has come.
     fn wake_waiting(&self, state: &mut State) {
         state.woken = state.asleep;
@@ -437,11 +431,12 @@ impl Shared {
                 std::thread::yield_now();
             }
             Next::Wait(patience) => {
+                let (socket, groups) = state.engine.sockets();
                 drop(state);
-                let sockets = std::iter::once(&*self.socket).chain(self.groups.iter());
+                let sockets = std::iter::once(&*socket).chain(groups.iter());
                 let mut fds = [self.waker.as_fd(); udp::MAX_FDS];
                 fds.iter_mut().skip(1).zip(sockets).for_each(|(fd, socket)| *fd = socket.as_fd());
-                let count = 2 + self.groups.len();
+                let count = 2 + groups.len();
                 if udp::wait(&fds[..count.min(fds.len())], patience).unwrap_or(1) & 1 != 0 {
                     self.waker.drain();
                 }
@@ -474,93 +469,6 @@ impl Shared {
             }
         }
     }
-
-    /// Takes what the aggregator that comes `place`th says while ops run.
-    fn listen(&self, place: u8, events: &std::sync::mpsc::Receiver<Event>) {
-        while let Ok(event) = events.recv() {
-            let mut state = self.lock();
-            match event {
-                Event::Said(FromAggregator::PeerLost { ranks, why }) => {
-                    let ranks: Vec<Rank> = ranks.into_iter().map(Rank).collect();
-                    state.run(|engine| engine.lose(&ranks, why));
-                }
-                Event::Said(FromAggregator::Without { rank, why }) => {
-                    if why != Loss::Left {
-                        tracing::warn!(rank, "rank lost, job goes on: {}", why.name());
-                    }
-                    state.run(|engine| engine.go_on_without(Rank(rank), place));
-                }
-                Event::Said(FromAggregator::Superseded { .. }) => {
-                    state.run(|engine| engine.end("a new generation of the job has begun"));
-                }
-                Event::Closed(_) => {
-                    state.run(|engine| engine.end("the aggregator is gone"));
-                }
-                Event::Said(_) => continue,
-            }
-            self.wake_waiting(&mut state);
-            drop(state);
-            self.waker.wake();
-        }
-    }
-}
-
-/// Puts together what the aggregators granted.
-fn grant(options: &ConnectOptions, session: &Session) -> Result<(Config, Vec<Link>), ConnectError> {
-    let welcomes = || session.welcomes.iter().map(|(_, welcome)| welcome);
-    let first = welcomes()
-        .next()
-        .ok_or_else(|| ConnectError::Protocol("nobody welcomed the rank".into()))?;
-    if welcomes().any(|other| other.fragment_payload != first.fragment_payload) {
-        return Err(ConnectError::Arguments(
-            "the paths to the aggregators take datagrams of different sizes; name the least MTU"
-                .into(),
-        ));
-    }
-    if welcomes().any(|other| other.data_ports.len() != first.data_ports.len()) {
-        return Err(ConnectError::Arguments(
-            "the aggregators differ in --shards; start them alike".into(),
-        ));
-    }
-    if welcomes().any(|other| other.data_auth != first.data_auth) {
-        return Err(ConnectError::Arguments(
-            "the aggregators differ in --data-auth; start them alike".into(),
-        ));
-    }
-    let shards = links(options, session);
-    let cut = Fragmentation::new(usize::from(first.fragment_payload))
-        .ok_or_else(|| ConnectError::Protocol("fragments too small for a window".into()))?
-        .with_trailer(first.data_auth);
-    let config = Config {
-        job: first.job,
-        generation: options.generation,
-        rank: Rank(options.rank),
-        lanes: options.lanes,
-        shards: u8::try_from(shards.len())
-            .map_err(|_| ConnectError::Protocol("more than 255 shards".into()))?,
-        pool_slots: welcomes().map(|welcome| welcome.pool_slots).min().unwrap_or(0),
-        max_ops: welcomes().map(|welcome| welcome.max_ops).min().unwrap_or(0),
-        cut,
-        in_flight: welcomes().map(|welcome| welcome.in_flight).min().unwrap_or(0) as usize,
-    };
-    Ok((config, shards))
-}
-
-/// The ways to the shards of all aggregators.
-fn links(options: &ConnectOptions, session: &Session) -> Vec<Link> {
-    let each = session
-        .welcomes
-        .iter()
-        .flat_map(|(addr, welcome)| shard_addrs(*addr, welcome).map(move |addr| (addr, welcome)));
-    let link = |(shard, (addr, welcome)): (u8, (SocketAddr, &Welcome))| {
-        let Welcome { data_auth, job, .. } = *welcome;
-        let auth = welcome.keys.as_ref().and_then(|keys| {
-            let sealer = Sealer::of_rank(data_auth, keys, Rank(options.rank), shard)?;
-            Some((sealer, Opener::of_shard(data_auth, keys, options.generation, shard)?))
-        });
-        Link { addr, job, auth }
-    };
-    (0..=u8::MAX).zip(each).map(link).collect()
 }
 
 fn check_len(have: usize, descriptor: &Descriptor) -> Result<(), Error> {

@@ -4,7 +4,9 @@ use std::io;
 use std::time::Duration;
 
 use racksum_net::NetError;
+use racksum_proto::control::Loss;
 use racksum_proto::error::{OpError, SubmitError};
+use racksum_proto::ids::Rank;
 
 /// Why a worker could not connect.
 #[derive(Debug, thiserror::Error)]
@@ -37,6 +39,17 @@ pub enum ConnectError {
     /// The connection broke before the job was complete.
     #[error("the aggregator closed the connection: {0}")]
     Closed(String),
+    /// A rank was lost before the job was complete.
+    #[error("the aggregator closed the connection: {}", lost(ranks, *why))]
+    PeerLost {
+        /// Which.
+        ranks: Vec<Rank>,
+        /// What became of them.
+        why: Loss,
+    },
+    /// None of several aggregators could be joined.
+    #[error("{0}")]
+    NoAggregator(String),
     /// The aggregator said something out of turn.
     #[error("the aggregator does not keep to the protocol: {0}")]
     Protocol(String),
@@ -75,6 +88,10 @@ pub enum Error {
     /// The op ended without a result.
     #[error("{0}")]
     Op(#[from] OpError),
+}
+
+fn lost(ranks: &[Rank], why: Loss) -> OpError {
+    OpError::PeerLost { ranks: ranks.to_vec(), why }
 }
 
 fn incomplete(missing: &[u16], waited: Duration) -> String {

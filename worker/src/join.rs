@@ -1,186 +1,42 @@
 //! Joining a job: one control connection to each aggregator, for as long as the worker lives.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs};
 use std::os::fd::AsFd;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use bytes::BytesMut;
-use racksum_net::NetError;
 use racksum_net::auth::Opener;
 use racksum_net::clock::Clock;
 use racksum_net::interface::{Interface, interface_of, local_addr_towards, max_datagram};
 use racksum_net::multicast::{Multicast, open_member};
-use racksum_net::quic::{Credentials, connect, frames, lifeline, not_connected};
 use racksum_net::udp::{self, RECV_BATCH, RECV_CAPACITY, RecvRing, UdpConfig, UdpSocket};
 use racksum_proto::auth::DataAuth;
-use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Welcome};
-use racksum_proto::error::OpError;
+use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Resume, Welcome};
 use racksum_proto::ids::Rank;
 use racksum_proto::time::Span;
 use racksum_proto::wire::Header;
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-use crate::client::span;
+use crate::control::{Control, Event, Mailbox};
 use crate::error::ConnectError;
 use crate::options::ConnectOptions;
 
-/// How long an aggregator may take to answer a connection.
-const CONNECT_PATIENCE: Span = Span::from_secs(5);
 /// How often a worker looks for multicast probes while it joins.
 const PROBE_POLL: Duration = Duration::from_millis(2);
 /// Most aggregators of a job: their groups, the data socket and a waker are waited for at once.
 const MAX_AGGREGATORS: usize = 62;
 
-/// What a control connection tells the worker.
-#[derive(Debug)]
-pub(crate) enum Event {
-    /// A message.
-    Said(FromAggregator),
-    /// The connection is over.
-    Closed(ConnectError),
-}
-
-/// A control connection, served by a thread of its own.
-#[derive(Debug)]
-pub(crate) struct Control {
-    say: UnboundedSender<FromWorker>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Control {
-    /// Connects and joins; what is heard goes to `events`.
-    fn start(
-        to: SocketAddr,
-        join: Join,
-        options: &ConnectOptions,
-        events: Sender<Event>,
-    ) -> Result<Self, ConnectError> {
-        let credentials = Credentials::new(options.identity.as_deref(), options.insecure)?;
-        // Less than the time to join: that nobody answers is the better reason.
-        let patience = Span::from_millis(span(options.join_timeout).as_millis() * 9 / 10);
-        let patience = patience.min(CONNECT_PATIENCE);
-        let (say, words) = unbounded_channel();
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let thread = std::thread::Builder::new().name("control".into()).spawn(move || {
-            runtime.block_on(async {
-                let closed = converse(to, join, credentials, patience, words, &events).await;
-                // Nobody listens any more once the worker is gone.
-                drop(events.send(Event::Closed(closed)));
-            });
-        })?;
-        Ok(Self { say, thread: Some(thread) })
-    }
-
-    fn say(&self, word: FromWorker) {
-        // A connection that is closed has said so.
-        drop(self.say.send(word));
-    }
-}
-
-impl Drop for Control {
-    fn drop(&mut self) {
-        self.say(FromWorker::Leave);
-        if let Some(thread) = self.thread.take() {
-            drop(thread.join());
-        }
-    }
-}
-
-/// The conversation of one control connection; returns why it ended.
-async fn converse(
-    to: SocketAddr,
-    join: Join,
-    credentials: Credentials,
-    patience: Span,
-    mut words: UnboundedReceiver<FromWorker>,
-    events: &Sender<Event>,
-) -> ConnectError {
-    let connection = match connect(to, &credentials, patience).await {
-        Ok(connection) => connection,
-        Err(error) => return error.into(),
-    };
-    // An aggregator looks at this side's certificate last, when the connection seems made.
-    let closed = |why: String| match connection
-        .quic()
-        .close_reason()
-        .map(|cause| not_connected(to, cause))
-    {
-        Some(error @ NetError::NotBelieved { .. }) => error.into(),
-        _ => ConnectError::Closed(why),
-    };
-    let (mut send, mut recv) = match connection.quic().open_bi().await {
-        Ok(streams) => streams,
-        Err(error) => return closed(error.to_string()),
-    };
-    if let Err(error) = frames::send(&mut send, &FromWorker::Join(join)).await {
-        return closed(error.to_string());
-    }
-    let hear = events.clone();
-    let (offered, lifeline) = tokio::sync::oneshot::channel();
-    let mut offered = Some(offered);
-    let lifeline = async move {
-        let (port, token) = lifeline.await.ok()?;
-        lifeline::lay(to, port, token).await
-    };
-    let quic = connection.quic().clone();
-    let mut dead = std::pin::pin!(lifeline::dead(&quic, lifeline));
-    // A task of its own, since reading a frame must not be cancelled half-way.
-    let mut reader = tokio::spawn(async move {
-        loop {
-            match frames::recv::<FromAggregator>(&mut recv).await {
-                Ok(Some(FromAggregator::Lifeline { port, token })) => {
-                    // There is one, and nobody waits for another.
-                    if let Some(offered) = offered.take() {
-                        offered.send((port, token)).unwrap_or_default();
-                    }
-                }
-                Ok(Some(message)) => {
-                    if hear.send(Event::Said(message)).is_err() {
-                        return "the worker is gone".to_owned();
-                    }
-                }
-                Ok(None) => return "it ended the conversation".to_owned(),
-                Err(error) => return error.to_string(),
-            }
-        }
-    });
-    loop {
-        tokio::select! {
-            why = &mut reader => return closed(why.unwrap_or_else(|error| error.to_string())),
-            () = &mut dead => return ConnectError::Closed(DEAD.into()),
-            word = words.recv() => {
-                let word = word.unwrap_or(FromWorker::Leave);
-                let last = word == FromWorker::Leave;
-                let sent = frames::send(&mut send, &word).await;
-                if last || sent.is_err() {
-                    drop(send.finish());
-                    // The aggregator's end of the stream says that it has read the last word.
-                    drop(tokio::time::timeout(Duration::from_secs(1), &mut reader).await);
-                    connection.close("left").await;
-                    return ConnectError::Closed("left".into());
-                }
-            }
-        }
-    }
-}
-
-/// Why a conversation ends when the aggregator's host says that it serves no more.
-const DEAD: &str = "its process has ended";
-
 /// All that a worker has once its job is complete.
 #[derive(Debug)]
 pub(crate) struct Session {
     pub(crate) controls: Vec<Control>,
-    pub(crate) events: Vec<Receiver<Event>>,
+    /// What aggregators have said that was not about joining any more.
+    pub(crate) early: VecDeque<(u8, Event)>,
     pub(crate) socket: UdpSocket,
     /// Members of the groups that results come by.
     pub(crate) groups: Vec<UdpSocket>,
     /// What each aggregator granted, and its address.
     pub(crate) welcomes: Vec<(SocketAddr, Welcome)>,
-    pub(crate) clock: Clock,
 }
 
 /// The way to an aggregator.
@@ -234,15 +90,17 @@ fn data_addr(routes: &[Route]) -> Result<SocketAddr, ConnectError> {
     Ok(SocketAddr::new(any, 0))
 }
 
-/// Joins a job at all its aggregators; returns once every rank is there.
-pub(crate) fn join(options: &ConnectOptions) -> Result<Session, ConnectError> {
-    check(options)?;
-    if options.insecure {
-        tracing::warn!("insecure: whoever answers at the aggregator's address is believed");
-    }
-    let clock = Clock::start();
-    let routes = options
-        .aggregators
+/// Joins a job at all of `aggregators`; returns once every rank is there. A job that has run at
+/// others before goes on where `resume` says.
+pub(crate) fn join(
+    options: &ConnectOptions,
+    aggregators: &[String],
+    resume: Option<&Resume>,
+    mailbox: &mut Mailbox,
+) -> Result<Session, ConnectError> {
+    check(options, aggregators)?;
+    mailbox.next_session();
+    let routes = aggregators
         .iter()
         .map(|host| Route::find(resolve(host)?))
         .collect::<Result<Vec<_>, _>>()?;
@@ -264,7 +122,7 @@ pub(crate) fn join(options: &ConnectOptions) -> Result<Session, ConnectError> {
         tracing::warn!("{shortfall}");
     }
     let stripes = u8::try_from(routes.len()).unwrap_or(u8::MAX);
-    let (mut controls, mut events) = (Vec::new(), Vec::new());
+    let mut controls = Vec::new();
     for (place, route) in (0..).zip(&routes) {
         let join = Join {
             version: CONTROL_VERSION,
@@ -281,14 +139,13 @@ pub(crate) fn join(options: &ConnectOptions) -> Result<Session, ConnectError> {
             pool_slots: options.pool_slots,
             wait: options.wait,
             on_rank_loss: options.on_rank_loss,
+            resume: resume.cloned(),
         };
-        let (tell, hear) = channel();
-        controls.push(Control::start(route.to, join, options, tell)?);
-        events.push(hear);
+        controls.push(Control::start(route.to, join, options, mailbox)?);
     }
-    let mut session =
-        Session { controls, events, socket, groups: Vec::new(), welcomes: Vec::new(), clock };
-    complete(&mut session, options, &routes)?;
+    let (groups, welcomes, early) = Default::default();
+    let mut session = Session { controls, early, socket, groups, welcomes };
+    complete(&mut session, options, &routes, mailbox)?;
     Ok(session)
 }
 
@@ -298,15 +155,25 @@ fn complete(
     session: &mut Session,
     options: &ConnectOptions,
     routes: &[Route],
+    mailbox: &mut Mailbox,
 ) -> Result<(), ConnectError> {
     let parts = routes.iter().enumerate();
     let mut parts: Vec<_> = parts.map(|(place, to)| Joining::new(options, place, to)).collect();
-    let started = session.clock.now();
+    let clock = Clock::start();
+    let started = clock.now();
     while parts.iter().any(|part| !part.ready) {
-        for part in parts.iter_mut().filter(|part| !part.ready) {
-            part.step(session)?;
+        let heard = mailbox.hear(Some(PROBE_POLL));
+        if mailbox.stopped {
+            return Err(ConnectError::Closed("the client was closed".into()));
         }
-        let waited = Duration::from_nanos(session.clock.now().since(started).0);
+        if let Some((place, event)) = heard {
+            match parts.get_mut(usize::from(place)).filter(|part| !part.ready) {
+                Some(part) => part.take(event, session)?,
+                None => session.early.push_back((place, event)),
+            }
+        }
+        parts.iter_mut().for_each(|part| part.look_for_probe(session));
+        let waited = Duration::from_nanos(clock.now().since(started).0);
         if parts.iter().any(|part| !part.ready) && waited > options.join_timeout {
             if let Some(why) = parts.iter().find_map(|part| part.queued.clone()) {
                 return Err(ConnectError::NoRoom { why, waited });
@@ -324,14 +191,14 @@ fn complete(
     Ok(())
 }
 
-fn check(options: &ConnectOptions) -> Result<(), ConnectError> {
-    if options.aggregators.is_empty() {
+fn check(options: &ConnectOptions, aggregators: &[String]) -> Result<(), ConnectError> {
+    if aggregators.is_empty() {
         return Err(ConnectError::Arguments("no aggregator is named".into()));
     }
-    if options.aggregators.len() > MAX_AGGREGATORS {
+    if aggregators.len() > MAX_AGGREGATORS {
         return Err(ConnectError::Arguments(format!(
             "{} aggregators are named; a job has at most {MAX_AGGREGATORS}",
-            options.aggregators.len()
+            aggregators.len()
         )));
     }
     if options.rank >= options.world {
@@ -415,24 +282,20 @@ impl<'a> Joining<'a> {
         }
     }
 
-    /// Takes what the aggregator says next, if it says something soon.
-    fn step(&mut self, session: &Session) -> Result<(), ConnectError> {
-        match session.events[self.place].recv_timeout(PROBE_POLL) {
-            Ok(Event::Said(message)) => self.take(message, session)?,
-            Ok(Event::Closed(error)) => return Err(error),
-            Err(RecvTimeoutError::Timeout) => {}
-            Err(RecvTimeoutError::Disconnected) => {
-                return Err(ConnectError::Closed("its thread ended".into()));
-            }
-        }
+    /// Says so once a multicast probe has arrived.
+    fn look_for_probe(&mut self, session: &Session) {
         if !self.heard && self.probed() {
             self.heard = true;
             session.controls[self.place].say(FromWorker::Heard);
         }
-        Ok(())
     }
 
-    fn take(&mut self, message: FromAggregator, session: &Session) -> Result<(), ConnectError> {
+    /// Takes what the aggregator says.
+    fn take(&mut self, event: Event, session: &Session) -> Result<(), ConnectError> {
+        let message = match event {
+            Event::Said(message) => message,
+            Event::Closed(error) => return Err(error),
+        };
         match message {
             FromAggregator::Refused { reason } => return Err(ConnectError::Refused(reason)),
             // The conversation takes it.
@@ -476,7 +339,10 @@ impl<'a> Joining<'a> {
             }
             FromAggregator::PeerLost { ranks, why } => {
                 let ranks = ranks.into_iter().map(Rank).collect();
-                return Err(ConnectError::Closed(OpError::PeerLost { ranks, why }.to_string()));
+                return Err(ConnectError::PeerLost { ranks, why });
+            }
+            FromAggregator::Drain => {
+                return Err(ConnectError::Refused("it is about to stop".into()));
             }
             FromAggregator::Superseded { by } => {
                 return Err(ConnectError::Refused(format!(

@@ -7,13 +7,16 @@
 
 mod blocks;
 mod client;
+mod control;
 mod engine;
 mod error;
 mod fault;
+mod grant;
 mod join;
 pub mod kernel;
 mod options;
 mod payload;
+mod supervisor;
 pub mod tensor;
 
 pub use blocks::Blocks;

@@ -14,6 +14,9 @@ use crate::fault::Faults;
 pub struct ConnectOptions {
     /// The aggregators, `HOST:PORT`; the job's windows are spread over the shards of all.
     pub aggregators: Vec<String>,
+    /// Where the job goes on when one of these is gone, or is about to stop: at all of the first
+    /// set that it can, in this order, and then from the start. All ranks name the same.
+    pub standbys: Vec<Vec<String>>,
     /// The job's name.
     pub job: String,
     /// The job's life.
@@ -54,6 +57,7 @@ impl ConnectOptions {
     pub fn new(aggregator: impl Into<String>, job: impl Into<String>) -> Self {
         Self {
             aggregators: vec![aggregator.into()],
+            standbys: Vec::new(),
             job: job.into(),
             generation: Generation(0),
             rank: 0,

@@ -25,6 +25,8 @@ pub(crate) enum Data {
     Owned(Vec<u8>),
     /// Some blocks of one.
     Blocks(BlockSet),
+    /// Its caller has it again; some of its sums are kept.
+    Returned,
 }
 
 impl Data {
@@ -33,7 +35,7 @@ impl Data {
         match self {
             Self::Borrowed(region) => region.bytes(range),
             Self::Owned(tensor) => &tensor[range],
-            Self::Blocks(_) => &[],
+            Self::Blocks(_) | Self::Returned => &[],
         }
     }
 
@@ -42,26 +44,62 @@ impl Data {
         match self {
             Self::Borrowed(region) => region.bytes_mut(range),
             Self::Owned(tensor) => &mut tensor[range],
-            Self::Blocks(_) => &mut [],
+            Self::Blocks(_) | Self::Returned => &mut [],
         }
     }
 }
 
-/// An op's data, and results of scaled windows that have arrived in part.
+/// An op's data, and packed results beside it.
 #[derive(Debug)]
 pub(crate) struct Payload {
     pub(crate) descriptor: Descriptor,
     pub(crate) geometry: Geometry,
     pub(crate) data: Data,
     world: u32,
+    /// Whether the job may move to another aggregator: until a window's sum is whole, this rank's
+    /// share of it must not be overwritten, and then the sum may be asked for.
+    may_move: bool,
+    /// Of windows that have arrived in part, where they are not written piece by piece.
     partial: BTreeMap<u32, Vec<u8>>,
+    /// Of windows that other ranks may lack, and whose sums cannot be told from the tensor.
+    kept: BTreeMap<u32, Vec<u8>>,
 }
 
 impl Payload {
-    pub(crate) fn new(descriptor: Descriptor, data: Data, world: u16) -> Self {
-        let geometry = Geometry::new(&descriptor);
-        let world = u32::from(world);
-        Self { descriptor, geometry, data, world, partial: BTreeMap::new() }
+    pub(crate) fn new(descriptor: Descriptor, data: Data, world: u16, may_move: bool) -> Self {
+        let (geometry, world) = (Geometry::new(&descriptor), u32::from(world));
+        let (partial, kept) = Default::default();
+        Self { descriptor, geometry, data, world, may_move, partial, kept }
+    }
+
+    /// The sums of windows, each with its blocks, that other ranks may lack once the op has ended
+    /// and its tensor is the caller's again.
+    pub(crate) fn keep(&mut self, windows: impl Iterator<Item = (u32, u64)>) -> Self {
+        let mut kept = BTreeMap::new();
+        for (index, mask) in windows {
+            let packed = self.kept.remove(&index).unwrap_or_else(|| {
+                let len = self.geometry.payload_len(index, mask);
+                let mut packed = vec![0; len];
+                self.gather_run(index, mask, 0..len, &mut packed);
+                packed
+            });
+            kept.insert(index, packed);
+        }
+        let (descriptor, geometry, world) = (self.descriptor, self.geometry, self.world);
+        let (data, may_move, partial) = (Data::Returned, true, BTreeMap::new());
+        Self { descriptor, geometry, data, world, may_move, partial, kept }
+    }
+
+    /// Drops sums that no rank lacks any more, if there are many.
+    pub(crate) fn drop_kept(&mut self, most: usize, may_lack: impl Fn(u32) -> bool) {
+        if self.kept.len() > most {
+            self.kept.retain(|index, _| may_lack(*index));
+        }
+    }
+
+    /// Forgets what has arrived in part: it will come again, from another aggregator.
+    pub(crate) fn forget_partial(&mut self) {
+        self.partial.clear();
     }
 
     /// Finds the non-zero blocks of a window. A block of zeros becomes +0.0 throughout: no rank
@@ -80,7 +118,8 @@ impl Payload {
         let DataFragments { len, cut, fragments, ref header, .. } = *data;
         let stride = cut.unsealed();
         let index = header.window.index;
-        let scaled = self.descriptor.wire.is_scaled();
+        let kept = self.kept.get(&index).filter(|packed| data.held && packed.len() == len);
+        let scaled = self.descriptor.wire.is_scaled() && kept.is_none();
         if scaled {
             self.gather_blocks(index, header.mask, cut, out);
         }
@@ -89,7 +128,9 @@ impl Payload {
             let range = cut.range(len, fragment);
             let body = used + Header::LEN;
             let end = body + range.len();
-            if scaled {
+            if let Some(packed) = kept {
+                out[body..end].copy_from_slice(&packed[range.clone()]);
+            } else if scaled {
                 let from = fragment * stride + Header::LEN;
                 if from != body {
                     out.copy_within(from..from + range.len(), body);
@@ -115,8 +156,8 @@ impl Payload {
         cut: Fragmentation,
     ) -> Option<Range<usize>> {
         let Descriptor { dtype, wire, .. } = self.descriptor;
-        let list = matches!(self.data, Data::Blocks(_));
-        if list || wire != dtype.native_wire() || cut.count(len) != 1 || len < MIN_IN_PLACE {
+        let elsewhere = matches!(self.data, Data::Blocks(_) | Data::Returned);
+        if elsewhere || wire != dtype.native_wire() || cut.count(len) != 1 || len < MIN_IN_PLACE {
             return None;
         }
         let stretch = self.geometry.stretches(header.window.index, header.mask, 0..len).next()?;
@@ -176,6 +217,7 @@ impl Payload {
         match &self.data {
             Data::Blocks(blocks) => blocks.each_source(&self.descriptor, stretch, visit),
             Data::Borrowed(_) | Data::Owned(_) => visit(self.data.bytes(range), stretch.offset),
+            Data::Returned => {}
         }
     }
 
@@ -186,13 +228,13 @@ impl Payload {
         if let Data::Blocks(blocks) = &mut self.data {
             blocks.expect_window(&self.descriptor, &self.geometry, delivery);
         }
-        if !self.descriptor.wire.is_scaled() {
-            self.scatter_run(delivery, range, body);
-            return None;
-        }
         let index = delivery.window.index;
         if body.len() == delivery.len {
-            return self.scatter_blocks(delivery.window, delivery.mask, body);
+            return self.scatter_whole(delivery, body);
+        }
+        if !self.descriptor.wire.is_scaled() && !self.may_move {
+            self.scatter_run(delivery, range, body);
+            return None;
         }
         let payload = self.partial.entry(index).or_insert_with(|| vec![0; delivery.len]);
         payload[range].copy_from_slice(body);
@@ -200,7 +242,22 @@ impl Payload {
             return None;
         }
         let payload = self.partial.remove(&index)?;
-        self.scatter_blocks(delivery.window, delivery.mask, &payload)
+        self.scatter_whole(delivery, &payload)
+    }
+
+    /// Writes all of a window's sums.
+    fn scatter_whole(&mut self, delivery: &Delivery, payload: &[u8]) -> Option<u64> {
+        let scaled = self.descriptor.wire.is_scaled();
+        if self.may_move && (scaled || matches!(self.data, Data::Blocks(_))) {
+            // What is decoded may not be encoded to the same bits, and of a list the sums are
+            // elsewhere than this rank's share.
+            self.kept.insert(delivery.window.index, payload.to_vec());
+        }
+        if scaled {
+            return self.scatter_blocks(delivery.window, delivery.mask, payload);
+        }
+        self.scatter_run(delivery, 0..delivery.len, payload);
+        None
     }
 
     fn scatter_run(&mut self, delivery: &Delivery, range: Range<usize>, body: &[u8]) {

@@ -22,6 +22,7 @@ fn job(rank: SocketAddr, lens: &[usize]) -> Job {
         max_ops: 8,
         cut: Fragmentation::new(1408).unwrap(),
         results_in_flight: 1 << 20,
+        moved_at: None,
     };
     let mut slots = Slots::new(&config);
     for (slot, len) in (0..).zip(lens) {

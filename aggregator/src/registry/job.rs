@@ -4,10 +4,10 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use racksum_proto::aggregator::Config;
 use racksum_proto::auth::DataAuth;
-use racksum_proto::control::{FromAggregator, Join, OnRankLoss, Welcome};
+use racksum_proto::control::{FromAggregator, Join, OnRankLoss, Resume, Welcome};
 use racksum_proto::geometry::{Fragmentation, WINDOW_BYTES};
-use racksum_proto::ids::{Generation, JobId};
-use racksum_proto::wire::Header;
+use racksum_proto::ids::{Generation, JobId, OpId};
+use racksum_proto::wire::{Flags, Header};
 use tokio::sync::mpsc::Sender;
 use tokio::time::Instant;
 
@@ -39,8 +39,10 @@ pub(super) struct Job {
     pub(super) world: u16,
     pub(super) lanes: u8,
     pub(super) on_rank_loss: OnRankLoss,
-    /// How many ranks it has lost and gone on without.
-    pub(super) lost: usize,
+    /// The ranks that it has lost and goes on without, in the order in which it lost them.
+    pub(super) absent: Vec<u16>,
+    /// Its first op here, if it has moved here.
+    pub(super) moved_at: Option<OpId>,
     /// Which of how many aggregators this one is for the job.
     pub(super) stripe: (u8, u8),
     pub(super) members: Vec<Option<Member>>,
@@ -80,6 +82,15 @@ impl Job {
                 self.world
             ));
         }
+        if self.moved_at.is_some() != join.resume.is_some() {
+            let (new, old) = ("begins anew", "has run at another aggregator before");
+            let (one, other) = if join.resume.is_some() { (old, new) } else { (new, old) };
+            return Err(format!(
+                "rank {} of job {name:?} {one}, and the job that it finds here {other}; restart \
+                 all ranks with a greater --generation",
+                join.rank
+            ));
+        }
         let (mine, theirs) = (self.on_rank_loss.name(), join.on_rank_loss.name());
         if mine != theirs {
             return Err(format!(
@@ -103,6 +114,23 @@ impl Job {
         Ok(())
     }
 
+    /// Takes what a rank says of where the job goes on.
+    pub(super) fn note_resume(&mut self, resume: &Resume) {
+        self.moved_at = self.moved_at.max(Some(resume.first_op));
+        let world = self.world;
+        let known = |rank: &u16| *rank < world && !self.absent.contains(rank);
+        let absent: Vec<u16> = resume.absent.iter().copied().filter(known).collect();
+        self.absent.extend(absent.into_iter().take(Flags::MAX_ABSENT - self.absent.len()));
+    }
+
+    /// The ranks that have not joined, and are not known to be lost.
+    pub(super) fn missing(&self) -> Vec<u16> {
+        let ranks = (0..).zip(&self.members);
+        let missing =
+            ranks.filter(|(rank, member)| member.is_none() && !self.absent.contains(rank));
+        missing.map(|(rank, _)| rank).collect()
+    }
+
     /// Whom its share is counted for.
     pub(super) fn tenant<'a>(&'a self, name: &'a str) -> Tenant<'a> {
         let (identity, granted) = (self.identity.as_deref(), Some(self.share));
@@ -121,7 +149,6 @@ impl Job {
             silent_ms: 0,
             behind: false,
         };
-        let missing = self.members.iter().zip(0..).filter(|(member, _)| member.is_none());
         JobStatus {
             job: name.to_owned(),
             id: self.id.0,
@@ -130,10 +157,16 @@ impl Job {
             lanes: self.lanes,
             state: self.state.name().to_owned(),
             age_ms: millis(self.opened),
-            missing: missing.map(|(_, rank)| rank).collect(),
+            missing: self.missing(),
+            absent: self.absent.clone(),
             stalled_ms: None,
             ranks: self.members.iter().flatten().map(rank).collect(),
         }
+    }
+
+    /// Tells all ranks that are there something.
+    pub(super) fn tell(&self, message: &FromAggregator) {
+        self.members.iter().flatten().for_each(|member| member.tell(message.clone()));
     }
 
     /// Who hears the group, by rank; one that is gone hears nothing.
@@ -142,9 +175,10 @@ impl Job {
         self.members.iter().map(hears).collect()
     }
 
+    /// Where the data of each rank goes; of one that is lost, nowhere.
     pub(super) fn data_addrs(&self) -> impl Iterator<Item = SocketAddr> + '_ {
-        let members = self.members.iter().flatten();
-        members.map(|member| member.addr)
+        let nowhere = SocketAddr::from(([0, 0, 0, 0], 0));
+        self.members.iter().map(move |member| member.as_ref().map_or(nowhere, |member| member.addr))
     }
 
     /// What the job is granted: for its ranks, and for each shard.
@@ -186,6 +220,7 @@ impl Job {
             max_ops: MAX_OPS,
             fragment_payload: u16::try_from(cut.payload()).unwrap_or(u16::MAX),
             in_flight: u32::try_from(in_flight).unwrap_or(u32::MAX),
+            first_op: self.moved_at.unwrap_or(OpId(0)),
             group: None,
             data_auth: auth,
             keys: None,
@@ -202,6 +237,7 @@ impl Job {
             cut,
             // The results of all streams meet in each rank's receive buffer.
             results_in_flight: lowest / usize::from(shards) / usize::from(self.lanes.max(1)) / 2,
+            moved_at: self.moved_at,
         };
         Ok((welcome, (first..first + mine).map(config).collect()))
     }

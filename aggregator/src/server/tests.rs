@@ -46,6 +46,7 @@ async fn join(connection: &Connection, job: &str) -> (quinn::SendStream, quinn::
         pool_slots: 0,
         wait: false,
         on_rank_loss: OnRankLoss::Abort,
+        resume: None,
     };
     frames::send(&mut send, &FromWorker::Join(join)).await.unwrap();
     let offered = frames::recv(&mut recv).await.unwrap();

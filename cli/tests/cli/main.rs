@@ -14,6 +14,8 @@ mod chaos;
 #[cfg(test)]
 mod deaths;
 #[cfg(test)]
+mod failover;
+#[cfg(test)]
 mod identity;
 #[cfg(test)]
 mod namespaces;

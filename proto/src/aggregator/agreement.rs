@@ -53,11 +53,12 @@ pub(super) struct Agreement {
 }
 
 impl Agreement {
-    pub(super) fn new(world: usize, max_ops: u16, shards: u8) -> Self {
+    /// The table of a job whose ops begin with `first`.
+    pub(super) fn new(world: usize, max_ops: u16, shards: u8, first: OpId) -> Self {
         Self {
             ops: vec![None; Self::span(max_ops, shards)].into(),
-            reached: vec![0; world].into(),
-            first: OpId(0),
+            reached: vec![first.0; world].into(),
+            first,
             max_ops: u32::from(max_ops),
         }
     }
@@ -73,7 +74,7 @@ impl Agreement {
         let reached = &mut self.reached[rank.index()];
         *reached = (*reached).max(op.0.saturating_add(1));
         let least = self.reached.iter().min().copied().unwrap_or(0);
-        let first = OpId(least.saturating_sub(self.max_ops));
+        let first = OpId(least.saturating_sub(self.max_ops)).max(self.first);
         (core::mem::replace(&mut self.first, first) != first).then_some(first)
     }
 
@@ -145,7 +146,7 @@ mod tests {
 
     #[test]
     fn ops_are_remembered_while_some_rank_may_have_them_in_flight() {
-        let mut agreement = Agreement::new(2, 2, 1);
+        let mut agreement = Agreement::new(2, 2, 1, OpId(0));
         assert_eq!(agreement.check(OpId(0), RANKS[0], sum(1)), Verdict::Agrees);
         let disagreement = Disagreement { one: (RANKS[0], sum(1)), other: (RANKS[1], sum(2)) };
         let verdict = agreement.check(OpId(0), RANKS[1], sum(2));
@@ -167,7 +168,7 @@ mod tests {
 
     #[test]
     fn the_last_number_is_no_exception() {
-        let mut agreement = Agreement::new(1, 64, 255);
+        let mut agreement = Agreement::new(1, 64, 255, OpId(0));
         let last = OpId(u32::MAX);
         assert_eq!(agreement.admits(last), Err(Reject::BeyondOps));
         assert_eq!(agreement.note_reached(RANKS[0], last), Some(OpId(u32::MAX - 64)));

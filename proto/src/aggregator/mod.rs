@@ -24,6 +24,7 @@ use alloc::vec::Vec;
 
 use agreement::Agreement;
 pub use occupancy::OPEN_AHEAD;
+use occupancy::Occupancy;
 use pool::Pool;
 pub use report::RankProgress;
 use stream::{Ready, Stored, Stream};
@@ -36,6 +37,7 @@ use crate::error::{Reject, Rejects};
 use crate::geometry::{Fragmentation, Geometry, WINDOW_BYTES};
 use crate::ids::{Generation, JobId, OpId, Rank, WindowId};
 use crate::observer::{Event, Observer};
+use crate::sequence::Sequence;
 use crate::time::Time;
 use crate::wire::{AskEntries, Flags, Header, Kind, OpenDecoder};
 
@@ -62,6 +64,8 @@ pub struct Config {
     pub cut: Fragmentation,
     /// Most bytes of results in flight: what the ranks can buffer.
     pub results_in_flight: usize,
+    /// The job's first op here, if it has moved here from another aggregator.
+    pub moved_at: Option<OpId>,
 }
 
 /// What a datagram means for its payload.
@@ -115,6 +119,8 @@ pub struct Fold {
     pub cut: Fragmentation,
     /// How many ranks take part: the world but for those that are gone.
     pub ranks: u16,
+    /// The rank whose contribution is the sum already, byte for byte, and the only one.
+    pub whole: Option<Rank>,
     ready: Ready,
 }
 
@@ -161,6 +167,7 @@ impl Aggregation {
     #[must_use]
     pub fn new(config: Config, now: Time) -> Self {
         let world = usize::from(config.world);
+        let first_op = config.moved_at.unwrap_or(OpId(0));
         let slots = config.pool_slots.max(1) as usize;
         // Those that opens are taken of; those that are folded, each of which has a result in a
         // slot; and the last, which stays although it failed.
@@ -169,11 +176,13 @@ impl Aggregation {
         let max_results = config.results_in_flight.min(slots * WINDOW_BYTES);
         let results = Congestion::new(LEAST_RESULTS, max_results);
         let stream = || {
-            Stream::new(Pool::new(slots, world, config.cut), world, max_ops, results, config.cut)
+            let pool = Pool::new(slots, world, config.cut);
+            let occupancy = Occupancy::new(world, config.moved_at.is_some());
+            Stream::new(pool, occupancy, Sequence::new(max_ops, first_op), results, config)
         };
         let streams: Vec<_> = (0..config.lanes).map(|_| stream()).collect();
         Self {
-            agreement: Agreement::new(world, config.max_ops, config.shards),
+            agreement: Agreement::new(world, config.max_ops, config.shards, first_op),
             opens: OpenDecoder::new(),
             heard: vec![now; world].into(),
             left: vec![false; world].into(),
@@ -468,6 +477,7 @@ impl Aggregation {
                 len,
                 cut: geometry.cut(self.config.cut, len),
                 ranks,
+                whole: ready.whole,
                 ready,
             })
         })

@@ -1,6 +1,7 @@
 //! Who owes what: which windows of a stream each rank said are non-zero.
 
 use alloc::boxed::Box;
+use alloc::vec;
 use alloc::vec::Vec;
 
 use bitvec::boxed::BitBox;
@@ -13,26 +14,29 @@ use crate::ids::Rank;
 /// How far ahead of the lowest window a rank may open: the span of the rings below.
 pub const OPEN_AHEAD: u64 = 2 * crate::wire::Open::MAX_WINDOWS as u64;
 
-/// One ring of bits a rank, and one for the union, by position modulo [`OPEN_AHEAD`].
-#[derive(Debug)]
-pub(super) struct Occupancy {
-    ranks: Box<[BitBox<u64, Lsb0>]>,
-    union: BitBox<u64, Lsb0>,
+/// A bit a position, by position modulo [`OPEN_AHEAD`].
+type Ring = BitBox<u64, Lsb0>;
+
+fn ring() -> Ring {
+    BitVec::repeat(false, slot(OPEN_AHEAD - 1) + 1).into_boxed_bitslice()
 }
 
-impl Occupancy {
-    pub(super) fn new(world: usize) -> Self {
-        let ring = || BitVec::repeat(false, slot(OPEN_AHEAD - 1) + 1).into_boxed_bitslice();
-        Self {
-            ranks: (0..world).map(|_| ring()).collect::<Vec<_>>().into_boxed_slice(),
-            union: ring(),
-        }
+/// A ring a rank, and one of what any rank has.
+#[derive(Debug)]
+struct Rings {
+    ranks: Box<[Ring]>,
+    union: Ring,
+}
+
+impl Rings {
+    fn new(world: usize) -> Self {
+        let ranks = (0..world).map(|_| ring()).collect::<Vec<_>>().into_boxed_slice();
+        Self { ranks, union: ring() }
     }
 
-    /// Records which windows from `position` on `rank` owes.
-    pub(super) fn set(&mut self, rank: Rank, position: u64, owed: &BitSlice<u64, Lsb0>) {
+    fn set(&mut self, rank: Rank, position: u64, bits: &BitSlice<u64, Lsb0>) {
         let ring = &mut self.ranks[rank.index()];
-        let (first, rest) = owed.split_at(owed.len().min(ring.len() - slot(position)));
+        let (first, rest) = bits.split_at(bits.len().min(ring.len() - slot(position)));
         for (at, part) in [(slot(position), first), (0, rest)] {
             ring[at..at + part.len()].copy_from_bitslice(part);
             let union = &mut self.union[at..at + part.len()];
@@ -40,8 +44,7 @@ impl Occupancy {
         }
     }
 
-    /// Forgets positions `from..to`, which have been folded or skipped.
-    pub(super) fn clear(&mut self, from: u64, to: u64) {
+    fn clear(&mut self, from: u64, to: u64) {
         // An op that failed may have more windows than the ring has places.
         let len = usize::try_from(to - from).unwrap_or(usize::MAX).min(self.union.len());
         for ring in self.ranks.iter_mut().chain([&mut self.union]) {
@@ -57,33 +60,119 @@ impl Occupancy {
         }
     }
 
-    /// Forgets all that `rank` owes.
-    pub(super) fn forget(&mut self, rank: Rank) {
+    fn forget(&mut self, rank: Rank) {
         self.ranks[rank.index()].fill(false);
         self.union.fill(false);
         for ring in &self.ranks {
             self.union |= ring;
         }
     }
+}
+
+/// Who owes what, and in a job that has moved here, who has which sums from before.
+///
+/// Where some rank has the sum of a window, the first of those owes it and nobody else owes
+/// anything; where all have it, nobody does (wire: W-63).
+#[derive(Debug)]
+pub(super) struct Occupancy {
+    owed: Rings,
+    held: Option<Rings>,
+    gone: Box<[bool]>,
+}
+
+impl Occupancy {
+    /// Of `world` ranks, whose job has `moved` here or not.
+    pub(super) fn new(world: usize, moved: bool) -> Self {
+        Self {
+            owed: Rings::new(world),
+            held: moved.then(|| Rings::new(world)),
+            gone: vec![false; world].into(),
+        }
+    }
+
+    /// Records which windows from `position` on `rank` owes, and of which it has the sums.
+    pub(super) fn set(
+        &mut self,
+        rank: Rank,
+        position: u64,
+        owed: &BitSlice<u64, Lsb0>,
+        held: &BitSlice<u64, Lsb0>,
+    ) {
+        self.owed.set(rank, position, owed);
+        if let Some(rings) = &mut self.held {
+            rings.set(rank, position, held);
+        }
+    }
+
+    /// Forgets positions `from..to`, which have been folded or skipped.
+    pub(super) fn clear(&mut self, from: u64, to: u64) {
+        self.owed.clear(from, to);
+        if let Some(held) = &mut self.held {
+            held.clear(from, to);
+        }
+    }
+
+    /// Forgets all that `rank` owes and has, which is gone.
+    pub(super) fn forget(&mut self, rank: Rank) {
+        self.gone[rank.index()] = true;
+        self.owed.forget(rank);
+        if let Some(held) = &mut self.held {
+            held.forget(rank);
+        }
+    }
+
+    /// The first rank that has the sum of the window at `position` from before.
+    pub(super) fn holder(&self, position: u64) -> Option<Rank> {
+        let held = self.held.as_ref().filter(|held| held.union[slot(position)])?;
+        let mut ranks = (0..).map(Rank).zip(&held.ranks);
+        ranks.find(|(_, ring)| ring[slot(position)]).map(|(rank, _)| rank)
+    }
+
+    /// Whether all ranks that are left have the sum of a window that some have.
+    fn is_held_by_all(&self, position: u64) -> bool {
+        self.held.as_ref().is_some_and(|held| {
+            held.ranks.iter().zip(&self.gone).all(|(ring, gone)| *gone || ring[slot(position)])
+        })
+    }
 
     /// Whether `rank` owes the window at `position`.
     pub(super) fn owes(&self, rank: Rank, position: u64) -> bool {
-        self.ranks[rank.index()][slot(position)]
+        let owes = self.owed.ranks[rank.index()][slot(position)];
+        owes && self
+            .holder(position)
+            .is_none_or(|holder| holder == rank && !self.is_held_by_all(position))
     }
 
     /// How many ranks owe the window at `position`.
     pub(super) fn owing(&self, position: u64) -> u32 {
-        self.ranks.iter().map(|ring| u32::from(ring[slot(position)])).sum()
+        match self.holder(position) {
+            Some(holder) => u32::from(self.owes(holder, position)),
+            None => self.owed.ranks.iter().map(|ring| u32::from(ring[slot(position)])).sum(),
+        }
     }
 
     /// The first position in `from..to` that some rank owes.
     pub(super) fn next(&self, from: u64, to: u64) -> Option<u64> {
-        first_one(&self.union, from, to)
+        let mut from = from;
+        loop {
+            let position = first_one(&self.owed.union, from, to)?;
+            if self.holder(position).is_none() || self.owing(position) > 0 {
+                return Some(position);
+            }
+            from = position + 1;
+        }
     }
 
     /// The first position in `from..to` that `rank` owes.
     pub(super) fn next_of(&self, rank: Rank, from: u64, to: u64) -> Option<u64> {
-        first_one(&self.ranks[rank.index()], from, to)
+        let mut from = from;
+        loop {
+            let position = first_one(&self.owed.ranks[rank.index()], from, to)?;
+            if self.owes(rank, position) {
+                return Some(position);
+            }
+            from = position + 1;
+        }
     }
 }
 
@@ -118,10 +207,10 @@ mod tests {
 
     #[test]
     fn stretches_wrap_around_the_ring() {
-        let mut occupancy = Occupancy::new(2);
+        let mut occupancy = Occupancy::new(2, false);
         let at = OPEN_AHEAD - 2;
-        occupancy.set(Rank(1), at, bits![u64, Lsb0; 0, 0, 1, 0, 1]);
-        occupancy.set(Rank(0), at, bits![u64, Lsb0; 0, 0, 0, 0, 1]);
+        occupancy.set(Rank(1), at, bits![u64, Lsb0; 0, 0, 1, 0, 1], bits![u64, Lsb0;]);
+        occupancy.set(Rank(0), at, bits![u64, Lsb0; 0, 0, 0, 0, 1], bits![u64, Lsb0;]);
         assert_eq!(occupancy.next(at, at + 5), Some(at + 2));
         assert_eq!(occupancy.next_of(Rank(0), at, at + 5), Some(at + 4));
         assert_eq!(occupancy.next(at, at + 2), None);
@@ -133,18 +222,43 @@ mod tests {
 
     #[test]
     fn what_a_rank_alone_owed_nobody_owes_once_it_is_forgotten() {
-        let mut occupancy = Occupancy::new(2);
-        occupancy.set(Rank(0), 0, bits![u64, Lsb0; 1, 0, 1]);
-        occupancy.set(Rank(1), 0, bits![u64, Lsb0; 1, 1, 0]);
+        let mut occupancy = Occupancy::new(2, false);
+        occupancy.set(Rank(0), 0, bits![u64, Lsb0; 1, 0, 1], bits![u64, Lsb0;]);
+        occupancy.set(Rank(1), 0, bits![u64, Lsb0; 1, 1, 0], bits![u64, Lsb0;]);
         occupancy.forget(Rank(0));
         assert_eq!([0, 1, 2].map(|at| occupancy.owing(at)), [1, 1, 0]);
         assert_eq!((occupancy.next(1, 3), occupancy.next(2, 3)), (Some(1), None));
     }
 
     #[test]
+    fn where_a_rank_has_the_sum_the_first_that_has_it_owes_it_alone() {
+        // wire: W-63
+        let mut occupancy = Occupancy::new(3, true);
+        // Nobody, the last, the last two, all, and all but the first, of a sum of nothing.
+        occupancy.set(Rank(0), 0, bits![u64, Lsb0; 1, 1, 1, 1, 0], bits![u64, Lsb0; 0, 0, 0, 1, 0]);
+        occupancy.set(Rank(1), 0, bits![u64, Lsb0; 0, 0, 1, 1, 0], bits![u64, Lsb0; 0, 0, 1, 1, 1]);
+        occupancy.set(Rank(2), 0, bits![u64, Lsb0; 1, 1, 1, 0, 0], bits![u64, Lsb0; 0, 1, 1, 1, 1]);
+        let owing = |occupancy: &Occupancy, at| {
+            let owes = (0..3).filter(|rank| occupancy.owes(Rank(*rank), at)).collect::<Vec<_>>();
+            assert_eq!(occupancy.owing(at) as usize, owes.len());
+            owes
+        };
+        let all = |occupancy: &Occupancy| [0, 1, 2, 3, 4].map(|at| owing(occupancy, at));
+        assert_eq!(all(&occupancy), [vec![0, 2], vec![2], vec![1], vec![], vec![]]);
+        assert_eq!(
+            [0, 1, 2, 3].map(|from| occupancy.next(from, 5)),
+            [Some(0), Some(1), Some(2), None]
+        );
+        assert_eq!([0, 1].map(|from| occupancy.next_of(Rank(0), from, 5)), [Some(0), None]);
+        // Who else has the sum owes it then, and where nobody has, all owe what they had.
+        occupancy.forget(Rank(2));
+        assert_eq!(all(&occupancy), [vec![0], vec![0], vec![1], vec![], vec![]]);
+    }
+
+    #[test]
     fn more_positions_than_the_ring_has_places_can_be_skipped() {
-        let mut occupancy = Occupancy::new(1);
-        occupancy.set(Rank(0), 5, bits![u64, Lsb0; 1, 1]);
+        let mut occupancy = Occupancy::new(1, false);
+        occupancy.set(Rank(0), 5, bits![u64, Lsb0; 1, 1], bits![u64, Lsb0;]);
         occupancy.clear(3, 3 + 4 * OPEN_AHEAD);
         assert_eq!(occupancy.next(5, 5 + OPEN_AHEAD), None);
     }

@@ -8,7 +8,7 @@ use crate::error::Reject;
 use crate::geometry::{Geometry, Stripe};
 use crate::ids::{OpId, Rank};
 use crate::observer::{Event, Observer};
-use crate::wire::{Disagreement, Header};
+use crate::wire::{Disagreement, Flags, Header};
 
 impl Aggregation {
     pub(super) fn handle_open(
@@ -17,7 +17,12 @@ impl Aggregation {
         body: &[u8],
         observer: &mut impl Observer,
     ) -> Result<(), Reject> {
-        let open = self.opens.decode(body)?;
+        let resumed = header.flags.has(Flags::RESUMED);
+        // wire: W-63
+        if resumed && self.config.moved_at.is_none() {
+            return Err(Reject::Body);
+        }
+        let open = self.opens.decode(body, resumed)?;
         // wire: W-24
         if open.descriptor.lane != header.lane {
             return Err(Reject::Body);

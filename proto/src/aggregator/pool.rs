@@ -105,6 +105,14 @@ impl Pool {
         }
     }
 
+    /// Forgets what `rank` has sent of the window at `position`.
+    pub(super) fn forget_window(&mut self, rank: Rank, position: u64) {
+        if self.get(position).is_some() {
+            let forgotten = core::mem::take(self.contribution_mut(position, rank));
+            self.claim(position).complete -= u32::from(forgotten.complete);
+        }
+    }
+
     /// What `rank` has sent of the window at `position`.
     pub(super) fn contribution(&self, position: u64, rank: Rank) -> Contribution {
         if self.get(position).is_none() {

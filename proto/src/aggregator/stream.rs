@@ -6,6 +6,7 @@ use alloc::boxed::Box;
 use alloc::collections::VecDeque;
 use alloc::vec;
 
+use super::Config;
 use super::occupancy::{OPEN_AHEAD, Occupancy};
 use super::pool::Pool;
 use crate::congestion::Congestion;
@@ -71,6 +72,8 @@ pub(super) struct Ready {
     pub(super) entry: StreamOp,
     pub(super) union: u64,
     pub(super) contributors: u32,
+    /// The rank whose contribution is the sum already.
+    pub(super) whole: Option<Rank>,
 }
 
 /// Where an op that a rank opens belongs.
@@ -123,18 +126,18 @@ pub(super) struct Stream {
 impl Stream {
     pub(super) fn new(
         pool: Pool,
-        world: usize,
-        max_ops: usize,
+        occupancy: Occupancy,
+        sequence: Sequence,
         results: Congestion,
-        cut: Fragmentation,
+        config: Config,
     ) -> Self {
         let slots = usize::try_from(pool.len()).unwrap_or(usize::MAX);
         Self {
-            sequence: Sequence::new(max_ops),
-            ranks: vec![Progress::NEW; world].into(),
+            sequence,
+            ranks: vec![Progress::NEW; config.world.into()].into(),
             pool,
             results,
-            occupancy: Occupancy::new(world),
+            occupancy,
             agreed: 0,
             next: 0,
             folded: VecDeque::with_capacity(slots),
@@ -142,7 +145,7 @@ impl Stream {
             previous: Header::NO_PREVIOUS,
             announced: 0,
             told_arrived: 0,
-            cut,
+            cut: config.cut,
         }
     }
 
@@ -307,7 +310,7 @@ impl Stream {
         let end = (position + u64::from(open.windows)).min(self.low() + OPEN_AHEAD);
         if end > opened {
             let [from, to] = [opened, end].map(|at| usize::try_from(at - position).unwrap_or(0));
-            self.occupancy.set(rank, opened, &open.occupancy()[from..to]);
+            self.occupancy.set(rank, opened, &open.occupancy()[from..to], &open.held()[from..to]);
             self.ranks[rank.index()].opened = end;
             self.ranks[rank.index()].open_asked_at = None;
             self.update_agreed();
@@ -491,6 +494,14 @@ impl Stream {
         if position >= self.low() + self.pool.len() {
             return None;
         }
+        // wire: W-63
+        // Some may have sent what they owed before it was known that another has the sum.
+        let whole = self.occupancy.holder(position);
+        if whole.is_some() {
+            for rank in self.ranks().filter(|rank| !self.occupancy.owes(*rank, position)) {
+                self.pool.forget_window(rank, position);
+            }
+        }
         // wire: W-30
         if !self.is_complete(position) {
             return None;
@@ -499,7 +510,7 @@ impl Stream {
         self.pool.claim(position);
         let union = self.pool.contributions(position).iter().fold(0, |union, c| union | c.mask);
         let len = entry.geometry.payload_len(entry.window(position).index, union);
-        self.results.admits(len).then_some(Ready { position, entry, union, contributors })
+        self.results.admits(len).then_some(Ready { position, entry, union, contributors, whole })
     }
 
     /// Notes that `ready` has been folded without `absent` ranks: its result is in flight from now

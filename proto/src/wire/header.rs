@@ -51,6 +51,16 @@ impl Kind {
     fn from_code(code: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| *kind as u8 == code)
     }
+
+    /// The flag bits that have a meaning.
+    const fn flags(self) -> u8 {
+        let any = Flags::AGAIN.0 | Flags::CONGESTED.0;
+        match self {
+            Self::Open => any | Flags::RESUMED.0,
+            Self::Result => u8::MAX,
+            _ => any,
+        }
+    }
 }
 
 /// The flag bits of a header.
@@ -64,6 +74,8 @@ impl Flags {
     pub const AGAIN: Self = Self(1);
     /// The sender has seen an ECN congestion mark from the receiver since it last said so.
     pub const CONGESTED: Self = Self(2);
+    /// Open: it says of each window also whether the sender holds its sum.
+    pub const RESUMED: Self = Self(4);
     /// The most ranks that a result may lack.
     pub const MAX_ABSENT: usize = 63;
     /// Where the number of absent ranks begins.
@@ -287,7 +299,7 @@ impl Header {
         let windowed = matches!(self.kind, Kind::Data | Kind::Result);
         let unused = (!windowed && (self.mask != 0 || self.fragment != 0))
             || (self.kind != Kind::Result && self.previous != 0)
-            || (self.kind != Kind::Result && self.flags.absentees() != 0);
+            || self.flags.0 & !self.kind.flags() != 0;
         if unused { Err(Reject::Reserved) } else { Ok(()) }
     }
 }
@@ -363,6 +375,11 @@ mod tests {
         }
         let mut bytes = encoded(&ack, &[7, 8, 9]);
         bytes[47] = 4;
+        assert_eq!(Header::decode(&bytes), Err(Reject::Reserved));
+        let open = Header { kind: Kind::Open, flags: Flags::RESUMED, ..ack };
+        let mut bytes = encoded(&open, &[7, 8, 9]);
+        assert!(Header::decode(&bytes).is_ok());
+        bytes[47] = 8;
         assert_eq!(Header::decode(&bytes), Err(Reject::Reserved));
     }
 

@@ -10,7 +10,7 @@ mod open;
 
 pub use header::{Flags, Header, Kind, VERSION};
 pub use lists::{AskEntries, AskEntry, Disagreement, MissingRanks};
-pub use open::{Open, OpenDecoder, OpenEncoder};
+pub use open::{Open, OpenDecoder, OpenEncoder, Opening};
 
 use crate::error::Reject;
 

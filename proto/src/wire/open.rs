@@ -38,6 +38,16 @@ pub struct Open {
     /// Windows the stretch covers.
     pub windows: u32,
     occupancy: Occupancy,
+    held: Occupancy,
+}
+
+/// What a rank says of one window when it opens it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Opening {
+    /// The rank will send it.
+    pub owed: bool,
+    /// The rank has its sum, from before the job moved.
+    pub held: bool,
 }
 
 type Occupancy = [u64; Open::MAX_WINDOWS / 64];
@@ -53,6 +63,25 @@ impl Open {
     pub fn occupancy(&self) -> &BitSlice<u64, Lsb0> {
         &self.occupancy.view_bits::<Lsb0>()[..self.windows as usize]
     }
+
+    /// Of which windows of the stretch the rank has the sums.
+    #[must_use]
+    pub fn held(&self) -> &BitSlice<u64, Lsb0> {
+        &self.held.view_bits::<Lsb0>()[..self.windows as usize]
+    }
+}
+
+impl Opening {
+    /// Of an op that has begun here.
+    #[must_use]
+    pub const fn of(owed: bool) -> Self {
+        Self { owed, held: false }
+    }
+}
+
+/// Bits that an open has for each window.
+const fn bits_each(resumed: bool) -> usize {
+    1 + resumed as usize
 }
 
 /// Reads opens. Its memory is kept from one to the next.
@@ -74,11 +103,11 @@ impl OpenDecoder {
         Self::default()
     }
 
-    /// Reads the body of an open.
+    /// Reads the body of an open, whose header has [`Flags::RESUMED`](super::Flags) or not.
     ///
     /// # Errors
     /// The reason why it is none.
-    pub fn decode(&mut self, body: &[u8]) -> Result<Open, Reject> {
+    pub fn decode(&mut self, body: &[u8], resumed: bool) -> Result<Open, Reject> {
         let (descriptor, rest) =
             body.split_first_chunk::<{ Descriptor::LEN }>().ok_or(Reject::Body)?;
         let descriptor = Descriptor::decode(descriptor)?;
@@ -88,17 +117,20 @@ impl OpenDecoder {
         let packed = rest.get(16..).ok_or(Reject::Body)?;
         let count = windows as usize;
         // wire: W-14
-        if count == 0 || count > Open::MAX_WINDOWS {
+        let bits = count.saturating_mul(bits_each(resumed));
+        if count == 0 || bits > Open::MAX_WINDOWS {
             return Err(Reject::Body);
         }
         let after = (after != u32::MAX).then_some(OpId(after));
-        let occupancy = self.unpack(count, encoding, packed)?;
-        Ok(Open { descriptor, after, windows, occupancy })
+        let unpacked = self.unpack(bits, encoding, packed)?;
+        let (occupancy, held) =
+            if resumed { untwine(&unpacked, count) } else { (unpacked, NOTHING) };
+        Ok(Open { descriptor, after, windows, occupancy, held })
     }
 
-    /// The occupancy of `count` windows from its packed form.
+    /// `count` bits from their packed form.
     fn unpack(&mut self, count: usize, encoding: u64, packed: &[u8]) -> Result<Occupancy, Reject> {
-        let mut occupancy = [0; Open::MAX_WINDOWS / 64];
+        let mut occupancy = NOTHING;
         let mut raw = [0u8; Open::MAX_WINDOWS / 8];
         let raw_len = count.div_ceil(8);
         // wire: W-15
@@ -127,6 +159,19 @@ impl OpenDecoder {
         let stray = occupancy.view_bits::<Lsb0>()[count..].any();
         if stray { Err(Reject::Body) } else { Ok(occupancy) }
     }
+}
+
+/// The bits of no window.
+const NOTHING: Occupancy = [0; Open::MAX_WINDOWS / 64];
+
+/// The two bits of each of `count` windows, which follow one another.
+fn untwine(bits: &Occupancy, count: usize) -> (Occupancy, Occupancy) {
+    let (mut owed, mut held) = (NOTHING, NOTHING);
+    for (at, pair) in bits.view_bits::<Lsb0>().chunks_exact(2).take(count).enumerate() {
+        owed.view_bits_mut::<Lsb0>().set(at, pair[0]);
+        held.view_bits_mut::<Lsb0>().set(at, pair[1]);
+    }
+    (owed, held)
 }
 
 /// Writes opens. Its memory is kept from one to the next.
@@ -163,29 +208,34 @@ impl OpenEncoder {
         }
     }
 
-    /// Writes the body of an open into `out`, with `occupied` as the occupancy, and returns its
-    /// length. Windows that do not fit are left off; the second value says how many are in.
+    /// Writes the body of an open of `windows` into `out`, and returns its length. What is held is
+    /// said if the op was `resumed`. Windows that do not fit are left off; the second value says
+    /// how many are in.
     pub fn encode(
         &mut self,
         descriptor: &Descriptor,
         after: Option<OpId>,
-        occupied: impl Iterator<Item = bool>,
+        windows: impl Iterator<Item = Opening>,
+        resumed: bool,
         out: &mut [u8],
     ) -> (usize, u32) {
         let room = out.len().saturating_sub(Open::LEN).min(Open::MAX_WINDOWS / 8);
         self.raw.clear();
-        let (mut windows, mut ones) = (0u32, 0u32);
-        for bit in occupied.take(room * 8) {
-            if windows.is_multiple_of(8) {
-                self.raw.push(0);
+        let (mut bits, mut ones) = (0u32, 0u32);
+        for Opening { owed, held } in windows.take(room * 8 / bits_each(resumed)) {
+            for bit in [owed, held].into_iter().take(bits_each(resumed)) {
+                if bits.is_multiple_of(8) {
+                    self.raw.push(0);
+                }
+                if let (true, Some(byte)) = (bit, self.raw.last_mut()) {
+                    *byte |= 1 << (bits % 8);
+                    ones += 1;
+                }
+                bits += 1;
             }
-            if let (true, Some(byte)) = (bit, self.raw.last_mut()) {
-                *byte |= 1 << (windows % 8);
-                ones += 1;
-            }
-            windows += 1;
         }
-        let (encoding, packed) = self.pack(windows, ones);
+        let windows = bits / (1 + u32::from(resumed));
+        let (encoding, packed) = self.pack(bits, ones);
         let Some((head, rest)) = out.split_first_chunk_mut::<{ Descriptor::LEN }>() else {
             return (0, 0);
         };
@@ -198,11 +248,11 @@ impl OpenEncoder {
     }
 
     /// The shortest form of the raw bits.
-    fn pack(&mut self, windows: u32, ones: u32) -> (Encoding, &[u8]) {
+    fn pack(&mut self, bits: u32, ones: u32) -> (Encoding, &[u8]) {
         if ones == 0 {
             return (Encoding::Empty, &[]);
         }
-        if ones == windows {
+        if ones == bits {
             return (Encoding::Full, &[]);
         }
         if self.raw.len() >= Self::WORTH_COMPRESSING {
@@ -224,13 +274,17 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
 
+    fn opening(owed: &[bool]) -> impl Iterator<Item = Opening> + '_ {
+        owed.iter().map(|owed| Opening::of(*owed))
+    }
+
     fn round_trip(bits: &[bool]) -> (usize, Open) {
         let mut out = vec![0xa5; 1200];
         let descriptor = Descriptor::sum(123_456, DType::F32);
         let (len, windows) =
-            OpenEncoder::new().encode(&descriptor, Some(OpId(7)), bits.iter().copied(), &mut out);
+            OpenEncoder::new().encode(&descriptor, Some(OpId(7)), opening(bits), false, &mut out);
         assert_eq!(windows as usize, bits.len());
-        let open = OpenDecoder::new().decode(&out[..len]).unwrap();
+        let open = OpenDecoder::new().decode(&out[..len], false).unwrap();
         assert_eq!(open.descriptor, descriptor);
         assert_eq!(open.after, Some(OpId(7)));
         assert_eq!(open.occupancy().iter().by_vals().collect::<Vec<_>>(), bits);
@@ -261,20 +315,46 @@ mod tests {
     }
 
     #[test]
+    fn an_op_that_is_resumed_says_what_is_held() {
+        // wire: W-63
+        let windows: Vec<Opening> =
+            (0..4096).map(|i| Opening { owed: i % 3 == 0, held: i % 5 == 0 }).collect();
+        for count in [1, 3, 4, 31, 4096] {
+            let windows = &windows[..count];
+            let mut out = vec![0xa5; 1200];
+            let descriptor = Descriptor::sum(1 << 30, DType::F32);
+            let mut encoder = OpenEncoder::new();
+            let (len, taken) =
+                encoder.encode(&descriptor, None, windows.iter().copied(), true, &mut out);
+            assert_eq!(taken as usize, count);
+            let open = OpenDecoder::new().decode(&out[..len], true).unwrap();
+            let bits = open.occupancy().iter().by_vals().zip(open.held().iter().by_vals());
+            assert!(bits.eq(windows.iter().map(|window| (window.owed, window.held))));
+        }
+        let all = [Opening { owed: true, held: true }; 8192];
+        let mut out = vec![0; 1200];
+        let descriptor = Descriptor::sum(1 << 30, DType::F32);
+        let (_, taken) =
+            OpenEncoder::new().encode(&descriptor, None, all.into_iter(), true, &mut out);
+        assert_eq!(taken, 4096, "as many as fit");
+    }
+
+    #[test]
     fn malformed_bodies_are_rejected() {
         // wire: W-12, W-13, W-14, W-15, W-16
         let mut out = vec![0; 1200];
         let bits = [true, false, true];
         let descriptor = Descriptor::sum(1 << 20, DType::F32);
-        let (len, _) = OpenEncoder::new().encode(&descriptor, None, bits.into_iter(), &mut out);
+        let (len, _) =
+            OpenEncoder::new().encode(&descriptor, None, opening(&bits), false, &mut out);
         let good = &out[..len];
         for len in 0..good.len() {
-            assert!(OpenDecoder::new().decode(&good[..len]).is_err(), "{len}");
+            assert!(OpenDecoder::new().decode(&good[..len], false).is_err(), "{len}");
         }
         let broken = |at: usize, value: u8| {
             let mut bytes = good.to_vec();
             bytes[at] = value;
-            OpenDecoder::new().decode(&bytes)
+            OpenDecoder::new().decode(&bytes, false)
         };
         assert_eq!(broken(16, 99), Err(Reject::Descriptor), "dtype");
         assert_eq!(broken(17, 99), Err(Reject::Descriptor), "wire");
@@ -294,7 +374,8 @@ mod tests {
         OpenEncoder::new().encode(
             &Descriptor::sum(1, DType::F32),
             None,
-            [true].into_iter(),
+            opening(&[true]),
+            false,
             &mut head,
         );
         head[28..32].copy_from_slice(&windows.to_be_bytes());
@@ -309,22 +390,25 @@ mod tests {
         let good = compressed(8192, &zstd::bulk::compress(&[1; 1024], 1).unwrap());
         let long = compressed(8192, &zstd::bulk::compress(&[1; 1025], 1).unwrap());
         let bomb = compressed(8192, &zstd::bulk::compress(&vec![0; 64 << 20], 1).unwrap());
-        assert!(decoder.decode(&good).is_ok());
+        assert!(decoder.decode(&good, false).is_ok());
         for bad in [&long, &bomb[..Open::LEN + 1024.min(bomb.len() - Open::LEN)], &good[..50]] {
-            assert_eq!(decoder.decode(bad), Err(Reject::Body));
-            assert_eq!(decoder.decode(&good).map(|open| open.occupancy().count_ones()), Ok(1024));
+            assert_eq!(decoder.decode(bad, false), Err(Reject::Body));
+            assert_eq!(
+                decoder.decode(&good, false).map(|open| open.occupancy().count_ones()),
+                Ok(1024)
+            );
         }
     }
 
     #[test]
     fn an_encoder_writes_the_same_whatever_it_wrote_before() {
-        let bits = |step: usize| (0..8192).map(move |i| i % step == 0);
+        let bits = |step: usize| (0..8192).map(move |i| Opening::of(i % step == 0));
         let descriptor = Descriptor::sum(1 << 30, DType::F32);
         let mut used = OpenEncoder::new();
         for step in [977, 3, 64, 977] {
             let [mut one, mut other] = [[0xa5; 1200]; 2];
-            used.encode(&descriptor, None, bits(step), &mut one);
-            OpenEncoder::new().encode(&descriptor, None, bits(step), &mut other);
+            used.encode(&descriptor, None, bits(step), false, &mut one);
+            OpenEncoder::new().encode(&descriptor, None, bits(step), false, &mut other);
             assert_eq!(one, other, "{step}");
         }
     }

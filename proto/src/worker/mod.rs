@@ -10,6 +10,7 @@
 
 mod op;
 mod receive;
+mod resume;
 mod stream;
 mod transmit;
 mod waited;
@@ -60,6 +61,10 @@ pub struct Config {
     pub cut: Fragmentation,
     /// Most bytes in flight to a shard: the rank's share of the shard's receive buffer.
     pub in_flight: usize,
+    /// The first op that the aggregator takes; 0 but in a job that has moved there.
+    pub first_op: OpId,
+    /// Whether the job may move to another aggregator, so that sums are kept for others.
+    pub may_move: bool,
 }
 
 /// How an op ended.
@@ -144,23 +149,11 @@ impl Worker {
     /// memory it will ever use is allocated here.
     #[must_use]
     pub fn new(config: Config, now: Time) -> Self {
-        let streams = (0..config.lanes)
-            .flat_map(|lane| (0..config.shards).map(move |shard| (lane, shard)))
-            .map(|(lane, shard)| Stream::new(lane, shard, &config, now))
-            .collect::<Vec<_>>();
-        let max = config.in_flight.min(config.pool_slots as usize * WINDOW_BYTES);
-        let path = || Path {
-            job: config.job,
-            congestion: Congestion::new(Congestion::LEAST, max),
-            rtt: Rtt::new(Span::from_millis(2)),
-            asks: Rtt::new(Span::from_millis(1)),
-            gone: Vec::new(),
-        };
         Self {
             ops: VecDeque::with_capacity(usize::from(config.max_ops)),
-            next_op: 0,
-            streams: streams.into(),
-            paths: (0..config.shards).map(|_| path()).collect(),
+            next_op: config.first_op.0,
+            streams: config.streams(now),
+            paths: config.paths(),
             turn: 0,
             heard: now,
             outcomes: VecDeque::with_capacity(usize::from(config.max_ops)),
@@ -190,10 +183,16 @@ impl Worker {
         &self.counters
     }
 
+    /// Whether the session has ended, so that no op can be started any more.
+    #[must_use]
+    pub const fn has_ended(&self) -> bool {
+        self.ended.is_some()
+    }
+
     /// Whether no op is in flight.
     #[must_use]
     pub fn is_idle(&self) -> bool {
-        self.ops.is_empty()
+        self.ops.iter().all(|op| op.ended)
     }
 
     /// The most windows that any stream has yet to have passed: how much is still to come.
@@ -250,10 +249,10 @@ impl Worker {
         // An op whose outcome has not been polled is in flight as well.
         let max = usize::from(self.config.max_ops);
         let running = self.ops.iter().filter(|op| !op.ended).count();
+        let since_oldest = self.ops.iter().skip_while(|op| op.ended).count();
         let shards = usize::from(self.config.shards);
         let mut streams = self.streams.iter_mut().skip(usize::from(lane) * shards).take(shards);
-        if self.ops.len().max(running + self.outcomes.len()) >= max
-            || !streams.all(Stream::has_room)
+        if since_oldest.max(running + self.outcomes.len()) >= max || !streams.all(Stream::has_room)
         {
             return Err(SubmitError::TooManyOps { max });
         }
@@ -267,20 +266,28 @@ impl Worker {
         let id = OpId(self.next_op);
         self.next_op += 1;
         op.id = id;
+        if self.config.may_move {
+            op.held = vec![false; op.masks.len()];
+        }
+        let lane = op.descriptor.lane;
+        self.enter(now, &mut op);
+        self.ops.push_back(op);
+        self.note_scanned(lane);
+        id
+    }
+
+    /// Appends an op to its streams.
+    fn enter(&mut self, now: Time, op: &mut Op) {
         // wire: W-45
         for shard in 0..self.config.shards {
-            let stripe = Stripe::new(id, op.geometry.windows(), shard, self.config.shards);
+            let stripe = Stripe::new(op.id, op.geometry.windows(), shard, self.config.shards);
             if stripe.is_empty() {
                 continue;
             }
             op.streams_left += 1;
             let stream = &mut self.streams[self.config.stream(op.descriptor.lane, shard)];
-            stream.push(now, id, &op.descriptor, stripe);
+            stream.push(now, op.id, &op.descriptor, stripe);
         }
-        let lane = op.descriptor.lane;
-        self.ops.push_back(op);
-        self.note_scanned(lane);
-        id
     }
 
     /// The next window to scan, lanes in priority order; `None` when enough is scanned ahead.
@@ -391,6 +398,11 @@ impl Worker {
                 path.gone.push(rank);
             }
         }
+        self.conclude_all(observer);
+    }
+
+    /// Ends the ops that have all their results and waited for a name.
+    fn conclude_all(&mut self, observer: &mut impl Observer) {
         let done = |op: &&Op| !op.ended && op.streams_left == 0;
         let done: Vec<_> = self.ops.iter().filter(done).map(|op| op.id).collect();
         done.into_iter().for_each(|op| self.conclude(op, observer));
@@ -398,18 +410,20 @@ impl Worker {
 
     /// Ends the session because ranks are gone: every op in flight fails.
     pub fn handle_peers_lost(&mut self, ranks: &[Rank], why: Loss, observer: &mut impl Observer) {
-        while let Some(id) = self.ops.iter().find(|op| !op.ended).map(|op| op.id) {
-            self.fail(id, OpError::PeerLost { ranks: ranks.to_vec(), why }, observer);
-        }
+        self.fail_all(&OpError::PeerLost { ranks: ranks.to_vec(), why }, observer);
         self.end("a rank is gone", observer);
+    }
+
+    fn fail_all(&mut self, error: &OpError, observer: &mut impl Observer) {
+        while let Some(id) = self.ops.iter().find(|op| !op.ended).map(|op| op.id) {
+            self.fail(id, error.clone(), observer);
+        }
     }
 
     /// Ends the session: every op in flight fails, and none can be started any more.
     pub fn end(&mut self, why: &'static str, observer: &mut impl Observer) {
         self.ended.get_or_insert(why);
-        while let Some(id) = self.ops.iter().find(|op| !op.ended).map(|op| op.id) {
-            self.fail(id, OpError::Ended { why }, observer);
-        }
+        self.fail_all(&OpError::Ended { why }, observer);
     }
 
     /// Notes that the result of `op` holds a block that overflowed. The op runs to its end, since
@@ -425,6 +439,7 @@ impl Worker {
     fn fail(&mut self, id: OpId, error: OpError, observer: &mut impl Observer) {
         let Some(op) = self.op_mut(id).filter(|op| !op.ended) else { return };
         op.ended = true;
+        op.failed = true;
         observer.on_event(&Event::Failed { op: id, error: Some(&error) });
         self.outcomes.push_back(Outcome { op: id, result: Err(error), absent: Vec::new() });
         for stream in &mut self.streams {
@@ -438,16 +453,16 @@ impl Worker {
 
     /// Notes that one more stream has all results of an op.
     fn finish_stream(&mut self, id: OpId, observer: &mut impl Observer) {
-        let Some(op) = self.op_mut(id).filter(|op| !op.ended) else { return };
+        let Some(op) = self.op_mut(id).filter(|op| !op.failed) else { return };
         op.streams_left -= 1;
-        if op.streams_left == 0 {
+        if op.streams_left == 0 && !op.ended {
             self.conclude(id, observer);
         }
     }
 
     /// The ranks that the results of an op lack; `None` while the name of one is yet to come.
     fn absent(&self, op: &Op) -> Option<Vec<Rank>> {
-        let mut absent = Vec::new();
+        let mut absent = op.lacked.clone();
         for (shard, ranks) in &op.absent {
             absent.extend_from_slice(self.paths[usize::from(*shard)].gone.get(..*ranks)?);
         }
@@ -470,8 +485,9 @@ impl Worker {
         self.drop_ended();
     }
 
+    /// Drops the oldest ops that ended, but for those whose sums another rank may yet lack.
     fn drop_ended(&mut self) {
-        while self.ops.front().is_some_and(|op| op.ended) {
+        while self.ops.front().is_some_and(|op| op.ended && !self.is_kept(op)) {
             self.ops.pop_front();
         }
     }
@@ -491,6 +507,26 @@ impl Worker {
 }
 
 impl Config {
+    fn streams(&self, now: Time) -> Box<[Stream]> {
+        let streams = (0..self.lanes)
+            .flat_map(|lane| (0..self.shards).map(move |shard| (lane, shard)))
+            .map(|(lane, shard)| Stream::new(lane, shard, self, now))
+            .collect::<Vec<_>>();
+        streams.into()
+    }
+
+    fn paths(&self) -> Box<[Path]> {
+        let max = self.in_flight.min(self.pool_slots as usize * WINDOW_BYTES);
+        let path = || Path {
+            job: self.job,
+            congestion: Congestion::new(Congestion::LEAST, max),
+            rtt: Rtt::new(Span::from_millis(2)),
+            asks: Rtt::new(Span::from_millis(1)),
+            gone: Vec::new(),
+        };
+        (0..self.shards).map(|_| path()).collect()
+    }
+
     /// The place of a stream in the table of streams.
     fn stream(&self, lane: u8, shard: u8) -> usize {
         usize::from(lane) * usize::from(self.shards) + usize::from(shard)

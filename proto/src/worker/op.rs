@@ -5,7 +5,7 @@ use alloc::vec::Vec;
 use crate::descriptor::Descriptor;
 use crate::error::OpError;
 use crate::geometry::Geometry;
-use crate::ids::OpId;
+use crate::ids::{OpId, Rank};
 use crate::time::{Span, Time};
 
 /// An op in flight.
@@ -29,9 +29,30 @@ pub(super) struct Op {
     /// How many ranks results lack, by shard; those that lack none are not here.
     pub(super) absent: Vec<(u8, usize)>,
     pub(super) ended: bool,
+    /// It ended without having all its results.
+    pub(super) failed: bool,
+    /// Of which windows the sum is here, where the job may move: their masks are the sums'.
+    pub(super) held: Vec<bool>,
+    /// It was in flight when the job moved: what is held was said when it was opened.
+    pub(super) resumed: bool,
+    /// The ranks that its results lacked when the job moved.
+    pub(super) lacked: Vec<Rank>,
 }
 
 impl Op {
+    /// Whether the sum of a window is here.
+    pub(super) fn holds(&self, index: u32) -> bool {
+        self.held.get(index as usize).copied().unwrap_or(false)
+    }
+
+    /// Notes that the sum of a window is here, of these blocks.
+    pub(super) fn note_held(&mut self, index: u32, mask: u64) {
+        if let Some(held) = self.held.get_mut(index as usize) {
+            *held = true;
+            self.masks[index as usize] = mask;
+        }
+    }
+
     /// Notes that a result of a shard lacks ranks: the first so many that were lost.
     pub(super) fn note_absent(&mut self, shard: u8, ranks: usize) {
         if ranks == 0 {
@@ -63,6 +84,10 @@ impl Op {
             error: None,
             absent: Vec::new(),
             ended: false,
+            failed: false,
+            held: Vec::new(),
+            resumed: false,
+            lacked: Vec::new(),
         }
     }
 }

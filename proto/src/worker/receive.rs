@@ -107,7 +107,10 @@ impl Worker {
         if header.flags.has(Flags::CONGESTED) {
             self.paths[usize::from(header.shard)].congestion.on_congested();
         }
-        stream.handle_low(header.ack);
+        if stream.handle_low(header.ack) {
+            self.release(now, at);
+            self.drop_ended();
+        }
         match header.kind {
             Kind::Result => self.handle_result(now, header, observer),
             Kind::Ask => self.handle_ask(now, at, body),
@@ -170,6 +173,7 @@ impl Worker {
             return Err(Reject::Unopened);
         }
         let arrival = self.place_arrival(at, position, header)?;
+        let held = self.op(window.op).is_some_and(|op| op.holds(window.index));
         let Some(complete) = self.note_arrival(now, at, arrival, header) else {
             let (from, fragment) = (Rank::AGGREGATOR, header.fragment);
             observer.on_event(&Event::Duplicate { from, window, fragment });
@@ -181,6 +185,16 @@ impl Worker {
             op.note_absent(header.shard, header.flags.absentees());
         }
         let Arrival { mask, len, .. } = self.streams[at].arrivals[arrival];
+        if held {
+            // Others lacked it; it is here, and may be lent no more.
+            if complete {
+                self.settle_results(now, at, observer);
+            }
+            return Ok(Verdict::Control);
+        }
+        if let Some(op) = self.op_mut(window.op).filter(|_| complete) {
+            op.note_held(window.index, mask);
+        }
         let Header { shard, fragment, .. } = *header;
         let cut = geometry.cut(self.config.cut, len);
         let delivery =
@@ -312,14 +326,16 @@ impl Worker {
         }
     }
 
-    /// Frees what was in flight for windows before the cursor.
+    /// Frees what was in flight for windows before the cursor, and before the credit: what this
+    /// rank opened as its own before it was known that all have the sum has no result.
     pub(super) fn release(&mut self, now: Time, at: usize) {
         let stream = &mut self.streams[at];
         let path = &mut self.paths[usize::from(stream.shard)];
-        while let Some(sent) = stream.in_flight.pop_front_if(|sent| sent.position < stream.cursor) {
+        let done = stream.cursor.max(stream.low);
+        while let Some(sent) = stream.in_flight.pop_front_if(|sent| sent.position < done) {
             stream.repeats -= usize::from(sent.again != 0);
             path.congestion.on_delivered(sent.on_path);
-            if !sent.repeated {
+            if !sent.repeated && sent.position < stream.cursor {
                 path.rtt.sample(now.since(sent.at));
             }
         }

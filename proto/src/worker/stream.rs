@@ -168,7 +168,7 @@ impl Stream {
             shard,
             // Those in flight; those between the credit and the cursor, each of which has a result
             // in a slot; and the last, which stays although it failed.
-            sequence: Sequence::new(usize::from(config.max_ops) + slots + 1),
+            sequence: Sequence::new(usize::from(config.max_ops) + slots + 1, config.first_op),
             scanned: 0,
             opened: 0,
             sent: 0,
@@ -273,8 +273,10 @@ impl Stream {
     }
 
     /// Drops results that lie before the cursor, and ops that lie before the credit as well: its
-    /// base may still be named by a window of an op that ended here.
+    /// base may still be named by a window of an op that ended here. What lies before either has
+    /// no use for this rank's share, sent or not.
     fn settle(&mut self) {
+        self.sent = self.sent.max(self.cursor.max(self.low).min(self.opened));
         while self.arrivals.front().is_some_and(|arrival| arrival.position < self.cursor) {
             self.arrivals.pop_front();
         }
@@ -282,13 +284,16 @@ impl Stream {
         while self.sequence.settle_before(done).is_some() {}
     }
 
-    /// Takes the lowest window that some rank has not acknowledged (wire: W-33).
-    pub(super) fn handle_low(&mut self, low: WindowId) {
+    /// Takes the lowest window that some rank has not acknowledged (wire: W-33). Returns whether it
+    /// is another than before.
+    pub(super) fn handle_low(&mut self, low: WindowId) -> bool {
         let low = self.sequence.position_from(low);
-        if low > self.low {
+        let moves = low > self.low;
+        if moves {
             self.low = low;
             self.settle();
         }
+        moves
     }
 
     /// Moves the cursor over results that are complete. Returns the op whose last window it

@@ -16,6 +16,8 @@ fn worker() -> Worker {
         max_ops: 4,
         cut: Fragmentation::new(1408).unwrap(),
         in_flight: 1 << 20,
+        first_op: OpId(0),
+        may_move: false,
     };
     Worker::new(config, Time(0))
 }

@@ -6,7 +6,7 @@ use crate::geometry::Fragmentation;
 use crate::ids::{OpId, Rank, WindowId};
 use crate::observer::{Event, Observer};
 use crate::time::Time;
-use crate::wire::{AskEntries, Flags, Header, Kind};
+use crate::wire::{AskEntries, Flags, Header, Kind, Opening};
 
 /// Something to send now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,6 +35,8 @@ pub struct DataFragments {
     pub fragments: u64,
     /// Their header but for length and fragment number; it names the window and its blocks.
     pub header: Header,
+    /// They are of the window's sum, which other ranks lack, and not of this rank's share of it.
+    pub held: bool,
 }
 
 impl Worker {
@@ -89,15 +91,21 @@ impl Worker {
         let after = stream.sequence.before(entry.op);
         let first = self.ops.front()?.id.0;
         let op = self.ops.get(entry.op.0.checked_sub(first)? as usize)?;
-        let occupied =
-            (from..to).map(|position| op.masks[entry.window(position).index as usize] != 0);
+        let resumed = op.resumed;
+        let openings = (from..to).map(|position| {
+            let index = entry.window(position).index;
+            Opening { owed: op.masks[index as usize] != 0, held: op.holds(index) }
+        });
         let body = out.get_mut(Header::LEN..)?;
-        let (len, windows) = self.opens.encode(&op.descriptor, after, occupied, body);
+        let (len, windows) = self.opens.encode(&op.descriptor, after, openings, resumed, body);
         let end = from + u64::from(windows);
         stream.sequence.note_opened(entry.op);
         stream.note_opened(end);
         stream.reopen = stream.reopen.is_some().then_some(end).filter(|end| *end < stream.opened);
-        Some(self.finish(at, Kind::Open, window, len, out))
+        // wire: W-63
+        let flags = if resumed { Flags::RESUMED } else { Flags::NONE };
+        let header = Header { window, flags, ..self.header(at, Kind::Open) };
+        Some(self.finish(at, header, len, out))
     }
 
     /// Fragments that the aggregator asked for again.
@@ -172,13 +180,15 @@ impl Worker {
 
     fn data(&mut self, at: usize, window: WindowId, fragments: u64, flags: Flags) -> Transmit {
         let mask = self.mask(window);
-        let geometry = self.op(window.op).map(|op| op.geometry);
+        let op = self.op(window.op);
+        let held = op.is_some_and(|op| op.resumed && op.holds(window.index));
+        let geometry = op.map(|op| op.geometry);
         let len = geometry.map_or(0, |geometry| geometry.payload_len(window.index, mask));
         let cut = geometry.map_or(self.config.cut, |geometry| geometry.cut(self.config.cut, len));
         let flags = flags.with(self.congestion_flag(at));
         let header = Header { window, mask, flags, ..self.header(at, Kind::Data) };
         let fragments = fragments & cut.all(len);
-        Transmit::Data(DataFragments { shard: header.shard, len, cut, fragments, header })
+        Transmit::Data(DataFragments { shard: header.shard, len, cut, fragments, header, held })
     }
 
     /// Asks for results that are missing, or for a word of what is awaited.
@@ -207,28 +217,23 @@ impl Worker {
         self.counters.asks += 1;
         self.counters.probes += u64::from(stalled);
         observer.on_event(&Event::Asked { of: Rank::AGGREGATOR, from: window });
-        Some(self.finish(at, Kind::Ask, window, len, out))
+        let header = Header { window, ..self.header(at, Kind::Ask) };
+        Some(self.finish(at, header, len, out))
     }
 
     fn write_ack(&mut self, at: usize, out: &mut [u8]) -> Option<Transmit> {
         if !self.streams[at].ack_due {
             return None;
         }
-        Some(self.finish(at, Kind::Ack, WindowId::new(OpId(0), 0), 0, out))
+        let header = self.header(at, Kind::Ack);
+        Some(self.finish(at, header, 0, out))
     }
 
     /// Writes the header before a body of `len` bytes.
-    fn finish(
-        &mut self,
-        at: usize,
-        kind: Kind,
-        window: WindowId,
-        len: usize,
-        out: &mut [u8],
-    ) -> Transmit {
-        let flags = self.congestion_flag(at);
+    fn finish(&mut self, at: usize, header: Header, len: usize, out: &mut [u8]) -> Transmit {
+        let flags = header.flags.with(self.congestion_flag(at));
         let length = u16::try_from(len).unwrap_or(u16::MAX);
-        let header = Header { window, flags, length, ..self.header(at, kind) };
+        let header = Header { flags, length, ..header };
         if let Some(place) = out.first_chunk_mut() {
             header.encode(place);
         }

@@ -4,7 +4,7 @@ use racksum_proto::aggregator::{self, Aggregation, Recipient};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::ids::{Rank, WindowId};
 use racksum_proto::time::Time;
-use racksum_proto::wire::{Flags, Header, Kind, OpenEncoder};
+use racksum_proto::wire::{Flags, Header, Kind, OpenEncoder, Opening};
 
 use crate::rank::{Machine, Said, ask, result};
 use crate::shard::{Shard, ack, block, entries, sum};
@@ -82,8 +82,8 @@ fn what_ranks_acknowledge_in_one_lane_frees_nothing_in_another() {
     for lane in [0, 1] {
         let descriptor = Descriptor { lane, ..sum(8) };
         let mut body = [0; 1200];
-        let (len, _) =
-            OpenEncoder::new().encode(&descriptor, None, [true; 8].into_iter(), &mut body);
+        let windows = [Opening::of(true); 8].into_iter();
+        let (len, _) = OpenEncoder::new().encode(&descriptor, None, windows, false, &mut body);
         for rank in [0, 1] {
             let open = Header { window: window(lane.into(), 0), ..header(Kind::Open, Rank(rank)) };
             shard.take(&in_lane(lane, &datagram(open, &body[..len])));

@@ -94,7 +94,7 @@ fn opens_reach_no_further_than_they_may() {
         let said = rank.said();
         let ends = said.iter().map(|said| match said {
             Said::Datagram(header, body) if header.kind == Kind::Open => {
-                header.window.index + OpenDecoder::new().decode(body).unwrap().windows
+                header.window.index + OpenDecoder::new().decode(body, false).unwrap().windows
             }
             said => panic!("{said:?}"),
         });
@@ -119,7 +119,7 @@ fn opens_that_are_asked_for_are_sent_again() {
         let said = rank.said();
         let [Said::Datagram(header, body)] = &said[..] else { panic!("{said:?}") };
         assert_eq!((header.kind, header.window.index), (Kind::Open, expected));
-        assert_eq!(expected + OpenDecoder::new().decode(body).unwrap().windows, 6);
+        assert_eq!(expected + OpenDecoder::new().decode(body, false).unwrap().windows, 6);
     }
 }
 
@@ -278,7 +278,7 @@ fn an_op_is_opened_wherever_it_has_a_window() {
         .iter()
         .map(|said| match said {
             Said::Datagram(header, body) => {
-                let open = OpenDecoder::new().decode(body).unwrap();
+                let open = OpenDecoder::new().decode(body, false).unwrap();
                 (header.window.op.0, header.shard, header.window.index, open.windows, open.after)
             }
             said => panic!("{said:?}"),

@@ -6,7 +6,7 @@ use racksum_proto::descriptor::Descriptor;
 use racksum_proto::geometry::Fragmentation;
 use racksum_proto::ids::{Generation, JobId, OpId, Rank, WindowId};
 use racksum_proto::time::{Span, Time};
-use racksum_proto::wire::{Flags, Header, Kind, OpenEncoder};
+use racksum_proto::wire::{Flags, Header, Kind, OpenEncoder, Opening};
 use racksum_proto::worker::{self, Worker};
 
 pub(crate) const JOB: JobId = JobId(7);
@@ -36,6 +36,7 @@ pub(crate) fn shard(shard: u8, shards: u8) -> aggregator::Config {
         max_ops: 4,
         cut: cut(),
         results_in_flight: 1 << 20,
+        moved_at: None,
     }
 }
 
@@ -51,6 +52,8 @@ pub(crate) fn worker(rank: u16) -> Worker {
         max_ops: 4,
         cut: cut(),
         in_flight: 1 << 20,
+        first_op: OpId(0),
+        may_move: false,
     };
     Worker::new(config, Time(0))
 }
@@ -82,8 +85,9 @@ pub(crate) fn open(
     occupied: &[bool],
 ) -> Vec<u8> {
     let mut body = [0xa5; 1200];
+    let windows = occupied.iter().map(|owed| Opening::of(*owed));
     let (len, windows) =
-        OpenEncoder::new().encode(descriptor, after.map(OpId), occupied.iter().copied(), &mut body);
+        OpenEncoder::new().encode(descriptor, after.map(OpId), windows, false, &mut body);
     assert_eq!(windows as usize, occupied.len());
     let header = Header { window: window(op, index), ..header(Kind::Open, Rank(rank)) };
     datagram(header, &body[..len])

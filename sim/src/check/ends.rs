@@ -106,7 +106,7 @@ impl Ends {
                 self.may_lack(machine, op) && missing.iter().any(|(rank, _)| *rank == absent.rank)
             }),
             OpError::Ended { .. } => self.may_lack(machine, op),
-            OpError::PeerLost { .. } => false,
+            OpError::PeerLost { .. } | OpError::NoAggregator { .. } => false,
         };
         (!excused).then(|| error.to_string())
     }

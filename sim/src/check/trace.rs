@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use racksum_proto::wire::{self, AskEntries, Header, Kind, OpenDecoder};
+use racksum_proto::wire::{self, AskEntries, Flags, Header, Kind, OpenDecoder};
 
 use super::{Checker, Machine, Sight, Violation};
 use crate::engine::Picos;
@@ -75,7 +75,7 @@ fn describe(header: &Header, body: &[u8]) -> String {
             }
         }
         Kind::Open => {
-            if let Ok(open) = OpenDecoder::new().decode(body) {
+            if let Ok(open) = OpenDecoder::new().decode(body, header.flags.has(Flags::RESUMED)) {
                 let (windows, owed) = (open.windows, open.occupancy().count_ones());
                 let after = open.after.map(|op| op.0);
                 text += &format!(", {owed} of {windows} windows, after {after:?}");

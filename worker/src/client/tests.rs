@@ -1,6 +1,6 @@
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, SocketAddr};
 
-use racksum_net::clock::Clock;
+use racksum_net::udp::UdpSocket;
 use racksum_proto::auth::DataAuth;
 use racksum_proto::dtype::DType;
 use racksum_proto::error::OpError;
@@ -11,8 +11,8 @@ use crate::engine::tests::{Bench, fail, send};
 
 /// A client whose shard never answers.
 fn client() -> Client {
-    let Bench { engine, socket, .. } = Bench::new(1, 1, Ipv4Addr::LOCALHOST);
-    let shared = Arc::new(Shared::new(engine, socket, Arc::from([])).unwrap());
+    let Bench { engine, .. } = Bench::new(1, 1, Ipv4Addr::LOCALHOST);
+    let shared = Arc::new(Shared::new(engine).unwrap());
     let driver = Arc::clone(&shared);
     let welcome = Welcome {
         job: JobId(1),
@@ -24,6 +24,7 @@ fn client() -> Client {
         group: None,
         data_auth: DataAuth::None,
         keys: None,
+        first_op: OpId(0),
     };
     Client {
         shared,
@@ -31,7 +32,7 @@ fn client() -> Client {
         shards: 1,
         multicast: false,
         op_timeout: Span::from_secs(60),
-        controls: vec![],
+        stop: Mailbox::new().sender(),
         threads: vec![spawn("drive", move || driver.drive_in_background()).unwrap()],
     }
 }
@@ -113,6 +114,7 @@ fn closing_a_client_ends_what_is_in_flight() {
 /// A thread that sleeps until an op ends while this one drives, and what this one needs for that.
 struct Sleeper {
     shared: Arc<Shared>,
+    rank: SocketAddr,
     shard: UdpSocket,
     op: OpId,
     thread: JoinHandle<()>,
@@ -121,7 +123,8 @@ struct Sleeper {
 impl Sleeper {
     fn start() -> Self {
         let Bench { engine, socket, mut shards, .. } = Bench::new(1, 1, Ipv4Addr::LOCALHOST);
-        let shared = Arc::new(Shared::new(engine, socket, Arc::from([])).unwrap());
+        let shared = Arc::new(Shared::new(engine).unwrap());
+        let rank = socket.local_addr();
         let mut state = shared.lock();
         let data = Data::Owned(tensor());
         let op = state.submit(|engine| engine.submit(descriptor(), data, span(HOUR))).unwrap();
@@ -134,12 +137,12 @@ impl Sleeper {
         while shared.lock().asleep == 0 {
             std::thread::yield_now();
         }
-        Self { shared, shard: shards.remove(0), op, thread: thread.unwrap() }
+        Self { shared, rank, shard: shards.remove(0), op, thread: thread.unwrap() }
     }
 
     /// Sends what ends the op.
     fn end_op(&self) {
-        send(&self.shard, self.shared.socket.local_addr(), &fail(self.op, 0));
+        send(&self.shard, self.rank, &fail(self.op, 0));
     }
 
     /// Whether the thread has ended; false after ten seconds, of which `pass` passes some.
@@ -169,7 +172,7 @@ fn a_driver_that_is_never_idle_lets_those_look_whom_it_has_woken() {
     sleeper.end_op();
     let mut state = Some(sleeper.shared.lock());
     assert!(sleeper.wakes(|| {
-        send(&sleeper.shard, sleeper.shared.socket.local_addr(), b"noise");
+        send(&sleeper.shard, sleeper.rank, b"noise");
         state = state.take().map(|state| sleeper.shared.step(state));
     }));
 }

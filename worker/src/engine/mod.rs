@@ -1,5 +1,6 @@
 //! The engine: drives the worker half of the protocol over sockets, on whichever thread waits.
 
+mod moving;
 mod receive;
 mod send;
 
@@ -110,6 +111,10 @@ pub(crate) struct Engine {
     links: Links,
     payloads: BTreeMap<OpId, Payload>,
     finished: BTreeMap<OpId, Finished>,
+    /// What is kept of ops that have ended, for ranks that may lack it if the job moves.
+    kept: BTreeMap<OpId, Payload>,
+    /// The job is between two aggregators: what has become of those that were tried.
+    moving: Option<String>,
     /// Ops in flight that nobody will wait for.
     abandoned: BTreeSet<OpId>,
     /// Of the rank's own socket, and of those of multicast groups.
@@ -150,6 +155,8 @@ impl Engine {
             links,
             payloads: BTreeMap::new(),
             finished: BTreeMap::new(),
+            kept: BTreeMap::new(),
+            moving: None,
             abandoned: BTreeSet::new(),
             inboxes: [Inbox::new(), Inbox::new()],
             in_place: false,
@@ -168,7 +175,8 @@ impl Engine {
         timeout: Span,
     ) -> Result<OpId, SubmitError> {
         let op = self.machine.submit(self.clock.now(), descriptor, timeout)?;
-        self.payloads.insert(op, Payload::new(descriptor, data, self.world));
+        let payload = Payload::new(descriptor, data, self.world, self.machine.config().may_move);
+        self.payloads.insert(op, payload);
         Ok(op)
     }
 
@@ -182,7 +190,8 @@ impl Engine {
         blocks.reuse(self.spare.pop().unwrap_or_default());
         let masks = blocks.masks(&descriptor, &Geometry::new(&descriptor));
         let op = self.machine.submit_scanned(self.clock.now(), descriptor, masks, timeout)?;
-        let payload = Payload::new(descriptor, Data::Blocks(blocks), self.world);
+        let may_move = self.machine.config().may_move;
+        let payload = Payload::new(descriptor, Data::Blocks(blocks), self.world, may_move);
         self.payloads.insert(op, payload);
         Ok(op)
     }
@@ -196,6 +205,9 @@ impl Engine {
 
     /// Receives, times out, scans and sends what is due.
     pub(crate) fn step(&mut self) -> Progress {
+        if self.moving.is_some() {
+            return self.wait_for_aggregator();
+        }
         let received = self.receive();
         let now = self.clock.now();
         let due = self.machine.poll_timeout();
@@ -239,10 +251,14 @@ impl Engine {
         while let Some(outcome) = self.machine.poll_outcome() {
             any = true;
             let Outcome { op, result, absent } = outcome;
-            if let Some(payload) = self.payloads.remove(&op) {
+            if let Some(mut payload) = self.payloads.remove(&op) {
+                if result.is_ok() && self.machine.config().may_move {
+                    self.kept.insert(op, payload.keep(self.machine.windows_to_keep(op)));
+                }
                 self.finish(op, Finished { result, absent, payload });
             }
         }
+        self.drop_kept();
         any
     }
 
@@ -307,6 +323,11 @@ impl Engine {
             let result = Err(OpError::Ended { why });
             self.finish(op, Finished { result, absent: Vec::new(), payload });
         }
+    }
+
+    /// The rank's own socket, and those of multicast groups.
+    pub(crate) fn sockets(&self) -> (Arc<UdpSocket>, Arc<[UdpSocket]>) {
+        (Arc::clone(&self.links.socket), Arc::clone(&self.links.groups))
     }
 
     pub(crate) fn stats(&self) -> Stats {

@@ -67,6 +67,13 @@ impl Staging {
         self.messages.push(Staged { start, train, stream, tail: Some((op, tail)) });
     }
 
+    /// Forgets all that waits.
+    pub(super) fn clear(&mut self) {
+        self.messages.clear();
+        self.used = 0;
+        self.held = None;
+    }
+
     fn is_full(&self) -> bool {
         self.bytes.len() - self.used < RECV_CAPACITY || self.messages.len() == SEND_BATCH
     }
@@ -109,9 +116,9 @@ impl Engine {
     }
 
     fn stage_window(&mut self, data: &DataFragments) {
-        let Self { payloads, staging, machine, .. } = self;
+        let Self { payloads, kept, staging, machine, .. } = self;
         let op = data.header.window.op;
-        let Some(payload) = payloads.get(&op) else { return };
+        let Some(payload) = payloads.get(&op).or_else(|| kept.get(&op)) else { return };
         let stream = Stream { lane: data.header.lane, shard: data.shard };
         if let Some(range) = payload.in_place(&data.header, data.len, data.cut)
             && let Some(head) = staging.bytes[staging.used..].first_chunk_mut()

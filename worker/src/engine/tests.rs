@@ -43,6 +43,8 @@ impl Bench {
             max_ops: 8,
             cut: Fragmentation::new(payload).unwrap(),
             in_flight: 1 << 20,
+            first_op: OpId(0),
+            may_move: false,
         };
         let link = |shard: &UdpSocket| Link { addr: shard.local_addr(), job: JobId(1), auth: None };
         let links = Links {

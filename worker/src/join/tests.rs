@@ -24,6 +24,7 @@ fn welcome() -> Welcome {
         group: None,
         data_auth: DataAuth::None,
         keys: None,
+        first_op: OpId(0),
     }
 }
 
@@ -56,12 +57,10 @@ fn an_address_of_a_link_keeps_its_scope() {
 
 #[test]
 fn more_aggregators_than_can_be_waited_for_are_refused() {
-    let named = |count| ConnectOptions {
-        aggregators: (1..=count).map(|port| format!("127.0.0.1:{port}")).collect(),
-        ..ConnectOptions::new("", "job")
-    };
-    check(&named(MAX_AGGREGATORS)).unwrap();
-    let error = check(&named(MAX_AGGREGATORS + 1)).unwrap_err().to_string();
+    let options = ConnectOptions::new("", "job");
+    let named = |count| (1..=count).map(|port| format!("127.0.0.1:{port}")).collect::<Vec<_>>();
+    check(&options, &named(MAX_AGGREGATORS)).unwrap();
+    let error = check(&options, &named(MAX_AGGREGATORS + 1)).unwrap_err().to_string();
     assert_eq!(error, "63 aggregators are named; a job has at most 62");
 }
 

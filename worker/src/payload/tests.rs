@@ -46,7 +46,7 @@ fn bodies(payload: &Payload, cut: Fragmentation, len: usize) -> Vec<Vec<u8>> {
     let mut out = vec![0xa5; cut.count(len) * stride];
     let header =
         Header { mask: mask(&payload.geometry), ..Header::probe(JobId(1), Generation(0), 0) };
-    let data = DataFragments { shard: 0, len, cut, fragments: u64::MAX, header };
+    let data = DataFragments { shard: 0, len, cut, fragments: u64::MAX, header, held: false };
     let written = payload.gather(&data, &mut out);
     out[..written].chunks(stride).map(|datagram| datagram[Header::LEN..].to_vec()).collect()
 }
@@ -55,13 +55,13 @@ fn bodies(payload: &Payload, cut: Fragmentation, len: usize) -> Vec<Vec<u8>> {
 fn some_fragments_are_gathered_as_they_are_among_all() {
     for wire in [WireType::F32, WireType::Bf16, WireType::Int8] {
         let descriptor = descriptor(wire);
-        let payload = Payload::new(descriptor, Data::Owned(tensor(&descriptor)), 1);
+        let payload = Payload::new(descriptor, Data::Owned(tensor(&descriptor)), 1, false);
         let cut = Fragmentation::new(1000).unwrap();
         let mask = mask(&payload.geometry);
         let len = payload.geometry.payload_len(0, mask);
         let header = Header { mask, ..Header::probe(JobId(1), Generation(0), 0) };
         let gathered = |fragments| {
-            let data = DataFragments { shard: 0, len, cut, fragments, header };
+            let data = DataFragments { shard: 0, len, cut, fragments, header, held: false };
             let mut out = vec![0; cut.count(len) * (Header::LEN + cut.payload())];
             let written = payload.gather(&data, &mut out);
             let datagrams = out[..written].chunks(Header::LEN + cut.payload());
@@ -80,10 +80,10 @@ fn what_lies_in_the_tensor_as_it_travels_is_sent_from_there() {
     let whole = Fragmentation::new(60_000).unwrap();
     let full = descriptor(WireType::F32);
     let in_place = |descriptor: Descriptor, mask: u64, cut| {
-        let payload = Payload::new(descriptor, Data::Owned(tensor(&descriptor)), 1);
+        let payload = Payload::new(descriptor, Data::Owned(tensor(&descriptor)), 1, false);
         let len = payload.geometry.payload_len(0, mask);
         let header = Header { mask, ..Header::probe(JobId(1), Generation(0), 0) };
-        let data = DataFragments { shard: 0, len, cut, fragments: u64::MAX, header };
+        let data = DataFragments { shard: 0, len, cut, fragments: u64::MAX, header, held: false };
         let range = payload.in_place(&data.header, data.len, data.cut)?;
         let mut out = vec![0; len + Header::LEN];
         assert_eq!(payload.gather(&data, &mut out), out.len());
@@ -102,10 +102,11 @@ fn what_lies_in_the_tensor_as_it_travels_is_sent_from_there() {
     assert_eq!(in_place(descriptor(WireType::Bf16), all & !0xff, whole), None, "converted");
     assert_eq!(in_place(descriptor(WireType::Int8), all & !0xff, whole), None, "converted");
     let list = BlockSet::new(&full, Blocks::default()).unwrap();
-    let payload = Payload::new(full, Data::Blocks(list), 1);
+    let payload = Payload::new(full, Data::Blocks(list), 1, false);
     let header = Header { mask: all & !0xff, ..Header::probe(JobId(1), Generation(0), 0) };
     let len = payload.geometry.payload_len(0, header.mask);
-    let data = DataFragments { shard: 0, len, cut: whole, fragments: u64::MAX, header };
+    let data =
+        DataFragments { shard: 0, len, cut: whole, fragments: u64::MAX, header, held: false };
     assert_eq!(payload.in_place(&data.header, data.len, data.cut), None, "a list");
 }
 
@@ -117,7 +118,7 @@ fn scatter(
     cut: Fragmentation,
     order: &[usize],
 ) -> Payload {
-    let mut payload = Payload::new(descriptor, data, 1);
+    let mut payload = Payload::new(descriptor, data, 1, false);
     let geometry = payload.geometry;
     let mask = mask(&geometry);
     for (nth, fragment) in order.iter().enumerate() {
@@ -143,7 +144,7 @@ fn the_fragments_of_a_window_may_come_in_any_order() {
     let cut = Fragmentation::new(1408).unwrap();
     for wire in [WireType::F32, WireType::Bf16, WireType::F16, WireType::Int8, WireType::Fixed32] {
         let descriptor = descriptor(wire);
-        let own = Payload::new(descriptor, Data::Owned(tensor(&descriptor)), 1);
+        let own = Payload::new(descriptor, Data::Owned(tensor(&descriptor)), 1, false);
         let (geometry, expected) = (own.geometry, expected(&descriptor, &own.geometry));
         let bodies = bodies(&own, cut, geometry.payload_len(0, mask(&geometry)));
         assert!(bodies.len() > 3, "{wire:?}: fragments cut blocks");

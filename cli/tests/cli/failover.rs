@@ -1,0 +1,159 @@
+//! Aggregators that are killed or told to stop under load: the sums go on elsewhere.
+
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::Duration;
+
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::DType;
+use racksum_worker::{Client, ConnectOptions};
+
+use crate::process::{Process, Serving, signal};
+use crate::waits::{await_that, timed};
+
+const WORLD: u16 = 4;
+
+/// Ranks in threads that reduce the same tensor again and again, and check it each time.
+struct Load {
+    elements: usize,
+    /// The aggregators, the first first.
+    addrs: Vec<String>,
+    /// Ops that each rank has ended.
+    ended: [AtomicU64; WORLD as usize],
+    /// The longest that an op took, in milliseconds.
+    longest: AtomicU64,
+    stop: AtomicBool,
+}
+
+impl Load {
+    fn new(elements: usize, aggregators: &[&Serving]) -> Self {
+        let addrs = aggregators.iter().map(|serving| serving.addr.clone()).collect();
+        Self {
+            elements,
+            addrs,
+            ended: Default::default(),
+            longest: AtomicU64::new(0),
+            stop: AtomicBool::new(false),
+        }
+    }
+
+    fn options(&self, rank: u16) -> ConnectOptions {
+        let standbys = self.addrs[1..].iter().map(|addr| vec![addr.clone()]).collect();
+        ConnectOptions {
+            rank,
+            world: WORLD,
+            standbys,
+            join_timeout: Duration::from_secs(30),
+            ..ConnectOptions::new(self.addrs[0].clone(), "load")
+        }
+    }
+
+    /// Runs one rank until it is to stop.
+    fn rank(&self, rank: u16) {
+        let client = Client::connect(&self.options(rank)).unwrap();
+        // A sum whose bits show an element that was added twice, or in another order, or not.
+        let value = |i: usize| (i % 1013) as f32 * 1.7f32.powi(i32::from(rank)) + 0.1;
+        let input: Vec<u8> = (0..self.elements).flat_map(|i| value(i).to_le_bytes()).collect();
+        let descriptor = Descriptor::sum(self.elements as u64, DType::F32);
+        let mut expected = Vec::new();
+        let mut tensor = input.clone();
+        // The last op says whether all stop, so that all end after the same.
+        let mut going = true;
+        for op in 0.. {
+            tensor.copy_from_slice(&input);
+            let (reduced, ms) = timed(|| client.allreduce(&mut tensor, descriptor));
+            reduced.unwrap_or_else(|error| panic!("rank {rank}, op {op}: {error}"));
+            if expected.is_empty() {
+                expected.clone_from(&tensor);
+            }
+            assert!(tensor == expected, "rank {rank}, op {op}: other bits");
+            self.longest.fetch_max(ms, SeqCst);
+            self.ended[usize::from(rank)].fetch_add(1, SeqCst);
+            let mut stop = i32::from(self.stop.load(SeqCst)).to_le_bytes();
+            client.allreduce(&mut stop, Descriptor::sum(1, DType::I32)).unwrap();
+            going &= i32::from_le_bytes(stop) == 0;
+            if !going {
+                break;
+            }
+        }
+    }
+
+    /// Runs all ranks while `body` does something to the aggregators.
+    fn run(&self, body: impl FnOnce(&Self)) {
+        std::thread::scope(|scope| {
+            let ranks: Vec<_> =
+                (0..WORLD).map(|rank| scope.spawn(move || self.rank(rank))).collect();
+            self.await_ops(2);
+            body(self);
+            self.stop.store(true, SeqCst);
+            ranks.into_iter().for_each(|rank| rank.join().unwrap());
+        });
+    }
+
+    /// Waits until every rank has ended so many more ops.
+    fn await_ops(&self, more: u64) {
+        let ended = || self.ended.iter().map(|ops| ops.load(SeqCst)).min().unwrap();
+        let before = ended();
+        await_that("ops end", || ended() >= before + more);
+    }
+}
+
+/// Starts an aggregator at a port; 0 for any.
+fn serve(port: &str) -> Serving {
+    Serving::of(Process::start(&["aggregator", "--port", port, "--pool-mib", "64"]))
+}
+
+#[test]
+fn fifty_aggregators_killed_in_a_row_cost_no_bit_and_less_than_three_seconds_each() {
+    let mut serving = [serve("0"), serve("0")];
+    let load = Load::new(25 << 20, &[&serving[0], &serving[1]]);
+    load.run(|load| {
+        for kill in 0..50 {
+            let at = kill % 2;
+            // Anywhere in an op.
+            std::thread::sleep(Duration::from_millis(kill as u64 * 37 % 200));
+            signal(serving[at].process.id(), "KILL");
+            load.await_ops(1);
+            let again = serve(serving[at].port());
+            drop(std::mem::replace(&mut serving[at], again));
+        }
+    });
+    let longest = load.longest.load(SeqCst);
+    println!("the longest op took {longest} ms");
+    assert!(longest < 3_000, "{longest} ms");
+}
+
+#[test]
+fn an_aggregator_that_is_told_to_stop_ends_once_its_jobs_have_moved() {
+    let mut serving = [serve("0"), serve("0")];
+    let load = Load::new(1 << 20, &[&serving[0], &serving[1]]);
+    load.run(|load| {
+        for stop in 0..6 {
+            let at = stop % 2;
+            let again = serve("0");
+            let old = std::mem::replace(&mut serving[at], again);
+            let port = old.port().to_owned();
+            let (ended, ms) = timed(|| old.end());
+            assert!(ended.ok().out.contains("drains: 1 jobs are to end or to move"), "{stop}");
+            assert!(ms < 5_000, "{ms} ms");
+            load.await_ops(3);
+            drop(std::mem::replace(&mut serving[at], serve(&port)));
+        }
+    });
+}
+
+#[test]
+fn a_second_signal_stops_an_aggregator_whose_job_stays() {
+    let serving = serve("0");
+    let options = ConnectOptions::new(serving.addr.clone(), "stays");
+    let client = Client::connect(&options).unwrap();
+    signal(serving.process.id(), "TERM");
+    await_that("it drains", || serving.process.out().contains("drains"));
+    let one = Descriptor::sum(1, DType::I32);
+    client.allreduce(&mut [1, 0, 0, 0], one).unwrap();
+    let (ended, ms) = timed(|| serving.end());
+    ended.ok();
+    assert!(ms < 5_000, "{ms} ms");
+    await_that("it is missed", || client.allreduce(&mut [1, 0, 0, 0], one).is_err());
+}

@@ -1,0 +1,161 @@
+//! A job that moves to another aggregator, in the middle of its ops if need be.
+//!
+//! What is in flight has windows whose sums are here and windows whose sums are not. For the second
+//! the tensor still holds this rank's share; of the first no other copy is needed either: where
+//! some rank has the sum, one of those sends it instead of everybody's shares. So every rank ends
+//! with the same bits as if the job had not moved. An op that has ended is kept as long as another
+//! rank may lack some of it: its driver keeps the last few sums (wire: W-63).
+
+use alloc::vec::Vec;
+
+use super::{Config, Op, Worker};
+use crate::error::OpError;
+use crate::geometry::Stripe;
+use crate::ids::{OpId, Rank, WindowId};
+use crate::observer::Observer;
+use crate::time::Time;
+
+impl Worker {
+    /// The oldest op that some rank may not have all results of. All before it are of no more use
+    /// to anyone.
+    #[must_use]
+    pub fn first_kept(&self) -> OpId {
+        self.ops.front().map_or(OpId(self.next_op), |op| op.id)
+    }
+
+    /// Whether an op that ended is kept, since another rank may lack some of its results.
+    pub(super) fn is_kept(&self, op: &Op) -> bool {
+        let lane = op.descriptor.lane;
+        self.config.may_move
+            && !op.failed
+            && self.streams.iter().any(|s| s.lane == lane && s.sequence.get(op.id).is_some())
+    }
+
+    /// The windows of an op that another rank may lack the sums of, and whose sums are here and not
+    /// zero: their places in the tensor, and their blocks.
+    pub fn windows_to_keep(&self, op: OpId) -> impl Iterator<Item = (u32, u64)> + '_ {
+        let op = self.op(op);
+        let lane = op.map(|op| op.descriptor.lane);
+        let streams = self.streams.iter().filter(move |stream| lane == Some(stream.lane));
+        let windows = streams.filter_map(move |stream| {
+            let entry = *stream.sequence.get(op?.id)?;
+            let tail = entry.base.max(stream.low)..entry.end();
+            Some(tail.map(move |position| entry.window(position).index))
+        });
+        windows.flatten().filter_map(move |index| {
+            let mask = op?.masks[index as usize];
+            (mask != 0 && op?.holds(index)).then_some((index, mask))
+        })
+    }
+
+    /// Whether another rank may lack the sum of a window.
+    #[must_use]
+    pub fn may_lack(&self, window: WindowId) -> bool {
+        let Some(lane) = self.op(window.op).map(|op| op.descriptor.lane) else { return false };
+        let mut streams = self.streams.iter().filter(|stream| stream.lane == lane);
+        streams.any(|stream| {
+            stream.sequence.position(window).is_some_and(|position| position >= stream.low)
+        })
+    }
+
+    /// The ranks that the job is known to go on without.
+    #[must_use]
+    pub fn gone(&self) -> Vec<Rank> {
+        let mut gone: Vec<Rank> = Vec::new();
+        for rank in self.paths.iter().flat_map(|path| path.gone.iter()) {
+            if !gone.contains(rank) {
+                gone.push(*rank);
+            }
+        }
+        gone
+    }
+
+    /// When the first op in flight is to have ended; [`Time::NEVER`] when none is.
+    #[must_use]
+    pub fn deadline(&self) -> Time {
+        let deadlines = self.ops.iter().filter(|op| !op.ended).map(|op| op.deadline);
+        deadlines.min().unwrap_or(Time::NEVER)
+    }
+
+    /// Ends the session because no aggregator is left to go on at.
+    pub fn handle_no_aggregator(&mut self, tried: &str, observer: &mut impl Observer) {
+        self.fail_all(&OpError::NoAggregator { tried: tried.into() }, observer);
+        self.end("no aggregator is left", observer);
+    }
+
+    /// Goes on at other aggregators, which grant what `config` says; its `first_op` is the greatest
+    /// that some rank has of [`Self::first_kept`]. The driver has put back this rank's share of
+    /// windows whose sums have come in part.
+    ///
+    /// # Panics
+    /// When the worker may not move.
+    pub fn resume(&mut self, config: Config, now: Time, observer: &mut impl Observer) {
+        assert!(self.config.may_move, "sums were not kept");
+        self.forget_shards(observer);
+        // What others have ended, and need no more, did not fail at them.
+        let late = |op: &&Op| op.id < config.first_op && !op.ended;
+        let late: Vec<_> = self.ops.iter().filter(late).map(|op| op.id).collect();
+        for op in late {
+            self.fail(op, OpError::Ended { why: "the op failed before the job moved" }, observer);
+        }
+        let mut ops = core::mem::take(&mut self.ops);
+        while ops.pop_front_if(|op| op.id < config.first_op).is_some() {}
+        self.config = config;
+        self.streams = config.streams(now);
+        self.paths = config.paths();
+        self.turn = 0;
+        self.heard = now;
+        self.streams.iter_mut().for_each(|stream| stream.sequence.expect(ops.len()));
+        for op in ops.iter_mut().filter(|op| !op.failed) {
+            op.resumed = true;
+            op.passed = 0;
+            op.streams_left = 0;
+            self.enter(now, op);
+        }
+        self.ops = ops;
+        (0..config.lanes).for_each(|lane| self.note_scanned(lane));
+    }
+
+    /// Notes all of the ops that only the shards that the job leaves know, and ends those that have
+    /// all results and wait for no more than a name.
+    fn forget_shards(&mut self, observer: &mut impl Observer) {
+        let mut ops = core::mem::take(&mut self.ops);
+        for op in ops.iter_mut().filter(|op| !op.failed) {
+            self.settle_windows(op);
+            op.lacked = self.lacked(op);
+            op.absent.clear();
+        }
+        self.ops = ops;
+        self.conclude_all(observer);
+    }
+
+    /// Notes of every window of an op whether its sum is here, and that nobody needs it any more.
+    fn settle_windows(&self, op: &mut Op) {
+        let (shards, windows) = (self.config.shards, op.geometry.windows());
+        for shard in 0..shards {
+            let stripe = Stripe::new(op.id, windows, shard, shards);
+            let stream = &self.streams[self.config.stream(op.descriptor.lane, shard)];
+            let base = stream.sequence.get(op.id).map(|entry| entry.base);
+            for nth in 0..stripe.len() {
+                let index = stripe.index(nth);
+                let position = base.map(|base| base + u64::from(nth));
+                if position.is_none_or(|position| position < stream.low) {
+                    op.note_held(index, 0);
+                } else if position.is_some_and(|position| position < stream.cursor) {
+                    // One that has no result has nothing in it at any rank.
+                    op.note_held(index, op.masks[index as usize]);
+                }
+            }
+        }
+    }
+
+    /// The ranks that the results of an op are known to lack.
+    fn lacked(&self, op: &Op) -> Vec<Rank> {
+        let mut lacked = op.lacked.clone();
+        for (shard, ranks) in &op.absent {
+            let gone = &self.paths[usize::from(*shard)].gone;
+            lacked.extend_from_slice(&gone[..gone.len().min(*ranks)]);
+        }
+        lacked
+    }
+}

@@ -1,0 +1,100 @@
+//! An aggregator that dies at any time: the job goes on at another, with the same bits.
+
+use super::*;
+use crate::inputs::{Inputs, Values};
+
+/// Ops of every kind that has a way of its own through a fold.
+fn descriptors() -> Vec<Descriptor> {
+    let sum = |elements, dtype| Descriptor::sum(elements, dtype);
+    let narrow = |elements, wire| Descriptor { wire, ..sum(elements, DType::F32) };
+    vec![
+        sum(60 * 256 * 14 + 9, DType::F32),
+        sum(3, DType::I32),
+        Descriptor { reduction: Reduction::Avg, lane: 1, ..sum(60 * 256 * 6, DType::F32) },
+        narrow(60 * 256 * 5, WireType::Int8),
+        narrow(9_000, WireType::Fixed32),
+        sum(0, DType::F32),
+        Descriptor { reduction: Reduction::Max, ..sum(60 * 512 * 3, DType::F16) },
+        Descriptor { reduction: Reduction::Avg, ..narrow(60 * 512 * 4, WireType::Bf16) },
+        sum(700, DType::I64),
+    ]
+}
+
+fn submit(cluster: &mut Cluster, seed: u64, op: u64, descriptor: Descriptor) {
+    let now = cluster.now;
+    for (rank, worker) in (0..).zip(&mut cluster.workers) {
+        let inputs = Inputs {
+            seed: seed * 100 + op,
+            density_ppm: [1_000_000, 300_000, 20_000][usize::try_from((seed + op) % 3).unwrap()],
+            aligned: op.is_multiple_of(2),
+            values: if seed.is_multiple_of(2) { Values::Wide } else { Values::Wild },
+        };
+        let tensor = inputs.tensor(&descriptor, Rank(rank));
+        worker.submit(now, descriptor, tensor, TIMEOUT).unwrap();
+    }
+}
+
+/// Runs all ops, `OPEN` of them at a time; the aggregator dies whenever as many steps are done as
+/// `deaths` says. Returns each rank's results, by op.
+fn results(seed: u64, faults: Faults, deaths: &[u64]) -> Vec<Vec<Result<Vec<u8>, OpError>>> {
+    let descriptors = descriptors();
+    let grant = Grant { world: 3, shards: 2, lanes: 2, pool_slots: 8, moved_at: None };
+    let mut cluster = Cluster::new(grant.world, grant.shards, grant.lanes, seed, faults);
+    let mut random = Random::new(seed ^ 0x5eed);
+    let mut deaths = deaths.iter().copied();
+    let mut left = deaths.next();
+    let mut started = 0;
+    let ended = |cluster: &Cluster| cluster.workers.iter().map(|w| w.done.len()).min().unwrap();
+    while ended(&cluster) < descriptors.len() {
+        while started < descriptors.len() && started - ended(&cluster) < OPEN {
+            submit(&mut cluster, seed, started as u64, descriptors[started]);
+            started += 1;
+        }
+        let before = ended(&cluster);
+        let mut dies = false;
+        cluster.run_until(|cluster| {
+            if let Some(left) = &mut left {
+                dies = *left == 0;
+                *left = left.saturating_sub(1);
+            }
+            dies || ended(cluster) > before
+        });
+        if dies {
+            left = deaths.next();
+            let first = cluster.workers.iter().map(|w| w.machine.first_kept()).max();
+            let shards = 1 + u8::try_from(random.below(3)).unwrap();
+            let pool_slots = 2 + u32::try_from(random.below(12)).unwrap();
+            cluster.move_to(Grant { shards, pool_slots, moved_at: first, ..grant });
+        }
+    }
+    let of = |worker: &WorkerNode| {
+        let mut done = worker.done.clone();
+        done.sort_by_key(|(op, _)| *op);
+        done.into_iter().map(|(_, result)| result).collect()
+    };
+    cluster.workers.iter().map(of).collect()
+}
+
+#[test]
+fn an_aggregator_may_die_at_any_time_and_the_sums_are_the_same() {
+    for seed in 0..120 {
+        let faults = Faults { drop: seed % 3 * 6, double: seed % 4 * 3, delay: seed % 5 * 5 };
+        let undisturbed = results(seed, Faults::default(), &[]);
+        assert!(undisturbed.iter().all(|results| *results == undisturbed[0]));
+        let mut random = Random::new(seed);
+        let deaths: Vec<_> = (0..1 + seed % 4).map(|_| random.below(3_000)).collect();
+        let disturbed = results(seed, faults, &deaths);
+        for (rank, (one, other)) in undisturbed.iter().zip(&disturbed).enumerate() {
+            for (op, (one, other)) in one.iter().zip(other).enumerate() {
+                assert!(
+                    one == other,
+                    "seed {seed}, rank {rank}, op {op}: other bits, {:?}",
+                    other.as_ref().err()
+                );
+            }
+        }
+    }
+}
+
+/// Ops in flight at a time.
+const OPEN: usize = 3;

@@ -1,0 +1,232 @@
+//! Jobs that go on at another aggregator: the same bits, or an error that names every aggregator.
+
+use std::sync::Mutex;
+use std::time::Duration;
+
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::{DType, Reduction, WireType};
+use racksum_proto::error::OpError;
+use racksum_worker::{Blocks, Client, ConnectError, ConnectOptions, Error, Faults};
+
+use crate::inputs::{Values, seed, tensor};
+use crate::oracle::{Expected, reduce};
+use crate::rig::{Rig, bounded};
+use crate::waits::timed;
+
+const WORLD: u16 = 3;
+
+/// Ops of every kind that has a way of its own through a move.
+fn descriptors() -> Vec<Descriptor> {
+    let sum = |elements, dtype| Descriptor::sum(elements, dtype);
+    let narrow = |elements, wire| Descriptor { wire, ..sum(elements, DType::F32) };
+    vec![
+        sum(60 * 256 * 40 + 9, DType::F32),
+        sum(3, DType::I32),
+        Descriptor { reduction: Reduction::Avg, ..sum(60 * 256 * 20, DType::F32) },
+        narrow(60 * 256 * 20, WireType::Int8),
+        narrow(60 * 256 * 9, WireType::Fixed32),
+        Descriptor { reduction: Reduction::Min, ..sum(60 * 512 * 7, DType::F16) },
+        narrow(60 * 512 * 8, WireType::Bf16),
+    ]
+}
+
+struct Case {
+    descriptor: Descriptor,
+    inputs: Vec<Vec<u8>>,
+    expected: Expected,
+}
+
+fn cases(seed: u64) -> Vec<Case> {
+    let case = |(i, descriptor): (u64, Descriptor)| {
+        let values = if i % 2 == 0 { Values::Ordinary } else { Values::Wide };
+        let of = |rank| {
+            let block = descriptor.block_elements();
+            tensor(descriptor.dtype, descriptor.elements, block, values, rank, seed + i)
+        };
+        let inputs: Vec<_> = (0..WORLD).map(of).collect();
+        Case { descriptor, expected: reduce(&descriptor, &inputs), inputs }
+    };
+    (0..).zip(descriptors()).map(case).collect()
+}
+
+/// Reduces all tensors again and again, several in flight, of which one is a list of blocks.
+fn run(client: &Client, rank: u16, cases: &[Case], rounds: usize) {
+    for round in 0..rounds {
+        let started: Vec<_> = cases
+            .iter()
+            .map(|case| {
+                let input = case.inputs[usize::from(rank)].clone();
+                client.submit(input, case.descriptor).unwrap()
+            })
+            .collect();
+        let (descriptor, own) = (cases[0].descriptor, usize::from(rank));
+        let list = list(&descriptor, &cases[0].inputs[own]);
+        let list = client.submit_blocks(list, descriptor).unwrap();
+        for (i, (case, handle)) in cases.iter().zip(started).enumerate() {
+            let sum = client.wait(handle).unwrap_or_else(|error| panic!("round {round}: {error}"));
+            assert!(sum.tensor == case.expected.tensor, "round {round}, op {i}: rank {rank}");
+        }
+        let sums = client.wait_blocks(list).unwrap().tensor;
+        let Expected { tensor, union, .. } = &cases[0].expected;
+        assert_eq!(&sums.indices, union, "round {round}");
+        assert!(sums.values == blocks(&descriptor, tensor, union).values, "round {round}");
+    }
+}
+
+fn list(descriptor: &Descriptor, tensor: &[u8]) -> Blocks {
+    let union = reduce(descriptor, &[tensor.to_vec()]).union;
+    blocks(descriptor, tensor, &union)
+}
+
+fn blocks(descriptor: &Descriptor, tensor: &[u8], indices: &[u32]) -> Blocks {
+    let len = descriptor.block_elements() * descriptor.dtype.size();
+    let block = |index: &u32| {
+        let start = *index as usize * len;
+        tensor[start..tensor.len().min(start + len)].to_vec()
+    };
+    Blocks { indices: indices.to_vec(), values: indices.iter().flat_map(block).collect() }
+}
+
+/// How ranks connect that may move from the first of some rigs to the next.
+fn options(rigs: &[&Rig], job: &str, rank: u16) -> ConnectOptions {
+    let addr = |rig: &&Rig| vec![rig.aggregator.addr().to_string()];
+    ConnectOptions {
+        standbys: rigs[1..].iter().map(addr).collect(),
+        ..rigs[0].options(job, rank, WORLD)
+    }
+}
+
+#[test]
+fn an_aggregator_that_stops_at_any_time_costs_no_bits() {
+    bounded(120, || {
+        let seed = seed(81);
+        let cases = cases(seed);
+        for (attempt, faults) in [0.0, 0.02, 0.05].into_iter().enumerate() {
+            // With faults datagrams are looked at one by one, as of a small MTU.
+            let faults = Faults { drop: faults, duplicate: faults, reorder: faults, seed };
+            let rigs = [1, 2, 1, 3].map(|shards| Rig::start(|config| config.shards = shards));
+            let rigs = Mutex::new(rigs.map(Some));
+            let all: Vec<_> = {
+                let rigs = rigs.lock().unwrap();
+                let rigs: Vec<&Rig> = rigs.iter().flatten().collect();
+                (0..WORLD).map(|rank| options(&rigs, "move", rank)).collect()
+            };
+            std::thread::scope(|scope| {
+                let ranks: Vec<_> = (0..WORLD)
+                    .zip(all)
+                    .map(|(rank, options)| {
+                        let cases = &cases;
+                        scope.spawn(move || {
+                            let mtu = (attempt != 1).then_some(1500);
+                            let options = ConnectOptions { faults, mtu, ..options };
+                            let client = Client::connect(&options).unwrap();
+                            run(&client, rank, cases, 60);
+                        })
+                    })
+                    .collect();
+                for i in 0..3 {
+                    std::thread::sleep(Duration::from_millis(400));
+                    if ranks.iter().all(|rank| rank.is_finished()) {
+                        break;
+                    }
+                    drop(rigs.lock().unwrap()[i].take());
+                }
+            });
+            for rig in rigs.into_inner().unwrap().iter().flatten() {
+                rig.await_peace();
+            }
+        }
+    });
+}
+
+#[test]
+fn an_aggregator_that_drains_hands_its_jobs_over_and_takes_no_others() {
+    bounded(60, || {
+        let cases = cases(seed(83));
+        let [one, other] = [1, 2].map(|shards| Rig::start(|config| config.shards = shards));
+        std::thread::scope(|scope| {
+            for rank in 0..WORLD {
+                let options = options(&[&one, &other], "drain", rank);
+                let cases = &cases;
+                scope.spawn(move || {
+                    run(&Client::connect(&options).unwrap(), rank, cases, 30);
+                });
+            }
+            std::thread::sleep(Duration::from_millis(300));
+            one.aggregator.drain();
+            one.await_peace();
+            let error = Client::connect(&one.options("new", 0, 1)).unwrap_err().to_string();
+            let why = "the aggregator refused: this aggregator is about to stop and takes no more \
+                       jobs; name another";
+            assert_eq!(error, why);
+            // One that knows another place goes there.
+            drop(Client::connect(&ConnectOptions {
+                world: 1,
+                ..options(&[&one, &other], "new", 0)
+            }));
+        });
+        other.await_peace();
+    });
+}
+
+#[test]
+fn a_job_that_knows_no_other_place_is_served_to_its_end_by_one_that_drains() {
+    bounded(60, || {
+        let rig = Rig::start(|_| {});
+        let cases = cases(seed(84));
+        let options = |_: &mut ConnectOptions| {};
+        rig.ranks("stay", WORLD, options, |client, rank| {
+            if rank == 0 {
+                rig.aggregator.drain();
+            }
+            run(client, rank, &cases, 5);
+        });
+        rig.await_peace();
+    });
+}
+
+#[test]
+fn when_no_aggregator_is_left_the_error_says_what_became_of_each() {
+    bounded(60, || {
+        let mut rigs = [(); 2].map(|()| Some(Rig::start(|_| {})));
+        let all: Vec<_> = rigs.iter().flatten().collect();
+        let names: Vec<_> = all.iter().map(|rig| rig.aggregator.addr().to_string()).collect();
+        let mut options: Vec<_> = (0..WORLD).map(|rank| options(&all, "none", rank)).collect();
+        options.iter_mut().for_each(|options| options.op_timeout = Duration::from_secs(4));
+        let started = std::sync::Barrier::new(usize::from(WORLD) + 1);
+        std::thread::scope(|scope| {
+            for options in options {
+                let (started, names) = (&started, &names);
+                scope.spawn(move || {
+                    let client = Client::connect(&options).unwrap();
+                    let one = Descriptor::sum(1, DType::I32);
+                    client.allreduce(&mut [0; 4], one).unwrap();
+                    started.wait();
+                    // Now they are dropped.
+                    started.wait();
+                    let (error, ms) = timed(|| client.allreduce(&mut [0; 4], one).unwrap_err());
+                    assert!((3_000..6_000).contains(&ms), "{ms} ms");
+                    let sentence = error.to_string();
+                    let Error::Op(OpError::NoAggregator { tried }) = error else {
+                        panic!("{sentence}")
+                    };
+                    for name in names {
+                        assert!(tried.contains(name.as_str()), "{sentence}");
+                    }
+                    assert!(!tried.contains("not tried"), "{sentence}");
+                });
+            }
+            started.wait();
+            rigs.iter_mut().for_each(|rig| drop(rig.take()));
+            started.wait();
+        });
+        let gone = ConnectOptions {
+            standbys: vec![vec![names[1].clone()]],
+            join_timeout: Duration::from_secs(2),
+            ..ConnectOptions::new(names[0].clone(), "none")
+        };
+        let error = Client::connect(&gone).unwrap_err();
+        assert!(matches!(error, ConnectError::NoAggregator(_)), "{error}");
+        assert!(names.iter().all(|name| error.to_string().contains(name)), "{error}");
+    });
+}

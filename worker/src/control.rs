@@ -1,0 +1,239 @@
+//! The control connections of a worker: one to each aggregator of its job.
+
+use std::net::SocketAddr;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use racksum_net::NetError;
+use racksum_net::quic::{Credentials, connect, frames, lifeline, not_connected};
+use racksum_proto::control::{FromAggregator, FromWorker, Join};
+use racksum_proto::time::Span;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+use crate::client::span;
+use crate::error::ConnectError;
+use crate::options::ConnectOptions;
+
+/// How long an aggregator may take to answer a connection.
+const CONNECT_PATIENCE: Span = Span::from_secs(5);
+/// The same of one that a job would move to: there may be a better one.
+const MOVE_PATIENCE: Span = Span::from_secs(1);
+
+/// What a control connection tells the worker.
+#[derive(Debug)]
+pub(crate) enum Event {
+    /// A message.
+    Said(FromAggregator),
+    /// The connection is over.
+    Closed(ConnectError),
+}
+
+/// What a worker is told.
+#[derive(Debug)]
+pub(crate) enum Word {
+    /// By a control connection: which session it is of, and which of its aggregators it is to.
+    Told { session: u32, place: u8, event: Event },
+    /// By the client, which is closed.
+    Stop,
+}
+
+/// Where all that a worker is told comes together.
+#[derive(Debug)]
+pub(crate) struct Mailbox {
+    tell: Sender<Word>,
+    hear: Receiver<Word>,
+    session: u32,
+    /// The client is closed.
+    pub(crate) stopped: bool,
+}
+
+impl Mailbox {
+    pub(crate) fn new() -> Self {
+        let (tell, hear) = channel();
+        Self { tell, hear, session: 0, stopped: false }
+    }
+
+    /// How it is told.
+    pub(crate) fn sender(&self) -> Sender<Word> {
+        self.tell.clone()
+    }
+
+    /// Begins the next session: nothing that connections of an earlier one say is heard any more.
+    pub(crate) fn next_session(&mut self) {
+        self.session += 1;
+    }
+
+    /// What is told next, and by which of the session's connections; `None` when nothing is within
+    /// so long, or the client is closed.
+    pub(crate) fn hear(&mut self, within: Option<Duration>) -> Option<(u8, Event)> {
+        while !self.stopped {
+            let word = match within {
+                None => self.hear.recv().ok(),
+                Some(within) => Some(self.hear.recv_timeout(within).ok()?),
+            };
+            match word {
+                Some(Word::Told { session, place, event }) if session == self.session => {
+                    return Some((place, event));
+                }
+                Some(Word::Told { .. }) => {}
+                Some(Word::Stop) | None => self.stopped = true,
+            }
+        }
+        None
+    }
+}
+
+/// How a control connection tells the worker.
+#[derive(Debug, Clone)]
+struct Events {
+    tell: Sender<Word>,
+    session: u32,
+    place: u8,
+}
+
+impl Events {
+    /// Returns false when nobody listens any more.
+    fn send(&self, event: Event) -> bool {
+        let Self { ref tell, session, place } = *self;
+        tell.send(Word::Told { session, place, event }).is_ok()
+    }
+}
+
+/// A control connection, served by a thread of its own.
+#[derive(Debug)]
+pub(crate) struct Control {
+    say: UnboundedSender<FromWorker>,
+    thread: Option<JoinHandle<()>>,
+    /// What is said last.
+    parting: FromWorker,
+}
+
+impl Control {
+    /// Connects and joins, as the aggregator that comes `place`th of the mailbox's session, which
+    /// hears what is said.
+    pub(crate) fn start(
+        to: SocketAddr,
+        join: Join,
+        options: &ConnectOptions,
+        mailbox: &Mailbox,
+    ) -> Result<Self, ConnectError> {
+        let credentials = Credentials::new(options.identity.as_deref(), options.insecure)?;
+        // Less than the time to join: that nobody answers is the better reason.
+        let patience = Span::from_millis(span(options.join_timeout).as_millis() * 9 / 10);
+        let moves = join.resume.is_some();
+        let patience = patience.min(if moves { MOVE_PATIENCE } else { CONNECT_PATIENCE });
+        let (tell, session, place) = (mailbox.sender(), mailbox.session, join.stripe.0);
+        let events = Events { tell, session, place };
+        let (say, words) = unbounded_channel();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let thread = std::thread::Builder::new().name("control".into()).spawn(move || {
+            runtime.block_on(async {
+                let closed = converse(to, join, credentials, patience, words, &events).await;
+                // Nobody listens any more once the worker is gone.
+                events.send(Event::Closed(closed));
+            });
+        })?;
+        Ok(Self { say, thread: Some(thread), parting: FromWorker::Leave })
+    }
+
+    /// Parts with the aggregator, since the job goes on at another.
+    pub(crate) fn depart(mut self) {
+        self.parting = FromWorker::Move;
+    }
+
+    pub(crate) fn say(&self, word: FromWorker) {
+        // A connection that is closed has said so.
+        drop(self.say.send(word));
+    }
+}
+
+impl Drop for Control {
+    fn drop(&mut self) {
+        self.say(self.parting.clone());
+        if let Some(thread) = self.thread.take() {
+            drop(thread.join());
+        }
+    }
+}
+
+/// The conversation of one control connection; returns why it ended.
+async fn converse(
+    to: SocketAddr,
+    join: Join,
+    credentials: Credentials,
+    patience: Span,
+    mut words: UnboundedReceiver<FromWorker>,
+    events: &Events,
+) -> ConnectError {
+    let connection = match connect(to, &credentials, patience).await {
+        Ok(connection) => connection,
+        Err(error) => return error.into(),
+    };
+    // An aggregator looks at this side's certificate last, when the connection seems made.
+    let closed = |why: String| match connection
+        .quic()
+        .close_reason()
+        .map(|cause| not_connected(to, cause))
+    {
+        Some(error @ NetError::NotBelieved { .. }) => error.into(),
+        _ => ConnectError::Closed(why),
+    };
+    let (mut send, mut recv) = match connection.quic().open_bi().await {
+        Ok(streams) => streams,
+        Err(error) => return closed(error.to_string()),
+    };
+    if let Err(error) = frames::send(&mut send, &FromWorker::Join(join)).await {
+        return closed(error.to_string());
+    }
+    let hear = events.clone();
+    let (offered, lifeline) = tokio::sync::oneshot::channel();
+    let mut offered = Some(offered);
+    let lifeline = async move {
+        let (port, token) = lifeline.await.ok()?;
+        lifeline::lay(to, port, token).await
+    };
+    let quic = connection.quic().clone();
+    let mut dead = std::pin::pin!(lifeline::dead(&quic, lifeline));
+    // A task of its own, since reading a frame must not be cancelled half-way.
+    let mut reader = tokio::spawn(async move {
+        loop {
+            match frames::recv::<FromAggregator>(&mut recv).await {
+                Ok(Some(FromAggregator::Lifeline { port, token })) => {
+                    // There is one, and nobody waits for another.
+                    if let Some(offered) = offered.take() {
+                        offered.send((port, token)).unwrap_or_default();
+                    }
+                }
+                Ok(Some(message)) => {
+                    if !hear.send(Event::Said(message)) {
+                        return "the worker is gone".to_owned();
+                    }
+                }
+                Ok(None) => return "it ended the conversation".to_owned(),
+                Err(error) => return error.to_string(),
+            }
+        }
+    });
+    loop {
+        tokio::select! {
+            why = &mut reader => return closed(why.unwrap_or_else(|error| error.to_string())),
+            () = &mut dead => return ConnectError::Closed(DEAD.into()),
+            word = words.recv() => {
+                let word = word.unwrap_or(FromWorker::Leave);
+                let last = matches!(word, FromWorker::Leave | FromWorker::Move);
+                let sent = frames::send(&mut send, &word).await;
+                if last || sent.is_err() {
+                    drop(send.finish());
+                    // The aggregator's end of the stream says that it has read the last word.
+                    drop(tokio::time::timeout(Duration::from_secs(1), &mut reader).await);
+                    connection.close("left").await;
+                    return ConnectError::Closed("left".into());
+                }
+            }
+        }
+    }
+}
+
+/// Why a conversation ends when the aggregator's host says that it serves no more.
+const DEAD: &str = "its process has ended";

@@ -1,0 +1,104 @@
+//! What the aggregators of a job grant a rank, put together.
+
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use racksum_net::auth::{Opener, Sealer};
+use racksum_proto::control::Welcome;
+use racksum_proto::geometry::Fragmentation;
+use racksum_proto::ids::{OpId, Rank};
+use racksum_proto::worker::Config;
+
+use crate::control::{Control, Event};
+use crate::engine::{Link, Links};
+use crate::error::ConnectError;
+use crate::join::{Session, shard_addrs};
+use crate::options::ConnectOptions;
+
+/// What a session comes to.
+#[derive(Debug)]
+pub(crate) struct Granted {
+    pub(crate) config: Config,
+    pub(crate) links: Links,
+    /// What the first aggregator granted.
+    pub(crate) welcome: Welcome,
+    pub(crate) membership: Membership,
+}
+
+/// A rank's place at the aggregators of a session.
+#[derive(Debug)]
+pub(crate) struct Membership {
+    /// Once they are dropped, the aggregators take the rank for gone.
+    pub(crate) controls: Vec<Control>,
+    /// What they have said already.
+    pub(crate) early: VecDeque<(u8, Event)>,
+}
+
+/// Puts together what the aggregators granted.
+pub(crate) fn grant(options: &ConnectOptions, session: Session) -> Result<Granted, ConnectError> {
+    let welcomes = || session.welcomes.iter().map(|(_, welcome)| welcome);
+    let first = welcomes()
+        .next()
+        .ok_or_else(|| ConnectError::Protocol("nobody welcomed the rank".into()))?;
+    if welcomes().any(|other| other.fragment_payload != first.fragment_payload) {
+        return Err(ConnectError::Arguments(
+            "the paths to the aggregators take datagrams of different sizes; name the least MTU"
+                .into(),
+        ));
+    }
+    if welcomes().any(|other| other.data_ports.len() != first.data_ports.len()) {
+        return Err(ConnectError::Arguments(
+            "the aggregators differ in --shards; start them alike".into(),
+        ));
+    }
+    if welcomes().any(|other| other.data_auth != first.data_auth) {
+        return Err(ConnectError::Arguments(
+            "the aggregators differ in --data-auth; start them alike".into(),
+        ));
+    }
+    let shards = links(options, &session);
+    let cut = Fragmentation::new(usize::from(first.fragment_payload))
+        .ok_or_else(|| ConnectError::Protocol("fragments too small for a window".into()))?
+        .with_trailer(first.data_auth);
+    let config = Config {
+        job: first.job,
+        generation: options.generation,
+        rank: Rank(options.rank),
+        lanes: options.lanes,
+        shards: u8::try_from(shards.len())
+            .map_err(|_| ConnectError::Protocol("more than 255 shards".into()))?,
+        pool_slots: welcomes().map(|welcome| welcome.pool_slots).min().unwrap_or(0),
+        max_ops: welcomes().map(|welcome| welcome.max_ops).min().unwrap_or(0),
+        cut,
+        in_flight: welcomes().map(|welcome| welcome.in_flight).min().unwrap_or(0) as usize,
+        first_op: welcomes().map(|welcome| welcome.first_op).max().unwrap_or(OpId(0)),
+        may_move: !options.standbys.is_empty(),
+    };
+    let (welcome, aggregators) = (first.clone(), session.controls.len());
+    let Session { controls, early, socket, groups, .. } = session;
+    let links = Links {
+        socket: Arc::new(socket),
+        groups: groups.into(),
+        shards_each: u8::try_from(shards.len() / aggregators.max(1)).unwrap_or(u8::MAX),
+        shards,
+    };
+    Ok(Granted { config, links, welcome, membership: Membership { controls, early } })
+}
+
+/// The ways to the shards of all aggregators.
+fn links(options: &ConnectOptions, session: &Session) -> Vec<Link> {
+    let each = session
+        .welcomes
+        .iter()
+        .flat_map(|(addr, welcome)| shard_addrs(*addr, welcome).map(move |addr| (addr, welcome)));
+    let link = |(shard, (addr, welcome)): (u8, (SocketAddr, &Welcome))| {
+        let Welcome { data_auth, job, .. } = *welcome;
+        let auth = welcome.keys.as_ref().and_then(|keys| {
+            let sealer = Sealer::of_rank(data_auth, keys, Rank(options.rank), shard)?;
+            Some((sealer, Opener::of_shard(data_auth, keys, options.generation, shard)?))
+        });
+        Link { addr, job, auth }
+    };
+    (0..=u8::MAX).zip(each).map(link).collect()
+}

@@ -1,0 +1,186 @@
+//! The session of a client: what its aggregators say while ops run, and where the job goes on when
+//! one of them is gone.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use racksum_proto::control::{FromAggregator, Loss, Resume};
+use racksum_proto::ids::Rank;
+
+use crate::client::Shared;
+use crate::control::{Event, Mailbox};
+use crate::error::ConnectError;
+use crate::grant::{Membership, grant};
+use crate::join::{Session, join};
+use crate::options::ConnectOptions;
+
+/// How long to wait before aggregators are tried again, none of which could be had.
+const PAUSE: Duration = Duration::from_millis(250);
+/// How long the other ranks may take to come along: what an aggregator waits for them, and a little
+/// more.
+const MOVE_TIMEOUT: Duration = Duration::from_secs(25);
+
+/// Joins a job at the first of its sets of aggregators that can be had, and says which that is.
+pub(crate) fn join_first(
+    options: &ConnectOptions,
+    mailbox: &mut Mailbox,
+) -> Result<(usize, Session), ConnectError> {
+    let mut words = Words::new(options);
+    for at in 0..words.0.len() {
+        match join(options, set(options, at), None, mailbox) {
+            Ok(session) => return Ok((at, session)),
+            // Another aggregator would make no difference.
+            Err(
+                error @ (ConnectError::Arguments(_)
+                | ConnectError::Incomplete { .. }
+                | ConnectError::NoRoom { .. }
+                | ConnectError::PeerLost { .. }),
+            ) => return Err(error),
+            Err(error) if options.standbys.is_empty() => return Err(error),
+            Err(error) => {
+                tracing::warn!(aggregator = words.name(at), %error, "not joined");
+                words.set(at, error.to_string());
+            }
+        }
+    }
+    Err(ConnectError::NoAggregator(words.text()))
+}
+
+/// The aggregators that come `at`th.
+fn set(options: &ConnectOptions, at: usize) -> &[String] {
+    at.checked_sub(1).and_then(|i| options.standbys.get(i)).unwrap_or(&options.aggregators)
+}
+
+/// The sets of aggregators, and what became of each.
+struct Words(Vec<(String, String)>);
+
+impl Words {
+    fn new(options: &ConnectOptions) -> Self {
+        let sets = 0..=options.standbys.len();
+        Self(sets.map(|at| (set(options, at).join("+"), "not tried".into())).collect())
+    }
+
+    fn name(&self, at: usize) -> &str {
+        self.0.get(at).map_or("", |(name, _)| name)
+    }
+
+    fn set(&mut self, at: usize, word: String) {
+        if let Some((_, said)) = self.0.get_mut(at) {
+            *said = word;
+        }
+    }
+
+    fn text(&self) -> String {
+        let each = self.0.iter().map(|(name, word)| format!("{name}: {word}"));
+        each.collect::<Vec<_>>().join("; ")
+    }
+}
+
+/// What the client's supervising thread has.
+pub(crate) struct Supervisor {
+    pub(crate) options: ConnectOptions,
+    /// Which of the sets of aggregators the job is at.
+    pub(crate) at: usize,
+    pub(crate) membership: Membership,
+    pub(crate) mailbox: Mailbox,
+    pub(crate) shared: Arc<Shared>,
+}
+
+impl Supervisor {
+    /// Takes what the aggregators say until the client is closed, or the session has ended.
+    pub(crate) fn run(mut self) {
+        while let Some((place, event)) = self.next() {
+            match event {
+                Event::Said(FromAggregator::PeerLost { ranks, why }) => self.lose(&ranks, why),
+                Event::Said(FromAggregator::Without { rank, why }) => {
+                    if why != Loss::Left {
+                        tracing::warn!(rank, "rank lost, job goes on: {}", why.name());
+                    }
+                    self.shared.tell(|engine| engine.go_on_without(Rank(rank), place));
+                }
+                Event::Said(FromAggregator::Superseded { .. }) => {
+                    self.end("a new generation of the job has begun");
+                }
+                Event::Said(FromAggregator::Drain) if self.may_move() => {
+                    self.move_on("it is about to stop".into());
+                }
+                Event::Closed(error) if self.may_move() => self.move_on(error.to_string()),
+                Event::Closed(_) => self.end("the aggregator is gone"),
+                Event::Said(_) => {}
+            }
+        }
+    }
+
+    fn next(&mut self) -> Option<(u8, Event)> {
+        let early = self.membership.early.pop_front();
+        early.or_else(|| self.mailbox.hear(None))
+    }
+
+    const fn may_move(&self) -> bool {
+        !self.options.standbys.is_empty()
+    }
+
+    fn lose(&self, ranks: &[u16], why: Loss) {
+        let ranks: Vec<Rank> = ranks.iter().copied().map(Rank).collect();
+        self.shared.tell(|engine| engine.lose(&ranks, why));
+    }
+
+    fn end(&self, why: &'static str) {
+        self.shared.tell(|engine| engine.end(why));
+    }
+
+    /// Goes on at other aggregators, from the next set on, until one can be had or the session
+    /// ends because an op's time is over.
+    fn move_on(&mut self, why: String) {
+        let mut words = Words::new(&self.options);
+        tracing::warn!(aggregator = words.name(self.at), "moving on: {why}");
+        words.set(self.at, why);
+        let text = words.text();
+        let resume = self.shared.tell(|engine| (!engine.has_ended()).then(|| engine.leave(text)));
+        self.membership.controls.drain(..).for_each(|control| control.depart());
+        let Some(Some(resume)) = resume else { return };
+        let sets = 1 + self.options.standbys.len();
+        for at in (0..sets).cycle().skip(self.at + 1) {
+            if self.mailbox.stopped || self.try_at(at, &resume, &mut words) {
+                return;
+            }
+            let (text, last) = (words.text(), at == self.at);
+            let ended = self.shared.tell(|engine| {
+                engine.note_tried(text);
+                engine.has_ended()
+            });
+            // What is said now is of attempts that have failed.
+            if last {
+                self.mailbox.next_session();
+                drop(self.mailbox.hear(Some(PAUSE)));
+            }
+            if ended != Some(false) {
+                return;
+            }
+        }
+    }
+
+    /// Tries to go on at one set of aggregators. Returns whether there is no more to try.
+    fn try_at(&mut self, at: usize, resume: &Resume, words: &mut Words) -> bool {
+        let options = ConnectOptions { join_timeout: MOVE_TIMEOUT, ..self.options.clone() };
+        let joined = join(&options, set(&options, at), Some(resume), &mut self.mailbox);
+        match joined.and_then(|session| grant(&self.options, session)) {
+            Ok(granted) => {
+                tracing::info!(aggregator = words.name(at), "moved");
+                self.at = at;
+                self.membership = granted.membership;
+                self.shared.tell(|engine| engine.resume(granted.config, granted.links));
+                true
+            }
+            Err(ConnectError::PeerLost { ranks, why }) => {
+                self.shared.tell(|engine| engine.lose(&ranks, why));
+                true
+            }
+            Err(error) => {
+                tracing::warn!(aggregator = words.name(at), %error, "not joined");
+                words.set(at, error.to_string());
+                false
+            }
+        }
+    }
+}
