@@ -9,6 +9,7 @@ mod identity;
 mod member;
 mod reduce;
 mod sim;
+mod standby;
 mod status;
 
 use clap::{Parser, Subcommand};

@@ -59,8 +59,8 @@ pub(crate) struct Member {
     job: String,
     generation: Generation,
     identity: Option<PathBuf>,
-    insecure: bool,
-    data_auth: Option<DataAuth>,
+    pub(crate) insecure: bool,
+    pub(crate) data_auth: Option<DataAuth>,
     wait: bool,
 }
 

@@ -19,6 +19,7 @@ use crate::args::{self, Fanout, Format};
 use crate::crew::end_with_parent;
 use crate::exit::{Failure, say};
 use crate::member::{Member, MemberArgs};
+use crate::standby::StandbyArgs;
 
 #[derive(Debug, Clone, clap::Args)]
 #[command(before_long_help = HELP, after_long_help = args::EXIT_CODES)]
@@ -67,6 +68,8 @@ pub(crate) struct Args {
     /// Seconds that joining, and each tensor, may take.
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..))]
     timeout: u64,
+    #[command(flatten)]
+    standby: StandbyArgs,
     /// When a rank is lost: abort, or continue with what the others have, and say so.
     #[arg(
         long,

@@ -54,7 +54,12 @@ pub(super) fn run(args: &Args, member: &Member, path: &Path) -> Result<(), Failu
     if let Some(out) = &out {
         out.remove_at_signal()?;
     }
-    let report = reduce(args, member, &file, out.as_mut().map(OutFile::file))?;
+    let standby = args.standby.start(member)?;
+    let report = reduce(args, member, &file, out.as_mut().map(OutFile::file));
+    if let Some(standby) = standby {
+        standby.finish();
+    }
+    let report = report?;
     if let Some(out) = out {
         out.commit()?;
     }

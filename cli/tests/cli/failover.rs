@@ -1,5 +1,6 @@
 //! Aggregators that are killed or told to stop under load: the sums go on elsewhere.
 
+use std::process::Command;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::SeqCst;
@@ -8,8 +9,10 @@ use std::time::Duration;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
 use racksum_worker::{Client, ConnectOptions};
+use safetensors::tensor::Dtype;
 
-use crate::process::{Process, Serving, signal};
+use crate::files::{Folder, Tensor, read};
+use crate::process::{Process, RACKSUM, Serving, run, signal};
 use crate::waits::{await_that, timed};
 
 const WORLD: u16 = 4;
@@ -156,4 +159,49 @@ fn a_second_signal_stops_an_aggregator_whose_job_stays() {
     ended.ok();
     assert!(ms < 5_000, "{ms} ms");
     await_that("it is missed", || client.allreduce(&mut [1, 0, 0, 0], one).is_err());
+}
+
+#[test]
+fn a_rank_that_hosts_a_standby_saves_its_job_when_the_aggregator_is_killed() {
+    let folder = Folder::new("standby");
+    let socket = folder.path("status.sock");
+    let serving = Serving::start(&["--status-socket", &socket]);
+    let elements = 24 << 20;
+    let bytes: Vec<u8> =
+        (0..elements).flat_map(|i: i32| (i.wrapping_mul(2_654_435) % 1000).to_le_bytes()).collect();
+    let whole = Tensor { dtype: Dtype::I32, shape: vec![bytes.len() / 4], bytes: bytes.clone() };
+    let file = folder.write("input", &[("one", whole.clone()), ("two", whole)]);
+    let standby = free_port();
+    let both = format!("{},{standby}", serving.addr);
+    let start = |rank: u16| {
+        let number = rank.to_string();
+        let out = folder.path(&format!("sum{rank}"));
+        let args = ["reduce", &file, "--rank", &number, "--world", "2", "--out", &out];
+        let host: &[&str] = if rank == 1 { &["--standby", &standby] } else { &[] };
+        let mut command = Command::new(RACKSUM);
+        Process::spawn(command.args(args).args(host).env("RACKSUM_AGGREGATOR", &both))
+    };
+    let ranks = [0, 1].map(start);
+    await_that("the first tensor is on its way", || {
+        let status = run(&["status", &socket, "--format", "json"]).ok().out;
+        let status: serde_json::Value = serde_json::from_str(&status).unwrap();
+        status["jobs"][0]["ranks"][0]["delivered"].as_u64() > Some(20)
+    });
+    signal(serving.process.id(), "KILL");
+    for (rank, process) in ranks.into_iter().enumerate() {
+        process.end(60).ok();
+        let sums = read(folder.path(&format!("sum{rank}")));
+        let twice = |sum: &Tensor| {
+            let sums = sum.bytes.chunks(4).map(|x| i32::from_le_bytes(x.try_into().unwrap()));
+            let inputs = bytes.chunks(4).map(|x| i32::from_le_bytes(x.try_into().unwrap()));
+            sums.eq(inputs.map(|x| 2 * x))
+        };
+        assert!(sums.len() == 2 && sums.values().all(twice), "rank {rank}: other sums");
+    }
+}
+
+/// An address of this host that nobody serves at.
+fn free_port() -> String {
+    let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+    socket.local_addr().unwrap().to_string()
 }
