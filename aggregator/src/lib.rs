@@ -20,6 +20,7 @@ mod shard;
 mod slots;
 mod status;
 mod tenancy;
+mod turn;
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;

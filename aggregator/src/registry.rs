@@ -367,7 +367,8 @@ impl Registry {
             .then(|| group_of(job.id, self.shards[0].addr));
         let ranks: Vec<SocketAddr> = job.data_addrs().collect();
         for (shard, config) in self.shards.iter().zip(configs) {
-            let new = NewJob { config, ranks: ranks.clone(), group, locks: locks.clone() };
+            let (ranks, locks, share) = (ranks.clone(), locks.clone(), job.share);
+            let new = NewJob { config, ranks, group, locks, share };
             shard.tell(Command::Add(Box::new(new)));
         }
         for member in job.members.iter().flatten() {

@@ -25,6 +25,7 @@ use crate::failure::Failure;
 use crate::locks::Locks;
 use crate::outbox::Outbox;
 use crate::slots::Slots;
+use crate::turn::Turn;
 
 /// A job as a shard is told of it.
 #[derive(Debug)]
@@ -35,6 +36,8 @@ pub(crate) struct NewJob {
     /// The group that results are multicast to, if any.
     pub(crate) group: Option<SocketAddr>,
     pub(crate) locks: Locks,
+    /// Its share of the shard, in per cent.
+    pub(crate) share: f64,
 }
 
 /// What a shard is told.
@@ -143,6 +146,7 @@ impl ShardHandle {
             shared: Arc::clone(&stats),
             published: Time(0),
             failure: failure.clone(),
+            unserved: false,
         };
         let thread = failure.spawn(format!("shard-{number}"), move || shard.run()).map_err(io)?;
         let thread = Some(thread);
@@ -196,6 +200,8 @@ pub(crate) struct Job {
     pub(crate) unicast: Vec<SocketAddr>,
     /// When a window was last folded, or the first was yet to come.
     pub(crate) moved: Time,
+    /// Whose turn it is to fold, and for how long, among the jobs.
+    pub(crate) turn: Turn,
     /// Seals what is sent, if datagrams are authenticated.
     pub(crate) sealer: Option<Sealer>,
     /// Open what is heard, by rank; none if datagrams are not authenticated.
@@ -218,6 +224,8 @@ struct Shard {
     shared: Arc<Mutex<ShardStats>>,
     published: Time,
     failure: Failure,
+    /// Some job has had its turn and has more to fold.
+    unserved: bool,
 }
 
 impl Shard {
@@ -225,6 +233,9 @@ impl Shard {
         while let Some(received) = self.turn() {
             // After as many messages as were asked for there may be more. Of large ones these are
             // few: each is worth waking for.
+            if self.unserved {
+                continue;
+            }
             if received > 0 && !self.recv.is_full() && self.gather.is_due(self.backlog()) {
                 // An error is as good as readiness: the next receive finds out.
                 drop(self.gather.pause(&self.waker));
@@ -261,13 +272,15 @@ impl Shard {
     fn obey(&mut self, command: Command) -> bool {
         match command {
             Command::Add(new) => {
-                let NewJob { config, ranks, group, locks } = *new;
+                let NewJob { config, ranks, group, locks, share } = *new;
                 let slots = Slots::new(&config);
                 let moved = self.clock.now();
                 let machine = Aggregation::new(config, moved);
                 let unicast = ranks.clone();
                 let (sealer, openers) = (locks.sealer(&config), locks.openers(&config));
-                let job = Job { machine, slots, ranks, group, unicast, moved, sealer, openers };
+                let turn = Turn::new(share);
+                let job =
+                    Job { machine, slots, ranks, group, unicast, moved, turn, sealer, openers };
                 self.jobs.insert(config.job, job);
             }
             Command::Probe(id) => {
@@ -296,8 +309,8 @@ impl Shard {
                     let gone = job.ranks.get(rank.index());
                     job.unicast.retain(|addr| Some(addr) != gone);
                     // Nothing may come any more that what waited for the rank would be seen at.
-                    job.serve(now, &mut self.arena, &self.socket, &mut self.out);
-                    self.out.flush_counts(&mut self.stats);
+                    job.moved = now;
+                    self.unserved = true;
                 }
             }
             Command::Remove(id) => {
@@ -329,7 +342,7 @@ impl Shard {
             self.incoming.push(buffer);
         }
         let count = match self.socket.recv(&mut self.recv, &mut self.incoming) {
-            Ok(0) => return Some(0),
+            Ok(0) if !self.unserved => return Some(0),
             Ok(count) => count,
             Err(error) => {
                 let addr = self.socket.local_addr();
@@ -342,11 +355,19 @@ impl Shard {
             let meta = self.recv.meta(i);
             self.take_datagrams(now, i, &meta);
         }
+        self.serve(now);
+        Some(count)
+    }
+
+    /// Gives every job its turn.
+    fn serve(&mut self, now: Time) {
+        let alone = self.jobs.len() < 2;
+        self.unserved = false;
         for job in self.jobs.values_mut() {
-            job.serve(now, &mut self.arena, &self.socket, &mut self.out);
+            let more = job.serve(now, &mut self.arena, &self.socket, &mut self.out, alone);
+            self.unserved |= more;
         }
         self.out.flush_counts(&mut self.stats);
-        Some(count)
     }
 
     /// Takes what the kernel handed over as one: datagrams of one sender, `stride` apart.
@@ -511,15 +532,27 @@ fn whole_window(stores: &[Option<(JobId, Place)>]) -> Option<(JobId, Place)> {
 }
 
 impl Job {
-    /// Folds and sends all that is due.
-    fn serve(&mut self, now: Time, arena: &mut Arena, socket: &UdpSocket, out: &mut Outbox) {
-        loop {
+    /// Folds and sends what is due, as long as it is this job's turn, or all if it is `alone`.
+    /// Returns whether there is more to fold.
+    fn serve(
+        &mut self,
+        now: Time,
+        arena: &mut Arena,
+        socket: &UdpSocket,
+        out: &mut Outbox,
+        alone: bool,
+    ) -> bool {
+        self.turn.begin();
+        let more = loop {
+            if !alone && self.turn.is_over() {
+                break true;
+            }
             let fold = self.machine.poll_fold();
             if fold.is_some() || self.machine.backlog() == 0 {
                 self.moved = now;
             }
             if let Some(fold) = &fold {
-                self.slots.fold(fold, &self.machine, arena);
+                self.turn.spend(self.slots.fold(fold, &self.machine, arena));
                 self.machine.handle_folded(fold, &mut ());
             }
             // Also when there is nothing to fold: finding that out may have freed credits.
@@ -532,10 +565,12 @@ impl Job {
                 }
             }
             if fold.is_none() {
-                break;
+                self.turn.end();
+                break false;
             }
-        }
+        };
         out.send_joined(socket, self);
+        more
     }
 
     /// How far it is.

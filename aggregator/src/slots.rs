@@ -165,8 +165,9 @@ impl Slots {
         buffer.extend_from_slice(&body[over..]);
     }
 
-    /// Folds a window into its result, and gives the contributions back.
-    pub(crate) fn fold(&mut self, fold: &Fold, machine: &Aggregation, arena: &mut Arena) {
+    /// Folds a window into its result, and gives the contributions back. Returns how many bytes went
+    /// in and came out.
+    pub(crate) fn fold(&mut self, fold: &Fold, machine: &Aggregation, arena: &mut Arena) -> usize {
         self.release_results(fold.lane, machine);
         self.held[usize::from(fold.lane)].push_back(fold.slot);
         let slot = usize::from(fold.lane) * self.pool + fold.slot as usize;
@@ -183,7 +184,8 @@ impl Slots {
             // It has the same layout: what is of one length is cut alike.
             let len = total.min(sum.len());
             result[..len].copy_from_slice(&sum[..len]);
-            return give_back(contributions, arena);
+            give_back(contributions, arena);
+            return 2 * len;
         }
         let masks = (0..machine.config().world).map(|r| machine.contribution(fold, Rank(r)));
         let scaled = fold.descriptor.wire.is_scaled();
@@ -202,6 +204,7 @@ impl Slots {
             }
         });
         give_back(contributions, arena);
+        fold.len * (1 + fold.contributors())
     }
 
     /// Puts a result of zeros into a slot, as a fold would.

@@ -35,6 +35,7 @@ fn job(rank: SocketAddr, lens: &[usize]) -> Job {
         ranks: vec![rank],
         group: None,
         unicast: vec![rank],
+        turn: crate::turn::Turn::new(100.0),
         moved: Time(0),
         sealer: None,
         openers: Vec::new(),

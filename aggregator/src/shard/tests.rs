@@ -21,6 +21,7 @@ fn shard() -> (Shard, Sender<Command>) {
         shared: Arc::default(),
         published: Time(0),
         failure: Failure::new(),
+        unserved: false,
     };
     (shard, commands)
 }

@@ -124,6 +124,14 @@ pub struct Fold {
     ready: Ready,
 }
 
+impl Fold {
+    /// How many ranks contribute something.
+    #[must_use]
+    pub const fn contributors(&self) -> usize {
+        self.ready.contributors as usize
+    }
+}
+
 /// What has happened at the aggregator half, in numbers.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Counters {

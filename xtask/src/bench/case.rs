@@ -138,6 +138,8 @@ pub(crate) struct Racksum {
     pub(crate) aggregators: u8,
     /// How datagrams are authenticated, as `--data-auth` takes it; as users get it if not said.
     pub(crate) data_auth: Option<&'static str>,
+    /// Bytes of each op of another job of as many ranks that runs at the same aggregator meanwhile.
+    pub(crate) beside: Option<u64>,
 }
 
 impl Racksum {
@@ -148,6 +150,7 @@ impl Racksum {
         drop: None,
         aggregators: 1,
         data_auth: None,
+        beside: None,
     };
     /// In bf16. A window has at most 64 blocks: with 2 bytes an element, those of 256 fill half of
     /// its 60 KiB, and of 512 all.

@@ -28,6 +28,7 @@ pub(crate) fn all(seed: u64) -> Vec<Case> {
         spare_bytes: 64_000_000,
     }));
     cases.push(two_aggregators(seed));
+    cases.push(tenants(seed));
     cases.extend(authenticated(seed));
     cases
 }
@@ -291,6 +292,25 @@ fn two_aggregators(seed: u64) -> Case {
             must: 1.8,
             reach: 1.9,
         }],
+    })
+}
+
+/// What a job costs another at the same aggregator that sends a twentieth of what it does.
+fn tenants(seed: u64) -> Case {
+    let light = 1 << 20;
+    let beside = Racksum { beside: Some(20 * light), ..Racksum::PLAIN };
+    Case::Race(Race {
+        name: "tenants-loopback-w2".to_owned(),
+        world: 2,
+        net: Net::Loopback,
+        shards: 1,
+        data: dense(seed, light),
+        iterations: 100,
+        sides: vec![
+            Side { name: "alone", program: Program::Racksum(Racksum::PLAIN) },
+            Side { name: "beside-20x", program: Program::Racksum(beside) },
+        ],
+        bounds: vec![Bound { figure: Figure::Cost("beside-20x", "alone"), must: 2.2, reach: 2.0 }],
     })
 }
 

@@ -12,6 +12,7 @@ mod crew;
 mod host;
 mod interrupt;
 mod memory;
+mod neighbour;
 mod network;
 mod race;
 mod report;

@@ -129,7 +129,10 @@ impl Racer {
     /// Takes a turn. A side that fails is taken down, and the others go on.
     fn turn(&mut self, iterations: u32, counts: bool, round: u32) {
         let Some(team) = &mut self.team else { return };
-        let done = (0..iterations).map(|_| team.go()).collect::<Result<Vec<_>>>();
+        let done = team.set_neighbour(true).and_then(|()| {
+            let done = (0..iterations).map(|_| team.go()).collect::<Result<Vec<_>>>();
+            team.set_neighbour(false).and(done)
+        });
         match self.log.keep(done, &format!("round {round}")) {
             Some(iterations) if counts => self.log.rounds.push(iterations),
             Some(_) => {}

@@ -7,10 +7,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::case::{Net, Program, Race, Racksum, Side, Wire};
 use super::crew::Crew;
+use super::neighbour::Neighbour;
 use super::network::{Drops, Host, INTERFACE, Network};
 use super::setup::Setup;
 use super::volume::{Traffic, Volume};
@@ -121,6 +122,7 @@ fn served(line: &str) -> Option<SocketAddr> {
 #[derive(Debug)]
 pub(crate) struct Team {
     crew: Crew,
+    neighbour: Option<Neighbour>,
 }
 
 /// One iteration of a side.
@@ -178,11 +180,29 @@ impl Team {
             command.args(&flags);
             command
         };
-        let mut crew = Crew::start(side.name, (0..race.world).map(rank), logs)?;
-        ready(&crew.answers(START_TIMEOUT)?)?;
-        // Unlike starting, setting checks the first sum.
-        ready(&crew.ask(&format!("set {}", setting(race, racksum)), START_TIMEOUT)?)?;
-        Ok(Self { crew })
+        let start = |name: &str, rank: &dyn Fn(u16) -> Command, bytes: u64| {
+            let mut crew = Crew::start(name, (0..race.world).map(rank), logs)?;
+            ready(&crew.answers(START_TIMEOUT)?)?;
+            let setting = Value::Object(
+                setting(race, racksum)
+                    .into_iter()
+                    .chain([("bytes".to_owned(), json!(bytes))])
+                    .collect(),
+            );
+            // Unlike starting, setting checks the first sum.
+            ready(&crew.ask(&format!("set {setting}"), START_TIMEOUT)?)?;
+            anyhow::Ok(crew)
+        };
+        let crew = start(side.name, &rank, race.data.bytes)?;
+        let other = format!("{job}-neighbour");
+        let of_other = |rank| {
+            let host = place.worker(rank);
+            let mut command = rank_of(setup, host, &aggregator, &other, rank, race.world);
+            command.args(&flags);
+            command
+        };
+        let neighbour = racksum.beside.map(|bytes| start(&other, &of_other, bytes));
+        Ok(Self { crew, neighbour: neighbour.transpose()?.map(Neighbour::new) })
     }
 
     fn gloo(
@@ -224,7 +244,7 @@ impl Team {
         if sparse {
             same_blocks(&data.volume(race.world), &answers)?;
         }
-        Ok(Self { crew })
+        Ok(Self { crew, neighbour: None })
     }
 
     fn openmpi(race: &Race, side: &Side, setup: &Setup, logs: &Path) -> Result<Self> {
@@ -241,7 +261,7 @@ impl Team {
             .args(["--seed", &race.data.seed.to_string(), "--interactive"]);
         let mut crew = Crew::start(side.name, [command], logs)?;
         ready(&crew.answers(START_TIMEOUT)?)?;
-        Ok(Self { crew })
+        Ok(Self { crew, neighbour: None })
     }
 
     fn floor(race: &Race, side: &Side, wire: Wire, setup: &Setup, logs: &Path) -> Result<Self> {
@@ -254,7 +274,14 @@ impl Team {
             .args(["--seed", &race.data.seed.to_string(), "--interactive"]);
         let mut crew = Crew::start(side.name, [command], logs)?;
         ready(&crew.answers(START_TIMEOUT)?)?;
-        Ok(Self { crew })
+        Ok(Self { crew, neighbour: None })
+    }
+
+    /// Lets the neighbour send, if there is one, or has it be quiet.
+    pub(crate) fn set_neighbour(&self, sends: bool) -> Result<()> {
+        let there = self.neighbour.as_ref().is_none_or(|neighbour| neighbour.set(sends));
+        ensure!(there, "the neighbour is gone");
+        Ok(())
     }
 
     /// Runs one iteration.
@@ -286,19 +313,18 @@ fn on(host: Option<&Host>, program: &Path) -> Command {
 }
 
 /// What racksum's ranks are set to.
-fn setting(race: &Race, racksum: Racksum) -> Value {
+fn setting(race: &Race, racksum: Racksum) -> Map<String, Value> {
     let data = race.data;
-    let mut setting = json!({
-        "bytes": data.bytes,
-        "mode": if data.is_dense() { "dense" } else { "sparse" },
-        "wire": racksum.wire.name(),
-        "input": racksum.input.name(),
-    });
+    let mut setting = vec![
+        ("mode", json!(if data.is_dense() { "dense" } else { "sparse" })),
+        ("wire", json!(racksum.wire.name())),
+        ("input", json!(racksum.input.name())),
+    ];
     if !data.is_dense() {
-        setting["density"] = json!(data.density);
-        setting["overlap"] = json!(data.overlap.name());
+        setting.push(("density", json!(data.density)));
+        setting.push(("overlap", json!(data.overlap.name())));
     }
-    setting
+    setting.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
 }
 
 pub(crate) fn ready(answers: &[Value]) -> Result<()> {
