@@ -1,18 +1,17 @@
 //! A shard: one thread, one socket, and the halves of all jobs that are there.
 
+mod handle;
+
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
 
 use bytes::BytesMut;
-use racksum_net::NetError;
 use racksum_net::auth::{Opener, Sealer};
 use racksum_net::clock::Clock;
-use racksum_net::interface::Interface;
-use racksum_net::udp::{self, Gather, RECV_BATCH, Received, RecvRing, UdpConfig, UdpSocket, Waker};
+use racksum_net::udp::{self, Gather, RECV_BATCH, Received, RecvRing, UdpSocket, Waker};
 use racksum_proto::aggregator::{Aggregation, Config, Place, RankProgress, Transmit, Verdict};
 use racksum_proto::error::{Reject, Rejects};
 use racksum_proto::ids::{JobId, Rank};
@@ -26,6 +25,8 @@ use crate::locks::Locks;
 use crate::outbox::Outbox;
 use crate::slots::Slots;
 use crate::turn::Turn;
+
+pub(crate) use handle::ShardHandle;
 
 /// A job as a shard is told of it.
 #[derive(Debug)]
@@ -97,96 +98,6 @@ pub(crate) struct JobReport {
     pub(crate) stalled: Option<Span>,
     /// By rank.
     pub(crate) ranks: Vec<RankProgress>,
-}
-
-/// A running shard.
-#[derive(Debug)]
-pub(crate) struct ShardHandle {
-    pub(crate) addr: SocketAddr,
-    /// Bytes that the receive buffer holds.
-    pub(crate) receive_buffer: usize,
-    /// What the receive buffer lacks of what was asked for, as a sentence.
-    pub(crate) shortfall: Option<String>,
-    socket: Arc<UdpSocket>,
-    commands: Sender<Command>,
-    waker: Waker,
-    stats: Arc<Mutex<ShardStats>>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl ShardHandle {
-    /// Opens the socket and starts the thread.
-    pub(crate) fn start(
-        bind: SocketAddr,
-        number: usize,
-        buffers: usize,
-        clock: Clock,
-        failure: &Failure,
-    ) -> Result<Self, NetError> {
-        let socket = Arc::new(UdpSocket::open(&UdpConfig::new(bind))?);
-        let addr = socket.local_addr();
-        let io = |cause: std::io::Error| NetError::Bind { addr, cause };
-        let waker = Waker::new().map_err(io)?;
-        let (commands, inbox) = channel();
-        let stats = Arc::new(Mutex::new(ShardStats::default()));
-        let (receive_buffer, shortfall) =
-            (socket.report().got_receive, socket.report().shortfall());
-        let mut shard = Shard {
-            socket: Arc::clone(&socket),
-            clock,
-            inbox,
-            waker: waker.clone(),
-            gather: Gather::new(receive_buffer, LONGEST_PAUSE),
-            jobs: BTreeMap::new(),
-            arena: Arena::new(buffers + 2 * RECV_BATCH),
-            incoming: Vec::with_capacity(RECV_BATCH),
-            recv: RecvRing::new(),
-            out: Outbox::new(),
-            stats: ShardStats::default(),
-            shared: Arc::clone(&stats),
-            published: Time(0),
-            failure: failure.clone(),
-            unserved: false,
-        };
-        let thread = failure.spawn(format!("shard-{number}"), move || shard.run()).map_err(io)?;
-        let thread = Some(thread);
-        Ok(Self { addr, receive_buffer, shortfall, socket, commands, waker, stats, thread })
-    }
-
-    /// Makes the interface the one that results are multicast from, if it can be.
-    pub(crate) fn set_multicast(&self, interface: &Interface) -> Result<(), NetError> {
-        let set = self.socket.set_multicast_sender(interface, MULTICAST_TTL);
-        set.inspect_err(|error| tracing::debug!(%error, "no multicast"))
-    }
-
-    /// Tells the shard something.
-    pub(crate) fn tell(&self, command: Command) {
-        // A shard that is gone has nothing left to do it with.
-        drop(self.commands.send(command));
-        self.waker.wake();
-    }
-
-    /// Asks the shard how far its jobs are.
-    pub(crate) fn ask(&self) -> oneshot::Receiver<ShardReport> {
-        let (tell, report) = oneshot::channel();
-        self.tell(Command::Report(tell));
-        report
-    }
-
-    /// What the shard has counted, up to a moment ago.
-    pub(crate) fn stats(&self) -> ShardStats {
-        self.stats.lock().map_or_else(|broken| broken.into_inner().clone(), |stats| stats.clone())
-    }
-}
-
-impl Drop for ShardHandle {
-    fn drop(&mut self) {
-        self.tell(Command::Stop);
-        if let Some(thread) = self.thread.take() {
-            // A panic in the shard was printed where it happened.
-            drop(thread.join());
-        }
-    }
 }
 
 /// A job at the shard.

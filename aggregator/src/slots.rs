@@ -165,8 +165,8 @@ impl Slots {
         buffer.extend_from_slice(&body[over..]);
     }
 
-    /// Folds a window into its result, and gives the contributions back. Returns how many bytes went
-    /// in and came out.
+    /// Folds a window into its result, and gives the contributions back. Returns how many bytes
+    /// went in and came out.
     pub(crate) fn fold(&mut self, fold: &Fold, machine: &Aggregation, arena: &mut Arena) -> usize {
         self.release_results(fold.lane, machine);
         self.held[usize::from(fold.lane)].push_back(fold.slot);

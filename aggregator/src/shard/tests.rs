@@ -1,4 +1,7 @@
+use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
+
+use racksum_net::udp::UdpConfig;
 
 use super::*;
 
