@@ -4,10 +4,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use racksum_net::clock::Clock;
 use racksum_proto::control::{FromAggregator, Loss, Resume};
 use racksum_proto::ids::Rank;
 
-use crate::client::Shared;
+use crate::client::{Shared, span};
 use crate::control::{Event, Mailbox};
 use crate::error::ConnectError;
 use crate::grant::{Membership, grant};
@@ -20,30 +21,40 @@ const PAUSE: Duration = Duration::from_millis(250);
 /// more.
 const MOVE_TIMEOUT: Duration = Duration::from_secs(25);
 
-/// Joins a job at the first of its sets of aggregators that can be had, and says which that is.
+/// Joins a job at the first of its sets of aggregators that can be had, and says which that is. One
+/// that goes away while ranks are waited for is no reason to give up, as long as joining may take.
 pub(crate) fn join_first(
     options: &ConnectOptions,
     mailbox: &mut Mailbox,
 ) -> Result<(usize, Session), ConnectError> {
-    let mut words = Words::new(options);
-    for at in 0..words.0.len() {
-        match join(options, set(options, at), None, mailbox) {
-            Ok(session) => return Ok((at, session)),
-            // Another aggregator would make no difference.
-            Err(
-                error @ (ConnectError::Arguments(_)
-                | ConnectError::Incomplete { .. }
-                | ConnectError::NoRoom { .. }
-                | ConnectError::PeerLost { .. }),
-            ) => return Err(error),
-            Err(error) if options.standbys.is_empty() => return Err(error),
-            Err(error) => {
-                tracing::warn!(aggregator = words.name(at), %error, "not joined");
-                words.set(at, error.to_string());
+    let (clock, mut words) = (Clock::start(), Words::new(options));
+    let end = clock.now() + span(options.join_timeout);
+    loop {
+        let mut gone = false;
+        for at in 0..words.0.len() {
+            let left = Duration::from_nanos(end.since(clock.now()).0);
+            let options = ConnectOptions { join_timeout: left, ..options.clone() };
+            match join(&options, set(&options, at), None, mailbox) {
+                Ok(session) => return Ok((at, session)),
+                // Another aggregator would make no difference.
+                Err(
+                    error @ (ConnectError::Arguments(_)
+                    | ConnectError::Incomplete { .. }
+                    | ConnectError::NoRoom { .. }
+                    | ConnectError::PeerLost { .. }),
+                ) => return Err(error),
+                Err(error) if options.standbys.is_empty() => return Err(error),
+                Err(error) => {
+                    tracing::warn!(aggregator = words.name(at), %error, "not joined");
+                    gone |= matches!(error, ConnectError::Closed(_));
+                    words.set(at, error.to_string());
+                }
             }
         }
+        if !gone || clock.now() >= end {
+            return Err(ConnectError::NoAggregator(words.text()));
+        }
     }
-    Err(ConnectError::NoAggregator(words.text()))
 }
 
 /// The aggregators that come `at`th.

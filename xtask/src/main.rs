@@ -2,13 +2,16 @@
 //! CI runs.
 //!
 //! Read [`steps`] for the steps of a test run, [`tidy`] for the rules that neither rustfmt nor
-//! clippy holds, and [`mod@bench`] for the races against other programs. A new chore is a module
+//! clippy holds, [`mod@bench`] for the races against other programs, and [`soak`] for the long run. A new chore is a module
 //! here and a variant of [`Chore`]; a new step of the test run is a variant of [`steps::Step`].
 
 mod arrows;
 mod bench;
+mod deadline;
+mod interrupt;
 mod machine;
 mod shell;
+mod soak;
 mod source;
 mod steps;
 mod tidy;
@@ -21,6 +24,7 @@ use anyhow::Result;
 use clap::{Args, Parser, Subcommand};
 
 use crate::bench::BenchArgs;
+use crate::soak::SoakArgs;
 use crate::steps::Step;
 
 /// The project's chores.
@@ -42,6 +46,8 @@ enum Chore {
     Tidy,
     /// Measure racksum beside other programs and beside its bounds.
     Bench(BenchArgs),
+    /// Let jobs come and go for a while, and kill ranks and aggregators.
+    Soak(SoakArgs),
 }
 
 /// Which part of the test run to do.
@@ -65,6 +71,7 @@ fn run(chore: &Chore) -> Result<ExitCode> {
         Chore::Test(args) | Chore::Ci(args) => steps::run(root(), &args.only, args.keep_going),
         Chore::Tidy => tidy::report(root())?,
         Chore::Bench(args) => bench::run(root(), args)?,
+        Chore::Soak(args) => soak::run(root(), args)?,
     };
     Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

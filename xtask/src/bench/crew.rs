@@ -10,12 +10,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
-use super::interrupt;
+use crate::deadline::Deadline;
+use crate::interrupt;
 use crate::shell::Cmd;
 
 /// Processes that obey together.
@@ -208,21 +209,6 @@ fn tail(log: &Path) -> String {
     let text = String::from_utf8_lossy(&text);
     let lines: Vec<_> = text.lines().filter(|line| !line.trim().is_empty()).collect();
     lines[lines.len().saturating_sub(LOG_LINES)..].join(" | ")
-}
-
-/// An instant that a wait ends at.
-struct Deadline(Instant);
-
-impl Deadline {
-    #[expect(clippy::disallowed_methods, reason = "how long a chore waits for a process")]
-    fn after(patience: Duration) -> Self {
-        Self(Instant::now() + patience)
-    }
-
-    #[expect(clippy::disallowed_methods, reason = "how long a chore waits for a process")]
-    fn is_over(&self) -> bool {
-        Instant::now() >= self.0
-    }
 }
 
 /// How often a wait looks up.

@@ -10,7 +10,6 @@ mod case;
 mod cases;
 mod crew;
 mod host;
-mod interrupt;
 mod memory;
 mod neighbour;
 mod network;
@@ -32,6 +31,7 @@ use self::host::Provenance;
 use self::race::Rounds;
 use self::report::{Ending, Record};
 use self::setup::Setup;
+use crate::interrupt;
 
 /// What to measure.
 #[derive(Debug, Args)]

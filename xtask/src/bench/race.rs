@@ -8,12 +8,12 @@ use anyhow::Result;
 use serde::Serialize;
 
 use super::case::{Bound, Figure, Race, Side, Verdict};
-use super::interrupt;
 use super::network::Drops;
 use super::setup::Setup;
 use super::side::{Iteration, Place, Team};
 use super::stats::Summary;
 use super::volume::{Thrift, Volume};
+use crate::interrupt;
 
 /// How often the sides take their turns.
 #[derive(Debug, Clone, Copy, Serialize)]

@@ -1,0 +1,189 @@
+//! `cargo xtask soak`: jobs that come and go for as long as one likes, some of whose ranks are
+//! killed, at aggregators of which some are killed or told to stop.
+//!
+//! Every op's sums are checked by the ranks (`racksum bench -n 1`). What must hold besides: a job
+//! that loses no rank ends well, whatever becomes of its aggregators; a job that loses one ends in
+//! time, with an error that names it; and the aggregator that is left in peace has in the end as
+//! much memory, as many open files and as many free buffers as near the beginning.
+
+mod job;
+mod served;
+
+use std::path::Path;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::thread::{scope, sleep};
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use clap::Args;
+
+use self::job::{Draw, Job};
+use self::served::{Resources, Served};
+use crate::deadline::Deadline;
+use crate::interrupt;
+use crate::shell::Cmd;
+
+/// How long, and with how much.
+#[derive(Debug, Args)]
+pub(crate) struct SoakArgs {
+    /// Minutes to go on for.
+    #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..))]
+    minutes: u64,
+    /// Jobs at a time.
+    #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u64).range(1..=32))]
+    jobs: u64,
+    /// Seed of what happens when.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+}
+
+/// What came of it.
+#[derive(Debug, Default)]
+struct Tally {
+    jobs: u64,
+    /// Ops whose sums were checked, over all ranks.
+    ops: u64,
+    ranks_killed: u64,
+    /// Jobs that ended with an error that names the rank that was killed.
+    told: u64,
+    aggregators_killed: u64,
+    aggregators_drained: u64,
+    /// What was not as it must be.
+    faults: Vec<String>,
+}
+
+/// Runs it; `true` when nothing was amiss.
+pub(crate) fn run(root: &Path, args: &SoakArgs) -> Result<bool> {
+    interrupt::listen()?;
+    let build = ["build", "--release", "--locked", "-p", "racksum-cli"];
+    Cmd::cargo(&build).run(root)?;
+    let program = root.join("target/release/racksum");
+    let logs = root.join("target/soak");
+    std::fs::create_dir_all(&logs)?;
+    let steady = Served::start(&program, &logs, "steady", "0")?;
+    let pair = ["first", "second"].map(|name| Served::start(&program, &logs, name, "0"));
+    let [first, second] = pair;
+    let mut pair = [first?, second?];
+    let both = format!("{},{}", pair[0].addr, pair[1].addr);
+    println!("steady aggregator {}; the others {both}; logs in {}", steady.addr, logs.display());
+    let (tally, over) = (Mutex::new(Tally::default()), AtomicBool::new(false));
+    let run = Deadline::after(Duration::from_secs(60 * args.minutes));
+    let started = scope(|scope| {
+        let (tally, over, steady, program, logs) = (&tally, &over, &steady, &program, &logs);
+        for slot in 0..args.jobs {
+            let aggregators = if slot % 2 == 0 { both.clone() } else { steady.addr.clone() };
+            scope.spawn(move || {
+                let mut draw = Draw::new(args.seed * 1000 + slot);
+                for nth in 0.. {
+                    if over.load(Relaxed) {
+                        break;
+                    }
+                    let name = format!("job-{slot}-{nth}");
+                    Job::new(&name, &aggregators, &mut draw).run(program, logs, tally);
+                }
+            });
+        }
+        let pair = &mut pair;
+        scope.spawn(move || {
+            trouble(pair, program, logs, &mut Draw::new(args.seed), tally, over);
+        });
+        watch(steady, run, tally, over)
+    });
+    steady.await_peace()?;
+    let tally = tally.into_inner().unwrap_or_else(|broken| broken.into_inner());
+    report(&tally, started?, steady.resources()?)
+}
+
+/// Shows how far it is, until it is over. Returns what the steady aggregator had once all had begun.
+fn watch(
+    steady: &Served,
+    run: Deadline,
+    tally: &Mutex<Tally>,
+    over: &AtomicBool,
+) -> Result<Resources> {
+    let mut started = None;
+    while !run.is_over() && !interrupt::is_noted() {
+        sleep(Duration::from_secs(5));
+        if started.is_none() && run.elapsed() > WARM_UP {
+            started = Some(steady.resources());
+        }
+        if run.elapsed().as_secs() % 60 < 5 {
+            let tally = lock(tally);
+            println!(
+                "{:>3} min: {} jobs, {} checked ops, {} ranks and {} aggregators killed, {} \
+                 drained, {} faults",
+                run.elapsed().as_secs() / 60,
+                tally.jobs,
+                tally.ops,
+                tally.ranks_killed,
+                tally.aggregators_killed,
+                tally.aggregators_drained,
+                tally.faults.len()
+            );
+        }
+    }
+    over.store(true, Relaxed);
+    started.unwrap_or_else(|| steady.resources())
+}
+
+/// Kills one of two aggregators, or tells it to stop, and starts it again, over and over.
+fn trouble(
+    pair: &mut [Served; 2],
+    program: &Path,
+    logs: &Path,
+    draw: &mut Draw,
+    tally: &Mutex<Tally>,
+    over: &AtomicBool,
+) {
+    for turn in 0.. {
+        // The other one must have been back for a while: with both gone there is nowhere to go.
+        let pause = Deadline::after(Duration::from_millis(draw.between(5_000, 9_000)));
+        while !pause.is_over() && !over.load(Relaxed) {
+            sleep(Duration::from_millis(50));
+        }
+        if over.load(Relaxed) {
+            return;
+        }
+        let served = &mut pair[turn % 2];
+        let kills = draw.between(0, 2) < 2;
+        let renewed = if kills { served.kill() } else { served.drain() }
+            .and_then(|()| served.again(program, logs));
+        let mut tally = lock(tally);
+        match renewed {
+            Ok(()) if kills => tally.aggregators_killed += 1,
+            Ok(()) => tally.aggregators_drained += 1,
+            Err(error) => tally.faults.push(format!("aggregator {}: {error:#}", served.addr)),
+        }
+    }
+}
+
+fn report(tally: &Tally, before: Resources, after: Resources) -> Result<bool> {
+    let Tally { jobs, ops, ranks_killed, told, aggregators_killed, aggregators_drained, faults } =
+        tally;
+    println!("jobs that came and went        {jobs}");
+    println!("ops, every sum checked         {ops}");
+    println!("ranks killed                   {ranks_killed}, {told} jobs named theirs");
+    println!("aggregators killed, drained    {aggregators_killed}, {aggregators_drained}");
+    println!("steady aggregator, near the beginning and in the end:");
+    println!("  resident memory              {} MB, {} MB", before.resident_mb, after.resident_mb);
+    println!("  open files                   {}, {}", before.files, after.files);
+    println!("  jobs, buffers that are taken {}, {}", after.jobs, after.buffers_taken);
+    println!("faults                         {}", faults.len());
+    for fault in faults {
+        println!("  {fault}");
+    }
+    ensure!(*jobs > 0, "no job has ended; give it more minutes");
+    let grown = after.resident_mb.saturating_sub(before.resident_mb);
+    let left = after.jobs + after.buffers_taken;
+    Ok(faults.is_empty() && grown <= SPARE_MB && left == 0 && after.files <= before.idle_files)
+}
+
+fn lock(tally: &Mutex<Tally>) -> std::sync::MutexGuard<'_, Tally> {
+    tally.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// How long until memory that is touched for the first time has been.
+const WARM_UP: Duration = Duration::from_secs(45);
+/// What the steady aggregator's memory may grow by from then on.
+const SPARE_MB: u64 = 32;

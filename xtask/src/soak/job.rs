@@ -1,0 +1,188 @@
+//! A job of a soak: its ranks as processes, one of which may be killed, and what must come of it.
+
+use std::fs::File;
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Mutex;
+use std::thread::sleep;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+
+use super::{Tally, lock};
+use crate::deadline::Deadline;
+
+/// Random numbers, the same from the same seed (xorshift64*, Vigna 2016).
+#[derive(Debug)]
+pub(super) struct Draw(u64);
+
+impl Draw {
+    pub(super) const fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    /// A number from `low` to `high`.
+    pub(super) const fn between(&mut self, low: u64, high: u64) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        low + (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) % (high - low + 1)
+    }
+
+    fn one_of<T: Copy>(&mut self, all: &[T]) -> T {
+        let last = all.len().saturating_sub(1) as u64;
+        all[usize::try_from(self.between(0, last)).unwrap_or(0)]
+    }
+}
+
+/// What a job is.
+#[derive(Debug)]
+pub(super) struct Job {
+    name: String,
+    world: u64,
+    flags: Vec<String>,
+    /// The rank that is killed, and when.
+    victim: Option<(usize, Duration)>,
+}
+
+/// A rank's process.
+struct Rank {
+    child: Child,
+    out: std::path::PathBuf,
+}
+
+impl Job {
+    pub(super) fn new(name: &str, aggregators: &str, draw: &mut Draw) -> Self {
+        let world = draw.between(2, 4);
+        let wire = draw.one_of(&["f32", "f32", "bf16", "int8", "fixed32"]);
+        let faults = draw.one_of(&["0", "0", "0.01"]);
+        let last = draw.one_of(&["64K", "1M", "4M"]);
+        let flags = [
+            ("aggregator", aggregators),
+            ("job", name),
+            ("min-bytes", "1K"),
+            ("max-bytes", last),
+            ("step-factor", "2"),
+            ("iters", "1"),
+            ("warmup-iters", "0"),
+            ("timeout", "60"),
+            ("format", "json"),
+            ("wire", wire),
+            ("drop", faults),
+            ("dup", faults),
+            ("reorder", faults),
+        ];
+        let mut flags: Vec<String> =
+            flags.iter().map(|(flag, value)| format!("--{flag}={value}")).collect();
+        flags.push(format!("--world={world}"));
+        flags.push(format!("--seed={}", draw.between(1, 1_000_000)));
+        let victim = draw.between(0, 2) == 0;
+        let at = Duration::from_millis(draw.between(50, 1_500));
+        let whom = usize::try_from(draw.between(0, world - 1)).unwrap_or(0);
+        let victim = victim.then_some((whom, at));
+        Self { name: name.to_owned(), world, flags, victim }
+    }
+
+    /// Runs it, and notes what came of it.
+    pub(super) fn run(&self, program: &Path, logs: &Path, tally: &Mutex<Tally>) {
+        let judged = self.judge(program, logs, tally);
+        let mut tally = lock(tally);
+        tally.jobs += 1;
+        if let Err(error) = judged {
+            let (name, flags) = (&self.name, self.flags.join(" "));
+            tally.faults.push(format!("{name} ({:?}, {flags}): {error:#}", self.victim));
+        }
+    }
+
+    fn judge(&self, program: &Path, logs: &Path, tally: &Mutex<Tally>) -> Result<()> {
+        let kill_at = Deadline::after(self.victim.map_or(Duration::ZERO, |(_, at)| at));
+        let ranks = (0..self.world).map(|rank| self.start(rank, program, logs));
+        let mut ranks = ranks.collect::<Result<Vec<_>>>()?;
+        let mut killed = false;
+        if let Some((victim, _)) = self.victim {
+            while !kill_at.is_over() {
+                sleep(POLL);
+            }
+            // One that has ended is no loss to anybody.
+            killed = ranks[victim].child.try_wait()?.is_none();
+            ranks[victim].child.kill().context("cannot kill a rank")?;
+            lock(tally).ranks_killed += u64::from(killed);
+        }
+        let mut why = String::new();
+        let (mut ops, mut named) = (0, false);
+        for (rank, process) in ranks.iter_mut().enumerate() {
+            let status = process.wait()?;
+            let (out, errors) = process.said()?;
+            ops += out.matches("\"wrong\":0").count() as u64;
+            if out.contains("\"wrong\":") && out.matches("\"wrong\":").count() as u64 > ops {
+                why += &format!("rank {rank} has wrong sums; ");
+            }
+            let is_victim = self.victim.is_some_and(|(victim, _)| victim == rank);
+            let names = self.victim.is_some_and(|(victim, _)| {
+                errors.contains(&format!("rank {victim}")) || errors.contains("no aggregator")
+            });
+            named |= names;
+            let excused = is_victim || killed && names;
+            if !status.success() && !excused {
+                why += &format!("rank {rank}: {status}: {}; ", errors.trim());
+            }
+        }
+        let mut tally = lock(tally);
+        tally.ops += ops;
+        tally.told += u64::from(killed && named);
+        drop(tally);
+        anyhow::ensure!(why.is_empty(), "{why}");
+        Ok(())
+    }
+
+    fn start(&self, rank: u64, program: &Path, logs: &Path) -> Result<Rank> {
+        let out = logs.join(format!("{}-{rank}", self.name.rsplit_once('-').map_or("", |x| x.0)));
+        let file = |kind: &str| File::create(out.with_extension(kind)).context("cannot log");
+        let child = Command::new(program)
+            .arg("bench")
+            .args(&self.flags)
+            .arg(format!("--rank={rank}"))
+            .stdin(Stdio::null())
+            .stdout(file("out")?)
+            .stderr(file("err")?)
+            .spawn()
+            .context("cannot start a rank")?;
+        Ok(Rank { child, out })
+    }
+}
+
+impl Rank {
+    /// Waits for its end, which must come.
+    fn wait(&mut self) -> Result<ExitStatus> {
+        let patience = Deadline::after(PATIENCE);
+        loop {
+            if let Some(status) = self.child.try_wait()? {
+                return Ok(status);
+            }
+            if patience.is_over() {
+                self.child.kill().context("cannot kill a rank that hangs")?;
+                self.child.wait()?;
+                anyhow::bail!("a rank hangs: no end after {} s", PATIENCE.as_secs());
+            }
+            sleep(POLL);
+        }
+    }
+
+    /// What it has printed, and what as errors.
+    fn said(&self) -> Result<(String, String)> {
+        let read = |kind: &str| std::fs::read_to_string(self.out.with_extension(kind));
+        Ok((read("out")?, read("err")?))
+    }
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        // One that has ended cannot be killed.
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
+
+const POLL: Duration = Duration::from_millis(10);
+/// Longer than any op, or joining, may take.
+const PATIENCE: Duration = Duration::from_secs(150);

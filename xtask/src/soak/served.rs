@@ -1,0 +1,154 @@
+//! An aggregator of a soak, as a process.
+
+use std::fs;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+
+use crate::deadline::Deadline;
+use crate::shell::Cmd;
+
+/// A running aggregator.
+#[derive(Debug)]
+pub(super) struct Served {
+    pub(super) addr: String,
+    name: String,
+    program: PathBuf,
+    socket: PathBuf,
+    child: Child,
+    /// Files that it had open before the first rank came.
+    idle_files: usize,
+}
+
+/// What an aggregator has.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Resources {
+    pub(super) resident_mb: u64,
+    pub(super) files: usize,
+    /// Files that it had open before the first rank came.
+    pub(super) idle_files: usize,
+    pub(super) jobs: u64,
+    pub(super) buffers_taken: u64,
+}
+
+impl Served {
+    /// Starts one at a port of this host, 0 for any; returns once it serves.
+    pub(super) fn start(program: &Path, logs: &Path, name: &str, port: &str) -> Result<Self> {
+        let socket = logs.join(format!("{name}.sock"));
+        let out = logs.join(format!("{name}.log"));
+        let mut child = Command::new(program)
+            .args(["aggregator", "--port", port, "--pool-mib", "256", "--max-jobs", "40"])
+            .args(["--shards", "2", "--data-auth", "mac", "--status-socket"])
+            .arg(&socket)
+            .stdin(Stdio::null())
+            .stdout(File::create(&out)?)
+            .stderr(File::create(logs.join(format!("{name}.err")))?)
+            .spawn()
+            .context("cannot start an aggregator")?;
+        let patience = Deadline::after(PATIENCE);
+        let addr = loop {
+            let line = fs::read_to_string(&out)?;
+            if let Some(rest) = line.strip_prefix("racksum aggregator on ")
+                && let Some((addr, _)) = rest.split_once(": ")
+            {
+                break addr.to_owned();
+            }
+            ensure!(child.try_wait()?.is_none(), "the aggregator ended; see {}", out.display());
+            ensure!(!patience.is_over(), "the aggregator does not serve");
+            sleep(POLL);
+        };
+        let (name, program) = (name.to_owned(), program.to_owned());
+        let mut served = Self { addr, name, program, socket, child, idle_files: 0 };
+        served.idle_files = served.files()?;
+        Ok(served)
+    }
+
+    /// Kills it.
+    pub(super) fn kill(&mut self) -> Result<()> {
+        self.child.kill().context("cannot kill it")?;
+        self.child.wait().context("cannot wait for it")?;
+        Ok(())
+    }
+
+    /// Tells it to stop, and waits until its jobs have moved.
+    pub(super) fn drain(&mut self) -> Result<()> {
+        let id = self.child.id().to_string();
+        ensure!(Cmd::new("kill", &["-TERM", &id]).succeeds(Path::new(".")), "cannot tell it");
+        let patience = Deadline::after(PATIENCE);
+        while self.child.try_wait()?.is_none() {
+            if patience.is_over() {
+                self.kill()?;
+                bail!("told to stop, it had not ended after {} s", PATIENCE.as_secs());
+            }
+            sleep(POLL);
+        }
+        Ok(())
+    }
+
+    /// Starts it again at the same port.
+    pub(super) fn again(&mut self, program: &Path, logs: &Path) -> Result<()> {
+        let port = self.addr.rsplit(':').next().unwrap_or("0").to_owned();
+        *self = Self::start(program, logs, &self.name.clone(), &port)?;
+        Ok(())
+    }
+
+    /// What it has now.
+    pub(super) fn resources(&self) -> Result<Resources> {
+        let id = self.child.id();
+        let status = fs::read_to_string(format!("/proc/{id}/status"))?;
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let kib = line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
+        let told = Cmd::new(
+            &self.program.display().to_string(),
+            &["status", &self.socket.display().to_string(), "--format", "json"],
+        )
+        .output(Path::new("."))?;
+        let told: Value = serde_json::from_str(&told).context("its status is no JSON")?;
+        let shards = told["shards"].as_array().context("its status tells of no shard")?;
+        let taken = |shard: &Value| {
+            let of = |i: usize| shard["buffers"][i].as_u64().unwrap_or(0);
+            of(0) - of(1)
+        };
+        Ok(Resources {
+            resident_mb: kib.context("no VmRSS")? / 1024,
+            files: self.files()?,
+            idle_files: self.idle_files,
+            jobs: told["jobs"].as_array().map_or(0, |jobs| jobs.len() as u64),
+            buffers_taken: shards.iter().map(taken).sum(),
+        })
+    }
+
+    /// Waits until the last job has given back what it had.
+    pub(super) fn await_peace(&self) -> Result<()> {
+        let patience = Deadline::after(PATIENCE);
+        while !patience.is_over() {
+            let Resources { jobs, buffers_taken, files, idle_files, .. } = self.resources()?;
+            if jobs + buffers_taken == 0 && files <= idle_files {
+                break;
+            }
+            sleep(Duration::from_millis(500));
+        }
+        Ok(())
+    }
+
+    fn files(&self) -> Result<usize> {
+        Ok(fs::read_dir(format!("/proc/{}/fd", self.child.id()))?.count())
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        // One that has ended cannot be killed.
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
+
+const POLL: Duration = Duration::from_millis(20);
+/// How long starting, draining and coming to rest may take.
+const PATIENCE: Duration = Duration::from_secs(60);
