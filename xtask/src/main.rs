@@ -2,8 +2,9 @@
 //! CI runs.
 //!
 //! Read [`steps`] for the steps of a test run, [`tidy`] for the rules that neither rustfmt nor
-//! clippy holds, [`mod@bench`] for the races against other programs, and [`soak`] for the long run. A new chore is a module
-//! here and a variant of [`Chore`]; a new step of the test run is a variant of [`steps::Step`].
+//! clippy holds, [`mod@bench`] for the races against other programs, and [`soak`] for the long run.
+//! A new chore is a module here and a variant of [`Chore`]; a new step of the test run is a variant
+//! of [`steps::Step`].
 
 mod arrows;
 mod bench;

@@ -95,7 +95,8 @@ pub(crate) fn run(root: &Path, args: &SoakArgs) -> Result<bool> {
     report(&tally, started?, steady.resources()?)
 }
 
-/// Shows how far it is, until it is over. Returns what the steady aggregator had once all had begun.
+/// Shows how far it is, until it is over. Returns what the steady aggregator had near the
+/// beginning.
 fn watch(
     steady: &Served,
     run: Deadline,
