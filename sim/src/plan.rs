@@ -26,6 +26,8 @@ pub struct Plan {
     pub faults: Vec<Rule>,
     /// When hosts stand still.
     pub pauses: Vec<Pause>,
+    /// When all shards die, in ascending order. The jobs go on at others, on the same hosts.
+    pub moves: Vec<Move>,
     /// How many datagrams strangers send.
     pub noise: u32,
 }
@@ -117,6 +119,15 @@ pub enum Absence {
     Dies(Picos),
 }
 
+/// The death of the shards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Move {
+    /// When they stop.
+    pub at: Picos,
+    /// How much later the jobs go on elsewhere.
+    pub lasts: Picos,
+}
+
 /// A host that handles nothing for a while; what its socket cannot hold is lost.
 #[derive(Debug, Clone, Copy)]
 pub struct Pause {
@@ -142,11 +153,33 @@ pub enum Host {
     Shard(u8),
 }
 
+/// One life of the shards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Life {
+    /// How often they have died before.
+    pub number: u8,
+    /// The first op of the job in it.
+    pub first_op: OpId,
+}
+
+impl Life {
+    /// The first.
+    pub const FIRST: Self = Self { number: 0, first_op: OpId(0) };
+}
+
 impl Plan {
     /// A plan without faults: one job on a network.
     #[must_use]
     pub const fn new(seed: u64, network: Network, jobs: Vec<JobPlan>) -> Self {
-        Self { seed, jobs, network, faults: Vec::new(), pauses: Vec::new(), noise: 0 }
+        Self {
+            seed,
+            jobs,
+            network,
+            faults: Vec::new(),
+            pauses: Vec::new(),
+            moves: Vec::new(),
+            noise: 0,
+        }
     }
 
     /// All hosts, workers before shards.
@@ -173,19 +206,20 @@ impl Plan {
         }
     }
 
-    /// The number that job `job` goes by on the wire, to and from a shard.
+    /// The number that job `job` goes by on the wire, to and from a shard, in a life of the shards.
     #[must_use]
-    pub fn job_id(&self, job: usize, shard: u8) -> JobId {
+    pub fn job_id(&self, job: usize, shard: u8, life: Life) -> JobId {
         let own = if self.network.own_numbers { u32::from(shard) * 1_000 } else { 0 };
+        let own = own + u32::from(life.number) * 1_000_000;
         JobId(u32::try_from(job).unwrap_or(u32::MAX).saturating_add(1 + own))
     }
 
     /// What a rank is granted.
     #[must_use]
-    pub fn worker(&self, job: usize, rank: Rank) -> worker::Config {
+    pub fn worker(&self, job: usize, rank: Rank, life: Life) -> worker::Config {
         let plan = &self.jobs[job];
         worker::Config {
-            job: self.job_id(job, 0),
+            job: self.job_id(job, 0, life),
             generation: Self::GENERATION,
             rank,
             lanes: plan.lanes,
@@ -194,17 +228,17 @@ impl Plan {
             max_ops: plan.max_ops,
             cut: plan.cut,
             in_flight: plan.in_flight,
-            first_op: OpId(0),
-            may_move: false,
+            first_op: life.first_op,
+            may_move: !self.moves.is_empty(),
         }
     }
 
     /// What a job is granted at a shard.
     #[must_use]
-    pub fn aggregator(&self, job: usize, shard: u8) -> aggregator::Config {
+    pub fn aggregator(&self, job: usize, shard: u8, life: Life) -> aggregator::Config {
         let plan = &self.jobs[job];
         aggregator::Config {
-            job: self.job_id(job, shard),
+            job: self.job_id(job, shard, life),
             generation: Self::GENERATION,
             world: plan.world,
             lanes: plan.lanes,
@@ -214,14 +248,15 @@ impl Plan {
             max_ops: plan.max_ops,
             cut: plan.cut,
             results_in_flight: plan.results_in_flight,
-            moved_at: None,
+            moved_at: (life.number > 0).then_some(life.first_op),
         }
     }
 
     /// The longest that hosts stand still, in all.
     #[must_use]
     pub fn paused(&self) -> Picos {
-        self.pauses.iter().fold(Picos::ZERO, |all, pause| all + pause.lasts)
+        let lasts = self.pauses.iter().map(|pause| pause.lasts);
+        lasts.chain(self.moves.iter().map(|it| it.lasts)).fold(Picos::ZERO, |all, it| all + it)
     }
 
     /// The life of every job.

@@ -36,7 +36,12 @@ impl Aggregation {
             return Err(Reject::Shape);
         }
         self.note_reached(rank, op);
-        self.agreement.admits(op)?;
+        // Of a job that has moved, an op that every rank has ended may be opened again for others,
+        // of whom there turn out to be none.
+        let is_over = self.config.moved_at.is_some() && self.agreement.is_past(op);
+        if !is_over {
+            self.agreement.admits(op)?;
+        }
         let stream = &mut self.streams[usize::from(lane)];
         if stream.sequence.is_settled(op) {
             // A lane that is past the op may never have had it: then others have it elsewhere.
@@ -51,15 +56,19 @@ impl Aggregation {
         if !stream.has_room_for(op) {
             return Err(Reject::BeyondOps);
         }
-        let failed = self.check_agreement(op, rank, &open.descriptor, observer);
-        if failed {
+        let failed = is_over || self.check_agreement(op, rank, &open.descriptor, observer);
+        if failed && !is_over {
             self.queue.note(lane, rank, |due| due.failed = Some(op));
         }
         let stream = &mut self.streams[usize::from(lane)];
         match stream.place(op, &open, rank, stripe) {
             // Its place matters all the same: the rank's next op comes after it.
             Placed::At(_) if failed => {
-                stream.sequence.fail(op);
+                // What is folded has results, and is told of no failure.
+                let entry = stream.sequence.get(op);
+                if entry.is_some_and(|entry| entry.end() > stream.next) {
+                    stream.sequence.fail(op);
+                }
             }
             Placed::Failed => {}
             Placed::At(base) if stream.handle_stretch(rank, base + u64::from(nth), &open) => {

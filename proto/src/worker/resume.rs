@@ -129,6 +129,23 @@ impl Worker {
         self.conclude_all(observer);
     }
 
+    /// Passes over ops that this rank has ended and opened again for others, once the credit has:
+    /// what every rank has ended has no results any more.
+    pub(super) fn pass_ended(&mut self, at: usize) {
+        loop {
+            let stream = &self.streams[at];
+            let Some(entry) = stream.sequence.at(stream.cursor).copied() else { return };
+            if entry.end() > stream.low {
+                return;
+            }
+            let Some(op) = self.op_mut(entry.op).filter(|op| op.ended && !op.failed) else {
+                return;
+            };
+            op.streams_left -= 1;
+            self.streams[at].pass(entry.end());
+        }
+    }
+
     /// Notes of every window of an op whether its sum is here, and that nobody needs it any more.
     fn settle_windows(&self, op: &mut Op) {
         let (shards, windows) = (self.config.shards, op.geometry.windows());

@@ -320,6 +320,12 @@ impl Stream {
         }
     }
 
+    /// Needs no result of windows before `position`.
+    pub(super) fn pass(&mut self, position: u64) {
+        self.cursor = position;
+        self.skip_failed();
+    }
+
     /// The acknowledgement to write into a header; it is owed no more (wire: W-32).
     pub(super) fn acknowledge(&mut self) -> WindowId {
         self.unacked = Unacked::default();

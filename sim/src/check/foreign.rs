@@ -14,6 +14,9 @@ use crate::plan::Plan;
 pub struct Foreign {
     /// By job: whether the ranks may number windows differently for a while, since an op failed.
     diverges: Vec<bool>,
+    /// Whether jobs move: then what was on its way to or from dead shards comes to those that live,
+    /// and ranks send shares of windows that others turn out to have the sums of.
+    moves: bool,
 }
 
 impl Foreign {
@@ -21,7 +24,8 @@ impl Foreign {
     #[must_use]
     pub fn new(plan: &Plan) -> Self {
         let diverges = |ops: &[_]| ops.iter().any(|op: &crate::plan::OpPlan| op.odd.is_some());
-        Self { diverges: plan.jobs.iter().map(|job| diverges(&job.ops)).collect() }
+        let diverges = plan.jobs.iter().map(|job| diverges(&job.ops)).collect();
+        Self { diverges, moves: !plan.moves.is_empty() }
     }
 
     /// Compares two runs of the same plan but for strangers.
@@ -40,8 +44,9 @@ impl Foreign {
         match reject {
             Reject::Stale | Reject::Unopened => true,
             Reject::Unowed | Reject::BeyondPool | Reject::BeyondOps | Reject::Shape => {
-                self.diverges[job]
+                self.diverges[job] || self.moves
             }
+            Reject::Job => self.moves,
             _ => false,
         }
     }

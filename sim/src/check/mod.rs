@@ -133,12 +133,14 @@ impl Checkers {
     #[must_use]
     pub fn of(plan: &Plan) -> Self {
         let oracle = Rc::new(Oracle::new(plan));
-        Self::default()
-            .with(ExactlyOnce::new(Rc::clone(&oracle)))
+        let moves = !plan.moves.is_empty();
+        let checkers = Self::default()
+            .with(ExactlyOnce::new(Rc::clone(&oracle), moves))
             .with(SameBits::default())
-            .with(Bounded::new(plan))
             .with(Ends::new(plan, oracle))
-            .with(Foreign::new(plan))
+            .with(Foreign::new(plan));
+        // What is held is counted from the shards' beginning on.
+        if moves { checkers } else { checkers.with(Bounded::new(plan)) }
     }
 
     /// These and `checker`.

@@ -61,21 +61,21 @@ fn breaks(result: Result<(), Violation>, invariant: Invariant) -> bool {
 
 #[test]
 fn exactly_once_fires_when_a_window_is_folded_twice() {
-    let mut checker = ExactlyOnce::new(oracle());
+    let mut checker = ExactlyOnce::new(oracle(), false);
     assert!(fold(&mut checker, 1).is_ok());
     assert!(breaks(fold(&mut checker, 1), Invariant::I1));
 }
 
 #[test]
 fn exactly_once_fires_when_a_contribution_is_missing_from_a_fold() {
-    let mut checker = ExactlyOnce::new(oracle());
+    let mut checker = ExactlyOnce::new(oracle(), false);
     let sight = folded(0, 1);
     assert!(breaks(see(&mut checker, SHARD, &Sight::Event(&sight)), Invariant::I1));
 }
 
 #[test]
 fn exactly_once_fires_when_a_window_was_never_folded() {
-    let mut checker = ExactlyOnce::new(oracle());
+    let mut checker = ExactlyOnce::new(oracle(), false);
     fold(&mut checker, 0).unwrap();
     fold(&mut checker, 2).unwrap();
     let ended = Ok(result());
@@ -84,7 +84,7 @@ fn exactly_once_fires_when_a_window_was_never_folded() {
 
 #[test]
 fn exactly_once_fires_when_a_result_is_wrong_in_one_bit() {
-    let mut checker = ExactlyOnce::new(oracle());
+    let mut checker = ExactlyOnce::new(oracle(), false);
     (0..3).for_each(|index| fold(&mut checker, index).unwrap());
     let mut tensor = result();
     assert!(see(&mut checker, RANK, &Sight::Ended(OP, &Ok(tensor.clone()))).is_ok());
@@ -132,7 +132,7 @@ fn few_bytes_fires_when_a_rank_sends_or_receives_too_many() {
 fn datagram(kind: Kind, index: u32, ack: u32) -> Vec<u8> {
     let header = Header {
         kind,
-        job: plan().job_id(0, 0),
+        job: plan().job_id(0, 0, crate::plan::Life::FIRST),
         generation: Plan::GENERATION,
         sender: Rank(0),
         lane: 0,

@@ -13,7 +13,7 @@ use crate::check::{Checkers, Machine, Sight, Watch};
 use crate::engine::Picos;
 use crate::link::Link;
 use crate::node::{Datagram, ShardNode, WorkerNode};
-use crate::plan::{Host, JobPlan, Plan, PortPlan};
+use crate::plan::{Host, JobPlan, Life, Plan, PortPlan};
 use crate::random::mix;
 
 /// A host at work.
@@ -93,6 +93,31 @@ impl HostState {
         self.socket_bytes += bytes.len();
         self.socket.push_back((bytes, marked));
         true
+    }
+
+    /// Forgets what waits in the socket.
+    pub(super) fn forget(&mut self) {
+        self.socket.clear();
+        self.socket_bytes = 0;
+    }
+
+    /// Begins to serve, or to be served, anew: each job in its life.
+    pub(super) fn begin_life(
+        &mut self,
+        now: Picos,
+        plan: &Plan,
+        lives: &[Life],
+        checkers: &mut Checkers,
+    ) {
+        match &mut self.role {
+            Role::Worker(worker) => worker.resume(now, plan, lives[worker.job], checkers),
+            Role::Shard { shard, jobs } => {
+                for (job, node) in jobs.iter_mut().enumerate() {
+                    let config = plan.aggregator(job, *shard, lives[job]);
+                    *node = ShardNode::new(config, plan.network.multicast, now.time());
+                }
+            }
+        }
     }
 
     /// Keeps the host from doing anything before `at`.
@@ -201,10 +226,9 @@ impl HostState {
 impl WorkerHost {
     pub(super) fn new(plan: &Plan, job: usize, rank: Rank) -> Self {
         let of_job = &plan.jobs[job];
-        let mut node = WorkerNode::new(plan.worker(job, rank), of_job.world, Time(0));
-        for shard in 0..plan.network.shards {
-            node.machine.set_shard_job(shard, plan.job_id(job, shard));
-        }
+        let config = plan.worker(job, rank, Life::FIRST);
+        let mut node = WorkerNode::new(config, of_job.world, Time(0));
+        set_numbers(&mut node, plan, job, Life::FIRST);
         Self {
             job,
             rank,
@@ -217,6 +241,15 @@ impl WorkerHost {
             ended: Vec::new(),
             spins: 0,
         }
+    }
+
+    /// Goes on at new shards.
+    fn resume(&mut self, now: Picos, plan: &Plan, life: Life, checkers: &mut Checkers) {
+        let config = plan.worker(self.job, self.rank, life);
+        let mut watch = self.watch(now, checkers);
+        self.node.resume(config, now.time(), &mut watch);
+        set_numbers(&mut self.node, plan, self.job, life);
+        self.blocked = false;
     }
 
     /// Whether all ops that the rank calls have ended.
@@ -317,6 +350,13 @@ impl WorkerHost {
             Picos::NEVER
         };
         timer.min(call)
+    }
+}
+
+/// Tells a rank what numbers its job has at the shards.
+fn set_numbers(node: &mut WorkerNode, plan: &Plan, job: usize, life: Life) {
+    for shard in 0..plan.network.shards {
+        node.machine.set_shard_job(shard, plan.job_id(job, shard, life));
     }
 }
 

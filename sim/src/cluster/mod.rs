@@ -21,7 +21,7 @@ use crate::engine::{Engine, Picos};
 use crate::fault::{Faults, Leg};
 use crate::link::Passage;
 use crate::node::{Datagram, Endpoint, ShardNode};
-use crate::plan::{Host, Plan};
+use crate::plan::{Host, Life, Plan};
 use crate::random::{Random, mix};
 
 /// What a run came to.
@@ -130,6 +130,10 @@ enum Event {
     Wake(usize),
     /// A pause begins.
     Pause(usize),
+    /// The shards die.
+    Die(usize),
+    /// The jobs go on at others.
+    Move(usize),
     /// A stranger's datagram arrives somewhere.
     Foreign,
 }
@@ -191,6 +195,9 @@ impl<'a> Cluster<'a> {
         for (number, pause) in self.plan.pauses.iter().enumerate() {
             self.engine.schedule(pause.at, Event::Pause(number));
         }
+        for (number, death) in self.plan.moves.iter().enumerate() {
+            self.engine.schedule(death.at, Event::Die(number));
+        }
         if let Some(pause) = self.strangers.next_pause() {
             self.engine.schedule(pause, Event::Foreign);
         }
@@ -218,6 +225,8 @@ impl<'a> Cluster<'a> {
                 let pause = self.plan.pauses[number];
                 self.hosts[self.plan.place(pause.host)].occupy(now + pause.lasts);
             }
+            Event::Die(number) => self.die(number),
+            Event::Move(number) => self.move_jobs(number),
             Event::Foreign => self.foreign(),
         }
         Ok(())
@@ -240,16 +249,19 @@ impl<'a> Cluster<'a> {
             return Ok(());
         }
         host.wakes_at = None;
-        if host.acts_at(now) == now {
-            let mut out = Vec::new();
-            host.act(now, self.plan, &mut out, &mut self.checkers);
-            if let Role::Worker(worker) = &host.role
-                && worker.spins()
-            {
-                return Invariant::I5.broken("a rank's timer is due again at once, for ever");
-            }
-            self.post(at, out);
+        if host.acts_at(now) != now {
+            // It stands still, and what it was woken for is still to be done then.
+            self.rouse(at, now);
+            return Ok(());
         }
+        let mut out = Vec::new();
+        host.act(now, self.plan, &mut out, &mut self.checkers);
+        if let Role::Worker(worker) = &host.role
+            && worker.spins()
+        {
+            return Invariant::I5.broken("a rank's timer is due again at once, for ever");
+        }
+        self.post(at, out);
         let due = self.hosts[at].next_due(self.plan);
         self.rouse(at, due.max(now));
         Ok(())
@@ -334,6 +346,40 @@ impl<'a> Cluster<'a> {
         }
     }
 
+    /// The shards do nothing any more, and forget all.
+    fn die(&mut self, number: usize) {
+        let again = self.engine.now() + self.plan.moves[number].lasts;
+        for host in &mut self.hosts {
+            if matches!(host.role, Role::Shard { .. }) {
+                host.occupy(again);
+                host.forget();
+            }
+        }
+        self.engine.schedule(again, Event::Move(number));
+    }
+
+    /// Every job goes on at new shards, from the oldest op that some rank may lack results of.
+    fn move_jobs(&mut self, number: usize) {
+        let now = self.engine.now();
+        let lives: Vec<_> =
+            (0..self.plan.jobs.len()).map(|job| self.next_life(job, number)).collect();
+        for at in 0..self.hosts.len() {
+            let watch = &mut self.checkers;
+            self.hosts[at].begin_life(now, self.plan, &lives, watch);
+            self.rouse(at, now);
+        }
+    }
+
+    /// The life of the shards that comes after so many, for a job.
+    fn next_life(&self, job: usize, number: usize) -> Life {
+        let of_job = self.hosts.iter().filter_map(|host| match &host.role {
+            Role::Worker(worker) if worker.job == job => Some(worker.node.machine.first_kept()),
+            _ => None,
+        });
+        let first_op = of_job.max().unwrap_or(OpId(0));
+        Life { number: u8::try_from(number + 1).expect("a few"), first_op }
+    }
+
     /// A stranger's datagram arrives, past links and socket so that it takes no one's room.
     fn foreign(&mut self) {
         if self.is_done() {
@@ -399,7 +445,7 @@ fn state(plan: &Plan, host: Host) -> HostState {
         }
         Host::Shard(shard) => {
             let node = |job| {
-                let config = plan.aggregator(job, shard);
+                let config = plan.aggregator(job, shard, Life::FIRST);
                 ShardNode::new(config, network.multicast, Picos::ZERO.time())
             };
             let jobs = (0..plan.jobs.len()).map(node).collect();

@@ -11,7 +11,7 @@ use crate::engine::Picos;
 use crate::fault::{Effect, Leg, Match, Rule};
 use crate::inputs::{Inputs, Values};
 use crate::link::LinkConfig;
-use crate::plan::{Absence, Host, JobPlan, Missing, Network, OpPlan, Pause, Plan, PortPlan};
+use crate::plan::{Absence, Host, JobPlan, Missing, Move, Network, OpPlan, Pause, Plan, PortPlan};
 use crate::random::Random;
 
 /// The plan of `seed`.
@@ -29,6 +29,9 @@ pub fn plan(seed: u64) -> Plan {
         let pauses = 1 + faults.below(3);
         let pause = |_| Pause::draw(&plan, &mut faults, BUSY, Picos::from_millis(200));
         plan.pauses = (0..pauses).map(pause).collect();
+    }
+    if harsh && random.child("moves").once_in(5) {
+        plan.moves = moves(&plan, &mut random.child("moves").nth(1));
     }
     if random.child("noise").once_in(4) {
         let noise = random.child("noise").across(1..=500);
@@ -226,11 +229,28 @@ fn rules(plan: &Plan, random: &mut Random, worst_loss_ppm: u32) -> Vec<Rule> {
     rules
 }
 
-/// A while in which nothing gets through to or from a host.
+/// The shards die once or a few times while most ops are in flight. Where ranks disagree about an
+/// op they do not: one that hears of it no more is a matter of its timeout.
+fn moves(plan: &Plan, random: &mut Random) -> Vec<Move> {
+    if plan.jobs.iter().flat_map(|job| &job.ops).any(|op| op.odd.is_some()) {
+        return Vec::new();
+    }
+    let mut at = Picos::ZERO;
+    let mut next = |_| {
+        at = at + Picos(random.below(BUSY.0));
+        let lasts = Picos(random.across(1_000_000..=100_000_000_000));
+        let death = Move { at, lasts };
+        at = at + lasts;
+        death
+    };
+    (0..1 + plan.seed % 4).map(&mut next).collect()
+}
+
+/// A while in which nothing gets through to or from a host, or neither: then it is cut off.
 fn outage(plan: &Plan, random: &mut Random) -> Rule {
     let hosts: Vec<Host> = plan.hosts().collect();
-    let leg = random.pick(&[Leg::Up, Leg::Down]);
-    let to = Match { leg: Some(leg), host: Some(random.pick(&hosts)), ..Match::default() };
+    let leg = random.pick(&[Some(Leg::Up), Some(Leg::Down), None]);
+    let to = Match { leg, host: Some(random.pick(&hosts)), ..Match::default() };
     let start = Picos(random.below(BUSY.0));
     let end = start + Picos(random.below(Picos::from_millis(300).0));
     Rule { during: start..end, ..Rule::always(to, Effect::Drop) }
