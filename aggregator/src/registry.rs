@@ -37,8 +37,6 @@ const DEMANDED_PROBES: u32 = 250;
 
 /// How long the ranks of a job that has moved here are waited for: as long as one may be silent.
 const MOVE_PATIENCE: Duration = Duration::from_secs(20);
-/// Why no job is taken any more.
-const DRAINING: &str = "this aggregator is about to stop and takes no more jobs; name another";
 
 /// A rank's place in a job, which another job of the same name does not have.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -212,7 +210,7 @@ impl Registry {
         let Caller { identity, mut addr, tell } = caller;
         Self::check(&join, addr.ip())?;
         if self.draining {
-            return Err(Refusal::Never(DRAINING.into()));
+            return Err(Refusal::Draining);
         }
         // Before anything is said that depends on a job.
         admit(&self.config.admit, identity.as_deref(), &join.job)?;
@@ -520,7 +518,9 @@ impl Registry {
         let names =
             self.jobs.iter().filter(|(_, job)| gathering(job)).map(|(name, _)| name.clone());
         for name in names.collect::<Vec<_>>() {
-            self.refuse_all(&name, DRAINING);
+            if let Some(job) = self.remove(&name) {
+                job.tell(&FromAggregator::Drain);
+            }
         }
         self.jobs.values().for_each(|job| job.tell(&FromAggregator::Drain));
     }

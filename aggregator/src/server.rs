@@ -111,9 +111,11 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared, lifelines: 
     };
     match joined {
         Err(refusal) => {
+            let drains = refusal == Refusal::Draining;
             let reason = refusal.why();
             tracing::warn!(job = name, rank, %addr, identity, reason, "join refused");
-            if say(&mut send, &FromAggregator::Refused { reason }).await {
+            let refused = FromAggregator::Refused { reason };
+            if say(&mut send, if drains { &FromAggregator::Drain } else { &refused }).await {
                 end(&connection, send).await;
             }
         }

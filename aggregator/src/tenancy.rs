@@ -8,6 +8,8 @@ use crate::config::Config;
 /// Why a rank was not taken into its job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Refusal {
+    /// The aggregator is about to stop.
+    Draining,
     /// It never will be, as it asks.
     Never(String),
     /// There is no room now.
@@ -19,6 +21,7 @@ impl Refusal {
     pub(crate) fn why(self) -> String {
         match self {
             Self::Never(why) | Self::NoRoom(why) => why,
+            Self::Draining => "this aggregator is about to stop".into(),
         }
     }
 }
@@ -231,6 +234,7 @@ mod tests {
         match checked.unwrap_err() {
             Refusal::Never(why) => (false, why),
             Refusal::NoRoom(why) => (true, why),
+            Refusal::Draining => panic!("nobody drains"),
         }
     }
 

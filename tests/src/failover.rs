@@ -156,7 +156,7 @@ fn an_aggregator_that_drains_hands_its_jobs_over_and_takes_no_others() {
             one.aggregator.drain();
             one.await_peace();
             let error = Client::connect(&one.options("new", 0, 1)).unwrap_err().to_string();
-            let why = "the aggregator refused: this aggregator is about to stop and takes no more \
+            let why = "the aggregator refused: it is about to stop and takes no more \
                        jobs; name another";
             assert_eq!(error, why);
             // One that knows another place goes there.

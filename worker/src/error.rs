@@ -20,6 +20,9 @@ pub enum ConnectError {
     /// The aggregator refused the rank.
     #[error("the aggregator refused: {0}")]
     Refused(String),
+    /// The aggregator is about to stop, and takes no more jobs.
+    #[error("the aggregator refused: it is about to stop and takes no more jobs; name another")]
+    Draining,
     /// The world stayed incomplete.
     #[error("{}", incomplete(missing, *waited))]
     Incomplete {

@@ -342,7 +342,7 @@ impl<'a> Joining<'a> {
                 return Err(ConnectError::PeerLost { ranks, why });
             }
             FromAggregator::Drain => {
-                return Err(ConnectError::Refused("it is about to stop".into()));
+                return Err(ConnectError::Draining);
             }
             FromAggregator::Superseded { by } => {
                 return Err(ConnectError::Refused(format!(

@@ -22,7 +22,8 @@ const PAUSE: Duration = Duration::from_millis(250);
 const MOVE_TIMEOUT: Duration = Duration::from_secs(25);
 
 /// Joins a job at the first of its sets of aggregators that can be had, and says which that is. One
-/// that goes away while ranks are waited for is no reason to give up, as long as joining may take.
+/// that goes away while ranks are waited for is no reason to give up, as long as joining may take:
+/// it may be back.
 pub(crate) fn join_first(
     options: &ConnectOptions,
     mailbox: &mut Mailbox,
@@ -46,7 +47,7 @@ pub(crate) fn join_first(
                 Err(error) if options.standbys.is_empty() => return Err(error),
                 Err(error) => {
                     tracing::warn!(aggregator = words.name(at), %error, "not joined");
-                    gone |= matches!(error, ConnectError::Closed(_));
+                    gone |= matches!(error, ConnectError::Closed(_) | ConnectError::Draining);
                     words.set(at, error.to_string());
                 }
             }
@@ -54,6 +55,7 @@ pub(crate) fn join_first(
         if !gone || clock.now() >= end {
             return Err(ConnectError::NoAggregator(words.text()));
         }
+        std::thread::sleep(PAUSE);
     }
 }
 

@@ -118,8 +118,9 @@ impl Job {
                 why += &format!("rank {rank} has wrong sums; ");
             }
             let is_victim = self.victim.is_some_and(|(victim, _)| victim == rank);
+            // Killed before all had joined, it is one of those that had not.
             let names = self.victim.is_some_and(|(victim, _)| {
-                errors.contains(&format!("rank {victim}")) || errors.contains("no aggregator")
+                errors.contains(&format!("rank {victim}")) || errors.contains("had not joined")
             });
             named |= names;
             let excused = is_victim || killed && names;
