@@ -27,6 +27,8 @@ mod failover;
 #[cfg(test)]
 mod flight;
 #[cfg(test)]
+mod flood;
+#[cfg(test)]
 mod jobs;
 #[cfg(test)]
 mod joining;
