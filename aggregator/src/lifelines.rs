@@ -57,13 +57,23 @@ impl Lifelines {
 /// Hands lifelines to those that they were offered to.
 async fn take(listener: TcpListener, offers: Offers, strangers: usize) {
     let room = Arc::new(Semaphore::new(strangers));
+    let mut told = false;
     loop {
-        // One that cannot be accepted, as with too many open files, is only missed.
-        let (Ok(permit), Ok((stream, _))) =
-            (Arc::clone(&room).acquire_owned().await, listener.accept().await)
-        else {
-            tokio::time::sleep(std::time::Duration::from_millis(100)).await;
-            continue;
+        // The semaphore is never closed.
+        let Ok(permit) = Arc::clone(&room).acquire_owned().await else { return };
+        let stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                if !std::mem::replace(&mut told, true) {
+                    tracing::warn!(
+                        %error,
+                        "a lifeline cannot be taken: a rank without one that dies is missed after \
+                         20 s; if too many files are open, raise the limit (ulimit -n)"
+                    );
+                }
+                tokio::time::sleep(RETRY).await;
+                continue;
+            }
         };
         let offers = Arc::clone(&offers);
         tokio::spawn(async move {
@@ -78,6 +88,9 @@ async fn take(listener: TcpListener, offers: Offers, strangers: usize) {
         });
     }
 }
+
+/// How long until a lifeline is taken that could not be.
+const RETRY: std::time::Duration = std::time::Duration::from_millis(100);
 
 #[cfg(test)]
 mod tests {

@@ -1,8 +1,9 @@
 //! Processes that die, or stop answering, in the middle of a job: the others end, and say why.
 
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use crate::process::{Process, Serving, bench_rank, signal};
+use crate::process::{Process, RACKSUM, Serving, bench_rank, signal};
 use crate::waits::{await_that, timed};
 
 /// Ranks of a benchmark that would take for ever.
@@ -70,9 +71,9 @@ fn ranks_end_with_the_parent_that_started_them() {
 #[test]
 fn an_aggregator_serves_on_when_nobody_reads_what_it_says() {
     let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
-    let mut command = std::process::Command::new(crate::process::RACKSUM);
+    let mut command = Command::new(RACKSUM);
     command.args(["aggregator", "--port", "0", "--pool-mib", "16"]).stdout(full);
-    command.stderr(std::process::Stdio::piped());
+    command.stderr(Stdio::piped());
     let mut aggregator = command.spawn().unwrap();
     std::thread::sleep(Duration::from_millis(500));
     assert!(aggregator.try_wait().unwrap().is_none(), "it serves");
@@ -144,4 +145,27 @@ fn an_aggregator_that_is_killed_is_missed_by_its_ranks() {
     }
     // Its ranks say goodbye to it for a second, in vain.
     assert!(ms < 4000, "{ms} ms");
+}
+
+#[test]
+fn an_aggregator_with_no_files_to_spare_serves_on_and_says_so_once() {
+    let mut idle = 0;
+    // As many as it has open when nobody has come, and too few for the lifelines of four ranks.
+    let probe = Serving::start(&[]);
+    await_that("it has opened its files", || {
+        let files = std::fs::read_dir(format!("/proc/{}/fd", probe.process.id())).unwrap().count();
+        std::mem::replace(&mut idle, files) == files
+    });
+    drop(probe);
+    let limited =
+        format!("ulimit -n {}; exec {RACKSUM} aggregator --port 0 --pool-mib 64", idle + 1);
+    let serving = Serving::of(Process::spawn(Command::new("sh").args(["-c", &limited])));
+    let flags = ["-b", "64K", "-e", "1M", "-n", "20"];
+    let ranks: Vec<_> = (0..4).map(|rank| bench_rank(&serving.addr, rank, 4, &flags)).collect();
+    for rank in ranks {
+        rank.end(60).ok();
+    }
+    let ended = serving.end();
+    assert_eq!(ended.err.matches("a lifeline cannot be taken").count(), 1, "{}", ended.err);
+    assert!(ended.err.contains("raise the limit (ulimit -n)"), "{}", ended.err);
 }
