@@ -74,7 +74,7 @@ impl Payload {
 
     /// The sums of windows, each with its blocks, that other ranks may lack once the op has ended
     /// and its tensor is the caller's again.
-    pub(crate) fn keep(&mut self, windows: impl Iterator<Item = (u32, u64)>) -> Self {
+    pub(crate) fn keep(&mut self, windows: Vec<(u32, u64)>) -> Self {
         let mut kept = BTreeMap::new();
         for (index, mask) in windows {
             let packed = self.kept.remove(&index).unwrap_or_else(|| {
@@ -225,14 +225,12 @@ impl Payload {
     /// overflowed, if one did.
     pub(crate) fn scatter(&mut self, delivery: &Delivery, body: &[u8]) -> Option<u64> {
         let range = delivery.cut.range(delivery.len, usize::from(delivery.fragment));
-        if let Data::Blocks(blocks) = &mut self.data {
-            blocks.expect_window(&self.descriptor, &self.geometry, delivery);
-        }
         let index = delivery.window.index;
         if body.len() == delivery.len {
             return self.scatter_whole(delivery, body);
         }
         if !self.descriptor.wire.is_scaled() && !self.may_move {
+            self.expect(delivery);
             self.scatter_run(delivery, range, body);
             return None;
         }
@@ -245,8 +243,17 @@ impl Payload {
         self.scatter_whole(delivery, &payload)
     }
 
+    /// Makes room for a window's sums in a list of blocks: where the job may move, once they are
+    /// whole, since they may be of other blocks when they come again.
+    fn expect(&mut self, delivery: &Delivery) {
+        if let Data::Blocks(blocks) = &mut self.data {
+            blocks.expect_window(&self.descriptor, &self.geometry, delivery);
+        }
+    }
+
     /// Writes all of a window's sums.
     fn scatter_whole(&mut self, delivery: &Delivery, payload: &[u8]) -> Option<u64> {
+        self.expect(delivery);
         let scaled = self.descriptor.wire.is_scaled();
         if self.may_move && (scaled || matches!(self.data, Data::Blocks(_))) {
             // What is decoded may not be encoded to the same bits, and of a list the sums are

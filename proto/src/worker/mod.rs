@@ -24,7 +24,7 @@ use alloc::vec;
 use alloc::vec::Vec;
 use core::ops::Range;
 
-use op::Op;
+use op::{Lacked, Op};
 pub use receive::{Delivery, Verdict};
 use stream::Stream;
 pub use transmit::{DataFragments, Transmit};
@@ -189,10 +189,11 @@ impl Worker {
         self.ended.is_some()
     }
 
-    /// Whether no op is in flight.
+    /// Whether nothing is in flight: every op has ended, and if the job may move, every rank is
+    /// known to have its results.
     #[must_use]
     pub fn is_idle(&self) -> bool {
-        self.ops.iter().all(|op| op.ended)
+        self.ops.is_empty()
     }
 
     /// The most windows that any stream has yet to have passed: how much is still to come.
@@ -462,13 +463,13 @@ impl Worker {
 
     /// The ranks that the results of an op lack; `None` while the name of one is yet to come.
     fn absent(&self, op: &Op) -> Option<Vec<Rank>> {
-        let mut absent = op.lacked.clone();
-        for (shard, ranks) in &op.absent {
-            absent.extend_from_slice(self.paths[usize::from(*shard)].gone.get(..*ranks)?);
+        let Lacked { mut ranks, unnamed } = self.lacked(op);
+        if unnamed > 0 {
+            return None;
         }
-        absent.sort_unstable();
-        absent.dedup();
-        Some(absent)
+        ranks.sort_unstable();
+        ranks.dedup();
+        Some(ranks)
     }
 
     /// Ends an op that has all its results, unless it is not known yet whom they lack.

@@ -36,7 +36,16 @@ pub(super) struct Op {
     /// It was in flight when the job moved: what is held was said when it was opened.
     pub(super) resumed: bool,
     /// The ranks that its results lacked when the job moved.
-    pub(super) lacked: Vec<Rank>,
+    pub(super) lacked: Lacked,
+}
+
+/// Ranks that results lack.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Lacked {
+    /// Those that are known by name.
+    pub(super) ranks: Vec<Rank>,
+    /// How many more there are.
+    pub(super) unnamed: usize,
 }
 
 impl Op {
@@ -87,7 +96,7 @@ impl Op {
             failed: false,
             held: Vec::new(),
             resumed: false,
-            lacked: Vec::new(),
+            lacked: Lacked::default(),
         }
     }
 }

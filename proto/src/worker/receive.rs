@@ -108,7 +108,7 @@ impl Worker {
             self.paths[usize::from(header.shard)].congestion.on_congested();
         }
         if stream.handle_low(header.ack) {
-            self.pass_ended(at);
+            self.pass_ended(at, observer);
             self.release(now, at);
             self.drop_ended();
         }

@@ -8,6 +8,7 @@
 
 use alloc::vec::Vec;
 
+use super::op::Lacked;
 use super::{Config, Op, Worker};
 use crate::error::OpError;
 use crate::geometry::Stripe;
@@ -34,7 +35,7 @@ impl Worker {
     /// The windows of an op that another rank may lack the sums of, and whose sums are here and not
     /// zero: their places in the tensor, and their blocks.
     pub fn windows_to_keep(&self, op: OpId) -> impl Iterator<Item = (u32, u64)> + '_ {
-        let op = self.op(op);
+        let op = self.op(op).filter(|op| !op.failed);
         let lane = op.map(|op| op.descriptor.lane);
         let streams = self.streams.iter().filter(move |stream| lane == Some(stream.lane));
         let windows = streams.filter_map(move |stream| {
@@ -96,7 +97,11 @@ impl Worker {
         let late = |op: &&Op| op.id < config.first_op && !op.ended;
         let late: Vec<_> = self.ops.iter().filter(late).map(|op| op.id).collect();
         for op in late {
-            self.fail(op, OpError::Ended { why: "the op failed before the job moved" }, observer);
+            self.fail(op, OpError::Ended { why: FAILED_BEFORE }, observer);
+        }
+        if config.first_op.0 > self.next_op {
+            // Not one of these ranks can be right.
+            self.end("other ranks are past ops that were never started here", observer);
         }
         let mut ops = core::mem::take(&mut self.ops);
         while ops.pop_front_if(|op| op.id < config.first_op).is_some() {}
@@ -129,20 +134,26 @@ impl Worker {
         self.conclude_all(observer);
     }
 
-    /// Passes over ops that this rank has ended and opened again for others, once the credit has:
-    /// what every rank has ended has no results any more.
-    pub(super) fn pass_ended(&mut self, at: usize) {
+    /// Passes over ops that were in flight when the job moved, once the credit has: what every rank
+    /// has ended has no results any more, and what some have ended gives none to the others.
+    pub(super) fn pass_ended(&mut self, at: usize, observer: &mut impl Observer) {
         loop {
             let stream = &self.streams[at];
             let Some(entry) = stream.sequence.at(stream.cursor).copied() else { return };
             if entry.end() > stream.low {
                 return;
             }
-            let Some(op) = self.op_mut(entry.op).filter(|op| op.ended && !op.failed) else {
+            let Some(op) = self.op_mut(entry.op).filter(|op| op.resumed && !op.failed) else {
                 return;
             };
-            op.streams_left -= 1;
-            self.streams[at].pass(entry.end());
+            if op.ended {
+                op.streams_left -= 1;
+                self.streams[at].pass(entry.end());
+            } else {
+                // Others do not have it any more, although it gave no result: they had been told
+                // that it failed.
+                self.fail(entry.op, OpError::Ended { why: FAILED_BEFORE }, observer);
+            }
         }
     }
 
@@ -166,13 +177,28 @@ impl Worker {
         }
     }
 
-    /// The ranks that the results of an op are known to lack.
-    fn lacked(&self, op: &Op) -> Vec<Rank> {
-        let mut lacked = op.lacked.clone();
-        for (shard, ranks) in &op.absent {
-            let gone = &self.paths[usize::from(*shard)].gone;
-            lacked.extend_from_slice(&gone[..gone.len().min(*ranks)]);
+    /// The ranks that the results of an op lack.
+    ///
+    /// Those of an aggregator that died before it could say whom it had lost are among those that
+    /// the job goes on without elsewhere: all of these are named then.
+    pub(super) fn lacked(&self, op: &Op) -> Lacked {
+        let Lacked { mut ranks, mut unnamed } = op.lacked.clone();
+        if unnamed > 0 {
+            let mut others = self.gone();
+            others.retain(|rank| !ranks.contains(rank));
+            if others.len() >= unnamed {
+                ranks.append(&mut others);
+                unnamed = 0;
+            }
         }
-        lacked
+        for (shard, lacked) in &op.absent {
+            let gone = &self.paths[usize::from(*shard)].gone;
+            ranks.extend_from_slice(&gone[..gone.len().min(*lacked)]);
+            unnamed = unnamed.max(lacked.saturating_sub(gone.len()));
+        }
+        Lacked { ranks, unnamed }
     }
 }
+
+/// Why an op ends of whose failure only others were told.
+const FAILED_BEFORE: &str = "the op failed before the job moved";

@@ -120,6 +120,8 @@ pub(super) struct Stream {
     pub(super) waited: Waited,
     /// Results arrive with congestion marks, and the aggregator has not been told.
     pub(super) congested: bool,
+    /// Sums are kept until every rank has them.
+    keeps: bool,
     pool: u64,
     max_stretch: u64,
 }
@@ -190,6 +192,7 @@ impl Stream {
             waited: Waited::new(),
             ack_due: false,
             congested: false,
+            keeps: config.may_move,
             pool,
             // All shards together scan no further ahead than this allows each of them.
             max_stretch: (Self::MAX_STRETCH / u64::from(config.shards.max(1))).max(1),
@@ -320,9 +323,12 @@ impl Stream {
         }
     }
 
-    /// Needs no result of windows before `position`.
+    /// Needs no result of windows before `position`, nor need anybody be told of them.
     pub(super) fn pass(&mut self, position: u64) {
-        self.cursor = position;
+        let Self { cursor, scanned, opened, sent, .. } = self;
+        for at in [cursor, scanned, opened, sent] {
+            *at = position.max(*at);
+        }
         self.skip_failed();
     }
 
@@ -338,6 +344,21 @@ impl Stream {
         self.cursor < self.opened
     }
 
+    /// Whether sums are kept of which it is not known that every rank has them.
+    fn is_unsettled(&self) -> bool {
+        self.keeps && self.low < self.cursor
+    }
+
+    /// Whether a silence is to be ended by a question.
+    fn listens(&self) -> bool {
+        self.awaits() || self.is_unsettled()
+    }
+
+    /// Whether results are to be acknowledged although there are few of them.
+    fn acknowledges(&self) -> bool {
+        self.awaits() || self.keeps
+    }
+
     /// When the silence has lasted too long. While results of other streams come in, those of this
     /// one may wait behind them: then `heard`, when the last came, puts the probe off for a while.
     fn probe_at(&self, path: &Path, heard: Time) -> Time {
@@ -347,24 +368,24 @@ impl Stream {
     }
 
     pub(super) fn timeout(&self, path: &Path, heard: Time) -> Time {
-        let probe = if self.awaits() && self.ask.is_none() {
+        let probe = if self.listens() && self.ask.is_none() {
             self.probe_at(path, heard)
         } else {
             Time::NEVER
         };
         let ack = match self.unacked.since {
-            Some(since) if !self.ack_due && self.awaits() => since + Self::MAX_ACK_DELAY,
+            Some(since) if !self.ack_due && self.acknowledges() => since + Self::MAX_ACK_DELAY,
             _ => Time::NEVER,
         };
         probe.min(ack)
     }
 
     pub(super) fn handle_timeout(&mut self, now: Time, path: &Path, heard: Time) {
-        if let Some(since) = self.unacked.since.filter(|_| self.awaits()) {
+        if let Some(since) = self.unacked.since.filter(|_| self.acknowledges()) {
             self.ack_due |= since + Self::MAX_ACK_DELAY <= now;
         }
-        // wire: W-39
-        if self.awaits() && self.probe_at(path, heard) <= now {
+        // wire: W-39, W-63
+        if self.listens() && self.probe_at(path, heard) <= now {
             self.ask = Some(Stalled(true));
             self.quiet_since = now;
             self.probes += 1;

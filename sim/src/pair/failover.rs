@@ -96,5 +96,78 @@ fn an_aggregator_may_die_at_any_time_and_the_sums_are_the_same() {
     }
 }
 
+#[test]
+fn a_lane_that_is_idle_keeps_nothing_and_holds_up_no_other() {
+    for seed in 0..20 {
+        let faults = Faults { drop: seed % 4 * 8, double: seed % 3 * 4, delay: seed % 5 * 4 };
+        let mut cluster = Cluster::new(3, 2, 2, seed, faults);
+        let idle = |cluster: &mut Cluster| cluster.workers.iter().all(|w| w.machine.is_idle());
+        for op in 0..60 {
+            let elements = 60 * 256 * (1 + op % 3);
+            let lane = u8::from(op > 0);
+            submit(
+                &mut cluster,
+                seed,
+                op,
+                Descriptor { lane, ..Descriptor::sum(elements, DType::F32) },
+            );
+            let ended = usize::try_from(op).unwrap() + 1;
+            cluster.run(ended);
+            if op == 10 {
+                cluster.run_until(idle);
+            }
+            for worker in &cluster.workers {
+                let kept = op + 1 - u64::from(worker.machine.first_kept().0);
+                assert!(op < 10 || kept <= op - 9, "seed {seed}: {kept} ops kept after op {op}");
+            }
+        }
+        cluster.run_until(idle);
+        let timers = cluster.workers.iter().map(|worker| worker.machine.poll_timeout());
+        assert!(timers.min() == Some(Time::NEVER), "seed {seed}: an idle rank asks on");
+    }
+}
+
+#[test]
+fn an_op_of_whose_failure_only_some_were_told_ends_after_a_move() {
+    let mut told_some = 0;
+    for seed in 0..200 {
+        let faults = Faults { drop: 10 + seed % 30, double: 5, delay: 5 };
+        let grant = Grant { world: 3, shards: 2, lanes: 1, pool_slots: 8, moved_at: None };
+        let mut cluster = Cluster::new(3, 2, 1, seed, faults);
+        let good = Descriptor::sum(60 * 256 * 12, DType::I32);
+        let bad = Descriptor { reduction: Reduction::Max, ..good };
+        let ones = bytes(&vec![1; 60 * 256 * 12]);
+        for (rank, worker) in cluster.workers.iter_mut().enumerate() {
+            let second = if rank == 1 { bad } else { good };
+            for descriptor in [good, second, good] {
+                worker.submit(Time(0), descriptor, ones.clone(), TIMEOUT).unwrap();
+            }
+        }
+        let has_failed = |w: &WorkerNode| w.done.iter().any(|(op, _)| *op == OpId(1));
+        cluster.run_until(|cluster| cluster.workers.iter().any(has_failed));
+        told_some += usize::from(!cluster.workers.iter().all(has_failed));
+        let first = cluster.workers.iter().map(|w| w.machine.first_kept()).max();
+        cluster.move_to(Grant { moved_at: first, ..grant });
+        let now = cluster.now;
+        for worker in &mut cluster.workers {
+            worker.submit(now, good, ones.clone(), TIMEOUT).unwrap();
+        }
+        cluster.run(4);
+        let threes = bytes(&vec![3; 60 * 256 * 12]);
+        for (rank, worker) in cluster.workers.iter_mut().enumerate() {
+            worker.done.sort_by_key(|(op, _)| *op);
+            for (op, result) in &worker.done {
+                let right = match result {
+                    Ok(sum) => *op != OpId(1) && *sum == threes,
+                    Err(OpError::Mismatch { .. } | OpError::Ended { .. }) => *op == OpId(1),
+                    Err(_) => false,
+                };
+                assert!(right, "seed {seed}, rank {rank}, {op:?}: {:?}", result.as_ref().err());
+            }
+        }
+    }
+    assert!(told_some > 50, "only {told_some} moves came between");
+}
+
 /// Ops in flight at a time.
 const OPEN: usize = 3;

@@ -97,3 +97,36 @@ fn a_job_goes_on_without_a_rank_that_is_lost_at_any_time() {
     }
     assert!(mixed > 100, "{mixed} losses in the middle; windows with and without: {seen:?}");
 }
+
+#[test]
+fn a_rank_that_an_aggregator_lost_and_never_named_is_named_after_the_move() {
+    for seed in 0..60 {
+        let faults = Faults { drop: seed % 4 * 7, double: seed % 5 * 3, delay: seed % 3 * 8 };
+        let grant = Grant { world: WORLD, shards: 2, lanes: 1, pool_slots: 8, moved_at: None };
+        let mut cluster = Cluster::new(WORLD, 2, 1, seed, faults);
+        submit(&mut cluster, WINDOW * 12, WORLD);
+        cluster.lose(LOST);
+        for shard in &mut cluster.shards {
+            shard.machine.handle_gone(LOST, &mut ());
+        }
+        // All results come, and no word of whom they lack.
+        cluster.run_until(|cluster| {
+            let due = cluster.workers.iter().map(|worker| worker.machine.poll_timeout()).min();
+            cluster.wire.is_empty() && due > Some(cluster.now + Span::from_secs(1))
+        });
+        assert!(cluster.workers.iter().all(|worker| worker.done.is_empty()), "seed {seed}");
+        let first = cluster.workers.iter().map(|w| w.machine.first_kept()).max();
+        cluster.move_to(Grant { moved_at: first, ..grant });
+        for shard in &mut cluster.shards {
+            shard.machine.handle_gone(LOST, &mut ());
+        }
+        for worker in &mut cluster.workers {
+            assert!(worker.done.is_empty(), "seed {seed}: ended without a name");
+            worker.machine.handle_gone(0..2, LOST, &mut ());
+            worker.collect();
+        }
+        cluster.run(1);
+        let windows = check(&cluster, seed, 1);
+        assert_eq!(windows, [0, 12], "seed {seed}");
+    }
+}

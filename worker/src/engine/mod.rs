@@ -252,8 +252,11 @@ impl Engine {
             any = true;
             let Outcome { op, result, absent } = outcome;
             if let Some(mut payload) = self.payloads.remove(&op) {
-                if result.is_ok() && self.machine.config().may_move {
-                    self.kept.insert(op, payload.keep(self.machine.windows_to_keep(op)));
+                if self.machine.config().may_move {
+                    let windows: Vec<_> = self.machine.windows_to_keep(op).collect();
+                    if !windows.is_empty() {
+                        self.kept.insert(op, payload.keep(windows));
+                    }
                 }
                 self.finish(op, Finished { result, absent, payload });
             }
@@ -286,7 +289,7 @@ impl Engine {
         self.payloads.contains_key(&op)
     }
 
-    /// Whether any op is in flight.
+    /// Whether nothing is in flight, not even what other ranks may lack.
     pub(crate) fn is_idle(&self) -> bool {
         self.machine.is_idle()
     }

@@ -176,3 +176,30 @@ fn the_fragments_of_a_window_may_come_in_any_order() {
         }
     }
 }
+
+#[test]
+fn a_list_makes_room_for_the_blocks_that_come_after_a_move() {
+    let descriptor = descriptor(WireType::F32);
+    let blocks = Blocks { indices: vec![3], values: vec![0; BLOCK * 4] };
+    let set = BlockSet::new(&descriptor, blocks).unwrap();
+    let mut payload = Payload::new(descriptor, Data::Blocks(set), 2, true);
+    let geometry = payload.geometry;
+    let cut = Fragmentation::new(1424).unwrap();
+    let delivery = |mask: u64, fragment: u8| {
+        let len = geometry.payload_len(0, mask);
+        let complete = usize::from(fragment) + 1 == cut.count(len);
+        let window = WindowId::new(OpId(0), 0);
+        Delivery { shard: 0, window, descriptor, geometry, mask, len, cut, fragment, complete }
+    };
+    // Some of a sum of three blocks; then the job moves, and one that had two of them is lost.
+    let mut whole = delivery(0b1_0000_1100, 0);
+    payload.scatter(&whole, &[0xa5; 1424]);
+    payload.forget_partial();
+    whole = delivery(0b1000, 0);
+    let sums: Vec<u8> = (0..BLOCK).flat_map(|i| (i as f32).to_le_bytes()).collect();
+    payload.scatter(&whole, &sums);
+    let Data::Blocks(blocks) = payload.data else { panic!("a list stays one") };
+    let Blocks { indices, values } = blocks.into_result(&geometry, &descriptor);
+    assert_eq!(indices, [3]);
+    assert!(values == sums);
+}
