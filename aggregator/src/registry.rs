@@ -1,16 +1,16 @@
 //! Admission: which jobs there are, who has joined them, what they are granted.
 
 mod job;
+mod moving;
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
-use std::time::Duration;
 
 use job::{Job, Member, State, group_of};
-use racksum_proto::control::{CONTROL_VERSION, FromAggregator, Join, Loss, OnRankLoss, Welcome};
+use moving::check_resume;
+use racksum_proto::control::{Absent, CONTROL_VERSION, FromAggregator, Join, Loss, Welcome};
 use racksum_proto::ids::{Generation, JobId, Rank};
-use racksum_proto::wire::Flags;
 use tokio::sync::mpsc::Sender;
 use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
@@ -34,9 +34,6 @@ const PROBES: u32 = 15;
 /// How often where there are none: 5 s. A link that has just come up, or a switch that has just
 /// heard of the group, may take seconds to pass multicast on.
 const DEMANDED_PROBES: u32 = 250;
-
-/// How long the ranks of a job that has moved here are waited for: as long as one may be silent.
-const MOVE_PATIENCE: Duration = Duration::from_secs(20);
 
 /// A rank's place in a job, which another job of the same name does not have.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -76,8 +73,8 @@ pub(crate) struct Caller {
 /// What a join led to.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Joined {
-    /// Ranks are missing.
-    Waiting,
+    /// These ranks are missing.
+    Waiting(Vec<u16>),
     /// All ranks are there; the group is to be probed.
     Probe,
     /// All ranks are there and told to go.
@@ -239,10 +236,12 @@ impl Registry {
         }
         let seat = Seat { job: name, id: job.id, rank: join.rank };
         let resume = join.resume.clone();
+        job.may_move |= join.may_move;
         *place = Some(Member { join, identity, addr, tell, hears: false });
-        resume.iter().for_each(|resume| job.note_resume(resume));
-        if !job.missing().is_empty() {
-            return Ok((seat, Joined::Waiting));
+        resume.iter().for_each(|resume| job.note_resume(&seat.job, resume));
+        let missing = job.missing();
+        if !missing.is_empty() {
+            return Ok((seat, Joined::Waiting(missing)));
         }
         let joined = self.start(&seat.job)?;
         Ok((seat, joined))
@@ -274,6 +273,7 @@ impl Registry {
         if join.job.is_empty() || join.job.len() > MAX_NAME {
             return Err(format!("a job's name has 1 to {MAX_NAME} bytes, not {}", join.job.len()));
         }
+        check_resume(join)?;
         if join.data_port == 0 {
             return Err("a rank needs a UDP port for its data, and 0 is none".into());
         }
@@ -312,7 +312,10 @@ impl Registry {
             world: join.world,
             lanes: join.lanes,
             on_rank_loss: join.on_rank_loss,
+            may_move: false,
             absent: Vec::new(),
+            departed: Vec::new(),
+            departed_at: None,
             moved_at: join.resume.as_ref().map(|resume| resume.first_op),
             stripe: join.stripe,
             members: (0..join.world).map(|_| None).collect(),
@@ -450,11 +453,12 @@ impl Registry {
         for member in job.members.iter().flatten() {
             member.tell(FromAggregator::Ready { multicast: member.hears });
         }
-        // Those that were lost before the job came here.
-        for rank in job.absent.iter().copied() {
-            job.tell(&FromAggregator::Without { rank, why: Loss::Silent });
-            let id = job.id;
-            self.shards.iter().for_each(|shard| shard.tell(Command::Gone(id, Rank(rank))));
+        // Those that were lost before it ran.
+        for absent in &job.absent {
+            job.tell(&FromAggregator::Without(*absent));
+            for shard in &self.shards {
+                shard.tell(Command::Gone(job.id, Rank(absent.rank)));
+            }
         }
         tracing::info!(job = name, world = job.world, id = job.id.0, "job runs");
     }
@@ -465,91 +469,25 @@ impl Registry {
         }
     }
 
-    /// The ranks that a job lacks; empty when it has started. A job that has gathered for too
-    /// long ends here: those who came are told who did not.
-    pub(crate) fn missing(&mut self, seat: &Seat, now: Instant) -> Vec<u16> {
-        let patience = Duration::from_secs(self.config.join_timeout_s.into());
-        let Some(job) = self.job(seat).filter(|job| job.state == State::Gathering) else {
-            return Vec::new();
-        };
-        let missing = job.missing();
-        let patience = if job.moved_at.is_some() { MOVE_PATIENCE } else { patience };
-        if now.saturating_duration_since(job.opened) < patience {
-            return missing;
-        }
-        if job.moved_at.is_some() {
-            self.lose_on_the_way(&seat.job, missing);
-            return Vec::new();
-        }
-        let names: Vec<_> = missing.iter().map(u16::to_string).collect();
-        let reason = format!(
-            "job {:?} has waited {} s for rank{} {}; start what is missing, or raise \
-             --join-timeout-s at the aggregator",
-            seat.job,
-            patience.as_secs(),
-            if names.len() == 1 { "" } else { "s" },
-            names.join(", ")
-        );
-        self.refuse_all(&seat.job, &reason);
-        Vec::new()
-    }
-
-    /// Goes on without the ranks that have not come along when a job moved here, or ends the job.
-    fn lose_on_the_way(&mut self, name: &str, missing: Vec<u16>) {
-        let Some(job) = self.jobs.get_mut(name) else { return };
-        let goes_on = job.on_rank_loss == OnRankLoss::Continue
-            && job.absent.len() + missing.len() <= Flags::MAX_ABSENT;
-        tracing::warn!(job = name, ?missing, goes_on, "ranks did not come along");
-        if !goes_on {
-            job.tell(&FromAggregator::PeerLost { ranks: missing, why: Loss::Silent });
-            self.remove(name);
-            return;
-        }
-        job.absent.extend(missing);
-        // Whoever cannot be served is told so.
-        drop(self.start(name));
-    }
-
-    /// Takes no more jobs, and asks the ranks of those that run to go on elsewhere.
-    pub(crate) fn drain(&mut self) {
-        self.draining = true;
-        self.room.notify_waiters();
-        let gathering = |job: &&Job| job.state == State::Gathering;
-        let names =
-            self.jobs.iter().filter(|(_, job)| gathering(job)).map(|(name, _)| name.clone());
-        for name in names.collect::<Vec<_>>() {
-            if let Some(job) = self.remove(&name) {
-                job.tell(&FromAggregator::Drain);
-            }
-        }
-        self.jobs.values().for_each(|job| job.tell(&FromAggregator::Drain));
-    }
-
-    /// A rank goes on with its job at another aggregator, and so do the others.
-    pub(crate) fn depart(&mut self, seat: &Seat) {
-        let Some(job) = self.job(seat) else { return };
-        job.members[usize::from(seat.rank)] = None;
-        if job.members.iter().all(Option::is_none) {
-            self.remove(&seat.job);
-            tracing::info!(job = seat.job, "job moved");
-        }
-    }
-
     /// A rank is gone: it has left, or is lost. A running job that loses a rank goes on without it
     /// if it wants to. Otherwise it is over for all, and what it held is free at once.
     pub(crate) fn leave(&mut self, seat: &Seat, why: Loss) {
         let (name, rank) = (&seat.job, seat.rank);
         let Some(job) = self.job(seat) else { return };
         job.members[usize::from(rank)] = None;
-        // More than this results cannot name.
-        let goes_on =
-            job.on_rank_loss == OnRankLoss::Continue && job.absent.len() < Flags::MAX_ABSENT;
+        let absent = Absent { rank, why };
+        let goes_on = job.goes_on_without(&[absent]);
         let over = match (why, job.state) {
             // Whoever was told to wait goes on waiting.
             (_, State::Gathering) => false,
+            // Of those that it runs without all are told at once.
+            (_, State::Probing) if goes_on => {
+                job.absent.push(absent);
+                false
+            }
             (why, State::Running) if goes_on => {
-                job.tell(&FromAggregator::Without { rank, why });
-                job.absent.push(rank);
+                job.tell(&FromAggregator::Without(absent));
+                job.absent.push(absent);
                 if why != Loss::Left {
                     tracing::warn!(job = name, rank, "rank lost, job goes on: {}", why.name());
                 }

@@ -131,7 +131,7 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared, lifelines: 
             match parting {
                 Parting::Over => end(&connection, send).await,
                 Parting::Moved => {
-                    lock(&registry).depart(&seat);
+                    lock(&registry).depart(&seat, Instant::now());
                     end(&connection, send).await;
                 }
                 Parting::Lost(Loss::Left) => {
@@ -293,12 +293,17 @@ async fn attend(
                 Some(FromWorker::Join(_)) | None => break Parting::Lost(Loss::Broke),
             },
             now = tick.tick() => {
-                let missing = lock(registry).missing(seat, now);
-                let waited = now.saturating_duration_since(joined);
-                let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
-                let waiting = FromAggregator::Waiting { missing: missing.clone(), waited_ms };
-                if !missing.is_empty() && !say(send, &waiting).await {
-                    break Parting::Lost(Loss::Broke);
+                let looked = lock(registry).look_after(seat, now);
+                match looked {
+                    Joined::Waiting(missing) => {
+                        let waited = now.saturating_duration_since(joined);
+                        let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
+                        if !say(send, &FromAggregator::Waiting { missing, waited_ms }).await {
+                            break Parting::Lost(Loss::Broke);
+                        }
+                    }
+                    Joined::Probe => drop(tokio::spawn(probe(Arc::clone(registry), seat.clone()))),
+                    Joined::Ready => {}
                 }
             }
         }

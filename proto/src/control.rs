@@ -63,6 +63,8 @@ pub struct Join {
     pub wait: bool,
     /// What becomes of the job when it loses a rank.
     pub on_rank_loss: OnRankLoss,
+    /// Whether the rank knows other aggregators to go on at.
+    pub may_move: bool,
     /// Where the job goes on, if it has run at another aggregator before.
     pub resume: Option<Resume>,
 }
@@ -74,7 +76,16 @@ pub struct Resume {
     /// goes on with the greatest that a rank names.
     pub first_op: OpId,
     /// The ranks that the job has lost and goes on without, as far as this rank knows.
-    pub absent: Vec<u16>,
+    pub absent: Vec<Absent>,
+}
+
+/// A rank that a job goes on without.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Absent {
+    /// Which.
+    pub rank: u16,
+    /// What became of it.
+    pub why: Loss,
 }
 
 /// What becomes of a job that loses a rank. All its ranks say the same.
@@ -141,12 +152,7 @@ pub enum FromAggregator {
     },
     /// A rank is gone, and the job goes on without it. A result that lacks *n* ranks lacks those
     /// that the first *n* of these named.
-    Without {
-        /// Which.
-        rank: u16,
-        /// What became of it.
-        why: Loss,
-    },
+    Without(Absent),
     /// The aggregator is about to stop: the rank had better go on at another, if it knows one.
     Drain,
     /// Ranks are gone, and the job is over with them.
@@ -178,6 +184,13 @@ pub enum Loss {
 }
 
 impl Loss {
+    /// Whether a rank that was lost so is not in the job any more, wherever it may be: one that
+    /// others do not hear may go on elsewhere.
+    #[must_use]
+    pub const fn is_certain(self) -> bool {
+        matches!(self, Self::Died | Self::Left)
+    }
+
     /// What is said of one rank that was lost so.
     #[must_use]
     pub const fn name(self) -> &'static str {

@@ -66,6 +66,7 @@ impl Impostor {
             pool_slots: 0,
             wait: false,
             on_rank_loss: OnRankLoss::Abort,
+            may_move: false,
             resume: None,
         }
     }

@@ -126,7 +126,8 @@ impl Client {
         let driver = Arc::clone(&client.shared);
         client.threads.push(spawn("racksum-drive", move || driver.drive_in_background())?);
         let (shared, options) = (Arc::clone(&client.shared), options.clone());
-        let supervisor = Supervisor { options, at, membership, mailbox, shared };
+        let supervisor =
+            Supervisor { options, at, membership, absent: Vec::new(), mailbox, shared };
         client.threads.push(spawn("racksum-session", move || supervisor.run())?);
         Ok(client)
     }

@@ -139,6 +139,7 @@ pub(crate) fn join(
             pool_slots: options.pool_slots,
             wait: options.wait,
             on_rank_loss: options.on_rank_loss,
+            may_move: !options.standbys.is_empty(),
             resume: resume.cloned(),
         };
         controls.push(Control::start(route.to, join, options, mailbox)?);
@@ -291,7 +292,7 @@ impl<'a> Joining<'a> {
     }
 
     /// Takes what the aggregator says.
-    fn take(&mut self, event: Event, session: &Session) -> Result<(), ConnectError> {
+    fn take(&mut self, event: Event, session: &mut Session) -> Result<(), ConnectError> {
         let message = match event {
             Event::Said(message) => message,
             Event::Closed(error) => return Err(error),
@@ -332,10 +333,10 @@ impl<'a> Joining<'a> {
                 }
                 self.ready = true;
             }
-            FromAggregator::Without { rank, .. } => {
-                return Err(ConnectError::Protocol(format!(
-                    "rank {rank} is lost before it is there"
-                )));
+            // Of interest once ops run.
+            FromAggregator::Without(_) => {
+                let place = u8::try_from(self.place).unwrap_or(u8::MAX);
+                session.early.push_back((place, Event::Said(message)));
             }
             FromAggregator::PeerLost { ranks, why } => {
                 let ranks = ranks.into_iter().map(Rank).collect();

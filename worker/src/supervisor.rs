@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
-use racksum_proto::control::{FromAggregator, Loss, Resume};
+use racksum_proto::control::{Absent, FromAggregator, Loss, Resume};
 use racksum_proto::ids::Rank;
 
 use crate::client::{Shared, span};
@@ -95,6 +95,8 @@ pub(crate) struct Supervisor {
     /// Which of the sets of aggregators the job is at.
     pub(crate) at: usize,
     pub(crate) membership: Membership,
+    /// The ranks that the job is known to go on without.
+    pub(crate) absent: Vec<Absent>,
     pub(crate) mailbox: Mailbox,
     pub(crate) shared: Arc<Shared>,
 }
@@ -105,12 +107,7 @@ impl Supervisor {
         while let Some((place, event)) = self.next() {
             match event {
                 Event::Said(FromAggregator::PeerLost { ranks, why }) => self.lose(&ranks, why),
-                Event::Said(FromAggregator::Without { rank, why }) => {
-                    if why != Loss::Left {
-                        tracing::warn!(rank, "rank lost, job goes on: {}", why.name());
-                    }
-                    self.shared.tell(|engine| engine.go_on_without(Rank(rank), place));
-                }
+                Event::Said(FromAggregator::Without(absent)) => self.go_on_without(absent, place),
                 Event::Said(FromAggregator::Superseded { .. }) => {
                     self.end("a new generation of the job has begun");
                 }
@@ -138,6 +135,17 @@ impl Supervisor {
         self.shared.tell(|engine| engine.lose(&ranks, why));
     }
 
+    fn go_on_without(&mut self, absent: Absent, place: u8) {
+        let Absent { rank, why } = absent;
+        if self.absent.iter().all(|known| known.rank != rank) {
+            if why != Loss::Left {
+                tracing::warn!(rank, "rank lost, job goes on: {}", why.name());
+            }
+            self.absent.push(absent);
+        }
+        self.shared.tell(|engine| engine.go_on_without(Rank(rank), place));
+    }
+
     fn end(&self, why: &'static str) {
         self.shared.tell(|engine| engine.end(why));
     }
@@ -149,9 +157,10 @@ impl Supervisor {
         tracing::warn!(aggregator = words.name(self.at), "moving on: {why}");
         words.set(self.at, why);
         let text = words.text();
-        let resume = self.shared.tell(|engine| (!engine.has_ended()).then(|| engine.leave(text)));
+        let first_op = self.shared.tell(|engine| (!engine.has_ended()).then(|| engine.leave(text)));
         self.membership.controls.drain(..).for_each(|control| control.depart());
-        let Some(Some(resume)) = resume else { return };
+        let Some(Some(first_op)) = first_op else { return };
+        let resume = Resume { first_op, absent: self.absent.clone() };
         let sets = 1 + self.options.standbys.len();
         for at in (0..sets).cycle().skip(self.at + 1) {
             if self.mailbox.stopped || self.try_at(at, &resume, &mut words) {

@@ -4,13 +4,14 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use racksum_proto::aggregator::Config;
 use racksum_proto::auth::DataAuth;
-use racksum_proto::control::{FromAggregator, Join, OnRankLoss, Resume, Welcome};
+use racksum_proto::control::{Absent, FromAggregator, Join, OnRankLoss, Welcome};
 use racksum_proto::geometry::{Fragmentation, WINDOW_BYTES};
 use racksum_proto::ids::{Generation, JobId, OpId};
 use racksum_proto::wire::{Flags, Header};
 use tokio::sync::mpsc::Sender;
 use tokio::time::Instant;
 
+use super::moving::given_up;
 use crate::shard::ShardHandle;
 use crate::status::{JobStatus, RankStatus, millis};
 use crate::tenancy::Tenant;
@@ -39,8 +40,13 @@ pub(super) struct Job {
     pub(super) world: u16,
     pub(super) lanes: u8,
     pub(super) on_rank_loss: OnRankLoss,
+    /// Whether some rank knows other aggregators to go on at.
+    pub(super) may_move: bool,
     /// The ranks that it has lost and goes on without, in the order in which it lost them.
-    pub(super) absent: Vec<u16>,
+    pub(super) absent: Vec<Absent>,
+    /// The ranks that have gone on to another aggregator, and since when the first has.
+    pub(super) departed: Vec<u16>,
+    pub(super) departed_at: Option<Instant>,
     /// Its first op here, if it has moved here.
     pub(super) moved_at: Option<OpId>,
     /// Which of how many aggregators this one is for the job.
@@ -75,6 +81,9 @@ impl Job {
     /// Checks that a join fits what the job was opened with.
     pub(super) fn check(&self, join: &Join) -> Result<(), String> {
         let name = &join.job;
+        if self.is_absent(join.rank) {
+            return Err(given_up(name, join.rank));
+        }
         if self.state != State::Gathering {
             return Err(format!(
                 "job {name:?} is running: its {} ranks have joined; choose another --job, wait \
@@ -82,7 +91,10 @@ impl Job {
                 self.world
             ));
         }
-        if self.moved_at.is_some() != join.resume.is_some() {
+        // Where nothing has come of any op, an earlier aggregator may have died before all ranks
+        // heard that ops may start.
+        let (here, there) = (self.moved_at, join.resume.as_ref().map(|resume| resume.first_op));
+        if here.is_some() != there.is_some() && here.max(there) != Some(OpId(0)) {
             let (new, old) = ("begins anew", "has run at another aggregator before");
             let (one, other) = if join.resume.is_some() { (old, new) } else { (new, old) };
             return Err(format!(
@@ -111,23 +123,16 @@ impl Job {
                 ));
             }
         }
+        if join.resume.as_ref().is_some_and(|resume| !self.has_names_for(resume)) {
+            return Err(format!("a job goes on without {} ranks at most", Flags::MAX_ABSENT));
+        }
         Ok(())
-    }
-
-    /// Takes what a rank says of where the job goes on.
-    pub(super) fn note_resume(&mut self, resume: &Resume) {
-        self.moved_at = self.moved_at.max(Some(resume.first_op));
-        let world = self.world;
-        let known = |rank: &u16| *rank < world && !self.absent.contains(rank);
-        let absent: Vec<u16> = resume.absent.iter().copied().filter(known).collect();
-        self.absent.extend(absent.into_iter().take(Flags::MAX_ABSENT - self.absent.len()));
     }
 
     /// The ranks that have not joined, and are not known to be lost.
     pub(super) fn missing(&self) -> Vec<u16> {
         let ranks = (0..).zip(&self.members);
-        let missing =
-            ranks.filter(|(rank, member)| member.is_none() && !self.absent.contains(rank));
+        let missing = ranks.filter(|(rank, member)| member.is_none() && !self.is_absent(*rank));
         missing.map(|(rank, _)| rank).collect()
     }
 
@@ -158,7 +163,7 @@ impl Job {
             state: self.state.name().to_owned(),
             age_ms: millis(self.opened),
             missing: self.missing(),
-            absent: self.absent.clone(),
+            absent: self.absent.iter().map(|absent| absent.rank).collect(),
             stalled_ms: None,
             ranks: self.members.iter().flatten().map(rank).collect(),
         }

@@ -1,6 +1,8 @@
 use std::net::{Ipv4Addr, SocketAddrV6};
+use std::time::Duration;
 
 use racksum_net::clock::Clock;
+use racksum_proto::control::OnRankLoss;
 use racksum_proto::ids::Generation;
 use tokio::sync::mpsc::{Receiver, channel};
 
@@ -8,7 +10,7 @@ use super::*;
 use crate::failure::Failure;
 
 /// A registry with one shard, whose next job has the number after `last_id`.
-fn registry(fanout: Fanout, last_id: u32) -> Registry {
+pub(super) fn registry(fanout: Fanout, last_id: u32) -> Registry {
     let config = Config { pool_mib: 4, fanout, ..Config::default() };
     let bind = "127.0.0.1:0".parse().unwrap();
     let shard =
@@ -16,7 +18,7 @@ fn registry(fanout: Fanout, last_id: u32) -> Registry {
     Registry::new(config, vec![shard], true, last_id)
 }
 
-fn wish(job: &str, rank: u16, world: u16) -> Join {
+pub(super) fn wish(job: &str, rank: u16, world: u16) -> Join {
     Join {
         version: CONTROL_VERSION,
         job: job.to_owned(),
@@ -32,13 +34,14 @@ fn wish(job: &str, rank: u16, world: u16) -> Join {
         pool_slots: 2,
         wait: false,
         on_rank_loss: OnRankLoss::Abort,
+        may_move: false,
         resume: None,
     }
 }
 
-type Inbox = Receiver<FromAggregator>;
+pub(super) type Inbox = Receiver<FromAggregator>;
 
-fn join(registry: &mut Registry, join: Join) -> Result<(Seat, Joined, Inbox), String> {
+pub(super) fn join(registry: &mut Registry, join: Join) -> Result<(Seat, Joined, Inbox), String> {
     let (tell, inbox) = channel(8);
     let addr = SocketAddr::from(([127, 0, 0, 1], 9));
     let caller = Caller { identity: None, addr, tell };
@@ -48,7 +51,7 @@ fn join(registry: &mut Registry, join: Join) -> Result<(Seat, Joined, Inbox), St
 }
 
 /// The last thing that a rank was told.
-fn told(inbox: &mut Inbox) -> Option<FromAggregator> {
+pub(super) fn told(inbox: &mut Inbox) -> Option<FromAggregator> {
     std::iter::from_fn(|| inbox.try_recv().ok()).last()
 }
 
@@ -70,14 +73,15 @@ fn a_job_that_gathers_for_too_long_names_who_did_not_come_and_frees_its_place() 
     let mut registry = registry(Fanout::Unicast, 0);
     registry.config.join_timeout_s = 3;
     let (seat, joined, mut inbox) = join(&mut registry, wish("job", 1, 4)).unwrap();
-    assert_eq!(joined, Joined::Waiting);
+    assert_eq!(joined, Joined::Waiting(vec![0, 2, 3]));
     let opened = Instant::now();
-    assert_eq!(registry.missing(&seat, opened), [0, 2, 3]);
+    assert_eq!(registry.look_after(&seat, opened), Joined::Waiting(vec![0, 2, 3]));
     // Who comes and goes meanwhile does not make the job any younger.
     let (other, ..) = join(&mut registry, wish("job", 2, 4)).unwrap();
-    assert_eq!(registry.missing(&seat, opened + Duration::from_secs(2)), [0, 3]);
+    let later = opened + Duration::from_secs(2);
+    assert_eq!(registry.look_after(&seat, later), Joined::Waiting(vec![0, 3]));
     registry.leave(&other, Loss::Left);
-    assert_eq!(registry.missing(&seat, opened + Duration::from_secs(4)), [0; 0]);
+    registry.look_after(&seat, opened + Duration::from_secs(4));
     let reason = "job \"job\" has waited 3 s for ranks 0, 2, 3; start what is missing, or \
                   raise --join-timeout-s at the aggregator";
     assert_eq!(told(&mut inbox), Some(FromAggregator::Refused { reason: reason.into() }));
@@ -91,7 +95,7 @@ fn a_job_that_runs_is_not_bounded_in_time() {
     let (seat, joined, _inbox) = join(&mut registry, wish("job", 0, 1)).unwrap();
     assert_eq!(joined, Joined::Ready);
     let late = Instant::now() + Duration::from_secs(1 << 30);
-    assert_eq!(registry.missing(&seat, late), [0; 0]);
+    assert_eq!(registry.look_after(&seat, late), Joined::Ready);
     assert_eq!(registry.jobs(), 1);
 }
 
@@ -148,7 +152,7 @@ fn a_rank_that_does_not_listen_is_not_probed_for() {
     // If none listens, there is nothing to find out.
     let mut none = registry(Fanout::Auto, 0);
     let joined = [0, 1, 2].map(|rank| join(&mut none, deaf(rank)).unwrap().1);
-    assert_eq!(joined, [Joined::Waiting, Joined::Waiting, Joined::Ready]);
+    assert_eq!(joined[2], Joined::Ready);
     // Where multicast is demanded it is refused at once.
     let mut demanded = registry(Fanout::Multicast, 0);
     let (_, _, mut inbox) = join(&mut demanded, wish("job", 0, 2)).unwrap();

@@ -46,6 +46,7 @@ async fn join(connection: &Connection, job: &str) -> (quinn::SendStream, quinn::
         pool_slots: 0,
         wait: false,
         on_rank_loss: OnRankLoss::Abort,
+        may_move: false,
         resume: None,
     };
     frames::send(&mut send, &FromWorker::Join(join)).await.unwrap();
@@ -88,7 +89,7 @@ fn a_refusal_arrives_although_the_connection_ends_with_it() {
         let (_send, mut recv) = join(&connection, "job").await;
         // Ends the job as its gathering for too long does.
         let late = Instant::now() + Duration::from_secs(1 << 20);
-        lock(&registry).missing(&Seat::of("job", 1, 0), late);
+        lock(&registry).look_after(&Seat::of("job", 1, 0), late);
         let heard = loop {
             match frames::recv(&mut recv).await.unwrap() {
                 Some(FromAggregator::Waiting { .. }) => {}

@@ -60,8 +60,7 @@ impl Worker {
     }
 
     /// The ranks that the job is known to go on without.
-    #[must_use]
-    pub fn gone(&self) -> Vec<Rank> {
+    fn gone(&self) -> Vec<Rank> {
         let mut gone: Vec<Rank> = Vec::new();
         for rank in self.paths.iter().flat_map(|path| path.gone.iter()) {
             if !gone.contains(rank) {

@@ -5,8 +5,8 @@ use super::*;
 use crate::dtype::DType;
 use crate::wire::{Disagreement, Flags, Header, Kind};
 
-fn worker() -> Worker {
-    let config = Config {
+fn config() -> Config {
+    Config {
         job: JobId(1),
         generation: Generation(0),
         rank: Rank(0),
@@ -18,8 +18,11 @@ fn worker() -> Worker {
         in_flight: 1 << 20,
         first_op: OpId(0),
         may_move: false,
-    };
-    Worker::new(config, Time(0))
+    }
+}
+
+fn worker() -> Worker {
+    Worker::new(config(), Time(0))
 }
 
 /// The ops that are opened by what the machine has to send.
@@ -81,4 +84,36 @@ fn a_run_of_empty_windows_does_not_hold_up_the_scan() {
         }
         assert_eq!(scanned, WINDOWS, "with data in {filled:?}");
     }
+}
+
+#[test]
+fn an_op_that_all_have_ended_elsewhere_is_passed_over_before_it_is_opened_again() {
+    let config = Config { may_move: true, ..config() };
+    let mut worker = Worker::new(config, Time(0));
+    let small = Descriptor::sum(1, DType::F32);
+    let submit = |worker: &mut Worker| {
+        worker.submit_scanned(Time(0), small, vec![1], Span::from_secs(1)).unwrap()
+    };
+    let first = submit(&mut worker);
+    assert_eq!(opened(&mut worker), [first]);
+    let said = |kind, ack| Header {
+        kind,
+        window: WindowId::new(first, 0),
+        ack: WindowId::new(ack, 0),
+        mask: 1,
+        length: if kind == Kind::Result { 4 } else { 0 },
+        previous: Header::NO_PREVIOUS,
+        ..Header::probe(JobId(1), Generation(0), 0)
+    };
+    let verdict =
+        worker.handle_decoded(Time(1), &said(Kind::Result, first), &[0; 4], false, &mut ());
+    let Verdict::Deliver(delivery) = verdict else { panic!("{verdict:?}") };
+    worker.handle_delivered(Time(1), &delivery, &mut ());
+    assert_eq!(worker.poll_outcome().unwrap().result, Ok(()));
+    assert_eq!(worker.first_kept(), first);
+    worker.resume(config, Time(2), &mut ());
+    worker.handle_decoded(Time(3), &said(Kind::Credit, OpId(1)), &[], false, &mut ());
+    assert!(worker.is_idle());
+    let second = submit(&mut worker);
+    assert_eq!(opened(&mut worker), [second]);
 }

@@ -1,20 +1,18 @@
 //! Between two aggregators: nothing is sent and nothing is taken, and ops in flight keep what they
 //! have until the job goes on.
 
-use racksum_proto::control::Resume;
-use racksum_proto::ids::WindowId;
+use racksum_proto::ids::{OpId, WindowId};
 use racksum_proto::time::Time;
 use racksum_proto::worker::Config;
 
 use super::{Engine, Links, Next, Progress};
 
 impl Engine {
-    /// Stops at the present aggregators; returns where the job is to go on. `why` is said of them
-    /// if it does not.
-    pub(crate) fn leave(&mut self, why: String) -> Resume {
+    /// Stops at the present aggregators; returns the first op that the job is to go on with. `why`
+    /// is said of them if it does not.
+    pub(crate) fn leave(&mut self, why: String) -> OpId {
         self.moving = Some(why);
-        let absent = self.machine.gone().into_iter().map(|rank| rank.0).collect();
-        Resume { first_op: self.machine.first_kept(), absent }
+        self.machine.first_kept()
     }
 
     /// Notes what has become of the aggregators that were tried.

@@ -1,0 +1,178 @@
+//! Jobs that come here from another aggregator, or go on to one, and whom they lose on the way.
+
+use std::time::Duration;
+
+use racksum_proto::control::{Absent, FromAggregator, Join, Loss, OnRankLoss, Resume};
+use racksum_proto::wire::Flags;
+use tokio::time::Instant;
+
+use super::job::{Job, State};
+use super::{Joined, Registry, Seat};
+
+/// How long the ranks of a job that moves are waited for: as long as one may be silent.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+impl Registry {
+    /// Looks after a job whose ranks come or go: what there is to wait for. One that has gathered
+    /// for too long ends here, and those who came are told who did not; unless it has moved here,
+    /// and can go on without them.
+    pub(crate) fn look_after(&mut self, seat: &Seat, now: Instant) -> Joined {
+        let patience = Duration::from_secs(self.config.join_timeout_s.into());
+        let draining = self.draining;
+        let Some(job) = self.job(seat) else { return Joined::Ready };
+        match job.state {
+            State::Gathering => {
+                let missing = job.missing();
+                let patience = if job.moved_at.is_some() { PATIENCE } else { patience };
+                if now.saturating_duration_since(job.opened) < patience {
+                    return Joined::Waiting(missing);
+                }
+                if job.moved_at.is_some() {
+                    return self.lose_on_the_way(&seat.job, &missing);
+                }
+                self.give_up(seat, &missing, patience);
+            }
+            State::Running if !draining => {
+                let late = |since| now.saturating_duration_since(since) >= PATIENCE;
+                if job.departed_at.is_some_and(late) {
+                    job.departed_at = None;
+                    // They have gone on alone.
+                    for rank in std::mem::take(&mut job.departed) {
+                        self.leave(&Seat { rank, ..seat.clone() }, Loss::Broke);
+                    }
+                }
+            }
+            State::Probing | State::Running => {}
+        }
+        Joined::Ready
+    }
+
+    /// Ends a job whose ranks have not come.
+    fn give_up(&mut self, seat: &Seat, missing: &[u16], patience: Duration) {
+        let names: Vec<_> = missing.iter().map(u16::to_string).collect();
+        let reason = format!(
+            "job {:?} has waited {} s for rank{} {}; start what is missing, or raise \
+             --join-timeout-s at the aggregator",
+            seat.job,
+            patience.as_secs(),
+            if names.len() == 1 { "" } else { "s" },
+            names.join(", ")
+        );
+        self.refuse_all(&seat.job, &reason);
+    }
+
+    /// Goes on without the ranks that have not come along when a job moved here, or ends the job.
+    fn lose_on_the_way(&mut self, name: &str, missing: &[u16]) -> Joined {
+        let Some(job) = self.jobs.get_mut(name) else { return Joined::Ready };
+        let why = Loss::Silent;
+        let lost: Vec<_> = missing.iter().map(|rank| Absent { rank: *rank, why }).collect();
+        let goes_on = job.goes_on_without(&lost);
+        tracing::warn!(job = name, ?missing, goes_on, "ranks did not come along");
+        if !goes_on {
+            job.tell(&FromAggregator::PeerLost { ranks: missing.to_vec(), why });
+            self.remove(name);
+            return Joined::Ready;
+        }
+        job.absent.extend(lost);
+        // If it cannot be served, all have been told so.
+        self.start(name).unwrap_or(Joined::Ready)
+    }
+
+    /// Takes no more jobs, and asks the ranks of those that run to go on elsewhere.
+    pub(crate) fn drain(&mut self) {
+        self.draining = true;
+        self.room.notify_waiters();
+        let gathering = |job: &&Job| job.state == State::Gathering;
+        let names =
+            self.jobs.iter().filter(|(_, job)| gathering(job)).map(|(name, _)| name.clone());
+        for name in names.collect::<Vec<_>>() {
+            if let Some(job) = self.remove(&name) {
+                job.tell(&FromAggregator::Drain);
+            }
+        }
+        self.jobs.values().for_each(|job| job.tell(&FromAggregator::Drain));
+    }
+
+    /// A rank goes on with its job at another aggregator, and so do the others, soon.
+    pub(crate) fn depart(&mut self, seat: &Seat, now: Instant) {
+        let Some(job) = self.job(seat) else { return };
+        job.members[usize::from(seat.rank)] = None;
+        job.departed.push(seat.rank);
+        job.departed_at.get_or_insert(now);
+        if job.members.iter().all(Option::is_none) {
+            self.remove(&seat.job);
+            tracing::info!(job = seat.job, "job moved");
+        }
+    }
+}
+
+impl Job {
+    pub(super) fn is_absent(&self, rank: u16) -> bool {
+        self.absent.iter().any(|absent| absent.rank == rank)
+    }
+
+    /// Whether the job goes on when it loses these ranks as well, which are no members any more.
+    ///
+    /// Ranks of which nothing is heard here may be together at another aggregator. So that they do
+    /// not go on there as well, those that are here must be more than half of all that are not gone
+    /// for certain, in a job that may move.
+    pub(super) fn goes_on_without(&self, lost: &[Absent]) -> bool {
+        let gone = || self.absent.iter().chain(lost);
+        let certain = gone().filter(|absent| absent.why.is_certain()).count();
+        let here = self.members.iter().flatten().count() + self.departed.len();
+        let is_most = 2 * here > usize::from(self.world) - certain;
+        // More than this results cannot name.
+        let nameable = gone().count() <= Flags::MAX_ABSENT;
+        self.on_rank_loss == OnRankLoss::Continue && nameable && (is_most || !self.may_move)
+    }
+
+    /// Whether the ranks that a rank says the job goes on without are not too many with the others.
+    pub(super) fn has_names_for(&self, resume: &Resume) -> bool {
+        let more = resume.absent.iter().filter(|absent| !self.is_absent(absent.rank)).count();
+        self.absent.len() + more <= Flags::MAX_ABSENT
+    }
+
+    /// Takes what a rank says of where the job goes on, which has been checked.
+    pub(super) fn note_resume(&mut self, name: &str, resume: &Resume) {
+        self.moved_at = self.moved_at.max(Some(resume.first_op));
+        for absent in &resume.absent {
+            if self.is_absent(absent.rank) {
+                continue;
+            }
+            self.absent.push(*absent);
+            // It was lost to the others, but is here.
+            if let Some(member) = self.members[usize::from(absent.rank)].take() {
+                member.tell(FromAggregator::Refused { reason: given_up(name, absent.rank) });
+            }
+        }
+    }
+}
+
+/// Checks what a rank says of where its job goes on.
+pub(super) fn check_resume(join: &Join) -> Result<(), String> {
+    let Some(resume) = &join.resume else { return Ok(()) };
+    let mut ranks: Vec<u16> = resume.absent.iter().map(|absent| absent.rank).collect();
+    ranks.sort_unstable();
+    ranks.dedup();
+    let aborts = join.on_rank_loss == OnRankLoss::Abort && !ranks.is_empty();
+    let strange = |rank: &u16| *rank >= join.world || *rank == join.rank;
+    if aborts || ranks.len() < resume.absent.len() || ranks.iter().any(strange) {
+        return Err(format!(
+            "rank {} says that the job has gone on without ranks {ranks:?}, which cannot be; \
+             restart all ranks with a greater --generation",
+            join.rank
+        ));
+    }
+    Ok(())
+}
+
+/// Why a rank that others have lost is none of the job's any more.
+pub(super) fn given_up(job: &str, rank: u16) -> String {
+    format!(
+        "the other ranks of job {job:?} had lost rank {rank}, and go on without it; start all ranks \
+         with a greater --generation to have it again"
+    )
+}
+
+#[cfg(test)]
+mod tests;

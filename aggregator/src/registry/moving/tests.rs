@@ -1,0 +1,147 @@
+use racksum_proto::ids::OpId;
+
+use super::super::tests::{Inbox, join, registry, told, wish};
+use super::*;
+use crate::config::Fanout;
+
+/// What a rank wants of a job that goes on when it loses ranks, and has run elsewhere before.
+fn moved(rank: u16, world: u16, absent: &[Absent]) -> Join {
+    let resume = Resume { first_op: OpId(7), absent: absent.to_vec() };
+    let on_rank_loss = OnRankLoss::Continue;
+    Join { on_rank_loss, may_move: true, resume: Some(resume), ..wish("job", rank, world) }
+}
+
+fn gone(rank: u16, why: Loss) -> Absent {
+    Absent { rank, why }
+}
+
+fn all(registry: &mut Registry, joins: impl IntoIterator<Item = Join>) -> Vec<(Seat, Inbox)> {
+    let joined = joins.into_iter().map(|wish| join(registry, wish).unwrap());
+    joined.map(|(seat, _, inbox)| (seat, inbox)).collect()
+}
+
+/// All that a rank was told, but for what it was granted.
+fn words(inbox: &mut Inbox) -> Vec<FromAggregator> {
+    let all = std::iter::from_fn(|| inbox.try_recv().ok());
+    all.filter(|word| !matches!(word, FromAggregator::Welcome(_))).collect()
+}
+
+#[test]
+fn a_job_that_lost_a_rank_on_the_way_is_probed_like_any_other() {
+    let mut registry = registry(Fanout::Auto, 0);
+    let mut ranks = all(&mut registry, [0, 1].map(|rank| moved(rank, 3, &[])));
+    let now = Instant::now();
+    assert_eq!(registry.look_after(&ranks[0].0, now), Joined::Waiting(vec![2]));
+    assert_eq!(registry.look_after(&ranks[0].0, now + PATIENCE), Joined::Probe);
+    assert_eq!(registry.look_after(&ranks[1].0, now + PATIENCE), Joined::Ready);
+    ranks.iter().for_each(|(seat, _)| registry.heard(seat));
+    let without = FromAggregator::Without(gone(2, Loss::Silent));
+    let ready = FromAggregator::Ready { multicast: true };
+    for (_, inbox) in &mut ranks {
+        assert_eq!(words(inbox), [ready.clone(), without.clone()]);
+    }
+}
+
+#[test]
+fn a_rank_that_is_lost_while_the_group_is_probed_is_gone_on_without() {
+    let mut registry = registry(Fanout::Auto, 0);
+    let on_rank_loss = OnRankLoss::Continue;
+    let joins = [0, 1, 2].map(|rank| Join { on_rank_loss, ..wish("job", rank, 3) });
+    let mut ranks = all(&mut registry, joins);
+    registry.leave(&ranks[1].0, Loss::Died);
+    registry.end_probe(&ranks[0].0);
+    let without = FromAggregator::Without(gone(1, Loss::Died));
+    let ready = FromAggregator::Ready { multicast: false };
+    assert_eq!(words(&mut ranks[0].1), [ready, without]);
+}
+
+#[test]
+fn ranks_that_may_be_together_elsewhere_are_not_gone_on_without_by_fewer() {
+    let lost = |ranks: Vec<u16>| FromAggregator::PeerLost { ranks, why: Loss::Silent };
+    // Half of those that are not gone for certain are no majority, of whom the dead are none.
+    for (world, absent, here, goes_on) in [
+        (3, vec![], 1, false),
+        (3, vec![], 2, true),
+        (4, vec![], 2, false),
+        (4, vec![gone(3, Loss::Died)], 2, true),
+        (5, vec![gone(4, Loss::Silent)], 2, false),
+        (5, vec![gone(4, Loss::Left)], 2, false),
+        (5, vec![gone(4, Loss::Left)], 3, true),
+    ] {
+        let mut registry = registry(Fanout::Unicast, 0);
+        registry.config.max_jobs = 1;
+        let mut ranks = all(&mut registry, (0..here).map(|rank| moved(rank, world, &absent)));
+        registry.look_after(&ranks[0].0, Instant::now() + PATIENCE);
+        let missing: Vec<u16> =
+            (here..world).filter(|rank| absent.iter().all(|gone| gone.rank != *rank)).collect();
+        assert_eq!(registry.jobs() == 1, goes_on, "{here} of {world} without {absent:?}");
+        assert_eq!(told(&mut ranks[0].1) == Some(lost(missing)), !goes_on);
+    }
+    // The same where it runs; and if no rank knows another aggregator, there is no elsewhere.
+    for (may_move, why, goes_on) in
+        [(true, Loss::Silent, false), (true, Loss::Died, true), (false, Loss::Broke, true)]
+    {
+        let mut registry = registry(Fanout::Unicast, 0);
+        let joins = [0, 1].map(|rank| Join { may_move, resume: None, ..moved(rank, 2, &[]) });
+        let ranks = all(&mut registry, joins);
+        registry.leave(&ranks[1].0, why);
+        assert_eq!(registry.jobs() == 1, goes_on, "{why:?}");
+    }
+}
+
+#[test]
+fn a_rank_that_the_others_have_lost_is_none_of_the_job_any_more() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let mut ranks = all(&mut registry, [moved(2, 3, &[]), moved(0, 3, &[gone(2, Loss::Silent)])]);
+    let Some(FromAggregator::Refused { reason }) = told(&mut ranks[0].1) else { panic!() };
+    assert!(reason.contains("had lost rank 2, and go on without it"), "{reason}");
+    assert!(ranks[0].1.is_closed());
+    assert_eq!(join(&mut registry, moved(2, 3, &[])).unwrap_err(), reason);
+    let (_, joined, _) = join(&mut registry, moved(1, 3, &[])).unwrap();
+    assert_eq!(joined, Joined::Ready);
+}
+
+#[test]
+fn a_rank_that_says_of_a_job_what_cannot_be_is_refused() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let lost = |rank| gone(rank, Loss::Died);
+    for absent in [vec![lost(0)], vec![lost(3)], vec![lost(1), lost(1)]] {
+        let why = join(&mut registry, moved(0, 3, &absent)).unwrap_err();
+        assert!(why.contains("which cannot be"), "{why}");
+    }
+    let aborts = Join { on_rank_loss: OnRankLoss::Abort, ..moved(0, 3, &[lost(1)]) };
+    assert!(join(&mut registry, aborts).unwrap_err().contains("which cannot be"));
+    assert_eq!(registry.jobs(), 0);
+}
+
+#[test]
+fn ranks_of_which_some_never_heard_that_ops_may_start_come_together() {
+    for first in [0, 1] {
+        let mut registry = registry(Fanout::Unicast, 0);
+        let resume = Resume { first_op: OpId(0), absent: Vec::new() };
+        let of = |rank: u16| Join {
+            resume: (rank == first).then(|| resume.clone()),
+            ..moved(rank, 2, &[])
+        };
+        join(&mut registry, of(0)).unwrap();
+        assert_eq!(join(&mut registry, of(1)).unwrap().1, Joined::Ready);
+    }
+    let mut registry = registry(Fanout::Unicast, 0);
+    join(&mut registry, moved(0, 2, &[])).unwrap();
+    let anew = Join { resume: None, ..moved(1, 2, &[]) };
+    assert!(join(&mut registry, anew).unwrap_err().contains("begins anew"));
+}
+
+#[test]
+fn a_rank_that_goes_on_elsewhere_alone_is_lost() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let mut ranks = all(&mut registry, [0, 1].map(|rank| wish("job", rank, 2)));
+    let now = Instant::now();
+    registry.depart(&ranks[1].0, now);
+    registry.look_after(&ranks[0].0, now + PATIENCE / 2);
+    assert_eq!(told(&mut ranks[0].1), Some(FromAggregator::Ready { multicast: false }));
+    registry.look_after(&ranks[0].0, now + PATIENCE);
+    let lost = FromAggregator::PeerLost { ranks: vec![1], why: Loss::Broke };
+    assert_eq!(told(&mut ranks[0].1), Some(lost));
+    assert_eq!(registry.jobs(), 0);
+}
