@@ -105,7 +105,9 @@ impl From<StartError> for Failure {
 impl From<ConnectError> for Failure {
     fn from(error: ConnectError) -> Self {
         match error {
-            ConnectError::Arguments(_) => Self::usage(error.to_string()),
+            ConnectError::Arguments(_) | ConnectError::NoAddress { .. } => {
+                Self::usage(error.to_string())
+            }
             ConnectError::Incomplete { .. } | ConnectError::NoRoom { .. } => {
                 Self::failed(error.to_string())
             }

@@ -18,9 +18,10 @@ pub(crate) struct MemberArgs {
         long,
         value_name = "HOST:PORT",
         env = "RACKSUM_AGGREGATOR",
+        value_parser = aggregators,
         requires_all = ["rank", "world"]
     )]
-    pub(crate) aggregator: Option<String>,
+    pub(crate) aggregator: Option<Aggregators>,
     /// The job's name in a distributed run [default: the subcommand's].
     #[arg(long, requires = "aggregator")]
     job: Option<String>,
@@ -49,6 +50,20 @@ pub(crate) struct MemberArgs {
     pub(crate) data_auth: Option<DataAuth>,
 }
 
+/// The sets of aggregators of a job, in the order in which they are tried.
+#[derive(Debug, Clone)]
+pub(crate) struct Aggregators(Vec<Vec<String>>);
+
+/// Reads `A+B,C`.
+fn aggregators(text: &str) -> Result<Aggregators, String> {
+    let set = |set: &str| set.split('+').map(|host| host.trim().to_owned()).collect();
+    let sets: Vec<Vec<String>> = text.split(',').map(set).collect();
+    if sets.iter().flatten().any(String::is_empty) {
+        return Err("an aggregator between + and , has no name; give each as HOST:PORT".into());
+    }
+    Ok(Aggregators(sets))
+}
+
 /// Which rank of which job a process is, and how it connects.
 #[derive(Debug, Clone)]
 pub(crate) struct Member {
@@ -72,10 +87,7 @@ impl MemberArgs {
         Some(Member {
             rank: self.rank?,
             world: self.world?,
-            aggregators: aggregator
-                .split(',')
-                .map(|set| set.split('+').map(str::to_owned).collect())
-                .collect(),
+            aggregators: aggregator.0.clone(),
             job: self.job.clone().unwrap_or_else(|| job.to_owned()),
             generation: Generation(self.generation),
             identity: self.identity.clone(),

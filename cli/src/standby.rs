@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use racksum_aggregator::{Aggregator, Config};
+use racksum_net::clock::Clock;
+use racksum_proto::time::Span;
 
 use crate::exit::Failure;
 use crate::member::Member;
@@ -49,9 +51,18 @@ pub(crate) struct Standby {
 }
 
 impl Standby {
-    /// Stops, once the job that has moved here has ended at all other ranks too.
-    pub(crate) fn finish(self) {
+    /// Stops, once the job that has moved here has ended at all other ranks too, which may take so
+    /// many seconds.
+    pub(crate) fn finish(self, patience_s: u64) {
+        let clock = Clock::start();
+        let end = clock.now() + Span::from_secs(patience_s);
         while self.aggregator.jobs() > 0 {
+            if clock.now() >= end {
+                eprintln!(
+                    "racksum: warning: standby: stops although its job goes on after {patience_s} s"
+                );
+                return;
+            }
             std::thread::sleep(POLL);
         }
     }

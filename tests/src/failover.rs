@@ -186,6 +186,22 @@ fn a_job_that_knows_no_other_place_is_served_to_its_end_by_one_that_drains() {
 }
 
 #[test]
+fn an_aggregator_whose_name_is_unknown_is_passed_over() {
+    bounded(60, || {
+        let rig = Rig::start(|_| {});
+        let unknown = ConnectOptions {
+            aggregators: vec!["no-such-host.invalid:7177".into()],
+            standbys: vec![vec![rig.aggregator.addr().to_string()]],
+            ..rig.options("unknown", 0, 1)
+        };
+        drop(Client::connect(&unknown).unwrap());
+        let alone = ConnectOptions { standbys: Vec::new(), ..unknown };
+        let error = Client::connect(&alone).unwrap_err();
+        assert!(matches!(error, ConnectError::NoAddress { .. }), "{error}");
+    });
+}
+
+#[test]
 fn when_no_aggregator_is_left_the_error_says_what_became_of_each() {
     bounded(60, || {
         let mut rigs = [(); 2].map(|()| Some(Rig::start(|_| {})));

@@ -247,19 +247,20 @@ impl Client {
         self.shared.lock().engine.stats()
     }
 
-    /// What the first aggregator granted.
+    /// What the first aggregator granted when the job began; one that the job moves to may grant
+    /// something else.
     #[must_use]
     pub const fn welcome(&self) -> &Welcome {
         &self.welcome
     }
 
-    /// How many shards the job's windows are spread over.
+    /// How many shards the job's windows were spread over when it began.
     #[must_use]
     pub const fn shards(&self) -> usize {
         self.shards
     }
 
-    /// Whether results come by multicast.
+    /// Whether results came by multicast when the job began.
     #[must_use]
     pub const fn multicast(&self) -> bool {
         self.multicast

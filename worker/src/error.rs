@@ -14,6 +14,15 @@ pub enum ConnectError {
     /// The arguments contradict each other.
     #[error("{0}")]
     Arguments(String),
+    /// What was given as the address of an aggregator is none, or not now: a name may be unknown
+    /// for a while.
+    #[error("{host:?} is no address of an aggregator (HOST:PORT): {why}")]
+    NoAddress {
+        /// What was given.
+        host: String,
+        /// Why not.
+        why: String,
+    },
     /// A socket could not be had, or nobody is there.
     #[error("{0}")]
     Net(#[from] NetError),

@@ -243,11 +243,7 @@ pub(crate) fn shard_addrs(
 
 /// The address of `HOST:PORT`.
 fn resolve(host: &str) -> Result<SocketAddr, ConnectError> {
-    let unknown = |why: String| {
-        ConnectError::Arguments(format!(
-            "{host:?} is no address of an aggregator (HOST:PORT): {why}"
-        ))
-    };
+    let unknown = |why| ConnectError::NoAddress { host: host.into(), why };
     let mut addrs = host.to_socket_addrs().map_err(|error| unknown(error.to_string()))?;
     addrs.next().ok_or_else(|| unknown("the name has no address".into()))
 }

@@ -169,8 +169,8 @@ pub(super) fn check_resume(join: &Join) -> Result<(), String> {
 /// Why a rank that others have lost is none of the job's any more.
 pub(super) fn given_up(job: &str, rank: u16) -> String {
     format!(
-        "the other ranks of job {job:?} had lost rank {rank}, and go on without it; start all ranks \
-         with a greater --generation to have it again"
+        "the other ranks of job {job:?} had lost rank {rank}, and go on without it; to have it \
+         again, start all ranks with a greater --generation"
     )
 }
 

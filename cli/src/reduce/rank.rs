@@ -57,7 +57,7 @@ pub(super) fn run(args: &Args, member: &Member, path: &Path) -> Result<(), Failu
     let standby = args.standby.start(member)?;
     let report = reduce(args, member, &file, out.as_mut().map(OutFile::file));
     if let Some(standby) = standby {
-        standby.finish();
+        standby.finish(args.timeout);
     }
     let report = report?;
     if let Some(out) = out {

@@ -131,6 +131,11 @@ fn a_rank_that_finds_no_aggregator_says_so() {
     assert!(ended.failed(2).starts_with(why), "{ended:?}");
     let ended = bench_rank("127.0.0.1", 0, 1, &[]).end(30);
     assert!(ended.failed(2).starts_with("\"127.0.0.1\" is no address of an"), "{ended:?}");
+    for missing in ["", "127.0.0.1:7177,", "+127.0.0.1:7177", "127.0.0.1:7177, ,127.0.0.1:7178"] {
+        let ended = bench_rank(missing, 0, 1, &[]).end(30);
+        assert_eq!(ended.code, Some(2), "{ended:?}");
+        assert!(ended.err.contains("between + and , has no name; give each as"), "{ended:?}");
+    }
 }
 
 #[test]

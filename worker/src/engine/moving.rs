@@ -72,3 +72,6 @@ impl Engine {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -25,11 +25,16 @@ pub(crate) struct Bench {
 
 impl Bench {
     pub(crate) fn new(shards: u8, lanes: u8, ip: impl Into<IpAddr>) -> Self {
-        Self::with_datagrams(1408, shards, lanes, ip.into())
+        Self::with_datagrams(1408, shards, lanes, ip.into(), false)
+    }
+
+    /// In a job that may move.
+    pub(crate) fn moving() -> Self {
+        Self::with_datagrams(1408, 1, 1, Ipv4Addr::LOCALHOST.into(), true)
     }
 
     /// With fragments of up to `payload` bytes.
-    fn with_datagrams(payload: usize, shards: u8, lanes: u8, ip: IpAddr) -> Self {
+    fn with_datagrams(payload: usize, shards: u8, lanes: u8, ip: IpAddr, may_move: bool) -> Self {
         let open = || UdpSocket::open(&UdpConfig::new(SocketAddr::new(ip, 0))).unwrap();
         let socket = Arc::new(open());
         let sockets: Vec<_> = (0..shards).map(|_| open()).collect();
@@ -44,7 +49,7 @@ impl Bench {
             cut: Fragmentation::new(payload).unwrap(),
             in_flight: 1 << 20,
             first_op: OpId(0),
-            may_move: false,
+            may_move,
         };
         let link = |shard: &UdpSocket| Link { addr: shard.local_addr(), job: JobId(1), auth: None };
         let links = Links {
@@ -59,7 +64,7 @@ impl Bench {
 
     /// The same, where datagrams are authenticated; returns what the shards seal with.
     fn sealed(payload: usize, auth: DataAuth) -> (Self, Sealer) {
-        let mut bench = Self::with_datagrams(payload, 1, 1, Ipv4Addr::LOCALHOST.into());
+        let mut bench = Self::with_datagrams(payload, 1, 1, Ipv4Addr::LOCALHOST.into(), false);
         let keys = Keys { up: Key([1; Key::LEN]), down: Key([2; Key::LEN]) };
         let opener = Opener::of_shard(auth, &keys, Generation(0), 0).unwrap();
         let sealer = Sealer::of_rank(auth, &keys, Rank(0), 0).unwrap();
@@ -76,7 +81,7 @@ impl Bench {
     }
 
     /// Sends a datagram from a shard's address, and lets the engine take it.
-    fn say(&mut self, shard: usize, contents: &[u8]) {
+    pub(crate) fn say(&mut self, shard: usize, contents: &[u8]) {
         send(&self.shards[shard], self.socket.local_addr(), contents);
         self.engine.step();
     }
@@ -254,7 +259,7 @@ fn arrived(socket: &UdpSocket) -> Vec<(Header, u8)> {
 
 /// An engine whose datagrams hold whole windows, and an op of eight, the first of which is there.
 fn in_large_pieces() -> (Bench, OpId) {
-    let mut bench = Bench::with_datagrams(61_440, 1, 1, Ipv4Addr::LOCALHOST.into());
+    let mut bench = Bench::with_datagrams(61_440, 1, 1, Ipv4Addr::LOCALHOST.into(), false);
     let tensor = 1f32.to_le_bytes().repeat(8 * WINDOW);
     let descriptor = Descriptor::sum(8 * WINDOW as u64, DType::F32);
     let op = bench.engine.submit(descriptor, Data::Owned(tensor), LONG).unwrap();

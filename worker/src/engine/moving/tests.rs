@@ -1,0 +1,56 @@
+use racksum_proto::arith::encode_block;
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::{DType, WireType};
+use racksum_proto::error::OpError;
+use racksum_proto::ids::{Generation, JobId};
+use racksum_proto::wire::{Header, Kind};
+
+use super::super::Stats;
+use super::super::tests::Bench;
+use super::*;
+use crate::payload::Data;
+
+/// A message about an op of one window, all of whose results this rank has acknowledged if they
+/// are before `low`.
+fn message(kind: Kind, low: OpId, body: &[u8]) -> Vec<u8> {
+    let length = u16::try_from(body.len()).unwrap();
+    let header = Header {
+        kind,
+        window: WindowId::new(OpId(0), 0),
+        ack: WindowId::new(low, 0),
+        mask: u64::from(kind == Kind::Result),
+        previous: if kind == Kind::Result { Header::NO_PREVIOUS } else { 0 },
+        length,
+        ..Header::probe(JobId(1), Generation(0), 0)
+    };
+    let mut head = [0; Header::LEN];
+    header.encode(&mut head);
+    [&head[..], body].concat()
+}
+
+#[test]
+fn the_sum_of_an_op_is_kept_until_all_have_it_also_where_it_overflowed() {
+    for value in [1.0, f32::INFINITY] {
+        let mut bench = Bench::moving();
+        let wire = WireType::Fixed32;
+        let descriptor = Descriptor { wire, ..Descriptor::sum(256, DType::F32) };
+        let tensor = value.to_le_bytes().repeat(256);
+        let mut sum = vec![0; wire.block_len(256)];
+        encode_block(DType::F32, wire, 2, &tensor, &mut sum).unwrap();
+        let timeout = racksum_proto::time::Span::from_secs(60);
+        let op = bench.engine.submit(descriptor, Data::Owned(tensor), timeout).unwrap();
+        bench.engine.step();
+        bench.say(0, &message(Kind::Result, OpId(0), &sum));
+        let result = bench.engine.take(op).unwrap().result;
+        let overflowed = matches!(result, Err(OpError::Overflow { .. }));
+        assert_eq!((overflowed, result.is_ok()), (value.is_infinite(), value.is_finite()));
+        // Another rank may lack it, so the engine has something to do although nobody waits.
+        assert!(!bench.engine.is_idle());
+        assert_eq!(bench.engine.kept.keys().collect::<Vec<_>>(), [&op]);
+        bench.say(0, &message(Kind::Credit, OpId(1), &[]));
+        let Stats { rx_datagrams, rejects, .. } = bench.engine.stats();
+        assert_eq!((rx_datagrams, rejects), (2, 0));
+        assert!(bench.engine.is_idle());
+        assert!(bench.engine.kept.is_empty());
+    }
+}
