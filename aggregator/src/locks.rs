@@ -33,6 +33,19 @@ impl Locks {
         Some(Keys { up: *up.get(rank.index())?, down: *down })
     }
 
+    /// Gives a rank another key, so that nothing that was sent under the one before is taken.
+    ///
+    /// # Errors
+    /// When the system gives no randomness.
+    pub(crate) fn renew(&mut self, rank: Rank) -> Result<(), NetError> {
+        if let Some((up, _)) = &mut self.keys
+            && let Some(key) = up.get_mut(rank.index())
+        {
+            *key = new_key()?;
+        }
+        Ok(())
+    }
+
     /// For what the shard of a configuration sends.
     pub(crate) fn sealer(&self, config: &Config) -> Option<Sealer> {
         let (_, down) = self.keys.as_ref()?;
@@ -41,10 +54,13 @@ impl Locks {
 
     /// For what the shard of a configuration hears, by rank; none where nothing is authenticated.
     pub(crate) fn openers(&self, config: &Config) -> Vec<Opener> {
-        let up = self.keys.iter().flat_map(|(up, _)| up);
-        let opener = |(rank, up)| {
-            Opener::of_rank(self.auth, up, config.generation, Rank(rank), config.shard)
-        };
-        (0..).zip(up).filter_map(opener).collect()
+        (0..config.world).filter_map(|rank| self.opener(config, Rank(rank))).collect()
+    }
+
+    /// The same of one rank.
+    pub(crate) fn opener(&self, config: &Config, rank: Rank) -> Option<Opener> {
+        let (up, _) = self.keys.as_ref()?;
+        let up = up.get(rank.index())?;
+        Opener::of_rank(self.auth, up, config.generation, rank, config.shard)
     }
 }

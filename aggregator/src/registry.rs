@@ -2,6 +2,7 @@
 
 mod job;
 mod moving;
+mod rejoin;
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -204,13 +205,11 @@ impl Registry {
         caller: Caller,
         now: Instant,
     ) -> Result<(Seat, Joined), Refusal> {
-        let Caller { identity, mut addr, tell } = caller;
-        Self::check(&join, addr.ip())?;
-        if self.draining {
-            return Err(Refusal::Draining);
+        self.admit(&join, &caller)?;
+        if join.rejoin {
+            return self.rejoin(join, caller);
         }
-        // Before anything is said that depends on a job.
-        admit(&self.config.admit, identity.as_deref(), &join.job)?;
+        let Caller { identity, mut addr, tell } = caller;
         addr.set_port(join.data_port);
         let name = join.job.clone();
         let present = self.jobs.get(&name).map(|job| job.generation);
@@ -245,6 +244,15 @@ impl Registry {
         }
         let joined = self.start(&seat.job)?;
         Ok((seat, joined))
+    }
+
+    /// Checks all that can be known before anything is said that depends on a job.
+    fn admit(&self, join: &Join, caller: &Caller) -> Result<(), Refusal> {
+        Self::check(join, caller.addr.ip())?;
+        if self.draining {
+            return Err(Refusal::Draining);
+        }
+        Ok(admit(&self.config.admit, caller.identity.as_deref(), &join.job)?)
     }
 
     /// Checks what does not depend on the job.
@@ -314,6 +322,8 @@ impl Registry {
             on_rank_loss: join.on_rank_loss,
             may_move: false,
             absent: Vec::new(),
+            left: BTreeMap::new(),
+            granted: None,
             departed: Vec::new(),
             departed_at: None,
             moved_at: join.resume.as_ref().map(|resume| resume.first_op),
@@ -377,6 +387,7 @@ impl Registry {
             let keys = locks.keys_of(Rank(member.join.rank));
             member.tell(FromAggregator::Welcome(Welcome { group, keys, ..welcome.clone() }));
         }
+        job.granted = Some((Welcome { group, ..welcome }, locks));
         if group.is_some() {
             job.state = State::Probing;
             return Ok(Joined::Probe);

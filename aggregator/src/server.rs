@@ -7,6 +7,7 @@ use racksum_net::interface::local_addr_towards;
 use racksum_net::quic::lifeline::dead;
 use racksum_net::quic::{Certificate, frames, not_connected, quinn};
 use racksum_proto::control::{FromAggregator, FromWorker, Join, Loss};
+use racksum_proto::ids::OpId;
 use tokio::net::TcpStream;
 use tokio::sync::mpsc::{Receiver, channel};
 use tokio::sync::{Notify, watch};
@@ -134,8 +135,8 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared, lifelines: 
                     lock(&registry).depart(&seat, Instant::now());
                     end(&connection, send).await;
                 }
-                Parting::Lost(Loss::Left) => {
-                    lock(&registry).leave(&seat, Loss::Left);
+                Parting::Left(next_op) => {
+                    lock(&registry).part(&seat, next_op);
                     end(&connection, send).await;
                 }
                 Parting::Lost(Loss::Broke) if timed_out(&connection) => {
@@ -253,6 +254,8 @@ fn timed_out(connection: &quinn::Connection) -> bool {
 enum Parting {
     /// The rank is gone.
     Lost(Loss),
+    /// The rank has left, and may come back at this op.
+    Left(Option<OpId>),
     /// The rank goes on with its job elsewhere.
     Moved,
     /// The job is over, and the rank was told why.
@@ -288,7 +291,7 @@ async fn attend(
             }
             word = words.recv() => match word {
                 Some(FromWorker::Heard) => lock(registry).heard(seat),
-                Some(FromWorker::Leave) => break Parting::Lost(Loss::Left),
+                Some(FromWorker::Leave { next_op }) => break Parting::Left(next_op),
                 Some(FromWorker::Move) => break Parting::Moved,
                 Some(FromWorker::Join(_)) | None => break Parting::Lost(Loss::Broke),
             },

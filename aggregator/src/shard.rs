@@ -52,6 +52,8 @@ pub(crate) enum Command {
     Listeners(JobId, Vec<bool>),
     /// A rank of the job has left.
     Left(JobId, Rank),
+    /// A rank is back.
+    Rejoin(Box<Rejoin>),
     /// The job goes on without a rank.
     Gone(JobId, Rank),
     /// The job is gone.
@@ -63,6 +65,17 @@ pub(crate) enum Command {
     /// The shard is to fail, as a bug would make it.
     #[cfg(test)]
     Panic,
+}
+
+/// A rank that comes back.
+#[derive(Debug, Clone)]
+pub(crate) struct Rejoin {
+    pub(crate) job: JobId,
+    pub(crate) rank: Rank,
+    /// Where its data comes from now.
+    pub(crate) addr: SocketAddr,
+    /// With its new key.
+    pub(crate) locks: Locks,
 }
 
 /// What a shard has counted.
@@ -211,6 +224,18 @@ impl Shard {
             Command::Left(id, rank) => {
                 if let Some(job) = self.jobs.get_mut(&id) {
                     job.machine.handle_left(rank, &mut ());
+                }
+            }
+            Command::Rejoin(back) => {
+                let now = self.clock.now();
+                let Rejoin { job, rank, addr, locks } = *back;
+                if let Some(job) = self.jobs.get_mut(&job) {
+                    job.machine.handle_rejoined(now, rank);
+                    job.ranks[rank.index()] = addr;
+                    let opener = locks.opener(job.machine.config(), rank);
+                    if let Some((place, opener)) = job.openers.get_mut(rank.index()).zip(opener) {
+                        *place = opener;
+                    }
                 }
             }
             Command::Gone(id, rank) => {

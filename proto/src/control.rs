@@ -26,7 +26,11 @@ pub enum FromWorker {
     /// A multicast probe arrived.
     Heard,
     /// It is done with the job.
-    Leave,
+    Leave {
+        /// The number of the op that it would start next: the rank may come back there. None if it
+        /// leaves in the middle of one.
+        next_op: Option<OpId>,
+    },
     /// It goes on with the job at another aggregator.
     Move,
 }
@@ -65,6 +69,8 @@ pub struct Join {
     pub on_rank_loss: OnRankLoss,
     /// Whether the rank knows other aggregators to go on at.
     pub may_move: bool,
+    /// Whether the rank has left the job, and comes back to it.
+    pub rejoin: bool,
     /// Where the job goes on, if it has run at another aggregator before.
     pub resume: Option<Resume>,
 }
@@ -218,7 +224,8 @@ pub struct Welcome {
     pub fragment_payload: u16,
     /// Most bytes in flight towards each shard.
     pub in_flight: u32,
-    /// The job's first op here: another than 0 if it has moved here.
+    /// The rank's first op here: another than 0 if the job has moved here, or the rank was here
+    /// before.
     pub first_op: OpId,
     /// The group that results are multicast to, if the rank should listen.
     pub group: Option<SocketAddr>,

@@ -14,6 +14,7 @@ use crate::random::Random;
 
 mod failover;
 mod loss;
+mod rejoin;
 
 struct Cluster {
     workers: Vec<WorkerNode>,

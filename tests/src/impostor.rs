@@ -67,6 +67,7 @@ impl Impostor {
             wait: false,
             on_rank_loss: OnRankLoss::Abort,
             may_move: false,
+            rejoin: false,
             resume: None,
         }
     }

@@ -319,7 +319,7 @@ fn a_rank_is_told_whom_it_waits_for() {
                 other => panic!("{other:?}"),
             }
         }
-        impostor.say(&FromWorker::Leave);
+        impostor.say(&FromWorker::Leave { next_op: None });
         let error = second.join().unwrap().unwrap_err().to_string();
         assert_eq!(error, "after 3 s ranks 0, 1 had not joined");
         await_that("the job is gone", || rig.aggregator.jobs() == 0);
@@ -343,5 +343,19 @@ fn an_aggregator_on_all_addresses_refuses_who_calls_one_that_it_does_not_answer_
                    was sent to 127.0.0.2; call it at 127.0.0.1, or start it with --bind 127.0.0.2";
         assert_eq!(refusal(&at("127.0.0.2")), why);
         check(&Client::connect(&at("127.0.0.1")).unwrap(), 1.0);
+    });
+}
+
+#[test]
+fn an_aggregator_that_goes_while_ranks_are_missing_is_told_of_with_them() {
+    bounded(30, || {
+        let rig = Rig::start(|_| {});
+        let options = rig.options("job", 1, 3);
+        let client = std::thread::spawn(move || Client::connect(&options).unwrap_err().to_string());
+        // It is told who is missing twice a second.
+        std::thread::sleep(Duration::from_millis(900));
+        drop(rig);
+        let error = client.join().unwrap();
+        assert!(error.ends_with("; until then ranks 0, 2 had not joined"), "{error}");
     });
 }

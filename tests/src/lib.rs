@@ -39,6 +39,8 @@ mod mixture;
 #[cfg(test)]
 mod reductions;
 #[cfg(test)]
+mod rejoin;
+#[cfg(test)]
 mod sealed;
 #[cfg(test)]
 mod strangers;

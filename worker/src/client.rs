@@ -19,7 +19,7 @@ use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::time::Span;
 
 use crate::blocks::{BlockSet, Blocks};
-use crate::control::{Mailbox, Word};
+use crate::control::{Closed, Mailbox, Word};
 use crate::engine::{Engine, Finished, Next, Stats};
 use crate::error::{ConnectError, Error};
 use crate::grant::{Granted, grant};
@@ -272,13 +272,14 @@ impl Drop for Client {
         let mut state = self.shared.lock();
         state.closed = true;
         tracing::debug!(stats = ?state.engine.stats(), "client closes");
+        let next_op = state.run(|engine| engine.rests_at()).flatten();
         state.run(|engine| engine.end("the client was closed"));
         self.shared.wake_waiting(&mut state);
         drop(state);
         self.shared.work.notify_all();
         self.shared.waker.wake();
         // A session that has ended needs no word.
-        drop(self.stop.send(Word::Stop));
+        drop(self.stop.send(Word::Stop(Closed { next_op })));
         for thread in self.threads.drain(..) {
             // A panic was printed where it happened.
             drop(thread.join());

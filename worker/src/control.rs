@@ -8,6 +8,7 @@ use std::time::Duration;
 use racksum_net::NetError;
 use racksum_net::quic::{Credentials, connect, frames, lifeline, not_connected};
 use racksum_proto::control::{FromAggregator, FromWorker, Join};
+use racksum_proto::ids::OpId;
 use racksum_proto::time::Span;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
@@ -35,7 +36,14 @@ pub(crate) enum Word {
     /// By a control connection: which session it is of, and which of its aggregators it is to.
     Told { session: u32, place: u8, event: Event },
     /// By the client, which is closed.
-    Stop,
+    Stop(Closed),
+}
+
+/// How a client was closed.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Closed {
+    /// Its next op, if none was in flight.
+    pub(crate) next_op: Option<OpId>,
 }
 
 /// Where all that a worker is told comes together.
@@ -45,13 +53,13 @@ pub(crate) struct Mailbox {
     hear: Receiver<Word>,
     session: u32,
     /// The client is closed.
-    pub(crate) stopped: bool,
+    pub(crate) closed: Option<Closed>,
 }
 
 impl Mailbox {
     pub(crate) fn new() -> Self {
         let (tell, hear) = channel();
-        Self { tell, hear, session: 0, stopped: false }
+        Self { tell, hear, session: 0, closed: None }
     }
 
     /// How it is told.
@@ -67,7 +75,7 @@ impl Mailbox {
     /// What is told next, and by which of the session's connections; `None` when nothing is within
     /// so long, or the client is closed.
     pub(crate) fn hear(&mut self, within: Option<Duration>) -> Option<(u8, Event)> {
-        while !self.stopped {
+        while self.closed.is_none() {
             let word = match within {
                 None => self.hear.recv().ok(),
                 Some(within) => Some(self.hear.recv_timeout(within).ok()?),
@@ -77,7 +85,8 @@ impl Mailbox {
                     return Some((place, event));
                 }
                 Some(Word::Told { .. }) => {}
-                Some(Word::Stop) | None => self.stopped = true,
+                Some(Word::Stop(closed)) => self.closed = Some(closed),
+                None => self.closed = Some(Closed { next_op: None }),
             }
         }
         None
@@ -134,12 +143,17 @@ impl Control {
                 events.send(Event::Closed(closed));
             });
         })?;
-        Ok(Self { say, thread: Some(thread), parting: FromWorker::Leave })
+        Ok(Self { say, thread: Some(thread), parting: LEAVE })
     }
 
     /// Parts with the aggregator, since the job goes on at another.
     pub(crate) fn depart(mut self) {
         self.parting = FromWorker::Move;
+    }
+
+    /// Leaves the job, and may come back to it at its next op.
+    pub(crate) fn leave(mut self, next_op: Option<OpId>) {
+        self.parting = FromWorker::Leave { next_op };
     }
 
     pub(crate) fn say(&self, word: FromWorker) {
@@ -220,8 +234,8 @@ async fn converse(
             why = &mut reader => return closed(why.unwrap_or_else(|error| error.to_string())),
             () = &mut dead => return ConnectError::Closed(DEAD.into()),
             word = words.recv() => {
-                let word = word.unwrap_or(FromWorker::Leave);
-                let last = matches!(word, FromWorker::Leave | FromWorker::Move);
+                let word = word.unwrap_or(LEAVE);
+                let last = matches!(word, FromWorker::Leave { .. } | FromWorker::Move);
                 let sent = frames::send(&mut send, &word).await;
                 if last || sent.is_err() {
                     drop(send.finish());
@@ -235,5 +249,7 @@ async fn converse(
     }
 }
 
+/// A rank's last word, unless it may come back or goes on elsewhere.
+const LEAVE: FromWorker = FromWorker::Leave { next_op: None };
 /// Why a conversation ends when the aggregator's host says that it serves no more.
 const DEAD: &str = "its process has ended";

@@ -108,10 +108,15 @@ fn lost(ranks: &[Rank], why: Loss) -> OpError {
 
 fn incomplete(missing: &[u16], waited: Duration) -> String {
     let waited = waited.as_secs();
-    let ranks: Vec<String> = missing.iter().map(u16::to_string).collect();
-    match &ranks[..] {
+    match missing {
         [] => format!("after {waited} s the aggregator had not said that the job is complete"),
-        [rank] => format!("after {waited} s rank {rank} had not joined"),
-        _ => format!("after {waited} s ranks {} had not joined", ranks.join(", ")),
+        _ => format!("after {waited} s {}", not_joined(missing)),
     }
+}
+
+/// Says that ranks are missing, of which there are some.
+pub(crate) fn not_joined(missing: &[u16]) -> String {
+    let ranks: Vec<String> = missing.iter().map(u16::to_string).collect();
+    let s = if ranks.len() == 1 { "" } else { "s" };
+    format!("rank{s} {} had not joined", ranks.join(", "))
 }

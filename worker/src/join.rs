@@ -18,7 +18,7 @@ use racksum_proto::time::Span;
 use racksum_proto::wire::Header;
 
 use crate::control::{Control, Event, Mailbox};
-use crate::error::ConnectError;
+use crate::error::{ConnectError, not_joined};
 use crate::options::ConnectOptions;
 
 /// How often a worker looks for multicast probes while it joins.
@@ -140,6 +140,7 @@ pub(crate) fn join(
             wait: options.wait,
             on_rank_loss: options.on_rank_loss,
             may_move: !options.standbys.is_empty(),
+            rejoin: options.rejoin && resume.is_none(),
             resume: resume.cloned(),
         };
         controls.push(Control::start(route.to, join, options, mailbox)?);
@@ -164,7 +165,7 @@ fn complete(
     let started = clock.now();
     while parts.iter().any(|part| !part.ready) {
         let heard = mailbox.hear(Some(PROBE_POLL));
-        if mailbox.stopped {
+        if mailbox.closed.is_some() {
             return Err(ConnectError::Closed("the client was closed".into()));
         }
         if let Some((place, event)) = heard {
@@ -291,6 +292,11 @@ impl<'a> Joining<'a> {
     fn take(&mut self, event: Event, session: &mut Session) -> Result<(), ConnectError> {
         let message = match event {
             Event::Said(message) => message,
+            // Whom the job waited for may be why nothing came of it.
+            Event::Closed(ConnectError::Closed(why)) if !self.missing.is_empty() => {
+                let missing = not_joined(&self.missing);
+                return Err(ConnectError::Closed(format!("{why}; until then {missing}")));
+            }
             Event::Closed(error) => return Err(error),
         };
         match message {

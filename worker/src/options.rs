@@ -39,6 +39,10 @@ pub struct ConnectOptions {
     pub data_auth: Option<DataAuth>,
     /// Whether to wait while an aggregator has no room for the job, rather than to be refused.
     pub wait: bool,
+    /// Whether this rank has left the job between two ops, by closing its client, and comes back to
+    /// it: it goes on with the op that it would have started next, `Client::welcome().first_op`.
+    /// What the others start in the meantime fails, as of any rank that has left.
+    pub rejoin: bool,
     /// What becomes of the job when it loses a rank; all ranks say the same.
     pub on_rank_loss: OnRankLoss,
     /// How long to wait for room and for the other ranks.
@@ -69,6 +73,7 @@ impl ConnectOptions {
             insecure: false,
             data_auth: None,
             wait: false,
+            rejoin: false,
             on_rank_loss: OnRankLoss::Abort,
             join_timeout: Duration::from_secs(300),
             op_timeout: Duration::from_secs(60),

@@ -9,7 +9,7 @@ use racksum_proto::control::{Absent, FromAggregator, Loss, Resume};
 use racksum_proto::ids::Rank;
 
 use crate::client::{Shared, span};
-use crate::control::{Event, Mailbox};
+use crate::control::{Closed, Event, Mailbox};
 use crate::error::ConnectError;
 use crate::grant::{Membership, grant};
 use crate::join::{Session, join};
@@ -119,6 +119,9 @@ impl Supervisor {
                 Event::Said(_) => {}
             }
         }
+        if let Some(Closed { next_op }) = self.mailbox.closed {
+            self.membership.controls.drain(..).for_each(|control| control.leave(next_op));
+        }
     }
 
     fn next(&mut self) -> Option<(u8, Event)> {
@@ -163,7 +166,7 @@ impl Supervisor {
         let resume = Resume { first_op, absent: self.absent.clone() };
         let sets = 1 + self.options.standbys.len();
         for at in (0..sets).cycle().skip(self.at + 1) {
-            if self.mailbox.stopped || self.try_at(at, &resume, &mut words) {
+            if self.mailbox.closed.is_some() || self.try_at(at, &resume, &mut words) {
                 return;
             }
             let (text, last) = (words.text(), at == self.at);

@@ -1,5 +1,6 @@
 //! A job: its ranks, how far it is, and what it is granted.
 
+use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use racksum_proto::aggregator::Config;
@@ -12,6 +13,7 @@ use tokio::sync::mpsc::Sender;
 use tokio::time::Instant;
 
 use super::moving::given_up;
+use crate::locks::Locks;
 use crate::shard::ShardHandle;
 use crate::status::{JobStatus, RankStatus, millis};
 use crate::tenancy::Tenant;
@@ -44,6 +46,10 @@ pub(super) struct Job {
     pub(super) may_move: bool,
     /// The ranks that it has lost and goes on without, in the order in which it lost them.
     pub(super) absent: Vec<Absent>,
+    /// The ranks that have left, and may come back.
+    pub(super) left: BTreeMap<u16, Left>,
+    /// What it was granted once it was complete.
+    pub(super) granted: Option<(Welcome, Locks)>,
     /// The ranks that have gone on to another aggregator, and since when the first has.
     pub(super) departed: Vec<u16>,
     pub(super) departed_at: Option<Instant>,
@@ -54,6 +60,15 @@ pub(super) struct Job {
     pub(super) members: Vec<Option<Member>>,
     pub(super) state: State,
     pub(super) opened: Instant,
+}
+
+/// A rank that has left.
+#[derive(Debug)]
+pub(super) struct Left {
+    /// The op that it would start next, unless it left in the middle of one.
+    pub(super) next_op: Option<OpId>,
+    /// The host that heard the group.
+    pub(super) heard_at: Option<IpAddr>,
 }
 
 /// How far a job is.
@@ -84,6 +99,14 @@ impl Job {
         if self.is_absent(join.rank) {
             return Err(given_up(name, join.rank));
         }
+        if self.state != State::Gathering && self.left.contains_key(&join.rank) {
+            return Err(format!(
+                "rank {} has left job {name:?}; it may come back between two ops if it says so, \
+                 as an option of the worker library; or restart all ranks with a greater \
+                 --generation",
+                join.rank
+            ));
+        }
         if self.state != State::Gathering {
             return Err(format!(
                 "job {name:?} is running: its {} ranks have joined; choose another --job, wait \
@@ -110,6 +133,16 @@ impl Job {
                 join.rank
             ));
         }
+        self.check_shape(join)?;
+        if join.resume.as_ref().is_some_and(|resume| !self.has_names_for(resume)) {
+            return Err(format!("a job goes on without {} ranks at most", Flags::MAX_ABSENT));
+        }
+        Ok(())
+    }
+
+    /// Checks that a rank's job has the shape of this one.
+    pub(super) fn check_shape(&self, join: &Join) -> Result<(), String> {
+        let name = &join.job;
         for (what, mine, theirs) in [
             ("world", u64::from(self.world), u64::from(join.world)),
             ("lanes", u64::from(self.lanes), u64::from(join.lanes)),
@@ -122,9 +155,6 @@ impl Job {
                     join.rank
                 ));
             }
-        }
-        if join.resume.as_ref().is_some_and(|resume| !self.has_names_for(resume)) {
-            return Err(format!("a job goes on without {} ranks at most", Flags::MAX_ABSENT));
         }
         Ok(())
     }

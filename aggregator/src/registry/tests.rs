@@ -35,6 +35,7 @@ pub(super) fn wish(job: &str, rank: u16, world: u16) -> Join {
         wait: false,
         on_rank_loss: OnRankLoss::Abort,
         may_move: false,
+        rejoin: false,
         resume: None,
     }
 }

@@ -47,6 +47,7 @@ async fn join(connection: &Connection, job: &str) -> (quinn::SendStream, quinn::
         wait: false,
         on_rank_loss: OnRankLoss::Abort,
         may_move: false,
+        rejoin: false,
         resume: None,
     };
     frames::send(&mut send, &FromWorker::Join(join)).await.unwrap();

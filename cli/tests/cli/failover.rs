@@ -1,5 +1,6 @@
 //! Aggregators that are killed or told to stop under load: the sums go on elsewhere.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::process::Command;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::AtomicU64;
@@ -87,9 +88,13 @@ impl Load {
         std::thread::scope(|scope| {
             let ranks: Vec<_> =
                 (0..WORLD).map(|rank| scope.spawn(move || self.rank(rank))).collect();
-            self.await_ops(2);
-            body(self);
+            // Should something be amiss, the ranks must not run on for ever.
+            let done = catch_unwind(AssertUnwindSafe(|| {
+                self.await_ops(2);
+                body(self);
+            }));
             self.stop.store(true, SeqCst);
+            done.unwrap_or_else(|panic| resume_unwind(panic));
             ranks.into_iter().for_each(|rank| rank.join().unwrap());
         });
     }

@@ -266,6 +266,15 @@ impl Aggregation {
         }
     }
 
+    /// Notes that a rank has come back that had left after the last of its ops had ended.
+    pub fn handle_rejoined(&mut self, now: Time, rank: Rank) {
+        if let Some(left) = self.left.get_mut(rank.index()) {
+            *left = false;
+            self.heard[rank.index()] = now;
+            self.streams.iter_mut().for_each(|stream| stream.handle_rejoined(rank));
+        }
+    }
+
     /// Goes on without a rank: windows that are not folded yet are folded from what the others
     /// contribute, and nothing is taken of it any more. At most [`Flags::MAX_ABSENT`] times.
     pub fn handle_gone(&mut self, rank: Rank, observer: &mut impl Observer) {

@@ -206,6 +206,13 @@ impl Stream {
         }
     }
 
+    /// Notes that a rank has come back, which has all results of what it had opened.
+    pub(super) fn handle_rejoined(&mut self, rank: Rank) {
+        let progress = &mut self.ranks[rank.index()];
+        progress.acked = progress.opened.min(self.next);
+        progress.open_asked_at = None;
+    }
+
     /// Goes on without a rank: what it has sent of windows that are not folded is forgotten, also
     /// where it is whole, so that a result says by one number whom it lacks.
     pub(super) fn handle_gone(&mut self, rank: Rank) {

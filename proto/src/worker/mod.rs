@@ -170,6 +170,12 @@ impl Worker {
         &self.config
     }
 
+    /// The number of the op that is started next.
+    #[must_use]
+    pub const fn next_op(&self) -> OpId {
+        OpId(self.next_op)
+    }
+
     /// Sets the job's number at one shard, where an aggregator of its own gave it another.
     pub fn set_shard_job(&mut self, shard: u8, job: JobId) {
         if let Some(path) = self.paths.get_mut(usize::from(shard)) {

@@ -294,6 +294,12 @@ impl Engine {
         self.machine.is_idle()
     }
 
+    /// The number of the next op, if none is in flight and any may be started.
+    pub(crate) fn rests_at(&self) -> Option<OpId> {
+        let rests = self.payloads.is_empty() && !self.machine.has_ended();
+        rests.then(|| self.machine.next_op())
+    }
+
     /// How long to wait for datagrams before something is due.
     fn patience(&self) -> Option<Span> {
         let at = self.machine.poll_timeout();

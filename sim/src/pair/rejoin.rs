@@ -1,0 +1,49 @@
+//! A rank that leaves between two ops, and comes back as another process.
+
+use super::*;
+
+#[test]
+fn a_rank_may_leave_between_ops_and_come_back() {
+    for seed in 0..60 {
+        let faults = Faults { drop: seed % 4 * 7, double: seed % 5 * 3, delay: seed % 3 * 8 };
+        let (world, may_move) = (3, seed % 2 == 0);
+        let shards = 1 + u8::try_from(seed % 3).unwrap();
+        let grant = Grant { world, shards, lanes: 2, pool_slots: 8, moved_at: None };
+        let mut cluster = Cluster::new(world, shards, 2, seed, faults);
+        let mut ended = 0;
+        for life in 0..4 {
+            for op in 0..3 {
+                let elements = usize::try_from([7, 60 * 256 * 9, 60 * 256][op]).unwrap();
+                let lane = u8::try_from((life + op) % 2).unwrap();
+                let descriptor =
+                    Descriptor { lane, ..Descriptor::sum(elements as u64, DType::I32) };
+                let now = cluster.now;
+                for worker in &mut cluster.workers {
+                    worker.submit(now, descriptor, bytes(&vec![1; elements]), TIMEOUT).unwrap();
+                }
+                ended += 1;
+                cluster.run_until(|cluster| cluster.workers.iter().all(|w| w.done.len() >= ended));
+                for (rank, worker) in cluster.workers.iter().enumerate() {
+                    let sum = worker.done.last().unwrap().1.as_ref();
+                    let right = sum == Ok(&bytes(&vec![3; elements]));
+                    assert!(right, "seed {seed}, life {life}, rank {rank}: {:?}", sum.err());
+                }
+            }
+            let rank = u16::try_from(seed % 3).unwrap();
+            for shard in &mut cluster.shards {
+                shard.machine.handle_left(Rank(rank), &mut ());
+            }
+            // What it said last, and what was said to it, may come late.
+            let now = cluster.now;
+            let node = &mut cluster.workers[usize::from(rank)];
+            let first_op = node.machine.next_op();
+            let config = worker::Config { first_op, may_move, ..grant.worker(rank) };
+            let done = std::mem::take(&mut node.done);
+            *node = WorkerNode::new(config, world, now);
+            node.done = done;
+            for shard in &mut cluster.shards {
+                shard.machine.handle_rejoined(now, Rank(rank));
+            }
+        }
+    }
+}

@@ -1,0 +1,97 @@
+//! Ranks that leave a job between two ops, and come back to it.
+
+use std::sync::Barrier;
+
+use racksum_proto::auth::DataAuth;
+use racksum_proto::control::OnRankLoss;
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::DType;
+use racksum_proto::ids::OpId;
+use racksum_worker::{Client, ConnectOptions};
+
+use crate::rig::{Rig, bounded};
+
+const WORLD: u16 = 3;
+
+fn sum(client: &Client, elements: u64) {
+    let mut tensor = 1i32.to_le_bytes().repeat(usize::try_from(elements).unwrap());
+    client.allreduce(&mut tensor, Descriptor::sum(elements, DType::I32)).unwrap();
+    assert!(tensor.chunks(4).all(|sum| *sum == i32::from(WORLD).to_le_bytes()));
+}
+
+#[test]
+fn ranks_leave_between_ops_and_come_back_as_often_as_they_like() {
+    bounded(60, || {
+        for auth in [DataAuth::None, DataAuth::Mac] {
+            let rig = |shards| {
+                Rig::start(|config| {
+                    config.shards = shards;
+                    config.data_auth = Some(auth);
+                })
+            };
+            let rigs = [rig(2), rig(2)];
+            let between = Barrier::new(WORLD.into());
+            std::thread::scope(|scope| {
+                for rank in 0..WORLD {
+                    let options = ConnectOptions {
+                        aggregators: rigs
+                            .each_ref()
+                            .map(|it| it.aggregator.addr().to_string())
+                            .into(),
+                        ..rigs[0].options("rejoin", rank, WORLD)
+                    };
+                    let between = &between;
+                    scope.spawn(move || {
+                        let mut client = Client::connect(&options).unwrap();
+                        for life in 0..5u32 {
+                            sum(&client, 1);
+                            sum(&client, 200_000);
+                            between.wait();
+                            // Each of two ranks in its turn, and in the end both.
+                            if [life % 2, 2 - life / 4].contains(&u32::from(rank)) {
+                                drop(client);
+                                let options = ConnectOptions { rejoin: true, ..options.clone() };
+                                client = Client::connect(&options).unwrap();
+                                assert_eq!(client.welcome().first_op, OpId(2 * (life + 1)));
+                            }
+                            between.wait();
+                        }
+                    });
+                }
+            });
+            rigs.iter().for_each(Rig::await_peace);
+        }
+    });
+}
+
+#[test]
+fn who_cannot_come_back_is_told_why() {
+    bounded(60, || {
+        let rig = Rig::start(|_| {});
+        let options = |rank| rig.options("job", rank, 2);
+        let back = |rank| ConnectOptions { rejoin: true, ..options(rank) };
+        let refused = |options: &ConnectOptions| Client::connect(options).unwrap_err().to_string();
+        assert!(refused(&back(0)).contains("no job \"job\" runs here"));
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| Client::connect(&options(1)).unwrap());
+            let client = Client::connect(&options(0)).unwrap();
+            let mut other = other.join().unwrap();
+            assert!(refused(&back(1)).contains("rank 1 has not left job \"job\""));
+            drop(other);
+            assert!(refused(&options(1)).contains("rank 1 has left job \"job\"; it may come back"));
+            let world = ConnectOptions { world: 3, ..back(1) };
+            assert!(refused(&world).contains("was opened with world 2, but rank 1 says 3"));
+            let small = ConnectOptions { mtu: Some(1280), ..back(1) };
+            assert!(refused(&small).contains("give it the MTU that it had"));
+            let goes_on = ConnectOptions { on_rank_loss: OnRankLoss::Continue, ..back(1) };
+            assert!(refused(&goes_on).contains("cannot have them back"));
+            other = Client::connect(&back(1)).unwrap();
+            // In the middle of an op.
+            let started = other.submit(vec![0; 4], Descriptor::sum(1, DType::I32)).unwrap();
+            drop((started, other));
+            assert!(refused(&back(1)).contains("in the middle of an op"));
+            drop(client);
+        });
+        rig.await_peace();
+    });
+}
