@@ -84,8 +84,8 @@ impl Job {
         });
         if usize::from(join.max_datagram) < fragment {
             return Err(format!(
-                "rank {rank} takes datagrams of {} bytes, and job {name:?} has some of {fragment}; give \
-                 it the MTU that it had",
+                "datagrams of job {name:?} have up to {fragment} bytes, and rank {rank} takes {}; \
+                 give it the MTU that it had",
                 join.max_datagram
             ));
         }
