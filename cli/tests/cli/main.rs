@@ -10,6 +10,8 @@ mod process;
 mod waits;
 
 #[cfg(test)]
+mod badwire;
+#[cfg(test)]
 mod chaos;
 #[cfg(test)]
 mod deaths;
