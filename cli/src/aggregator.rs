@@ -10,6 +10,7 @@ use racksum_proto::auth::DataAuth;
 use crate::args::{self, Fanout};
 use crate::exit::{Failure, say};
 use crate::status;
+use crate::stderr;
 
 /// Flags override the configuration file, which overrides the defaults.
 #[derive(Debug, clap::Args)]
@@ -91,10 +92,10 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let config = args.config()?;
     let aggregator = start(&config)?;
     for warning in aggregator.warnings() {
-        eprintln!("racksum: warning: {warning}");
+        stderr::warn(warning);
     }
     if config.insecure {
-        eprintln!("racksum: warning: --insecure: whoever reaches this port may join any job");
+        stderr::warn("--insecure: whoever reaches this port may join any job");
     }
     let ports: Vec<_> =
         aggregator.data_addrs().iter().map(|addr| addr.port().to_string()).collect();
@@ -143,14 +144,14 @@ fn start(config: &Config) -> Result<Aggregator, Failure> {
         Ok(started) => return Ok(started?),
         Err(why) => why,
     };
-    eprintln!("racksum: warning: no status socket: {why}; name one with --status-socket");
+    stderr::warn(format_args!("no status socket: {why}; name one with --status-socket"));
     Ok(Aggregator::start(config.clone())?)
 }
 
 /// Says something that nobody has to hear: an aggregator serves on when its log is closed.
 fn tell(line: &str) {
     if let Err(unheard) = say(line) {
-        eprintln!("racksum: warning: {unheard}");
+        stderr::warn(unheard);
     }
 }
 
@@ -171,10 +172,10 @@ fn reload(args: &Args, aggregator: &Aggregator) {
         Ok(fixed) => {
             tell("racksum aggregator: configuration reloaded");
             let keys = fixed.join(", ");
-            eprintln!("racksum: warning: what has changed of {keys} takes a restart");
+            stderr::warn(format_args!("what has changed of {keys} takes a restart"));
         }
         Err(failure) => {
-            eprintln!("racksum: warning: nothing is reloaded: {failure}");
+            stderr::warn(format_args!("nothing is reloaded: {failure}"));
         }
     }
 }

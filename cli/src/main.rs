@@ -1,5 +1,8 @@
 //! The one binary of racksum: each module is a subcommand.
 
+// A full or closed standard error must not end whoever serves: `stderr` writes there.
+#![warn(clippy::print_stderr)]
+
 mod aggregator;
 mod args;
 mod bench;
@@ -11,6 +14,7 @@ mod reduce;
 mod sim;
 mod standby;
 mod status;
+mod stderr;
 
 use clap::{Parser, Subcommand};
 use exit::{Exit, Failure};
@@ -58,7 +62,7 @@ fn main() -> Exit {
         Ok(filter) => {
             tracing_subscriber::fmt()
                 .with_env_filter(filter)
-                .with_writer(std::io::stderr)
+                .with_writer(stderr::lines)
                 .with_target(false)
                 .init();
             Ok(())
@@ -76,9 +80,7 @@ fn main() -> Exit {
     match done {
         Ok(()) => Exit::OK,
         Err(failure) => {
-            // In one piece: the ranks of a benchmark share standard error.
-            let line = format!("racksum: {failure}\n");
-            eprint!("{line}");
+            stderr::say(&failure);
             failure.exit
         }
     }

@@ -8,6 +8,7 @@ use racksum_sim::swarm::{self, Summary};
 
 use crate::args::Format;
 use crate::exit::{Failure, say};
+use crate::stderr;
 
 /// The protocol's own code, packet by packet, on simulated links with faults.
 #[derive(Debug, clap::Args)]
@@ -61,11 +62,11 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
             }
         }
         if progress && summary.seeds.is_multiple_of(100) {
-            eprint!("\r{} of {total} seeds …\x1b[K\r", summary.seeds);
+            stderr::draw(format_args!("\r{} of {total} seeds …\x1b[K\r", summary.seeds));
         }
     });
     if progress {
-        eprint!("\x1b[K");
+        stderr::draw("\x1b[K");
     }
     said?;
     match format {

@@ -10,6 +10,7 @@ use racksum_proto::time::Span;
 
 use crate::exit::Failure;
 use crate::member::Member;
+use crate::stderr;
 
 /// The flags of a standby.
 #[derive(Debug, Clone, clap::Args)]
@@ -39,7 +40,7 @@ impl StandbyArgs {
         };
         let aggregator = Aggregator::start(config)?;
         for warning in aggregator.warnings() {
-            eprintln!("racksum: warning: standby: {warning}");
+            stderr::warn(format_args!("standby: {warning}"));
         }
         Ok(Some(Standby { aggregator }))
     }
@@ -58,9 +59,9 @@ impl Standby {
         let end = clock.now() + Span::from_secs(patience_s);
         while self.aggregator.jobs() > 0 {
             if clock.now() >= end {
-                eprintln!(
-                    "racksum: warning: standby: stops although its job goes on after {patience_s} s"
-                );
+                stderr::warn(format_args!(
+                    "standby: stops although its job goes on after {patience_s} s"
+                ));
                 return;
             }
             std::thread::sleep(POLL);

@@ -11,6 +11,7 @@ use super::{Args, WORKERS, print, verdict};
 use crate::args::{Fanout, Format};
 use crate::crew::Crew;
 use crate::exit::{Failure, say};
+use crate::stderr;
 
 /// Runs the benchmark and prints its rows.
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
@@ -26,7 +27,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     };
     let aggregator = Aggregator::start(config)?;
     for warning in aggregator.warnings() {
-        eprintln!("racksum: warning: {warning}");
+        stderr::warn(warning);
     }
     let world = args.workers.unwrap_or(WORKERS);
     let mut workers = Workers::start(world, &aggregator)?;
@@ -39,13 +40,13 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
         }
         for bytes in args.sizes() {
             if progress {
-                eprint!("\rmeasuring {bytes} bytes …\x1b[K\r");
+                stderr::draw(format_args!("\rmeasuring {bytes} bytes …\x1b[K\r"));
             }
             let measured = workers.measured()?;
             if let Some(row) = Row::new(args, &pattern, None, &measured) {
                 wrong += row.wrong();
                 if progress {
-                    eprint!("\x1b[K");
+                    stderr::draw("\x1b[K");
                 }
                 print(args.format, &row)?;
             }

@@ -12,6 +12,7 @@ use super::rank::{Report, Said};
 use super::report::Table;
 use crate::crew::Crew;
 use crate::exit::Failure;
+use crate::stderr;
 
 /// Reduces the files and prints what it took.
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
@@ -39,7 +40,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
         ..Config::default()
     })?;
     for warning in aggregator.warnings() {
-        eprintln!("racksum: warning: {warning}");
+        stderr::warn(warning);
     }
     let crew = start(args, world, &aggregator, out.as_ref().map(OutFile::temporary))?;
     let reports = reports(crew, world)?;

@@ -1,5 +1,7 @@
 //! Processes that die, or stop answering, in the middle of a job: the others end, and say why.
 
+use std::fs::File;
+use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -70,7 +72,7 @@ fn ranks_end_with_the_parent_that_started_them() {
 
 #[test]
 fn an_aggregator_serves_on_when_nobody_reads_what_it_says() {
-    let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+    let full = File::options().write(true).open("/dev/full").unwrap();
     let mut command = Command::new(RACKSUM);
     command.args(["aggregator", "--port", "0", "--pool-mib", "16"]).stdout(full);
     command.stderr(Stdio::piped());
@@ -82,6 +84,29 @@ fn an_aggregator_serves_on_when_nobody_reads_what_it_says() {
     let err = String::from_utf8(ended.stderr).unwrap();
     assert_eq!(ended.status.code(), Some(0), "{err}");
     assert!(err.contains("warning: cannot write to standard output"), "{err}");
+}
+
+#[test]
+fn an_aggregator_serves_on_when_its_log_is_full_or_nobody_reads_it() {
+    let full = Stdio::from(File::options().write(true).open("/dev/full").unwrap());
+    let (reader, unread) = std::io::pipe().unwrap();
+    drop(reader);
+    for log in [full, Stdio::from(unread)] {
+        let mut command = Command::new(RACKSUM);
+        command.args(["aggregator", "--port", "0", "--pool-mib", "16", "--log", "debug"]);
+        let mut aggregator = command.stdout(Stdio::piped()).stderr(log).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(aggregator.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        let addr = line.split([' ', ',']).find(|word| word.starts_with("127.")).unwrap();
+        let addr = addr.trim_end_matches(':');
+        for generation in ["0", "1"] {
+            let flags = ["-b", "64K", "-e", "64K", "-n", "3", "--generation", generation];
+            let ranks: Vec<_> = (0..2).map(|rank| bench_rank(addr, rank, 2, &flags)).collect();
+            ranks.into_iter().for_each(|rank| drop(rank.end(30).ok()));
+        }
+        signal(aggregator.id(), "TERM");
+        assert!(aggregator.wait().unwrap().success());
+    }
 }
 
 #[test]

@@ -125,6 +125,17 @@ fn rules_say_who_may_join_which_job() {
         );
         assert_eq!(ended.failed(3), why);
     }
+    // Nor may they end it by a generation of their own.
+    let node = folder.path("vision-1.pem");
+    let long = ["-b", "4K", "-e", "4K", "-n", "100000000", "--identity", &node];
+    let flags = [&long[..], &["--job", "vision/resnet"]].concat();
+    let mut running = bench_rank(&serving.addr, 0, 1, &flags);
+    await_that("it runs", || running.out().contains('#'));
+    let node = folder.path("speech-1.pem");
+    let stolen = ["--identity", &node, "--job", "vision/resnet", "--generation", "7"];
+    let ended = bench_rank(&serving.addr, 0, 1, &[&SHORT[..], &stolen].concat()).end(40);
+    assert!(ended.failed(3).contains("may not join a job of the name"), "{ended:?}");
+    assert!(running.runs());
 }
 
 #[test]

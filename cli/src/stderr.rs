@@ -1,0 +1,95 @@
+//! Standard error, which may be full or closed: whoever serves must not end of that.
+
+use std::fmt::Display;
+use std::io::{self, Write};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+
+/// Lines that could not be written.
+static LOST: AtomicU64 = AtomicU64::new(0);
+
+/// A place for lines that never fails. What cannot be written is counted, and said before the next
+/// line that can.
+#[derive(Debug)]
+pub(crate) struct Lines<'a, W> {
+    to: W,
+    lost: &'a AtomicU64,
+}
+
+/// Standard error as such a place.
+pub(crate) fn lines() -> Lines<'static, io::Stderr> {
+    Lines { to: io::stderr(), lost: &LOST }
+}
+
+impl<W: Write> Write for Lines<'_, W> {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        let lost = self.lost.swap(0, Relaxed);
+        let note = match lost {
+            0 => String::new(),
+            _ => format!("racksum: {lost} lines of the log could not be written here\n"),
+        };
+        // In one piece: the ranks of a benchmark share standard error.
+        let whole = [note.as_bytes(), line].concat();
+        if self.to.write_all(&whole).is_err() {
+            self.lost.fetch_add(lost + 1, Relaxed);
+        }
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Says something in a line of its own.
+pub(crate) fn say(what: impl Display) {
+    // It never fails.
+    drop(lines().write_all(format!("racksum: {what}\n").as_bytes()));
+}
+
+/// Draws over the present line of a terminal.
+pub(crate) fn draw(what: impl Display) {
+    drop(lines().write_all(what.to_string().as_bytes()));
+}
+
+/// Warns of something.
+pub(crate) fn warn(what: impl Display) {
+    say(format_args!("warning: {what}"));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Takes so many bytes.
+    struct Disk<'a> {
+        room: usize,
+        has: &'a mut Vec<u8>,
+    }
+
+    impl Write for Disk<'_> {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            if bytes.len() > self.room {
+                return Err(io::ErrorKind::StorageFull.into());
+            }
+            self.has.extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_written_is_told_of_once_there_is_room() {
+        let (lost, mut has) = (AtomicU64::new(0), Vec::new());
+        for (room, line) in [(9, "one\n"), (0, "two\n"), (5, "three\n"), (99, "four\n"), (9, "5\n")]
+        {
+            let mut lines = Lines { to: Disk { room, has: &mut has }, lost: &lost };
+            lines.write_all(line.as_bytes()).unwrap();
+        }
+        let note = "racksum: 2 lines of the log could not be written here";
+        assert_eq!(String::from_utf8(has).unwrap(), format!("one\n{note}\nfour\n5\n"));
+    }
+}
