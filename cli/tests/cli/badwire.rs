@@ -5,13 +5,10 @@
 //! the kernel sends there comes to this process, which does to it what a bad network does and hands
 //! it to the device of the host that it is for.
 
-#![expect(unsafe_code, reason = "a TUN device is made by ioctl")]
-
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::fs::File;
-use std::io::{self, Read, Write};
-use std::os::fd::AsRawFd;
+use std::io::{Read, Write};
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -27,8 +24,8 @@ use serde_json::Value;
 use crate::files::{Folder, Tensor};
 use crate::namespaces::ip;
 use crate::process::{Process, RACKSUM, Serving, run};
+use crate::tun;
 
-const TUN: &str = "/dev/net/tun";
 /// How bad the wire is, of a million packets.
 const LOST: u64 = 50_000;
 const DOUBLED: u64 = 10_000;
@@ -73,7 +70,7 @@ impl Hosts {
         for host in 0..count {
             let (space, device) = (hosts.space(host), format!("{}-{host}", hosts.name));
             ip(&["netns", "add", &space])?;
-            let tun = tun(&device).map_err(|error| format!("{TUN}: {error}"))?;
+            let tun = tun::make(&device).map_err(|error| format!("no TUN device: {error}"))?;
             // The device stays this process's, wherever its other end is.
             ip(&["link", "set", &device, "netns", &space])?;
             ip(&["-n", &space, "link", "set", "lo", "up"])?;
@@ -108,20 +105,6 @@ impl Drop for Hosts {
             ip(&["netns", "del", &self.space(host)]).unwrap_or(());
         }
     }
-}
-
-/// A new TUN device: what is read of it is a packet that this host has sent to it, and what is
-/// written to it comes here by it.
-fn tun(name: &str) -> io::Result<File> {
-    let file = File::options().read(true).write(true).open(TUN)?;
-    // The largest that the kernel knows, of which it reads the first two fields.
-    let mut request = [0u8; 64];
-    request[..name.len()].copy_from_slice(name.as_bytes());
-    let flags = libc::IFF_TUN | libc::IFF_NO_PI;
-    request[libc::IFNAMSIZ..][..2].copy_from_slice(&flags.to_ne_bytes()[..2]);
-    // SAFETY: the descriptor is open, and the request is a `struct ifreq`, or longer.
-    let made = unsafe { libc::ioctl(file.as_raw_fd(), libc::TUNSETIFF, request.as_mut_ptr()) };
-    if made < 0 { Err(io::Error::last_os_error()) } else { Ok(file) }
 }
 
 /// A number below `limit`, the same from the same state (xorshift64*, Vigna 2016).

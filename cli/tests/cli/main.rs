@@ -6,6 +6,8 @@ mod files;
 #[cfg(test)]
 mod process;
 #[cfg(test)]
+mod tun;
+#[cfg(test)]
 #[path = "../../../tests/src/waits.rs"]
 mod waits;
 
