@@ -1,8 +1,8 @@
 //! The kernels, in bytes a second, beside the machine's own memory copy.
 //!
 //! A fold counts the bytes of its inputs, a scan those of the tensor, a conversion those of the
-//! f32 tensor, a copy the bytes copied, and a header its own. `cargo bench --bench kernels --
-//! fold/f32` runs a part.
+//! f32 tensor, a copy the bytes copied, and a header its own. A part is run by
+//! `cargo bench -p racksum-benches --bench kernels -- fold/f32`.
 
 use std::hint::black_box;
 use std::time::Duration;
