@@ -293,7 +293,7 @@ impl Pieces<'_> {
     }
 
     fn apply(&self, run: &Run<'_>, inputs: &[&[u8]], out: &mut [u8]) {
-        let terms = Terms { world: u32::from(self.fold.ranks), absent: run.absent };
+        let terms = Terms { world: u32::from(self.fold.weight), absent: run.absent };
         let descriptor = &self.fold.descriptor;
         kernel::fold_run(descriptor.wire, descriptor.reduction, terms, inputs, out)
             .expect("the plan gives runs of one length, of a descriptor that is valid");

@@ -78,6 +78,7 @@ impl Cluster {
             in_flight: 1 << 18,
             first_op: OpId(0),
             may_move: false,
+            only_shard: None,
         };
         let shard = |shard| aggregator::Config {
             job: JOB,
@@ -91,6 +92,8 @@ impl Cluster {
             cut,
             results_in_flight: 1 << 18,
             moved_at: None,
+            weight: None,
+            has_parent: false,
         };
         Self {
             shape,

@@ -25,6 +25,16 @@ pub struct Descriptor {
 }
 
 impl Descriptor {
+    /// What a sum of some of the ranks is of: an average is divided once, in the end.
+    #[must_use]
+    pub fn of_partial_sum(self) -> Self {
+        let reduction = match self.reduction {
+            Reduction::Avg => Reduction::Sum,
+            other => other,
+        };
+        Self { reduction, ..self }
+    }
+
     /// Bytes of an encoded descriptor.
     pub const LEN: usize = 24;
     /// Elements of a block unless a caller says otherwise.

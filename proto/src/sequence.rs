@@ -141,6 +141,11 @@ impl Sequence {
         self.ops.iter_mut().filter(move |entry| after.is_none_or(|after| entry.op > after))
     }
 
+    /// The same, to be looked at.
+    pub(crate) fn iter_after(&self, after: Option<OpId>) -> impl Iterator<Item = &StreamOp> {
+        self.ops.iter().filter(move |entry| after.is_none_or(|after| entry.op > after))
+    }
+
     /// The op that holds `position`.
     pub(crate) fn at(&self, position: u64) -> Option<&StreamOp> {
         let i = self.ops.partition_point(|entry| entry.end() <= position);

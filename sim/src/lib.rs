@@ -15,6 +15,7 @@ pub mod link;
 pub mod node;
 pub mod plan;
 pub mod random;
+pub mod relay;
 pub mod swarm;
 
 #[cfg(test)]

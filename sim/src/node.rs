@@ -314,10 +314,21 @@ impl ShardNode {
                 }
             };
             let verdict = self.machine.handle_decoded(now, &header, body, congested, observer);
-            if let aggregator::Verdict::Store(Place { lane, slot, rank, fragment, .. }) = verdict {
-                self.slots.insert((lane, slot, rank.0, fragment), body.to_vec());
+            if let aggregator::Verdict::Store(place) = verdict {
+                self.store(place, body);
             }
         }
+    }
+
+    /// Keeps a fragment of a contribution.
+    pub(crate) fn store(&mut self, place: Place, body: &[u8]) {
+        let Place { lane, slot, rank, fragment, .. } = place;
+        self.slots.insert((lane, slot, rank.0, fragment), body.to_vec());
+    }
+
+    /// The sum that a slot holds.
+    pub(crate) fn result(&self, lane: u8, slot: u32) -> &[u8] {
+        &self.results[&(lane, slot)]
     }
 
     /// Folds and sends all that is due; datagrams go to `out`.
@@ -343,7 +354,9 @@ impl ShardNode {
     }
 
     fn fold(&mut self, fold: &aggregator::Fold) {
-        let world = self.machine.config().world;
+        let config = self.machine.config();
+        // With what has come from a parent, if there is one.
+        let world = config.world + u16::from(config.has_parent);
         let index = fold.window.index;
         let masks: Vec<u64> =
             (0..world).map(|rank| self.machine.contribution(fold, Rank(rank))).collect();
@@ -359,15 +372,17 @@ impl ShardNode {
             self.results.insert((fold.lane, fold.slot), sum);
             return;
         }
+        let world = usize::from(self.machine.config().world);
         let mut out = vec![0xa5; fold.len];
         let Descriptor { wire, reduction, .. } = fold.descriptor;
-        self.plan.runs(&fold.geometry, index, masks.iter().copied(), fold.ranks, |run| {
+        let masks = masks.iter().take(world).copied();
+        self.plan.runs(&fold.geometry, index, masks, fold.ranks, |run| {
             let inputs: Vec<&[u8]> = run
                 .inputs
                 .iter()
                 .map(|input| &contributions[input.rank.index()][input.offset..][..run.out.len()])
                 .collect();
-            let of = Fold { world: u32::from(fold.ranks), absent: run.absent };
+            let of = Fold { world: u32::from(fold.weight), absent: run.absent };
             arith::fold_run(wire, reduction, of, &inputs, &mut out[run.out])
                 .expect("the plan's runs fit");
         });
@@ -419,18 +434,18 @@ impl ShardNode {
 
 /// Datagrams to be sent: messages one after the other to the same recipient share one if they fit.
 #[derive(Debug)]
-struct Joined<T> {
+pub(crate) struct Joined<T> {
     max: usize,
     len_bytes: usize,
-    datagrams: Vec<(T, Vec<u8>)>,
+    pub(crate) datagrams: Vec<(T, Vec<u8>)>,
 }
 
 impl<T: PartialEq> Joined<T> {
-    const fn new(cut: Fragmentation) -> Self {
+    pub(crate) const fn new(cut: Fragmentation) -> Self {
         Self { max: Header::LEN + cut.payload(), len_bytes: 0, datagrams: Vec::new() }
     }
 
-    fn push(&mut self, to: T, message: Vec<u8>) {
+    pub(crate) fn push(&mut self, to: T, message: Vec<u8>) {
         self.len_bytes += message.len();
         match self.datagrams.last_mut() {
             Some((last, bytes)) if *last == to && bytes.len() + message.len() <= self.max => {
@@ -442,12 +457,12 @@ impl<T: PartialEq> Joined<T> {
 }
 
 /// Room for the longest datagram of a job.
-fn buffer(cut: Fragmentation) -> Box<[u8]> {
+pub(crate) fn buffer(cut: Fragmentation) -> Box<[u8]> {
     vec![0xa5; Header::LEN + cut.payload()].into()
 }
 
 /// The messages of a window's fragments.
-fn fragments(
+pub(crate) fn fragments(
     cut: Fragmentation,
     header: &Header,
     wanted: u64,

@@ -15,6 +15,7 @@ use crate::random::Random;
 mod failover;
 mod loss;
 mod rejoin;
+mod tree;
 
 struct Cluster {
     workers: Vec<WorkerNode>,
@@ -66,6 +67,7 @@ impl Grant {
             in_flight: 1 << 18,
             first_op: self.moved_at.unwrap_or(OpId(0)),
             may_move: true,
+            only_shard: None,
         }
     }
 
@@ -82,6 +84,8 @@ impl Grant {
             cut: Self::cut(),
             results_in_flight: 1 << 20,
             moved_at: self.moved_at,
+            weight: None,
+            has_parent: false,
         };
         (0..self.shards).map(|i| ShardNode::new(shard(i), false, now)).collect()
     }

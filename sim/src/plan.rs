@@ -230,6 +230,7 @@ impl Plan {
             in_flight: plan.in_flight,
             first_op: life.first_op,
             may_move: !self.moves.is_empty(),
+            only_shard: None,
         }
     }
 
@@ -249,6 +250,8 @@ impl Plan {
             cut: plan.cut,
             results_in_flight: plan.results_in_flight,
             moved_at: (life.number > 0).then_some(life.first_op),
+            weight: None,
+            has_parent: false,
         }
     }
 

@@ -74,6 +74,7 @@ pub(crate) fn grant(options: &ConnectOptions, session: Session) -> Result<Grante
         in_flight: welcomes().map(|welcome| welcome.in_flight).min().unwrap_or(0) as usize,
         first_op: welcomes().map(|welcome| welcome.first_op).max().unwrap_or(OpId(0)),
         may_move: !options.standbys.is_empty(),
+        only_shard: None,
     };
     let (welcome, aggregators) = (first.clone(), session.controls.len());
     let Session { controls, early, socket, groups, .. } = session;

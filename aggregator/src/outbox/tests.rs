@@ -23,6 +23,8 @@ fn job(rank: SocketAddr, lens: &[usize]) -> Job {
         cut: Fragmentation::new(1408).unwrap(),
         results_in_flight: 1 << 20,
         moved_at: None,
+        weight: None,
+        has_parent: false,
     };
     let mut slots = Slots::new(&config);
     for (slot, len) in (0..).zip(lens) {

@@ -273,6 +273,8 @@ impl Job {
             // The results of all streams meet in each rank's receive buffer.
             results_in_flight: lowest / usize::from(shards) / usize::from(self.lanes.max(1)) / 2,
             moved_at: self.moved_at,
+            weight: None,
+            has_parent: false,
         };
         Ok((welcome, (first..first + mine).map(config).collect()))
     }

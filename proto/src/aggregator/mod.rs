@@ -9,6 +9,7 @@
 mod agreement;
 mod occupancy;
 mod opens;
+mod parent;
 mod pool;
 mod report;
 mod stream;
@@ -66,6 +67,10 @@ pub struct Config {
     pub results_in_flight: usize,
     /// The job's first op here, if it has moved here from another aggregator.
     pub moved_at: Option<OpId>,
+    /// How many ranks the sum is of, where those of this job are aggregators themselves.
+    pub weight: Option<u16>,
+    /// Whether sums go to a parent, and results come from there.
+    pub has_parent: bool,
 }
 
 /// What a datagram means for its payload.
@@ -119,8 +124,12 @@ pub struct Fold {
     pub cut: Fragmentation,
     /// How many ranks take part: the world but for those that are gone.
     pub ranks: u16,
+    /// What an average divides by.
+    pub weight: u16,
     /// The rank whose contribution is the sum already, byte for byte, and the only one.
     pub whole: Option<Rank>,
+    /// The sum is for the parent, and no result yet.
+    pub for_parent: bool,
     ready: Ready,
 }
 
@@ -184,7 +193,8 @@ impl Aggregation {
         let max_results = config.results_in_flight.min(slots * WINDOW_BYTES);
         let results = Congestion::new(LEAST_RESULTS, max_results);
         let stream = || {
-            let pool = Pool::new(slots, world, config.cut);
+            // What comes from the parent is kept like the contribution of one more rank.
+            let pool = Pool::new(slots, world + usize::from(config.has_parent), config.cut);
             let occupancy = Occupancy::new(world, config.moved_at.is_some());
             Stream::new(pool, occupancy, Sequence::new(max_ops, first_op), results, config)
         };
@@ -478,23 +488,28 @@ impl Aggregation {
 
     /// The next window to fold, lanes in priority order.
     pub fn poll_fold(&mut self) -> Option<Fold> {
-        let ranks = self.config.world - u16::try_from(self.gone.len()).unwrap_or(0);
+        let gone = u16::try_from(self.gone.len()).unwrap_or(0);
+        let (ranks, weight) = (self.config.world - gone, self.config.weight());
         (0..self.config.lanes).zip(&mut self.streams).find_map(|(lane, stream)| {
             let ready = stream.poll_ready()?;
             let window = ready.entry.window(ready.position);
             let geometry = ready.entry.geometry;
             let len = geometry.payload_len(window.index, ready.union);
+            let for_parent = stream.has_parent && ready.whole != Some(stream.parent());
+            let descriptor = self.agreement.descriptor(window.op)?;
             Some(Fold {
                 lane,
                 slot: stream.pool.number(ready.position),
                 window,
                 geometry,
-                descriptor: self.agreement.descriptor(window.op)?,
+                descriptor: if for_parent { descriptor.of_partial_sum() } else { descriptor },
                 union: ready.union,
                 len,
                 cut: geometry.cut(self.config.cut, len),
                 ranks,
+                weight: weight - gone,
                 whole: ready.whole,
+                for_parent,
                 ready,
             })
         })
@@ -517,18 +532,30 @@ impl Aggregation {
     /// Notes that the driver has folded what [`Self::poll_fold`] named.
     pub fn handle_folded(&mut self, fold: &Fold, observer: &mut impl Observer) {
         let stream = &mut self.streams[usize::from(fold.lane)];
-        stream.handle_folded(&fold.ready, self.gone.len());
-        self.unsent.push_back((fold.lane, fold.ready.position));
         self.counters.folds += 1;
         observer.on_event(&Event::Folded {
             window: fold.window,
             union: fold.union,
             contributors: fold.ready.contributors,
         });
-        // The next fold may wait for what was yet to be asked for.
+        if !stream.has_parent || fold.for_parent {
+            stream.handle_folded(&fold.ready);
+        }
+        if fold.for_parent {
+            self.ask_for_lost(fold.lane);
+            return;
+        }
+        stream.handle_resulted(&fold.ready, self.gone.len());
+        self.unsent.push_back((fold.lane, fold.ready.position));
+        self.ask_for_lost(fold.lane);
+    }
+
+    /// Asks for what the next fold may wait for, and is yet to be asked for.
+    fn ask_for_lost(&mut self, lane: u8) {
+        let stream = &mut self.streams[usize::from(lane)];
         stream.advance();
         for rank in stream.to_be_asked() {
-            self.queue.note(fold.lane, rank, |due| due.fragments = true);
+            self.queue.note(lane, rank, |due| due.fragments = true);
         }
     }
 }
@@ -553,6 +580,11 @@ const fn said(taken: Result<(), Reject>) -> Verdict {
 }
 
 impl Config {
+    /// How many ranks the sum is of.
+    fn weight(&self) -> u16 {
+        self.weight.unwrap_or(self.world)
+    }
+
     /// Checks mask, fragment number and length against the window, and returns the length of
     /// its payload and how it is cut.
     fn check_shape(

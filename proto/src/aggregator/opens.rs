@@ -66,7 +66,7 @@ impl Aggregation {
             Placed::At(_) if failed => {
                 // What is folded has results, and is told of no failure.
                 let entry = stream.sequence.get(op);
-                if entry.is_some_and(|entry| entry.end() > stream.next) {
+                if entry.is_some_and(|entry| entry.end() > stream.resulted) {
                     stream.sequence.fail(op);
                 }
             }
@@ -83,7 +83,7 @@ impl Aggregation {
     pub(super) fn note_reached(&mut self, rank: Rank, op: OpId) {
         if let Some(first) = self.agreement.note_reached(rank, op) {
             for stream in &mut self.streams {
-                stream.sequence.fail_before(first, stream.next);
+                stream.sequence.fail_before(first, stream.resulted);
             }
         }
     }

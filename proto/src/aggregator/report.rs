@@ -34,7 +34,7 @@ impl Aggregation {
             let Some(own) = stream.ranks.get(rank.index()) else { continue };
             // One that is gone is beyond all windows, and one that has left has all results.
             all.opened += own.opened.min(stream.sequence.end());
-            all.delivered += own.acked.min(stream.next);
+            all.delivered += own.acked.min(stream.resulted);
             all.behind |= stream.backlog() > 0 && stream.waits_for(rank);
         }
         all

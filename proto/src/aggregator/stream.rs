@@ -1,6 +1,7 @@
 //! One stream of a job: who opened what, what has arrived, what may be folded next.
 
 mod lost;
+mod parent;
 
 use alloc::boxed::Box;
 use alloc::collections::VecDeque;
@@ -110,7 +111,9 @@ pub(super) struct Stream {
     agreed: u64,
     /// The first window that is not folded.
     pub(super) next: u64,
-    /// Folded windows that some rank has not acknowledged, in order.
+    /// The first window of which there is no result: the same, but where results come from a parent.
+    pub(super) resulted: u64,
+    /// Windows with results that some rank has not acknowledged, in order.
     pub(super) folded: VecDeque<u64>,
     /// The first window behind the newest result, or behind ops that failed after it.
     pub(super) results_end: u64,
@@ -121,6 +124,14 @@ pub(super) struct Stream {
     /// The ranks have been told that what they sent before this window has arrived.
     told_arrived: u64,
     cut: Fragmentation,
+    /// Sums go to a parent, and results come from there.
+    pub(super) has_parent: bool,
+    /// Windows whose results have come from the parent, in order, and their blocks.
+    from_parent: VecDeque<(u64, u64)>,
+    /// All results of windows before this have come from the parent.
+    parent_done: u64,
+    /// The last op that the parent has been told of.
+    begun: Option<OpId>,
 }
 
 impl Stream {
@@ -140,12 +151,17 @@ impl Stream {
             occupancy,
             agreed: 0,
             next: 0,
+            resulted: 0,
             folded: VecDeque::with_capacity(slots),
             results_end: 0,
             previous: Header::NO_PREVIOUS,
             announced: 0,
             told_arrived: 0,
             cut: config.cut,
+            has_parent: config.has_parent,
+            from_parent: VecDeque::with_capacity(if config.has_parent { slots } else { 0 }),
+            parent_done: 0,
+            begun: None,
         }
     }
 
@@ -158,7 +174,7 @@ impl Stream {
 
     /// The lowest window that some rank has not acknowledged: the base of all credits.
     pub(super) fn low(&self) -> u64 {
-        self.folded.front().copied().unwrap_or(self.next)
+        self.folded.front().copied().unwrap_or(self.resulted)
     }
 
     /// The credit to write into a header (wire: W-33).
@@ -193,8 +209,8 @@ impl Stream {
     /// Takes the acknowledgement of a rank.
     pub(super) fn handle_ack(&mut self, rank: Rank, ack: WindowId) {
         // wire: W-32
-        // What is not folded cannot have been received, whatever a rank says.
-        let acked = self.sequence.position_from(ack).min(self.next);
+        // What has no result cannot have been received, whatever a rank says.
+        let acked = self.sequence.position_from(ack).min(self.resulted);
         let progress = &mut self.ranks[rank.index()];
         progress.acked = progress.acked.max(acked);
     }
@@ -209,7 +225,7 @@ impl Stream {
     /// Notes that a rank has come back, which has all results of what it had opened.
     pub(super) fn handle_rejoined(&mut self, rank: Rank) {
         let progress = &mut self.ranks[rank.index()];
-        progress.acked = progress.opened.min(self.next);
+        progress.acked = progress.opened.min(self.resulted);
         progress.open_asked_at = None;
     }
 
@@ -247,12 +263,12 @@ impl Stream {
 
     /// Whether `op` is one of the stream's, or there is room for it.
     pub(super) fn has_room_for(&mut self, op: OpId) -> bool {
-        let Self { sequence, folded, next, .. } = self;
+        let Self { sequence, folded, resulted, .. } = self;
         sequence.get(op).is_some()
             || sequence.make_room(|failed| {
                 let result = folded.partition_point(|position| *position < failed.base);
                 let result = folded.get(result).is_some_and(|at| *at < failed.end());
-                failed.end() <= *next && !result
+                failed.end() <= *resulted && !result
             })
     }
 
@@ -448,11 +464,11 @@ impl Stream {
         let low = self.low();
         if self.next >= low + self.pool.len() {
             // What others owe they may not send before the oldest slot is free.
-            progress.acked <= low
+            low < self.resulted && progress.acked <= low
         } else if self.next >= self.agreed {
             progress.opened <= self.next
         } else if self.is_complete(self.next) {
-            low < self.next && progress.acked <= low
+            low < self.resulted && progress.acked <= low
         } else {
             self.owes_still(rank, self.next)
         }
@@ -471,6 +487,11 @@ impl Stream {
     /// The next window to fold, if it is complete, the pool has room for its result and the path
     /// for its bytes. Call again after folding it.
     pub(super) fn poll_ready(&mut self) -> Option<Ready> {
+        if self.has_parent
+            && let Some(ready) = self.poll_from_parent()
+        {
+            return Some(ready);
+        }
         let (position, entry) = self.advance()?;
         self.ready_at(position, entry)
     }
@@ -483,11 +504,15 @@ impl Stream {
                 self.skip_failed(&entry);
                 continue;
             }
-            let end = entry.end().min(self.agreed);
+            let mut end = entry.end().min(self.agreed);
+            if self.has_parent {
+                // A window that others owe elsewhere has a result, and a slot here.
+                end = end.min(self.low() + self.pool.len());
+            }
             let owed = self.occupancy.next(self.next, end);
             // wire: W-31
             // The last window of an op always has a result, so that every rank sees the op's end.
-            let last = (self.agreed >= entry.end()).then(|| entry.end() - 1);
+            let last = (end == entry.end()).then(|| entry.end() - 1);
             let Some(position) = owed.or(last) else {
                 self.move_to(end);
                 return None;
@@ -517,25 +542,36 @@ impl Stream {
         self.pool.claim(position);
         let union = self.pool.contributions(position).iter().fold(0, |union, c| union | c.mask);
         let len = entry.geometry.payload_len(entry.window(position).index, union);
-        self.results.admits(len).then_some(Ready { position, entry, union, contributors, whole })
+        let admits = self.has_parent || self.results.admits(len);
+        admits.then_some(Ready { position, entry, union, contributors, whole })
     }
 
-    /// Notes that `ready` has been folded without `absent` ranks: its result is in flight from now
-    /// on.
-    pub(super) fn handle_folded(&mut self, ready: &Ready, absent: usize) {
+    /// Notes that `ready` has been folded.
+    pub(super) fn handle_folded(&mut self, ready: &Ready) {
         let window = ready.entry.window(ready.position);
         let len = ready.entry.geometry.payload_len(window.index, ready.union);
-        let previous = core::mem::replace(&mut self.previous, window.index);
         let slot = self.pool.claim(ready.position);
         slot.union = ready.union;
         slot.result_len = len;
         slot.cut = ready.entry.geometry.cut(self.cut, len);
+        self.move_to(ready.position + 1);
+    }
+
+    /// Notes that there is a result, without `absent` ranks: it is in flight from now on.
+    pub(super) fn handle_resulted(&mut self, ready: &Ready, absent: usize) {
+        if self.has_parent {
+            self.pass_from_parent(ready);
+        }
+        let window = ready.entry.window(ready.position);
+        let previous = core::mem::replace(&mut self.previous, window.index);
+        let slot = self.pool.claim(ready.position);
         slot.previous = previous;
         slot.absent = absent;
+        let len = slot.result_len;
         self.results.on_sent(len);
         self.folded.push_back(ready.position);
         self.results_end = ready.position + 1;
-        self.move_to(ready.position + 1);
+        self.resulted = ready.position + 1;
         if ready.position + 1 == ready.entry.end() {
             self.previous = Header::NO_PREVIOUS;
         }
@@ -546,9 +582,17 @@ impl Stream {
             progress.opened = progress.opened.max(entry.end());
         }
         self.update_agreed();
-        self.previous = Header::NO_PREVIOUS;
-        self.results_end = entry.end();
         self.move_to(entry.end());
+        if !self.has_parent {
+            self.pass_results(entry.end());
+        }
+    }
+
+    /// Moves on over windows of ops that failed, which have no results.
+    fn pass_results(&mut self, end: u64) {
+        self.previous = Header::NO_PREVIOUS;
+        self.results_end = end;
+        self.resulted = end;
     }
 
     /// Windows more than were told that arrive from every rank before it is told: a credit costs
@@ -559,6 +603,9 @@ impl Stream {
         if position > self.next {
             self.occupancy.clear(self.next, position);
             self.next = position;
+            if !self.has_parent {
+                self.resulted = position;
+            }
         }
     }
 }

@@ -65,6 +65,9 @@ pub struct Config {
     pub first_op: OpId,
     /// Whether the job may move to another aggregator, so that sums are kept for others.
     pub may_move: bool,
+    /// The only shard that this worker speaks to, where it is one of an aggregator that has a
+    /// parent; else it speaks to all.
+    pub only_shard: Option<u8>,
 }
 
 /// How an op ended.
@@ -242,6 +245,23 @@ impl Worker {
         Ok(self.start(now, Op::new(descriptor, masks, windows, now, timeout)))
     }
 
+    /// Starts an op under the number that it has for the ranks whose sum this is: it is scanned as
+    /// their contributions are folded. Ops of different lanes may start in any order.
+    ///
+    /// # Errors
+    /// As [`Self::submit`].
+    pub fn submit_sum(
+        &mut self,
+        now: Time,
+        id: OpId,
+        descriptor: Descriptor,
+        timeout: Span,
+    ) -> Result<(), SubmitError> {
+        let windows = self.check(&descriptor)?;
+        self.insert(now, id, Op::new(descriptor, vec![0; windows as usize], 0, now, timeout));
+        Ok(())
+    }
+
     /// Whether an op may start; returns how many windows it has.
     fn check(&mut self, descriptor: &Descriptor) -> Result<u32, SubmitError> {
         descriptor.validate()?;
@@ -257,8 +277,9 @@ impl Worker {
         let max = usize::from(self.config.max_ops);
         let running = self.ops.iter().filter(|op| !op.ended).count();
         let since_oldest = self.ops.iter().skip_while(|op| op.ended).count();
-        let shards = usize::from(self.config.shards);
-        let mut streams = self.streams.iter_mut().skip(usize::from(lane) * shards).take(shards);
+        let own = self.config.own_shards();
+        let own = self.config.stream(lane, own.start)..self.config.stream(lane, own.end);
+        let mut streams = self.streams[own].iter_mut();
         if since_oldest.max(running + self.outcomes.len()) >= max || !streams.all(Stream::has_room)
         {
             return Err(SubmitError::TooManyOps { max });
@@ -271,22 +292,27 @@ impl Worker {
 
     fn start(&mut self, now: Time, mut op: Op) -> OpId {
         let id = OpId(self.next_op);
-        self.next_op += 1;
-        op.id = id;
         if self.config.may_move {
             op.held = vec![false; op.masks.len()];
         }
+        self.insert(now, id, op);
+        id
+    }
+
+    fn insert(&mut self, now: Time, id: OpId, mut op: Op) {
+        op.id = id;
+        self.next_op = self.next_op.max(id.0 + 1);
         let lane = op.descriptor.lane;
         self.enter(now, &mut op);
-        self.ops.push_back(op);
+        let at = self.ops.partition_point(|earlier| earlier.id < id);
+        self.ops.insert(at, op);
         self.note_scanned(lane);
-        id
     }
 
     /// Appends an op to its streams.
     fn enter(&mut self, now: Time, op: &mut Op) {
         // wire: W-45
-        for shard in 0..self.config.shards {
+        for shard in self.config.own_shards() {
             let stripe = Stripe::new(op.id, op.geometry.windows(), shard, self.config.shards);
             if stripe.is_empty() {
                 continue;
@@ -300,13 +326,25 @@ impl Worker {
     /// The next window to scan, lanes in priority order; `None` when enough is scanned ahead.
     #[must_use]
     pub fn poll_scan(&self) -> Option<Scan> {
+        (0..self.config.lanes).find_map(|lane| self.poll_scan_of(lane))
+    }
+
+    /// The same of one lane.
+    #[must_use]
+    pub fn poll_scan_of(&self, lane: u8) -> Option<Scan> {
         let due = |op: &&Op| !op.ended && op.scanned < op.geometry.windows();
         // Within a lane ops are scanned one after the other, as they are sent.
-        (0..self.config.lanes).find_map(|lane| {
-            let op = self.ops.iter().filter(|op| op.descriptor.lane == lane).find(due)?;
-            (op.scanned < op.passed.saturating_add(Self::SCAN_AHEAD))
-                .then_some(Scan { op: op.id, index: op.scanned })
-        })
+        let op = self.ops.iter().filter(|op| op.descriptor.lane == lane).find(due)?;
+        (op.scanned < op.passed.saturating_add(Self::SCAN_AHEAD))
+            .then_some(Scan { op: op.id, index: op.scanned })
+    }
+
+    /// In a lane and shard: the first window that may have a result that has not come, and the
+    /// lowest that some rank has not acknowledged.
+    #[must_use]
+    pub fn reached(&self, lane: u8, shard: u8) -> (WindowId, WindowId) {
+        let stream = &self.streams[self.config.stream(lane, shard)];
+        (stream.sequence.window(stream.cursor), stream.sequence.window(stream.low))
     }
 
     /// Takes the non-zero blocks of the window that [`Self::poll_scan`] named.
@@ -321,13 +359,10 @@ impl Worker {
 
     /// Tells the streams of a lane how far its ops are scanned.
     fn note_scanned(&mut self, lane: u8) {
-        let Some(first) = self.ops.front().map(|op| op.id.0) else { return };
-        for shard in 0..self.config.shards {
+        for shard in self.config.own_shards() {
             let stream = &mut self.streams[self.config.stream(lane, shard)];
             let ops = &self.ops;
-            stream.note_scanned(|op| {
-                ops.get((op.0 - first) as usize).map_or(u32::MAX, |op| op.scanned)
-            });
+            stream.note_scanned(|op| find(ops, op).map_or(u32::MAX, |at| ops[at].scanned));
         }
     }
 
@@ -500,20 +535,34 @@ impl Worker {
     }
 
     fn op(&self, id: OpId) -> Option<&Op> {
-        let first = self.ops.front()?.id.0;
-        self.ops.get(id.0.checked_sub(first)? as usize)
+        self.ops.get(find(&self.ops, id)?)
     }
 
     fn op_mut(&mut self, id: OpId) -> Option<&mut Op> {
-        let first = self.ops.front()?.id.0;
-        self.ops.get_mut(id.0.checked_sub(first)? as usize)
+        let at = find(&self.ops, id)?;
+        self.ops.get_mut(at)
     }
 
     /// How many windows an op is scanned ahead of being sent.
     const SCAN_AHEAD: u32 = 1024;
 }
 
+/// The place of an op among those in flight, whose numbers are in a row but for those of other
+/// shards.
+fn find(ops: &VecDeque<Op>, id: OpId) -> Option<usize> {
+    let at = id.0.checked_sub(ops.front()?.id.0)? as usize;
+    if ops.get(at).is_some_and(|op| op.id == id) {
+        return Some(at);
+    }
+    ops.binary_search_by_key(&id, |op| op.id).ok()
+}
+
 impl Config {
+    /// The shards that the worker speaks to.
+    fn own_shards(&self) -> Range<u8> {
+        self.only_shard.map_or(0..self.shards, |shard| shard..shard + 1)
+    }
+
     fn streams(&self, now: Time) -> Box<[Stream]> {
         let streams = (0..self.lanes)
             .flat_map(|lane| (0..self.shards).map(move |shard| (lane, shard)))

@@ -164,6 +164,11 @@ pub(super) struct Unacked {
 impl Stream {
     pub(super) fn new(lane: u8, shard: u8, config: &Config, now: Time) -> Self {
         let pool = u64::from(config.pool_slots.max(1));
+        // All shards together scan no further ahead than this allows each of them.
+        let stretch = (Self::MAX_STRETCH / u64::from(config.shards.max(1))).max(1);
+        // Sums of ranks below are there as far as the pool reaches, and no further.
+        let stretch =
+            if config.only_shard.is_some() { stretch.min(pool / 4).max(1) } else { stretch };
         let slots = config.pool_slots.max(1) as usize;
         Self {
             lane,
@@ -180,7 +185,7 @@ impl Stream {
             repeats: 0,
             arrivals: VecDeque::with_capacity(slots),
             reopen: None,
-            stretch: Self::MIN_STRETCH,
+            stretch: Self::MIN_STRETCH.min(stretch),
             ask: None,
             results_sent: 0,
             tail: Tail::default(),
@@ -194,8 +199,7 @@ impl Stream {
             congested: false,
             keeps: config.may_move,
             pool,
-            // All shards together scan no further ahead than this allows each of them.
-            max_stretch: (Self::MAX_STRETCH / u64::from(config.shards.max(1))).max(1),
+            max_stretch: stretch,
         }
     }
 
@@ -205,6 +209,11 @@ impl Stream {
             self.opened = end;
             self.stretch = (self.stretch * 2).min(self.max_stretch);
         }
+    }
+
+    /// Least windows of the first stretch of an op.
+    pub(super) fn min_stretch(&self) -> u64 {
+        Self::MIN_STRETCH.min(self.max_stretch)
     }
 
     /// Slots of the pool.
@@ -526,7 +535,7 @@ impl Stream {
     /// This many probes without an answer double the patience once.
     const PROBES_A_STEP: u32 = 4;
     /// Windows sent at first in an op; stretches double up to [`Self::MAX_STRETCH`].
-    pub(super) const MIN_STRETCH: u64 = 4;
+    const MIN_STRETCH: u64 = 4;
     /// Stretches grow no further: opening in larger pieces would save nothing worth the wait.
     const MAX_STRETCH: u64 = 64;
     /// A result is acknowledged this late at the latest.

@@ -18,6 +18,7 @@ fn config() -> Config {
         in_flight: 1 << 20,
         first_op: OpId(0),
         may_move: false,
+        only_shard: None,
     }
 }
 

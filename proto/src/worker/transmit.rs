@@ -1,7 +1,7 @@
 //! What a worker has to say, and to which shard.
 
 use super::stream::{Probe, Sent, Stalled, Stream};
-use super::{Config, Worker};
+use super::{Config, Worker, find};
 use crate::geometry::Fragmentation;
 use crate::ids::{OpId, Rank, WindowId};
 use crate::observer::{Event, Observer};
@@ -73,7 +73,7 @@ impl Worker {
                 let from = stream.opened;
                 let entry = stream.sequence.at(from)?;
                 if from == entry.base {
-                    stream.stretch = Stream::MIN_STRETCH;
+                    stream.stretch = stream.min_stretch();
                 }
                 // wire: W-35
                 let reach = stream.low + crate::aggregator::OPEN_AHEAD;
@@ -89,8 +89,7 @@ impl Worker {
         let window = entry.window(from);
         let to = to.min(entry.end());
         let after = stream.sequence.before(entry.op);
-        let first = self.ops.front()?.id.0;
-        let op = self.ops.get(entry.op.0.checked_sub(first)? as usize)?;
+        let op = self.ops.get(find(&self.ops, entry.op)?)?;
         let resumed = op.resumed;
         let openings = (from..to).map(|position| {
             let index = entry.window(position).index;

@@ -37,6 +37,8 @@ pub(crate) fn shard(shard: u8, shards: u8) -> aggregator::Config {
         cut: cut(),
         results_in_flight: 1 << 20,
         moved_at: None,
+        weight: None,
+        has_parent: false,
     }
 }
 
@@ -54,6 +56,7 @@ pub(crate) fn worker(rank: u16) -> Worker {
         in_flight: 1 << 20,
         first_op: OpId(0),
         may_move: false,
+        only_shard: None,
     };
     Worker::new(config, Time(0))
 }

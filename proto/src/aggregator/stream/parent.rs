@@ -1,0 +1,94 @@
+//! A stream whose sums go to a parent: what is folded here is one of the contributions there, and
+//! what comes back is the result for the ranks here.
+
+use super::{Ready, Stream};
+use crate::ids::{OpId, Rank, WindowId};
+
+impl Stream {
+    /// Whose contribution the parent's results are kept as.
+    pub(in crate::aggregator) fn parent(&self) -> Rank {
+        Rank(u16::try_from(self.ranks.len()).unwrap_or(u16::MAX))
+    }
+
+    /// The next op that some rank has begun.
+    pub(in crate::aggregator) fn pop_begun(&mut self) -> Option<OpId> {
+        let begun = self.begun;
+        let op = self.sequence.iter_after(begun).find(|entry| !entry.failed)?.op;
+        self.begun = Some(op);
+        Some(op)
+    }
+
+    /// The blocks of a window that the ranks here have contributed to, none being a sum of nothing;
+    /// `None` while it is not folded.
+    pub(in crate::aggregator) fn summed(&self, window: WindowId) -> Option<u64> {
+        let position = self.sequence.position(window)?;
+        let slot = self.pool.get(position).map_or(0, |slot| slot.union);
+        (position < self.next).then_some(slot)
+    }
+
+    /// Notes that the result of a window has come from the parent, of these blocks. Its slot has
+    /// been claimed by [`Self::expect_from_parent`].
+    pub(in crate::aggregator) fn take_from_parent(&mut self, window: WindowId, mask: u64) {
+        let Some(position) = self.sequence.position(window) else { return };
+        let parent = self.parent();
+        self.pool.contribution_mut(position, parent).mask = mask;
+        let at = self.from_parent.partition_point(|(earlier, _)| *earlier < position);
+        self.from_parent.insert(at, (position, mask));
+    }
+
+    /// The slot in which the result of a window is put together, if there is to be one.
+    pub(in crate::aggregator) fn expect_from_parent(&mut self, window: WindowId) -> Option<u32> {
+        let position = self.sequence.position(window)?;
+        let entry = self.sequence.at(position)?;
+        if entry.failed || !(self.resulted..self.next).contains(&position) {
+            return None;
+        }
+        self.pool.claim(position);
+        Some(self.pool.number(position))
+    }
+
+    /// Notes that all results of windows before this one have come, and that windows before `low`
+    /// that have none will have none.
+    pub(in crate::aggregator) fn handle_parent_at(&mut self, done: WindowId, low: WindowId) {
+        self.parent_done = self.parent_done.max(self.sequence.position_from(done));
+        self.skip_without_results();
+        let low = self.sequence.position_from(low).min(self.next);
+        if self.from_parent.is_empty() && low > self.resulted {
+            self.resulted = low;
+            self.skip_without_results();
+        }
+    }
+
+    /// Moves the results on over ops that failed.
+    fn skip_without_results(&mut self) {
+        while let Some(entry) = self.sequence.at(self.resulted).filter(|entry| entry.failed) {
+            let (base, end) = (entry.base, entry.end());
+            self.pass_results(end);
+            self.from_parent.retain(|(position, _)| !(base..end).contains(position));
+        }
+    }
+
+    /// The next result that has come from the parent, if there is room for its bytes on the path.
+    pub(super) fn poll_from_parent(&mut self) -> Option<Ready> {
+        self.skip_without_results();
+        let (position, union) = *self.from_parent.front()?;
+        if position >= self.parent_done {
+            return None;
+        }
+        let entry = *self.sequence.at(position)?;
+        let len = entry.geometry.payload_len(entry.window(position).index, union);
+        let whole = Some(self.parent());
+        self.results.admits(len).then_some(Ready { position, entry, union, contributors: 1, whole })
+    }
+
+    /// Notes that the next result is the ranks'.
+    pub(super) fn pass_from_parent(&mut self, ready: &Ready) {
+        self.from_parent.pop_front();
+        let window = ready.entry.window(ready.position);
+        let len = ready.entry.geometry.payload_len(window.index, ready.union);
+        let slot = self.pool.claim(ready.position);
+        slot.union = ready.union;
+        slot.result_len = len;
+        slot.cut = ready.entry.geometry.cut(self.cut, len);
+    }
+}

@@ -1,0 +1,289 @@
+//! Racks and a root: each rack's aggregator is one rank of the root's job.
+
+use super::*;
+use crate::inputs::{Inputs, Values};
+use crate::relay::RelayNode;
+
+/// Who a datagram is for.
+#[derive(Debug, Clone, Copy)]
+enum End {
+    /// A shard of the root.
+    Root(u8),
+    /// A shard of a rack's aggregator, from below or from above.
+    Below(usize, u8),
+    Above(usize, u8),
+    /// A rank of a rack.
+    Worker(usize, u16),
+}
+
+/// The root, two or more racks, and the ranks of each.
+struct Tree {
+    root: Vec<ShardNode>,
+    racks: Vec<Vec<RelayNode>>,
+    workers: Vec<Vec<WorkerNode>>,
+    wire: std::collections::BTreeMap<(u64, u64), (End, Datagram)>,
+    dice: Random,
+    sent: u64,
+    steps: u64,
+    now: Time,
+    faults: Faults,
+}
+
+impl Tree {
+    /// Racks of so many ranks each.
+    fn new(racks: &[u16], shards: u8, lanes: u8, seed: u64, faults: Faults) -> Self {
+        let total: u16 = racks.iter().sum();
+        let grant = |world| Grant { world, shards, lanes, pool_slots: 8, moved_at: None };
+        let top = grant(u16::try_from(racks.len()).unwrap());
+        let mut root = top.shards(Time(0));
+        for shard in &mut root {
+            let config = *shard.machine.config();
+            *shard = ShardNode::new(
+                aggregator::Config { weight: Some(total), ..config },
+                false,
+                Time(0),
+            );
+        }
+        let relay = |rack: usize, below: ShardNode| {
+            let config = aggregator::Config { has_parent: true, ..*below.machine.config() };
+            let above = worker::Config {
+                only_shard: Some(config.shard),
+                may_move: false,
+                ..top.worker(u16::try_from(rack).unwrap())
+            };
+            RelayNode::new(ShardNode::new(config, false, Time(0)), above, Time(0))
+        };
+        let rack = |(i, world): (usize, &u16)| {
+            grant(*world).shards(Time(0)).into_iter().map(|below| relay(i, below)).collect()
+        };
+        let ranks = |world: &u16| {
+            let config = |rank| worker::Config { may_move: false, ..grant(*world).worker(rank) };
+            (0..*world).map(|rank| WorkerNode::new(config(rank), total, Time(0))).collect()
+        };
+        Self {
+            root,
+            racks: racks.iter().enumerate().map(rack).collect(),
+            workers: racks.iter().map(ranks).collect(),
+            wire: std::collections::BTreeMap::new(),
+            dice: Random::new(seed),
+            sent: 0,
+            steps: 0,
+            now: Time(0),
+            faults,
+        }
+    }
+
+    fn post(&mut self, datagrams: Vec<(End, Datagram)>) {
+        for (end, datagram) in datagrams {
+            let copies = if self.dice.below(100) < self.faults.double { 2 } else { 1 };
+            for _ in 0..copies {
+                if self.dice.below(100) < self.faults.drop {
+                    continue;
+                }
+                let late = self.dice.below(100) < self.faults.delay;
+                let spike = if late { self.dice.bits() % 20_000_000 } else { 0 };
+                self.sent += 1;
+                self.wire.insert((self.now.0 + 50_000 + spike, self.sent), (end, datagram.clone()));
+            }
+        }
+    }
+
+    fn drive(&mut self) {
+        let mut out = Vec::new();
+        let (mut down, mut up) = (Vec::new(), Vec::new());
+        for (rack, ranks) in self.workers.iter_mut().enumerate() {
+            for worker in ranks {
+                worker.drive(self.now, usize::MAX, &mut up, &mut ());
+            }
+            out.extend(up.drain(..).map(|datagram| (End::Below(rack, shard(&datagram)), datagram)));
+        }
+        for (rack, shards) in self.racks.iter_mut().enumerate() {
+            for relay in shards {
+                relay.drive(self.now, &mut down, &mut up, &mut ());
+            }
+            out.extend(
+                down.drain(..).map(|datagram| (End::Worker(rack, rank(&datagram)), datagram)),
+            );
+            out.extend(up.drain(..).map(|datagram| (End::Root(shard(&datagram)), datagram)));
+        }
+        for (number, root) in (0..).zip(&mut self.root) {
+            root.drive(self.now, &mut down, &mut ());
+            let to = |datagram: &Datagram| End::Above(usize::from(rank(datagram)), number);
+            out.extend(down.drain(..).map(|datagram| (to(&datagram), datagram)));
+        }
+        self.post(out);
+    }
+
+    fn run_until(&mut self, mut done: impl FnMut(&Self) -> bool) {
+        self.drive();
+        while !done(self) {
+            let ranks = self.workers.iter().flatten().map(|w| w.machine.poll_timeout());
+            let relays = self.racks.iter().flatten().map(|relay| relay.above.poll_timeout());
+            let timer = ranks.chain(relays).min().unwrap();
+            let arrival = self.wire.first_key_value().map_or(u64::MAX, |((at, _), _)| *at);
+            self.now = Time(timer.0.min(arrival).max(self.now.0));
+            self.steps += 1;
+            assert!(self.steps < 1_000_000, "livelock at {:?}", self.now);
+            assert!(self.now < Time::NEVER, "nothing is due and nothing is done");
+            if arrival <= timer.0 {
+                let (_, (end, datagram)) = self.wire.pop_first().unwrap();
+                let (now, bytes) = (self.now, &datagram.bytes);
+                match end {
+                    End::Root(shard) => {
+                        self.root[usize::from(shard)].handle(now, bytes, false, &mut ());
+                    }
+                    End::Below(rack, shard) => {
+                        let relay = &mut self.racks[rack][usize::from(shard)];
+                        relay.below.handle(now, bytes, false, &mut ());
+                    }
+                    End::Above(rack, shard) => {
+                        let relay = &mut self.racks[rack][usize::from(shard)];
+                        relay.handle_from_above(now, bytes, &mut ());
+                    }
+                    End::Worker(rack, rank) => {
+                        let worker = &mut self.workers[rack][usize::from(rank)];
+                        worker.handle(now, bytes, false, &mut ());
+                    }
+                }
+            } else {
+                let now = self.now;
+                for worker in self.workers.iter_mut().flatten() {
+                    worker.handle_timeout(now, &mut ());
+                }
+                for relay in self.racks.iter_mut().flatten() {
+                    relay.handle_timeout(now, &mut ());
+                }
+            }
+            self.drive();
+        }
+    }
+}
+
+fn shard(datagram: &Datagram) -> u8 {
+    match datagram.to {
+        Endpoint::Shard(shard) => shard,
+        other => unreachable!("{other:?} is above nobody"),
+    }
+}
+
+fn rank(datagram: &Datagram) -> u16 {
+    match datagram.to {
+        Endpoint::Worker(rank) => rank,
+        other => unreachable!("{other:?}: nobody multicasts here"),
+    }
+}
+
+/// Ops whose results are the same however they are summed.
+fn descriptors() -> Vec<Descriptor> {
+    let sum = |elements, dtype| Descriptor::sum(elements, dtype);
+    vec![
+        sum(60 * 256 * 20 + 9, DType::I32),
+        sum(3, DType::I64),
+        Descriptor { reduction: Reduction::Max, lane: 1, ..sum(60 * 256 * 6, DType::F32) },
+        sum(0, DType::F32),
+        Descriptor { reduction: Reduction::Min, ..sum(60 * 512 * 3, DType::F16) },
+        sum(700, DType::I64),
+        sum(60 * 256 * 40, DType::I32),
+        Descriptor { lane: 1, ..sum(60 * 256 * 2, DType::I32) },
+    ]
+}
+
+fn inputs(seed: u64, op: usize) -> Inputs {
+    Inputs {
+        seed: seed * 100 + op as u64,
+        density_ppm: [1_000_000, 300_000, 10_000][(usize::try_from(seed).unwrap() + op) % 3],
+        aligned: op.is_multiple_of(2),
+        values: Values::Wide,
+    }
+}
+
+/// What a flat job of as many ranks comes to.
+fn flat(seed: u64, world: u16) -> Vec<Vec<u8>> {
+    let mut cluster = Cluster::new(world, 1, 2, seed, Faults::default());
+    let descriptors = descriptors();
+    for (op, descriptor) in descriptors.iter().enumerate() {
+        for (rank, worker) in (0..).zip(&mut cluster.workers) {
+            let tensor = inputs(seed, op).tensor(descriptor, Rank(rank));
+            worker.submit(Time(0), *descriptor, tensor, TIMEOUT).unwrap();
+        }
+    }
+    cluster.run(descriptors.len());
+    let mut done = std::mem::take(&mut cluster.workers[0].done);
+    done.sort_by_key(|(op, _)| *op);
+    done.into_iter().map(|(_, result)| result.unwrap()).collect()
+}
+
+#[test]
+fn racks_and_a_root_come_to_what_one_aggregator_does() {
+    for seed in 0..40 {
+        let faults = Faults { drop: seed % 4 * 6, double: seed % 5 * 3, delay: seed % 3 * 6 };
+        let racks = [&[2, 2][..], &[1, 3], &[3, 1, 2], &[2]][usize::try_from(seed % 4).unwrap()];
+        let shards = 1 + u8::try_from(seed % 3).unwrap();
+        let mut tree = Tree::new(racks, shards, 2, seed, faults);
+        let descriptors = descriptors();
+        for (op, descriptor) in descriptors.iter().enumerate() {
+            for (rank, worker) in (0..).zip(tree.workers.iter_mut().flatten()) {
+                let tensor = inputs(seed, op).tensor(descriptor, Rank(rank));
+                worker.submit(Time(0), *descriptor, tensor, TIMEOUT).unwrap();
+            }
+        }
+        tree.run_until(|tree| {
+            tree.workers.iter().flatten().all(|worker| worker.done.len() >= descriptors.len())
+        });
+        let expected = flat(seed, racks.iter().sum());
+        for (rank, worker) in tree.workers.iter_mut().flatten().enumerate() {
+            worker.done.sort_by_key(|(op, _)| *op);
+            for ((op, result), expected) in worker.done.iter().zip(&expected) {
+                assert!(
+                    result.as_ref() == Ok(expected),
+                    "seed {seed}, rank {rank}, {op:?}: {:?}",
+                    result.as_ref().err()
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn floats_of_racks_have_the_same_bits_whatever_is_lost_on_the_way() {
+    let sum = |elements| Descriptor::sum(elements, DType::F32);
+    let descriptors = [
+        sum(60 * 256 * 9 + 5),
+        Descriptor { reduction: Reduction::Avg, ..sum(60 * 256 * 7) },
+        Descriptor { wire: WireType::Bf16, lane: 1, ..sum(60 * 512 * 5) },
+        Descriptor { wire: WireType::Int8, reduction: Reduction::Avg, ..sum(60 * 256 * 4) },
+        Descriptor { wire: WireType::Fixed32, ..sum(60 * 256 * 3) },
+    ];
+    let results = |seed: u64, faults: Faults, dice: u64| -> Vec<Vec<Vec<u8>>> {
+        let mut tree = Tree::new(&[2, 3], 2, 2, dice, faults);
+        for (op, descriptor) in descriptors.iter().enumerate() {
+            for (rank, worker) in (0..).zip(tree.workers.iter_mut().flatten()) {
+                let tensor = inputs(seed, op).tensor(descriptor, Rank(rank));
+                worker.submit(Time(0), *descriptor, tensor, TIMEOUT).unwrap();
+            }
+        }
+        let done = |worker: &WorkerNode| worker.done.len() >= descriptors.len();
+        tree.run_until(|tree| tree.workers.iter().flatten().all(done));
+        let of = |worker: &mut WorkerNode| {
+            worker.done.sort_by_key(|(op, _)| *op);
+            worker.done.iter().map(|(_, result)| result.clone().unwrap()).collect()
+        };
+        tree.workers.iter_mut().flatten().map(of).collect()
+    };
+    for seed in 0..12 {
+        let undisturbed = results(seed, Faults::default(), 1);
+        assert!(undisturbed.iter().all(|results| *results == undisturbed[0]), "seed {seed}");
+        let faults = Faults { drop: 3 + seed, double: seed % 5, delay: seed % 7 * 3 };
+        assert!(results(seed, faults, seed) == undisturbed, "seed {seed}: other bits");
+        // An average is one of all ranks, and not of racks.
+        let average = |elements: &[u8]| f32::from_le_bytes(*elements.first_chunk().unwrap());
+        let descriptor = &descriptors[1];
+        let exact: f64 = (0..5)
+            .map(|rank| inputs(seed, 1).tensor(descriptor, Rank(rank)))
+            .map(|tensor| f64::from(average(&tensor)))
+            .sum::<f64>()
+            / 5.0;
+        let got = f64::from(average(&undisturbed[0][1]));
+        assert!((got - exact).abs() <= 1e-5 * exact.abs().max(1e-3), "{got} for {exact}");
+    }
+}

@@ -1,0 +1,145 @@
+//! A shard that has a parent: the worker half beside the aggregator half, which takes the sums of
+//! the one to the parent and its results to the other.
+
+use racksum_proto::geometry::{Geometry, Stripe};
+use racksum_proto::ids::WindowId;
+use racksum_proto::observer::Observer;
+use racksum_proto::time::{Span, Time};
+use racksum_proto::wire;
+use racksum_proto::worker::{self, Worker};
+
+use crate::node::{Datagram, Endpoint, Joined, ShardNode, buffer, fragments};
+
+/// A shard with its way to the parent's shard of the same number.
+#[derive(Debug)]
+pub struct RelayNode {
+    /// What the ranks see.
+    pub below: ShardNode,
+    /// What the parent sees.
+    pub above: Worker,
+    buffer: Box<[u8]>,
+}
+
+impl RelayNode {
+    /// A shard of a job whose aggregator has a parent.
+    ///
+    /// # Panics
+    /// When either half is not configured for that.
+    #[must_use]
+    pub fn new(below: ShardNode, above: worker::Config, now: Time) -> Self {
+        assert!(below.machine.config().has_parent && above.only_shard.is_some(), "no relay");
+        Self { below, buffer: buffer(above.cut), above: Worker::new(above, now) }
+    }
+
+    /// Takes a datagram of the parent's.
+    pub fn handle_from_above(&mut self, now: Time, bytes: &[u8], observer: &mut impl Observer) {
+        for message in wire::messages(bytes) {
+            let (header, body) = match message {
+                Ok(message) => message,
+                Err(reject) => {
+                    self.above.reject(reject, observer);
+                    continue;
+                }
+            };
+            let verdict = self.above.handle_decoded(now, &header, body, false, observer);
+            if let worker::Verdict::Deliver(delivery) = verdict {
+                if let Some(place) = self.below.machine.handle_from_parent(&delivery) {
+                    self.below.store(place, body);
+                }
+                if delivery.complete {
+                    self.above.handle_delivered(now, &delivery, observer);
+                }
+            }
+        }
+    }
+
+    /// Acts on what did not happen in time.
+    pub fn handle_timeout(&mut self, now: Time, observer: &mut impl Observer) {
+        self.above.handle_timeout(now, observer);
+    }
+
+    /// Folds, hands on and sends all that is due: `down` to the ranks, `up` to the parent.
+    pub fn drive(
+        &mut self,
+        now: Time,
+        down: &mut Vec<Datagram>,
+        up: &mut Vec<Datagram>,
+        observer: &mut impl Observer,
+    ) {
+        let mut joined = Joined::new(self.above.config().cut);
+        loop {
+            let shard = self.below.machine.config().shard;
+            for lane in 0..self.below.machine.config().lanes {
+                let (done, low) = self.above.reached(lane, shard);
+                self.below.machine.handle_parent_at(lane, done, low);
+            }
+            self.below.drive(now, down, observer);
+            let mut any = self.begin(now);
+            any |= self.scan();
+            while let Some(transmit) = self.above.poll_transmit(now, &mut self.buffer, observer) {
+                self.send(&transmit, &mut joined);
+                any = true;
+            }
+            while self.above.poll_outcome().is_some() {}
+            if !any {
+                break;
+            }
+        }
+        let datagrams = joined.datagrams.into_iter();
+        up.extend(
+            datagrams
+                .map(|(shard, bytes)| Datagram { to: Endpoint::Shard(shard), bytes: bytes.into() }),
+        );
+    }
+
+    /// Starts the ops that the ranks have begun.
+    fn begin(&mut self, now: Time) -> bool {
+        let mut any = false;
+        while let Some((op, descriptor)) = self.below.machine.poll_begun() {
+            // How long an op may take is the ranks' affair.
+            self.above
+                .submit_sum(now, op, descriptor, Span::from_secs(1 << 20))
+                .expect("there is as much room for ops above as below");
+            any = true;
+        }
+        any
+    }
+
+    /// Says which windows the ranks have contributed to.
+    fn scan(&mut self) -> bool {
+        let mut any = false;
+        let config = *self.below.machine.config();
+        for lane in 0..config.lanes {
+            while let Some(scan) = self.above.poll_scan_of(lane) {
+                let Some(descriptor) = self.above.descriptor(scan.op) else { break };
+                let windows = Geometry::new(&descriptor).windows();
+                let stripe = Stripe::new(scan.op, windows, config.shard, config.shards);
+                let window = WindowId::new(scan.op, scan.index);
+                let mask = match stripe.nth(scan.index) {
+                    None => Some(0),
+                    Some(_) => self.below.machine.summed(lane, window),
+                };
+                let Some(mask) = mask else { break };
+                self.above.handle_scanned(scan, mask);
+                any = true;
+            }
+        }
+        any
+    }
+
+    fn send(&self, transmit: &worker::Transmit, joined: &mut Joined<u8>) {
+        match transmit {
+            worker::Transmit::Datagram { shard, len } => {
+                joined.push(*shard, self.buffer[..*len].to_vec());
+            }
+            worker::Transmit::Data(data) => {
+                let header = &data.header;
+                let slot = self.below.machine.slot_of(header.lane, header.window);
+                let sum = self.below.result(header.lane, slot.expect("what is sent is held"));
+                fragments(data.cut, header, data.fragments, sum, |bytes| {
+                    joined.push(data.shard, bytes);
+                });
+            }
+        }
+    }
+}
