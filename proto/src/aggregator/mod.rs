@@ -7,6 +7,7 @@
 //! There are no timers: a worker that hears nothing asks, and the answer says what it takes.
 
 mod agreement;
+mod config;
 mod occupancy;
 mod opens;
 mod parent;
@@ -24,6 +25,7 @@ use alloc::vec;
 use alloc::vec::Vec;
 
 use agreement::Agreement;
+pub use config::Config;
 pub use occupancy::OPEN_AHEAD;
 use occupancy::Occupancy;
 use pool::Pool;
@@ -36,42 +38,11 @@ use crate::congestion::Congestion;
 use crate::descriptor::Descriptor;
 use crate::error::{Reject, Rejects};
 use crate::geometry::{Fragmentation, Geometry, WINDOW_BYTES};
-use crate::ids::{Generation, JobId, OpId, Rank, WindowId};
+use crate::ids::{OpId, Rank, WindowId};
 use crate::observer::{Event, Observer};
 use crate::sequence::Sequence;
 use crate::time::Time;
 use crate::wire::{AskEntries, Flags, Header, Kind, OpenDecoder};
-
-/// What a job was granted at a shard.
-#[derive(Debug, Clone, Copy)]
-pub struct Config {
-    /// The job.
-    pub job: JobId,
-    /// Its life.
-    pub generation: Generation,
-    /// How many ranks it has.
-    pub world: u16,
-    /// How many lanes.
-    pub lanes: u8,
-    /// This shard's number.
-    pub shard: u8,
-    /// How many shards the job's windows are spread over.
-    pub shards: u8,
-    /// Slots of each of the job's streams.
-    pub pool_slots: u32,
-    /// Ops that each rank may have in flight.
-    pub max_ops: u16,
-    /// How windows are cut into datagrams.
-    pub cut: Fragmentation,
-    /// Most bytes of results in flight: what the ranks can buffer.
-    pub results_in_flight: usize,
-    /// The job's first op here, if it has moved here from another aggregator.
-    pub moved_at: Option<OpId>,
-    /// How many ranks the sum is of, where those of this job are aggregators themselves.
-    pub weight: Option<u16>,
-    /// Whether sums go to a parent, and results come from there.
-    pub has_parent: bool,
-}
 
 /// What a datagram means for its payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -495,7 +466,7 @@ impl Aggregation {
             let window = ready.entry.window(ready.position);
             let geometry = ready.entry.geometry;
             let len = geometry.payload_len(window.index, ready.union);
-            let for_parent = stream.has_parent && ready.whole != Some(stream.parent());
+            let for_parent = stream.above.is_some() && ready.whole != Some(stream.parent());
             let descriptor = self.agreement.descriptor(window.op)?;
             Some(Fold {
                 lane,
@@ -538,7 +509,7 @@ impl Aggregation {
             union: fold.union,
             contributors: fold.ready.contributors,
         });
-        if !stream.has_parent || fold.for_parent {
+        if stream.above.is_none() || fold.for_parent {
             stream.handle_folded(&fold.ready);
         }
         if fold.for_parent {
@@ -576,38 +547,5 @@ const fn said(taken: Result<(), Reject>) -> Verdict {
     match taken {
         Ok(()) => Verdict::Control,
         Err(reject) => Verdict::Reject(reject),
-    }
-}
-
-impl Config {
-    /// How many ranks the sum is of.
-    fn weight(&self) -> u16 {
-        self.weight.unwrap_or(self.world)
-    }
-
-    /// Checks mask, fragment number and length against the window, and returns the length of
-    /// its payload and how it is cut.
-    fn check_shape(
-        &self,
-        header: &Header,
-        body: &[u8],
-        geometry: &Geometry,
-    ) -> Result<(usize, Fragmentation), Reject> {
-        let index = header.window.index;
-        // wire: W-11
-        if index >= geometry.windows()
-            || header.mask == 0
-            || header.mask & !geometry.full_mask(index) != 0
-        {
-            return Err(Reject::Shape);
-        }
-        let len = geometry.payload_len(index, header.mask);
-        let cut = geometry.cut(self.cut, len);
-        let fragment = usize::from(header.fragment);
-        // wire: W-21
-        if fragment >= cut.count(len) || cut.range(len, fragment).len() != body.len() {
-            return Err(Reject::Shape);
-        }
-        Ok((len, cut))
     }
 }

@@ -7,6 +7,7 @@ use alloc::boxed::Box;
 use alloc::collections::VecDeque;
 use alloc::vec;
 
+use self::parent::Above;
 use super::Config;
 use super::occupancy::{OPEN_AHEAD, Occupancy};
 use super::pool::Pool;
@@ -111,7 +112,7 @@ pub(super) struct Stream {
     agreed: u64,
     /// The first window that is not folded.
     pub(super) next: u64,
-    /// The first window of which there is no result: the same, but where results come from a parent.
+    /// The first window without a result: the same, but where results come from a parent.
     pub(super) resulted: u64,
     /// Windows with results that some rank has not acknowledged, in order.
     pub(super) folded: VecDeque<u64>,
@@ -124,14 +125,8 @@ pub(super) struct Stream {
     /// The ranks have been told that what they sent before this window has arrived.
     told_arrived: u64,
     cut: Fragmentation,
-    /// Sums go to a parent, and results come from there.
-    pub(super) has_parent: bool,
-    /// Windows whose results have come from the parent, in order, and their blocks.
-    from_parent: VecDeque<(u64, u64)>,
-    /// All results of windows before this have come from the parent.
-    parent_done: u64,
-    /// The last op that the parent has been told of.
-    begun: Option<OpId>,
+    /// Where sums go, and results come from, if that is elsewhere.
+    pub(super) above: Option<Above>,
 }
 
 impl Stream {
@@ -158,10 +153,7 @@ impl Stream {
             announced: 0,
             told_arrived: 0,
             cut: config.cut,
-            has_parent: config.has_parent,
-            from_parent: VecDeque::with_capacity(if config.has_parent { slots } else { 0 }),
-            parent_done: 0,
-            begun: None,
+            above: config.has_parent.then(|| Above::new(slots)),
         }
     }
 
@@ -487,9 +479,7 @@ impl Stream {
     /// The next window to fold, if it is complete, the pool has room for its result and the path
     /// for its bytes. Call again after folding it.
     pub(super) fn poll_ready(&mut self) -> Option<Ready> {
-        if self.has_parent
-            && let Some(ready) = self.poll_from_parent()
-        {
+        if let Some(ready) = self.poll_from_parent() {
             return Some(ready);
         }
         let (position, entry) = self.advance()?;
@@ -505,7 +495,7 @@ impl Stream {
                 continue;
             }
             let mut end = entry.end().min(self.agreed);
-            if self.has_parent {
+            if self.above.is_some() {
                 // A window that others owe elsewhere has a result, and a slot here.
                 end = end.min(self.low() + self.pool.len());
             }
@@ -542,7 +532,7 @@ impl Stream {
         self.pool.claim(position);
         let union = self.pool.contributions(position).iter().fold(0, |union, c| union | c.mask);
         let len = entry.geometry.payload_len(entry.window(position).index, union);
-        let admits = self.has_parent || self.results.admits(len);
+        let admits = self.above.is_some() || self.results.admits(len);
         admits.then_some(Ready { position, entry, union, contributors, whole })
     }
 
@@ -559,7 +549,7 @@ impl Stream {
 
     /// Notes that there is a result, without `absent` ranks: it is in flight from now on.
     pub(super) fn handle_resulted(&mut self, ready: &Ready, absent: usize) {
-        if self.has_parent {
+        if self.above.is_some() {
             self.pass_from_parent(ready);
         }
         let window = ready.entry.window(ready.position);
@@ -583,16 +573,9 @@ impl Stream {
         }
         self.update_agreed();
         self.move_to(entry.end());
-        if !self.has_parent {
+        if self.above.is_none() {
             self.pass_results(entry.end());
         }
-    }
-
-    /// Moves on over windows of ops that failed, which have no results.
-    fn pass_results(&mut self, end: u64) {
-        self.previous = Header::NO_PREVIOUS;
-        self.results_end = end;
-        self.resulted = end;
     }
 
     /// Windows more than were told that arrive from every rank before it is told: a credit costs
@@ -603,7 +586,7 @@ impl Stream {
         if position > self.next {
             self.occupancy.clear(self.next, position);
             self.next = position;
-            if !self.has_parent {
+            if self.above.is_none() {
                 self.resulted = position;
             }
         }

@@ -1,8 +1,28 @@
 //! A stream whose sums go to a parent: what is folded here is one of the contributions there, and
 //! what comes back is the result for the ranks here.
 
+use alloc::collections::VecDeque;
+
 use super::{Ready, Stream};
 use crate::ids::{OpId, Rank, WindowId};
+use crate::wire::Header;
+
+/// How far the parent is with a stream.
+#[derive(Debug)]
+pub(in crate::aggregator) struct Above {
+    /// Windows whose results have come, in order, and their blocks.
+    results: VecDeque<(u64, u64)>,
+    /// All results of windows before this have come.
+    done: u64,
+    /// The last op that it has been told of.
+    begun: Option<OpId>,
+}
+
+impl Above {
+    pub(super) fn new(slots: usize) -> Self {
+        Self { results: VecDeque::with_capacity(slots), done: 0, begun: None }
+    }
+}
 
 impl Stream {
     /// Whose contribution the parent's results are kept as.
@@ -12,9 +32,9 @@ impl Stream {
 
     /// The next op that some rank has begun.
     pub(in crate::aggregator) fn pop_begun(&mut self) -> Option<OpId> {
-        let begun = self.begun;
-        let op = self.sequence.iter_after(begun).find(|entry| !entry.failed)?.op;
-        self.begun = Some(op);
+        let above = self.above.as_mut()?;
+        let op = self.sequence.iter_after(above.begun).find(|entry| !entry.failed)?.op;
+        above.begun = Some(op);
         Some(op)
     }
 
@@ -29,11 +49,12 @@ impl Stream {
     /// Notes that the result of a window has come from the parent, of these blocks. Its slot has
     /// been claimed by [`Self::expect_from_parent`].
     pub(in crate::aggregator) fn take_from_parent(&mut self, window: WindowId, mask: u64) {
-        let Some(position) = self.sequence.position(window) else { return };
         let parent = self.parent();
-        self.pool.contribution_mut(position, parent).mask = mask;
-        let at = self.from_parent.partition_point(|(earlier, _)| *earlier < position);
-        self.from_parent.insert(at, (position, mask));
+        let Self { sequence, pool, above: Some(above), .. } = self else { return };
+        let Some(position) = sequence.position(window) else { return };
+        pool.contribution_mut(position, parent).mask = mask;
+        let at = above.results.partition_point(|(earlier, _)| *earlier < position);
+        above.results.insert(at, (position, mask));
     }
 
     /// The slot in which the result of a window is put together, if there is to be one.
@@ -50,13 +71,23 @@ impl Stream {
     /// Notes that all results of windows before this one have come, and that windows before `low`
     /// that have none will have none.
     pub(in crate::aggregator) fn handle_parent_at(&mut self, done: WindowId, low: WindowId) {
-        self.parent_done = self.parent_done.max(self.sequence.position_from(done));
-        self.skip_without_results();
+        let done = self.sequence.position_from(done);
         let low = self.sequence.position_from(low).min(self.next);
-        if self.from_parent.is_empty() && low > self.resulted {
+        let Some(above) = &mut self.above else { return };
+        above.done = above.done.max(done);
+        self.skip_without_results();
+        let waits = self.above.as_ref().is_some_and(|above| !above.results.is_empty());
+        if !waits && low > self.resulted {
             self.resulted = low;
             self.skip_without_results();
         }
+    }
+
+    /// Moves on over windows of ops that failed, which have no results.
+    pub(super) fn pass_results(&mut self, end: u64) {
+        self.previous = Header::NO_PREVIOUS;
+        self.results_end = end;
+        self.resulted = end;
     }
 
     /// Moves the results on over ops that failed.
@@ -64,17 +95,18 @@ impl Stream {
         while let Some(entry) = self.sequence.at(self.resulted).filter(|entry| entry.failed) {
             let (base, end) = (entry.base, entry.end());
             self.pass_results(end);
-            self.from_parent.retain(|(position, _)| !(base..end).contains(position));
+            if let Some(above) = &mut self.above {
+                above.results.retain(|(position, _)| !(base..end).contains(position));
+            }
         }
     }
 
     /// The next result that has come from the parent, if there is room for its bytes on the path.
     pub(super) fn poll_from_parent(&mut self) -> Option<Ready> {
+        self.above.as_ref()?;
         self.skip_without_results();
-        let (position, union) = *self.from_parent.front()?;
-        if position >= self.parent_done {
-            return None;
-        }
+        let above = self.above.as_ref()?;
+        let (position, union) = *above.results.front().filter(|(at, _)| *at < above.done)?;
         let entry = *self.sequence.at(position)?;
         let len = entry.geometry.payload_len(entry.window(position).index, union);
         let whole = Some(self.parent());
@@ -83,7 +115,9 @@ impl Stream {
 
     /// Notes that the next result is the ranks'.
     pub(super) fn pass_from_parent(&mut self, ready: &Ready) {
-        self.from_parent.pop_front();
+        if let Some(above) = &mut self.above {
+            above.results.pop_front();
+        }
         let window = ready.entry.window(ready.position);
         let len = ready.entry.geometry.payload_len(window.index, ready.union);
         let slot = self.pool.claim(ready.position);

@@ -1,0 +1,70 @@
+//! What a job is granted at a shard.
+
+use crate::error::Reject;
+use crate::geometry::{Fragmentation, Geometry};
+use crate::ids::{Generation, JobId, OpId};
+use crate::wire::Header;
+
+/// What a job was granted at a shard.
+#[derive(Debug, Clone, Copy)]
+pub struct Config {
+    /// The job.
+    pub job: JobId,
+    /// Its life.
+    pub generation: Generation,
+    /// How many ranks it has.
+    pub world: u16,
+    /// How many lanes.
+    pub lanes: u8,
+    /// This shard's number.
+    pub shard: u8,
+    /// How many shards the job's windows are spread over.
+    pub shards: u8,
+    /// Slots of each of the job's streams.
+    pub pool_slots: u32,
+    /// Ops that each rank may have in flight.
+    pub max_ops: u16,
+    /// How windows are cut into datagrams.
+    pub cut: Fragmentation,
+    /// Most bytes of results in flight: what the ranks can buffer.
+    pub results_in_flight: usize,
+    /// The job's first op here, if it has moved here from another aggregator.
+    pub moved_at: Option<OpId>,
+    /// How many ranks the sum is of, where those of this job are aggregators themselves.
+    pub weight: Option<u16>,
+    /// Whether sums go to a parent, and results come from there.
+    pub has_parent: bool,
+}
+
+impl Config {
+    /// How many ranks the sum is of.
+    pub(super) fn weight(&self) -> u16 {
+        self.weight.unwrap_or(self.world)
+    }
+
+    /// Checks mask, fragment number and length against the window, and returns the length of
+    /// its payload and how it is cut.
+    pub(super) fn check_shape(
+        &self,
+        header: &Header,
+        body: &[u8],
+        geometry: &Geometry,
+    ) -> Result<(usize, Fragmentation), Reject> {
+        let index = header.window.index;
+        // wire: W-11
+        if index >= geometry.windows()
+            || header.mask == 0
+            || header.mask & !geometry.full_mask(index) != 0
+        {
+            return Err(Reject::Shape);
+        }
+        let len = geometry.payload_len(index, header.mask);
+        let cut = geometry.cut(self.cut, len);
+        let fragment = usize::from(header.fragment);
+        // wire: W-21
+        if fragment >= cut.count(len) || cut.range(len, fragment).len() != body.len() {
+            return Err(Reject::Shape);
+        }
+        Ok((len, cut))
+    }
+}
