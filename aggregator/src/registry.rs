@@ -206,9 +206,6 @@ impl Registry {
         now: Instant,
     ) -> Result<(Seat, Joined), Refusal> {
         self.admit(&join, &caller)?;
-        if join.rejoin {
-            return self.rejoin(join, caller);
-        }
         let Caller { identity, mut addr, tell } = caller;
         addr.set_port(join.data_port);
         let name = join.job.clone();
@@ -236,7 +233,9 @@ impl Registry {
         let seat = Seat { job: name, id: job.id, rank: join.rank };
         let resume = join.resume.clone();
         job.may_move |= join.may_move;
-        *place = Some(Member { join, identity, addr, tell, hears: false });
+        job.left.remove(&join.rank);
+        let (hears, came_back) = (false, None);
+        *place = Some(Member { join, identity, addr, tell, hears, heard: now, came_back });
         resume.iter().for_each(|resume| job.note_resume(&seat.job, resume));
         let missing = job.missing();
         if !missing.is_empty() {
@@ -482,12 +481,19 @@ impl Registry {
 
     /// A rank is gone: it has left, or is lost. A running job that loses a rank goes on without it
     /// if it wants to. Otherwise it is over for all, and what it held is free at once.
-    pub(crate) fn leave(&mut self, seat: &Seat, why: Loss) {
+    pub(crate) fn leave(&mut self, seat: &Seat, why: Loss, now: Instant) {
+        let is_member = |job: &mut Job| job.members[usize::from(seat.rank)].is_some();
+        if self.job(seat).is_some_and(is_member) {
+            self.lose(seat, why, now);
+        }
+    }
+
+    fn lose(&mut self, seat: &Seat, why: Loss, now: Instant) {
         let (name, rank) = (&seat.job, seat.rank);
         let Some(job) = self.job(seat) else { return };
         job.members[usize::from(rank)] = None;
         let absent = Absent { rank, why };
-        let goes_on = job.goes_on_without(&[absent]);
+        let goes_on = job.goes_on_without(&[absent], now);
         let over = match (why, job.state) {
             // Whoever was told to wait goes on waiting.
             (_, State::Gathering) => false,

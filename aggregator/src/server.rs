@@ -126,7 +126,9 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared, lifelines: 
                 tokio::spawn(probe(Arc::clone(&registry), seat.clone()));
             }
             let parting = tokio::select! {
-                parting = attend(&registry, &seat, &mut send, recv, &mut inbox) => parting,
+                parting = attend(
+                    &registry, &seat, &connection, (&mut send, recv), &mut inbox
+                ) => parting,
                 () = &mut dead => Parting::Lost(Loss::Died),
             };
             match parting {
@@ -136,13 +138,17 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared, lifelines: 
                     end(&connection, send).await;
                 }
                 Parting::Left(next_op) => {
-                    lock(&registry).part(&seat, next_op);
+                    lock(&registry).part(&seat, next_op, Instant::now());
+                    end(&connection, send).await;
+                }
+                Parting::Retreated => {
+                    lock(&registry).retreat(&seat, Instant::now());
                     end(&connection, send).await;
                 }
                 Parting::Lost(Loss::Broke) if timed_out(&connection) => {
-                    lock(&registry).leave(&seat, Loss::Silent);
+                    lock(&registry).leave(&seat, Loss::Silent, Instant::now());
                 }
-                Parting::Lost(why) => lock(&registry).leave(&seat, why),
+                Parting::Lost(why) => lock(&registry).leave(&seat, why, Instant::now()),
             }
         }
     }
@@ -192,7 +198,11 @@ async fn enter(
 ) -> Result<(Seat, Joined), Refusal> {
     let mut queued: Option<Queued> = None;
     loop {
-        let joined = lock(registry).join(join.clone(), caller.clone(), Instant::now());
+        let joined = if join.rejoin {
+            come_back(registry, &join, &caller).await
+        } else {
+            lock(registry).join(join.clone(), caller.clone(), Instant::now())
+        };
         let why = match joined {
             Err(Refusal::NoRoom(why)) if join.wait => why,
             joined => return joined,
@@ -205,6 +215,32 @@ async fn enter(
         }
         // What there may be room for by the time that it was said is seen at the next look.
         drop(timeout(WAITING_PERIOD, queued.room.notified()).await);
+    }
+}
+
+/// Takes a rank back into its job. In a job that may move it waits until every rank has the results
+/// of all ops before: afterwards there is one rank that could not help another to them.
+async fn come_back(
+    registry: &Shared,
+    join: &Join,
+    caller: &Caller,
+) -> Result<(Seat, Joined), Refusal> {
+    loop {
+        let (id, asked) = {
+            let registry = lock(registry);
+            (registry.running(join), registry.ask_shards())
+        };
+        let (mut sealed, mut settled) = (Vec::new(), true);
+        for report in asked {
+            let report = report.await.unwrap_or_default();
+            let job = id.and_then(|id| report.jobs.get(&id));
+            sealed.push(job.map_or(0, |job| job.sealed));
+            settled &= job.is_none_or(|job| job.settled);
+        }
+        if settled || !join.may_move {
+            return lock(registry).rejoin(join.clone(), caller.clone(), sealed, Instant::now());
+        }
+        tokio::time::sleep(SETTLE_PERIOD).await;
     }
 }
 
@@ -256,6 +292,8 @@ enum Parting {
     Lost(Loss),
     /// The rank has left, and may come back at this op.
     Left(Option<OpId>),
+    /// The rank has not come back after all.
+    Retreated,
     /// The rank goes on with its job elsewhere.
     Moved,
     /// The job is over, and the rank was told why.
@@ -266,8 +304,8 @@ enum Parting {
 async fn attend(
     registry: &Shared,
     seat: &Seat,
-    send: &mut quinn::SendStream,
-    mut recv: quinn::RecvStream,
+    connection: &quinn::Connection,
+    (send, mut recv): (&mut quinn::SendStream, quinn::RecvStream),
     inbox: &mut Receiver<FromAggregator>,
 ) -> Parting {
     let (heard, mut words) = channel(QUEUE);
@@ -281,6 +319,7 @@ async fn attend(
     });
     let joined = Instant::now();
     let mut tick = interval(WAITING_PERIOD);
+    let mut heard_before = 0;
     let parting = loop {
         tokio::select! {
             message = inbox.recv() => {
@@ -292,10 +331,15 @@ async fn attend(
             word = words.recv() => match word {
                 Some(FromWorker::Heard) => lock(registry).heard(seat),
                 Some(FromWorker::Leave { next_op }) => break Parting::Left(next_op),
+                Some(FromWorker::Retreat) => break Parting::Retreated,
                 Some(FromWorker::Move) => break Parting::Moved,
                 Some(FromWorker::Join(_)) | None => break Parting::Lost(Loss::Broke),
             },
             now = tick.tick() => {
+                let received = connection.stats().udp_rx.datagrams;
+                if std::mem::replace(&mut heard_before, received) != received {
+                    lock(registry).hear_from(seat, now);
+                }
                 let looked = lock(registry).look_after(seat, now);
                 match looked {
                     Joined::Waiting(missing) => {
@@ -330,6 +374,9 @@ async fn probe(registry: Shared, seat: Seat) {
     tick.tick().await;
     lock(&registry).end_probe(&seat);
 }
+
+/// How often it is looked whether all ranks have all results.
+const SETTLE_PERIOD: Duration = Duration::from_millis(20);
 
 #[cfg(test)]
 mod tests;

@@ -111,6 +111,10 @@ pub(crate) struct JobReport {
     pub(crate) stalled: Option<Span>,
     /// By rank.
     pub(crate) ranks: Vec<RankProgress>,
+    /// Every rank has acknowledged all results.
+    pub(crate) settled: bool,
+    /// Datagrams sealed.
+    pub(crate) sealed: u64,
 }
 
 /// A job at the shard.
@@ -514,7 +518,13 @@ impl Job {
         let waits = self.machine.backlog() > 0;
         let ranks =
             (0..self.machine.config().world).map(|rank| self.machine.progress(now, Rank(rank)));
-        JobReport { stalled: waits.then(|| now.since(self.moved)), ranks: ranks.collect() }
+        JobReport {
+            stalled: waits.then(|| now.since(self.moved)),
+            ranks: ranks.collect(),
+            settled: (0..self.machine.config().lanes)
+                .all(|lane| self.machine.results_held(lane) == 0),
+            sealed: self.sealer.as_ref().map_or(0, Sealer::sealed),
+        }
     }
 
     /// What the messages of a lane are marked with.

@@ -1,9 +1,13 @@
 //! Standard error, which may be full or closed: whoever serves must not end of that.
 
 use std::fmt::Display;
-use std::io::{self, Write};
+use std::io::{self, StderrLock, Write};
+use std::os::fd::AsFd;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
+
+use racksum_net::udp::wait_writable;
+use racksum_proto::time::Span;
 
 /// Lines that could not be written.
 static LOST: AtomicU64 = AtomicU64::new(0);
@@ -17,11 +21,27 @@ pub(crate) struct Lines<'a, W> {
 }
 
 /// Standard error as such a place.
-pub(crate) fn lines() -> Lines<'static, io::Stderr> {
-    Lines { to: io::stderr(), lost: &LOST }
+pub(crate) fn lines() -> Lines<'static, StderrLock<'static>> {
+    Lines { to: io::stderr().lock(), lost: &LOST }
 }
 
-impl<W: Write> Write for Lines<'_, W> {
+/// A place that may be full for a while, where to write would be to wait.
+pub(crate) trait Room {
+    /// Whether [`ROOM`] bytes can be written at once.
+    fn has_room(&self) -> bool;
+}
+
+impl Room for StderrLock<'_> {
+    fn has_room(&self) -> bool {
+        // A pipe is writable when it has room for `PIPE_BUF` bytes, see pipe(7).
+        wait_writable(self.as_fd(), Some(Span::ZERO)).unwrap_or(true)
+    }
+}
+
+/// Bytes that are written at a time.
+const ROOM: usize = 4096;
+
+impl<W: Write + Room> Write for Lines<'_, W> {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let lost = self.lost.swap(0, Relaxed);
         let note = match lost {
@@ -30,7 +50,8 @@ impl<W: Write> Write for Lines<'_, W> {
         };
         // In one piece: the ranks of a benchmark share standard error.
         let whole = [note.as_bytes(), line].concat();
-        if self.to.write_all(&whole).is_err() {
+        let piece = |piece: &[u8]| self.to.has_room() && self.to.write_all(piece).is_ok();
+        if !whole.chunks(ROOM).all(piece) {
             self.lost.fetch_add(lost + 1, Relaxed);
         }
         Ok(line.len())
@@ -67,8 +88,15 @@ mod tests {
         has: &'a mut Vec<u8>,
     }
 
+    impl Room for Disk<'_> {
+        fn has_room(&self) -> bool {
+            self.room > 0
+        }
+    }
+
     impl Write for Disk<'_> {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            assert!(self.room > 0, "it would wait");
             if bytes.len() > self.room {
                 return Err(io::ErrorKind::StorageFull.into());
             }

@@ -78,6 +78,7 @@ impl Cluster {
             in_flight: 1 << 18,
             first_op: OpId(0),
             may_move: false,
+            acks_at_rest: false,
             only_shard: None,
         };
         let shard = |shard| aggregator::Config {

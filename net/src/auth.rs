@@ -111,6 +111,12 @@ impl Sealer {
         Some(Self { lock: Lock::new(auth, down, Rank::AGGREGATOR, shard)?, next: 0 })
     }
 
+    /// How many datagrams were sealed: the number of the next.
+    #[must_use]
+    pub const fn sealed(&self) -> u64 {
+        self.next
+    }
+
     /// Appends the datagrams of a transmit to `out`, each with its number and its tag. Returns how
     /// far they are apart there.
     pub fn seal(&mut self, transmit: &Transmit<'_>, out: &mut Vec<u8>) -> usize {
@@ -198,6 +204,13 @@ impl Opener {
     ) -> Option<Self> {
         let lock = Lock::new(auth, &keys.down, Rank::AGGREGATOR, shard)?;
         Some(Self { lock, generation, window: ReplayWindow::new() })
+    }
+
+    /// Takes nothing of the first `sealed` datagrams.
+    #[must_use]
+    pub fn after(mut self, sealed: u64) -> Self {
+        self.window = ReplayWindow::after(sealed);
+        self
     }
 
     /// Takes a datagram. Returns its messages, as they were before they were sealed.

@@ -31,6 +31,8 @@ pub enum FromWorker {
         /// leaves in the middle of one.
         next_op: Option<OpId>,
     },
+    /// It has tried to come back, and has done nothing yet: as if it had not tried.
+    Retreat,
     /// It goes on with the job at another aggregator.
     Move,
 }
@@ -233,4 +235,9 @@ pub struct Welcome {
     pub data_auth: DataAuth,
     /// With which keys; none where nothing is authenticated.
     pub keys: Option<Keys>,
+    /// How many datagrams each shard has sealed before: none of these is for a rank that has come
+    /// back. Empty for all others.
+    pub sealed: Vec<u64>,
+    /// Whether some rank knows other aggregators to go on at.
+    pub may_move: bool,
 }

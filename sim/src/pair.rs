@@ -67,6 +67,7 @@ impl Grant {
             in_flight: 1 << 18,
             first_op: self.moved_at.unwrap_or(OpId(0)),
             may_move: true,
+            acks_at_rest: false,
             only_shard: None,
         }
     }

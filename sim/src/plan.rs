@@ -230,6 +230,7 @@ impl Plan {
             in_flight: plan.in_flight,
             first_op: life.first_op,
             may_move: !self.moves.is_empty(),
+            acks_at_rest: false,
             only_shard: None,
         }
     }

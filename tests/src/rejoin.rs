@@ -1,7 +1,10 @@
 //! Ranks that leave a job between two ops, and come back to it.
 
+use std::net::UdpSocket;
 use std::sync::Barrier;
+use std::time::Duration;
 
+use racksum_aggregator::Fanout;
 use racksum_proto::auth::DataAuth;
 use racksum_proto::control::OnRankLoss;
 use racksum_proto::descriptor::Descriptor;
@@ -22,11 +25,17 @@ fn sum(client: &Client, elements: u64) {
 #[test]
 fn ranks_leave_between_ops_and_come_back_as_often_as_they_like() {
     bounded(60, || {
-        for auth in [DataAuth::None, DataAuth::Mac] {
+        // Plainly; sealed and to ranks that hear a group; and where the job may move.
+        for (auth, fanout, moves) in [
+            (DataAuth::None, Fanout::Unicast, false),
+            (DataAuth::Mac, Fanout::Auto, false),
+            (DataAuth::Mac, Fanout::Unicast, true),
+        ] {
             let rig = |shards| {
                 Rig::start(|config| {
                     config.shards = shards;
                     config.data_auth = Some(auth);
+                    config.fanout = fanout;
                 })
             };
             let rigs = [rig(2), rig(2)];
@@ -38,6 +47,7 @@ fn ranks_leave_between_ops_and_come_back_as_often_as_they_like() {
                             .each_ref()
                             .map(|it| it.aggregator.addr().to_string())
                             .into(),
+                        standbys: if moves { vec![vec!["127.0.0.1:9".into()]] } else { vec![] },
                         ..rigs[0].options("rejoin", rank, WORLD)
                     };
                     let between = &between;
@@ -61,6 +71,44 @@ fn ranks_leave_between_ops_and_come_back_as_often_as_they_like() {
             });
             rigs.iter().for_each(Rig::await_peace);
         }
+    });
+}
+
+#[test]
+fn one_that_fails_to_come_back_may_try_again() {
+    bounded(60, || {
+        let rigs = [(); 2].map(|()| Rig::start(|_| {}));
+        let both: Vec<_> = rigs.iter().map(|rig| rig.aggregator.addr().to_string()).collect();
+        let options = |rank| ConnectOptions {
+            aggregators: both.clone(),
+            ..rigs[0].options("again", rank, 2)
+        };
+        let other = std::thread::scope(|scope| {
+            let other = scope.spawn(|| Client::connect(&options(0)).unwrap());
+            drop(Client::connect(&options(1)).unwrap());
+            other.join().unwrap()
+        });
+        let back = ConnectOptions { rejoin: true, ..options(1) };
+        let wrong = ConnectOptions { data_auth: Some(DataAuth::Aead), ..back.clone() };
+        assert!(Client::connect(&wrong).is_err());
+        let nobody = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let gone = ConnectOptions {
+            aggregators: vec![both[0].clone(), nobody.to_string()],
+            join_timeout: Duration::from_secs(2),
+            ..back.clone()
+        };
+        assert!(Client::connect(&gone).is_err());
+        std::thread::scope(|scope| {
+            let client = scope.spawn(|| Client::connect(&back).unwrap());
+            let client = client.join().unwrap();
+            let one = |client: &Client| {
+                let mut tensor = 1i32.to_le_bytes().to_vec();
+                client.allreduce(&mut tensor, Descriptor::sum(1, DType::I32)).unwrap();
+                assert_eq!(tensor, 2i32.to_le_bytes());
+            };
+            scope.spawn(move || one(&client));
+            one(&other);
+        });
     });
 }
 

@@ -131,6 +131,12 @@ impl Control {
         // Less than the time to join: that nobody answers is the better reason.
         let patience = Span::from_millis(span(options.join_timeout).as_millis() * 9 / 10);
         let moves = join.resume.is_some();
+        // Until all that takes part in a session is there, it is as if nothing had begun.
+        let parting = match (moves, join.rejoin) {
+            (true, _) => FromWorker::Move,
+            (_, true) => FromWorker::Retreat,
+            _ => LEAVE,
+        };
         let patience = patience.min(if moves { MOVE_PATIENCE } else { CONNECT_PATIENCE });
         let (tell, session, place) = (mailbox.sender(), mailbox.session, join.stripe.0);
         let events = Events { tell, session, place };
@@ -143,7 +149,12 @@ impl Control {
                 events.send(Event::Closed(closed));
             });
         })?;
-        Ok(Self { say, thread: Some(thread), parting: LEAVE })
+        Ok(Self { say, thread: Some(thread), parting })
+    }
+
+    /// Takes part from now on.
+    pub(crate) fn stay(&mut self) {
+        self.parting = LEAVE;
     }
 
     /// Parts with the aggregator, since the job goes on at another.
@@ -235,7 +246,7 @@ async fn converse(
             () = &mut dead => return ConnectError::Closed(DEAD.into()),
             word = words.recv() => {
                 let word = word.unwrap_or(LEAVE);
-                let last = matches!(word, FromWorker::Leave { .. } | FromWorker::Move);
+                let last = !matches!(word, FromWorker::Join(_) | FromWorker::Heard);
                 let sent = frames::send(&mut send, &word).await;
                 if last || sent.is_err() {
                     drop(send.finish());

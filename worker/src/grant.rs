@@ -74,10 +74,12 @@ pub(crate) fn grant(options: &ConnectOptions, session: Session) -> Result<Grante
         in_flight: welcomes().map(|welcome| welcome.in_flight).min().unwrap_or(0) as usize,
         first_op: welcomes().map(|welcome| welcome.first_op).max().unwrap_or(OpId(0)),
         may_move: !options.standbys.is_empty(),
+        acks_at_rest: welcomes().any(|welcome| welcome.may_move),
         only_shard: None,
     };
     let (welcome, aggregators) = (first.clone(), session.controls.len());
-    let Session { controls, early, socket, groups, .. } = session;
+    let Session { mut controls, early, socket, groups, .. } = session;
+    controls.iter_mut().for_each(Control::stay);
     let links = Links {
         socket: Arc::new(socket),
         groups: groups.into(),
@@ -89,15 +91,17 @@ pub(crate) fn grant(options: &ConnectOptions, session: Session) -> Result<Grante
 
 /// The ways to the shards of all aggregators.
 fn links(options: &ConnectOptions, session: &Session) -> Vec<Link> {
-    let each = session
-        .welcomes
-        .iter()
-        .flat_map(|(addr, welcome)| shard_addrs(*addr, welcome).map(move |addr| (addr, welcome)));
-    let link = |(shard, (addr, welcome)): (u8, (SocketAddr, &Welcome))| {
+    let each = session.welcomes.iter().flat_map(|(addr, welcome)| {
+        // What was sealed before this rank came back was for another process.
+        let sealed = welcome.sealed.iter().copied().chain(std::iter::repeat(0));
+        shard_addrs(*addr, welcome).zip(sealed).map(move |(addr, sealed)| (addr, welcome, sealed))
+    });
+    let link = |(shard, (addr, welcome, sealed)): (u8, (SocketAddr, &Welcome, u64))| {
         let Welcome { data_auth, job, .. } = *welcome;
         let auth = welcome.keys.as_ref().and_then(|keys| {
             let sealer = Sealer::of_rank(data_auth, keys, Rank(options.rank), shard)?;
-            Some((sealer, Opener::of_shard(data_auth, keys, options.generation, shard)?))
+            let opener = Opener::of_shard(data_auth, keys, options.generation, shard)?;
+            Some((sealer, opener.after(sealed)))
         });
         Link { addr, job, auth }
     };

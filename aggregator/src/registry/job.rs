@@ -28,6 +28,10 @@ pub(super) struct Member {
     pub(super) addr: SocketAddr,
     pub(super) tell: Sender<FromAggregator>,
     pub(super) hears: bool,
+    /// When anything was last heard of it.
+    pub(super) heard: Instant,
+    /// What it had left with, if it has come back.
+    pub(super) came_back: Option<Left>,
 }
 
 /// A job, gathering its ranks or running.
@@ -63,12 +67,10 @@ pub(super) struct Job {
 }
 
 /// A rank that has left.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub(super) struct Left {
     /// The op that it would start next, unless it left in the middle of one.
     pub(super) next_op: Option<OpId>,
-    /// The host that heard the group.
-    pub(super) heard_at: Option<IpAddr>,
 }
 
 /// How far a job is.
@@ -259,6 +261,8 @@ impl Job {
             group: None,
             data_auth: auth,
             keys: None,
+            sealed: Vec::new(),
+            may_move: self.may_move,
         };
         let config = |shard| Config {
             job: self.id,

@@ -6,7 +6,7 @@ use racksum_proto::control::{Absent, FromAggregator, Join, Loss, OnRankLoss, Res
 use racksum_proto::wire::Flags;
 use tokio::time::Instant;
 
-use super::job::{Job, State};
+use super::job::{Job, Member, State};
 use super::{Joined, Registry, Seat};
 
 /// How long the ranks of a job that moves are waited for: as long as one may be silent.
@@ -28,7 +28,7 @@ impl Registry {
                     return Joined::Waiting(missing);
                 }
                 if job.moved_at.is_some() {
-                    return self.lose_on_the_way(&seat.job, &missing);
+                    return self.lose_on_the_way(&seat.job, &missing, now);
                 }
                 self.give_up(seat, &missing, patience);
             }
@@ -38,7 +38,7 @@ impl Registry {
                     job.departed_at = None;
                     // They have gone on alone.
                     for rank in std::mem::take(&mut job.departed) {
-                        self.leave(&Seat { rank, ..seat.clone() }, Loss::Broke);
+                        self.lose(&Seat { rank, ..seat.clone() }, Loss::Broke, now);
                     }
                 }
             }
@@ -62,11 +62,11 @@ impl Registry {
     }
 
     /// Goes on without the ranks that have not come along when a job moved here, or ends the job.
-    fn lose_on_the_way(&mut self, name: &str, missing: &[u16]) -> Joined {
+    fn lose_on_the_way(&mut self, name: &str, missing: &[u16], now: Instant) -> Joined {
         let Some(job) = self.jobs.get_mut(name) else { return Joined::Ready };
         let why = Loss::Silent;
         let lost: Vec<_> = missing.iter().map(|rank| Absent { rank: *rank, why }).collect();
-        let goes_on = job.goes_on_without(&lost);
+        let goes_on = job.goes_on_without(&lost, now);
         tracing::warn!(job = name, ?missing, goes_on, "ranks did not come along");
         if !goes_on {
             job.tell(&FromAggregator::PeerLost { ranks: missing.to_vec(), why });
@@ -76,6 +76,15 @@ impl Registry {
         job.absent.extend(lost);
         // If it cannot be served, all have been told so.
         self.start(name).unwrap_or(Joined::Ready)
+    }
+
+    /// Notes that something was heard of a rank.
+    pub(crate) fn hear_from(&mut self, seat: &Seat, now: Instant) {
+        if let Some(job) = self.job(seat)
+            && let Some(member) = &mut job.members[usize::from(seat.rank)]
+        {
+            member.heard = now;
+        }
     }
 
     /// Takes no more jobs, and asks the ranks of those that run to go on elsewhere.
@@ -96,9 +105,12 @@ impl Registry {
     /// A rank goes on with its job at another aggregator, and so do the others, soon.
     pub(crate) fn depart(&mut self, seat: &Seat, now: Instant) {
         let Some(job) = self.job(seat) else { return };
-        job.members[usize::from(seat.rank)] = None;
-        job.departed.push(seat.rank);
-        job.departed_at.get_or_insert(now);
+        let member = job.members[usize::from(seat.rank)].take();
+        // One that has only tried to come here was never part of what runs.
+        if member.is_some() && job.state == State::Running {
+            job.departed.push(seat.rank);
+            job.departed_at.get_or_insert(now);
+        }
         if job.members.iter().all(Option::is_none) {
             self.remove(&seat.job);
             tracing::info!(job = seat.job, "job moved");
@@ -114,16 +126,19 @@ impl Job {
     /// Whether the job goes on when it loses these ranks as well, which are no members any more.
     ///
     /// Ranks of which nothing is heard here may be together at another aggregator. So that they do
-    /// not go on there as well, those that are here must be more than half of all that are not gone
-    /// for certain, in a job that may move.
-    pub(super) fn goes_on_without(&self, lost: &[Absent]) -> bool {
+    /// not go on there as well, those that are heard here must be more than half of all that are
+    /// not gone for certain, in a job that may move.
+    pub(super) fn goes_on_without(&self, lost: &[Absent], now: Instant) -> bool {
         let gone = || self.absent.iter().chain(lost);
         let certain = gone().filter(|absent| absent.why.is_certain()).count();
-        let here = self.members.iter().flatten().count() + self.departed.len();
+        let is_heard =
+            |member: &&Member| now.saturating_duration_since(member.heard) < PATIENCE / 2;
+        let here = self.members.iter().flatten().filter(is_heard).count() + self.departed.len();
         let is_most = 2 * here > usize::from(self.world) - certain;
+        let splits = self.may_move && certain < gone().count();
         // More than this results cannot name.
         let nameable = gone().count() <= Flags::MAX_ABSENT;
-        self.on_rank_loss == OnRankLoss::Continue && nameable && (is_most || !self.may_move)
+        self.on_rank_loss == OnRankLoss::Continue && nameable && (is_most || !splits)
     }
 
     /// Whether the ranks that a rank says the job goes on without are not too many with the others.

@@ -1,59 +1,87 @@
 //! Ranks that leave a job between two ops, and come back to it.
 
 use racksum_proto::control::{FromAggregator, Join, Loss, OnRankLoss, Welcome};
-use racksum_proto::ids::{OpId, Rank};
+use racksum_proto::ids::{JobId, OpId, Rank};
 use racksum_proto::wire::Header;
+
+use tokio::time::Instant;
 
 use super::job::{Job, Left, Member, State};
 use super::{Caller, Joined, Registry, Seat};
+use crate::config::Fanout;
 use crate::shard::{Command, Rejoin};
 use crate::tenancy::Refusal;
 
 impl Registry {
     /// A rank leaves, in the middle of an op or before its next, where it may come back.
-    pub(crate) fn part(&mut self, seat: &Seat, next_op: Option<OpId>) {
+    pub(crate) fn part(&mut self, seat: &Seat, next_op: Option<OpId>, now: Instant) {
         let Some(job) = self.job(seat) else { return };
-        let member = job.members[usize::from(seat.rank)].as_ref();
-        let heard_at = member.filter(|member| member.hears).map(|member| member.addr.ip());
-        job.left.insert(seat.rank, Left { next_op, heard_at });
-        self.leave(seat, Loss::Left);
+        if job.state == State::Running && job.members[usize::from(seat.rank)].is_some() {
+            job.left.insert(seat.rank, Left { next_op });
+        }
+        self.leave(seat, Loss::Left, now);
     }
 
-    /// Takes a rank back into its job.
-    pub(super) fn rejoin(&mut self, join: Join, caller: Caller) -> Result<(Seat, Joined), Refusal> {
+    /// A rank that has come back is gone again before it has done anything.
+    pub(crate) fn retreat(&mut self, seat: &Seat, now: Instant) {
+        let Some(job) = self.job(seat) else { return };
+        let member = job.members[usize::from(seat.rank)].as_ref();
+        let next_op = member.and_then(|member| member.came_back?.next_op);
+        self.part(seat, next_op, now);
+    }
+
+    /// The number of a running job that a rank wants to come back to.
+    pub(crate) fn running(&self, join: &Join) -> Option<JobId> {
+        let job = self.jobs.get(&join.job)?;
+        let runs = job.generation == join.generation && job.state == State::Running;
+        runs.then_some(job.id)
+    }
+
+    /// Takes a rank back into its job, whose shards have `sealed` so many datagrams.
+    ///
+    /// # Errors
+    /// A sentence for the user that says why not.
+    pub(crate) fn rejoin(
+        &mut self,
+        join: Join,
+        caller: Caller,
+        sealed: Vec<u64>,
+        now: Instant,
+    ) -> Result<(Seat, Joined), Refusal> {
+        self.admit(&join, &caller)?;
+        let demanded = self.config.fanout == Fanout::Multicast;
         let Caller { identity, mut addr, tell } = caller;
         addr.set_port(join.data_port);
-        let job = self.jobs.get_mut(&join.job);
-        let Some(job) =
-            job.filter(|job| job.generation == join.generation && job.state == State::Running)
-        else {
+        let Some(id) = self.running(&join) else {
             return Err(Refusal::Never(format!(
                 "no job {:?} runs here in generation {} that rank {} could come back to",
                 join.job, join.generation.0, join.rank
             )));
         };
-        let (rank, next_op) = (join.rank, job.may_rejoin(&join)?);
+        let seat = Seat { job: join.job.clone(), id, rank: join.rank };
+        let job = self.jobs.get_mut(&seat.job).ok_or("the job vanished")?;
+        let (rank, next_op) = (Rank(join.rank), job.may_rejoin(&join)?);
+        if demanded {
+            return Err(Refusal::Never(
+                "a rank that comes back is sent copies, and this aggregator only multicasts; \
+                 start it with --fanout auto"
+                    .into(),
+            ));
+        }
         let (welcome, locks) = job.granted.as_mut().ok_or("the job was granted nothing")?;
-        locks.renew(Rank(rank)).map_err(|error| error.to_string())?;
-        let left = job.left.remove(&rank);
-        let heard_at = left.and_then(|left| left.heard_at).filter(|_| join.multicast);
-        let hears = heard_at == Some(addr.ip());
-        let welcome = Welcome {
-            group: welcome.group.filter(|_| hears),
-            keys: locks.keys_of(Rank(rank)),
-            first_op: next_op,
-            ..welcome.clone()
-        };
-        let rejoin = Rejoin { job: job.id, rank: Rank(rank), addr, locks: locks.clone() };
-        let seat = Seat { job: join.job.clone(), id: job.id, rank };
-        let member = Member { join, identity, addr, tell, hears };
+        locks.renew(rank).map_err(|error| error.to_string())?;
+        let keys = locks.keys_of(rank);
+        let welcome = Welcome { group: None, keys, first_op: next_op, sealed, ..welcome.clone() };
+        let rejoin = Rejoin { job: id, rank, addr, locks: locks.clone() };
+        let came_back = job.left.remove(&rank.0);
+        let member = Member { join, identity, addr, tell, hears: false, heard: now, came_back };
         member.tell(FromAggregator::Welcome(welcome));
-        member.tell(FromAggregator::Ready { multicast: hears });
-        job.members[usize::from(rank)] = Some(member);
+        member.tell(FromAggregator::Ready { multicast: false });
+        job.members[rank.index()] = Some(member);
         let heard = job.hears();
         for shard in &self.shards {
             shard.tell(Command::Rejoin(Box::new(rejoin.clone())));
-            shard.tell(Command::Listeners(seat.id, heard.clone()));
+            shard.tell(Command::Listeners(id, heard.clone()));
         }
         Ok((seat, Joined::Ready))
     }
@@ -70,7 +98,8 @@ impl Job {
                  them back; restart all ranks with a greater --generation"
             ));
         }
-        let Some(left) = self.left.get(&rank) else {
+        let left = self.left.get(&rank);
+        let Some(left) = left.filter(|_| self.members[usize::from(rank)].is_none()) else {
             return Err(format!("rank {rank} has not left job {name:?}, so it cannot come back"));
         };
         let Some(next_op) = left.next_op else {

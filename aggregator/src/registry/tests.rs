@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use racksum_net::clock::Clock;
 use racksum_proto::control::OnRankLoss;
-use racksum_proto::ids::Generation;
+use racksum_proto::ids::{Generation, OpId};
 use tokio::sync::mpsc::{Receiver, channel};
 
 use super::*;
@@ -81,7 +81,7 @@ fn a_job_that_gathers_for_too_long_names_who_did_not_come_and_frees_its_place() 
     let (other, ..) = join(&mut registry, wish("job", 2, 4)).unwrap();
     let later = opened + Duration::from_secs(2);
     assert_eq!(registry.look_after(&seat, later), Joined::Waiting(vec![0, 3]));
-    registry.leave(&other, Loss::Left);
+    registry.leave(&other, Loss::Left, Instant::now());
     registry.look_after(&seat, opened + Duration::from_secs(4));
     let reason = "job \"job\" has waited 3 s for ranks 0, 2, 3; start what is missing, or \
                   raise --join-timeout-s at the aggregator";
@@ -116,7 +116,7 @@ fn a_seat_of_an_earlier_job_means_nothing_in_a_later_one_of_its_name() {
     for (seat, ..) in &lives[0] {
         registry.heard(seat);
         registry.end_probe(seat);
-        registry.leave(seat, Loss::Died);
+        registry.leave(seat, Loss::Died, Instant::now());
         assert!(!registry.probe(seat));
     }
     let job = &registry.jobs["job"];
@@ -131,7 +131,7 @@ fn a_rank_that_leaves_while_the_group_is_probed_does_not_pass_for_another() {
         (0..3).map(|rank| join(&mut registry, wish("job", rank, 3)).unwrap()).collect();
     assert_eq!(ranks[2].1, Joined::Probe);
     registry.heard(&ranks[1].0);
-    registry.leave(&ranks[0].0, Loss::Left);
+    registry.leave(&ranks[0].0, Loss::Left, Instant::now());
     registry.end_probe(&ranks[1].0);
     assert_eq!(registry.jobs["job"].hears(), [false, true, false]);
     for (rank, multicast) in [(1, true), (2, false)] {
@@ -225,6 +225,32 @@ fn room_for_more_jobs_takes_nothing_from_those_that_run() {
     registry.reconfigure(limit(8));
     let told = join(&mut registry, wish("three", 0, 1)).unwrap_err();
     assert!(told.starts_with("100 % of the packet buffers are taken, and 12 %"), "{told}");
-    registry.leave(&one.0, Loss::Left);
+    registry.leave(&one.0, Loss::Left, Instant::now());
     join(&mut registry, wish("three", 0, 1)).unwrap();
+}
+
+#[test]
+fn only_a_place_that_was_left_while_the_job_ran_is_taken_by_one_that_comes_back() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let now = Instant::now();
+    let (_, _, _first) = join(&mut registry, wish("job", 0, 2)).unwrap();
+    // The place of a job that gathers is empty again, and no more.
+    let (_, _, _other) = join(&mut registry, wish("other", 0, 2)).unwrap();
+    let (seat, ..) = join(&mut registry, wish("job", 1, 2)).unwrap();
+    registry.part(&seat, Some(OpId(0)), now);
+    let back = Join { rejoin: true, ..wish("job", 1, 2) };
+    let caller = || {
+        let (tell, inbox) = channel(8);
+        let addr = SocketAddr::from(([127, 0, 0, 1], 9));
+        (Caller { identity: None, addr, tell }, inbox)
+    };
+    let (first, _inbox) = caller();
+    let (seat, _) = registry.rejoin(back.clone(), first, vec![0], now).unwrap();
+    let (second, _inbox) = caller();
+    let why = registry.rejoin(back.clone(), second, vec![0], now).unwrap_err().why();
+    assert!(why.contains("rank 1 has not left job"), "{why}");
+    // One that has done nothing yet may try again.
+    registry.retreat(&seat, now);
+    let (third, _inbox) = caller();
+    registry.rejoin(back, third, vec![0], now).unwrap();
 }

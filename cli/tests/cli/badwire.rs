@@ -261,6 +261,7 @@ fn two_hundred_ops_over_a_wire_that_does_its_worst_have_the_same_bits() {
     let told: Value =
         serde_json::from_str(&run(&["status", &status, "--format", "json"]).ok().out).unwrap();
     println!("seed {seed}: {:?}, rejected {}", hosts.counts, told["shards"][0]["rejects"]);
+    assert!(told["shards"][0]["rejects"]["forged"].as_u64() > Some(20), "{told}");
     let Counts { lost, doubled, corrupted, overtaken, .. } = &*hosts.counts;
     for (what, count) in [("lost", lost), ("doubled", doubled), ("corrupted", corrupted)] {
         assert!(count.load(Relaxed) > 20, "{what}: {count:?}");

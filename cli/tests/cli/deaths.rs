@@ -1,7 +1,7 @@
 //! Processes that die, or stop answering, in the middle of a job: the others end, and say why.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -91,7 +91,10 @@ fn an_aggregator_serves_on_when_its_log_is_full_or_nobody_reads_it() {
     let full = Stdio::from(File::options().write(true).open("/dev/full").unwrap());
     let (reader, unread) = std::io::pipe().unwrap();
     drop(reader);
-    for log in [full, Stdio::from(unread)] {
+    // One that lives and does not read, with no room left.
+    let (idle, mut stuck) = std::io::pipe().unwrap();
+    stuck.write_all(&vec![b'.'; 65_536]).unwrap();
+    for log in [full, Stdio::from(unread), Stdio::from(stuck)] {
         let mut command = Command::new(RACKSUM);
         command.args(["aggregator", "--port", "0", "--pool-mib", "16", "--log", "debug"]);
         let mut aggregator = command.stdout(Stdio::piped()).stderr(log).spawn().unwrap();
@@ -107,6 +110,7 @@ fn an_aggregator_serves_on_when_its_log_is_full_or_nobody_reads_it() {
         signal(aggregator.id(), "TERM");
         assert!(aggregator.wait().unwrap().success());
     }
+    drop(idle);
 }
 
 #[test]

@@ -23,6 +23,11 @@ impl ReplayWindow {
         Self { end: 0, taken: Box::new([0; Self::WORDS]) }
     }
 
+    /// As if all numbers before `end` were taken.
+    pub(super) fn after(end: u64) -> Self {
+        Self { end, taken: Box::new([u64::MAX; Self::WORDS]) }
+    }
+
     /// The number whose lower half is `low`, if it may be taken.
     pub(super) fn number(&self, low: u32) -> Option<u64> {
         const HALF: u64 = 1 << 31;

@@ -59,6 +59,25 @@ fn what_is_sealed_is_opened_as_it_was() {
 }
 
 #[test]
+fn one_that_begins_late_takes_what_comes_then_and_nothing_from_before() {
+    let keys = keys();
+    for sent in [0, 1 << 31, (1 << 32) - 2, 1 << 32, 3 << 40] {
+        let mut sealer = Sealer::of_shard(DataAuth::Mac, &keys.down, 2).unwrap();
+        sealer.next = sent;
+        let datagram = message(b"sums");
+        let before: Vec<_> = (0..3).map(|_| sealed(&mut sealer, &datagram)).collect();
+        let opener = Opener::of_shard(DataAuth::Mac, &keys, LIFE, 2).unwrap();
+        let mut opener = opener.after(sealer.sealed());
+        for mut old in before {
+            assert_eq!(opener.open(&mut old), Err(Reject::Replayed), "{sent}");
+        }
+        for _ in 0..3 {
+            assert_eq!(opener.open(&mut sealed(&mut sealer, &datagram)).unwrap(), datagram);
+        }
+    }
+}
+
+#[test]
 fn trains_are_sealed_datagram_by_datagram_and_so_is_what_lies_in_two_places() {
     for auth in WAYS {
         let (mut sealer, mut opener) = ends(auth);

@@ -338,14 +338,14 @@ impl Aggregation {
     fn write_wait(&mut self, now: Time, lane: u8, rank: Rank, out: &mut [u8]) -> Transmit {
         let stream = &self.streams[usize::from(lane)];
         let alone = stream.awaited().all(|awaited| awaited == rank);
-        let missing =
-            stream.awaited().filter(|awaited| alone || *awaited != rank).map(|awaited| match self
-                .left[awaited.index()]
-            {
-                // wire: W-61
-                true => (awaited, MissingRanks::LEFT),
-                false => (awaited, now.since(self.heard[awaited.index()])),
-            });
+        // Who waits for nothing may hear this late, when a rank that had left is back.
+        let waits = stream.ranks[rank.index()].opened > stream.next;
+        let awaited = stream.awaited().filter(|awaited| alone || *awaited != rank);
+        let missing = awaited.map(|awaited| match self.left[awaited.index()] {
+            // wire: W-61
+            true if waits => (awaited, MissingRanks::LEFT),
+            _ => (awaited, now.since(self.heard[awaited.index()])),
+        });
         let len = MissingRanks::encode(missing, &mut out[Header::LEN..]);
         // Not the window that is waited for: those that nobody owes have no result.
         let window = stream.sequence.window(stream.results_end);

@@ -8,6 +8,7 @@
 //! [`Worker::poll_scan`] with [`Worker::handle_scanned`] for windows whose non-zero blocks are to
 //! be found, [`Worker::poll_transmit`] until `None`, and [`Worker::poll_outcome`] until `None`.
 
+mod config;
 mod op;
 mod receive;
 mod resume;
@@ -24,8 +25,10 @@ use alloc::vec;
 use alloc::vec::Vec;
 use core::ops::Range;
 
+pub use config::Config;
 use op::{Lacked, Op};
 pub use receive::{Delivery, Verdict};
+use resume::FAILED_BEFORE;
 use stream::Stream;
 pub use transmit::{DataFragments, Transmit};
 
@@ -33,42 +36,12 @@ use crate::congestion::Congestion;
 use crate::control::Loss;
 use crate::descriptor::Descriptor;
 use crate::error::{OpError, Rejects, SubmitError};
-use crate::geometry::{Fragmentation, Geometry, Stripe, WINDOW_BYTES};
-use crate::ids::{Generation, JobId, OpId, Rank, WindowId};
+use crate::geometry::{Geometry, Stripe};
+use crate::ids::{JobId, OpId, Rank, WindowId};
 use crate::observer::{Event, Observer};
 use crate::rtt::Rtt;
 use crate::time::{Span, Time};
 use crate::wire::{Flags, OpenEncoder};
-
-/// What a rank was granted at join.
-#[derive(Debug, Clone, Copy)]
-pub struct Config {
-    /// The job.
-    pub job: JobId,
-    /// Its life.
-    pub generation: Generation,
-    /// This worker's number.
-    pub rank: Rank,
-    /// How many lanes the job has.
-    pub lanes: u8,
-    /// How many shards the job's windows are spread over.
-    pub shards: u8,
-    /// Slots of each of the job's streams.
-    pub pool_slots: u32,
-    /// Ops that may be in flight.
-    pub max_ops: u16,
-    /// How windows are cut into datagrams.
-    pub cut: Fragmentation,
-    /// Most bytes in flight to a shard: the rank's share of the shard's receive buffer.
-    pub in_flight: usize,
-    /// The first op that the aggregator takes; 0 but in a job that has moved there.
-    pub first_op: OpId,
-    /// Whether the job may move to another aggregator, so that sums are kept for others.
-    pub may_move: bool,
-    /// The only shard that this worker speaks to, where it is one of an aggregator that has a
-    /// parent; else it speaks to all.
-    pub only_shard: Option<u8>,
-}
 
 /// How an op ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -222,6 +195,9 @@ impl Worker {
         timeout: Span,
     ) -> Result<OpId, SubmitError> {
         let windows = self.check(&descriptor)?;
+        if let Some(op) = self.start_late() {
+            return Ok(op);
+        }
         let masks = vec![0; windows as usize];
         Ok(self.start(now, Op::new(descriptor, masks, 0, now, timeout)))
     }
@@ -242,6 +218,9 @@ impl Worker {
     ) -> Result<OpId, SubmitError> {
         let windows = self.check(&descriptor)?;
         assert_eq!(masks.len(), windows as usize, "one mask a window");
+        if let Some(op) = self.start_late() {
+            return Ok(op);
+        }
         Ok(self.start(now, Op::new(descriptor, masks, windows, now, timeout)))
     }
 
@@ -288,6 +267,19 @@ impl Worker {
             return Err(SubmitError::OpsExhausted);
         }
         Ok(Geometry::new(descriptor).windows())
+    }
+
+    /// Ends an op at once that all others have done with: they had been told that it failed before
+    /// the job moved.
+    fn start_late(&mut self) -> Option<OpId> {
+        let op = OpId(self.next_op);
+        if op >= self.config.first_op {
+            return None;
+        }
+        self.next_op += 1;
+        let result = Err(OpError::Ended { why: FAILED_BEFORE });
+        self.outcomes.push_back(Outcome { op, result, absent: Vec::new() });
+        Some(op)
     }
 
     fn start(&mut self, now: Time, mut op: Op) -> OpId {
@@ -555,36 +547,4 @@ fn find(ops: &VecDeque<Op>, id: OpId) -> Option<usize> {
         return Some(at);
     }
     ops.binary_search_by_key(&id, |op| op.id).ok()
-}
-
-impl Config {
-    /// The shards that the worker speaks to.
-    fn own_shards(&self) -> Range<u8> {
-        self.only_shard.map_or(0..self.shards, |shard| shard..shard + 1)
-    }
-
-    fn streams(&self, now: Time) -> Box<[Stream]> {
-        let streams = (0..self.lanes)
-            .flat_map(|lane| (0..self.shards).map(move |shard| (lane, shard)))
-            .map(|(lane, shard)| Stream::new(lane, shard, self, now))
-            .collect::<Vec<_>>();
-        streams.into()
-    }
-
-    fn paths(&self) -> Box<[Path]> {
-        let max = self.in_flight.min(self.pool_slots as usize * WINDOW_BYTES);
-        let path = || Path {
-            job: self.job,
-            congestion: Congestion::new(Congestion::LEAST, max),
-            rtt: Rtt::new(Span::from_millis(2)),
-            asks: Rtt::new(Span::from_millis(1)),
-            gone: Vec::new(),
-        };
-        (0..self.shards).map(|_| path()).collect()
-    }
-
-    /// The place of a stream in the table of streams.
-    fn stream(&self, lane: u8, shard: u8) -> usize {
-        usize::from(lane) * usize::from(self.shards) + usize::from(shard)
-    }
 }

@@ -122,6 +122,8 @@ pub(super) struct Stream {
     pub(super) congested: bool,
     /// Sums are kept until every rank has them.
     keeps: bool,
+    /// Results are acknowledged also when nothing is waited for.
+    acks_at_rest: bool,
     pool: u64,
     max_stretch: u64,
 }
@@ -198,6 +200,7 @@ impl Stream {
             ack_due: false,
             congested: false,
             keeps: config.may_move,
+            acks_at_rest: config.acks_at_rest || config.may_move,
             pool,
             max_stretch: stretch,
         }
@@ -365,13 +368,18 @@ impl Stream {
 
     /// Whether results are to be acknowledged although there are few of them.
     fn acknowledges(&self) -> bool {
-        self.awaits() || self.keeps
+        self.awaits() || self.acks_at_rest
     }
 
     /// When the silence has lasted too long. While results of other streams come in, those of this
     /// one may wait behind them: then `heard`, when the last came, puts the probe off for a while.
     fn probe_at(&self, path: &Path, heard: Time) -> Time {
         let patience = path.patience(self.probes / Self::PROBES_A_STEP);
+        let patience = match self.probes {
+            probes if self.awaits() || probes == 0 => patience,
+            // Nobody waits for it.
+            probes => Span(patience.0.max(Self::REST_PATIENCE.0) << probes.min(Self::REST_STEPS)),
+        };
         let most = self.quiet_since + patience + patience;
         self.quiet_since.max(heard.min(most)) + patience
     }
@@ -532,6 +540,10 @@ impl Stream {
         }
     }
 
+    /// How long one that waits for nothing is silent before it asks a second time whether all have
+    /// what it has; that doubles so often, to a second or more.
+    const REST_PATIENCE: Span = Span::from_millis(8);
+    const REST_STEPS: u32 = 7;
     /// This many probes without an answer double the patience once.
     const PROBES_A_STEP: u32 = 4;
     /// Windows sent at first in an op; stretches double up to [`Self::MAX_STRETCH`].

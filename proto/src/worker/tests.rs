@@ -3,6 +3,8 @@ use std::vec::Vec;
 
 use super::*;
 use crate::dtype::DType;
+use crate::geometry::Fragmentation;
+use crate::ids::Generation;
 use crate::wire::{Disagreement, Flags, Header, Kind};
 
 fn config() -> Config {
@@ -18,6 +20,7 @@ fn config() -> Config {
         in_flight: 1 << 20,
         first_op: OpId(0),
         may_move: false,
+        acks_at_rest: false,
         only_shard: None,
     }
 }

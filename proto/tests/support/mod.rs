@@ -56,6 +56,7 @@ pub(crate) fn worker(rank: u16) -> Worker {
         in_flight: 1 << 20,
         first_op: OpId(0),
         may_move: false,
+        acks_at_rest: false,
         only_shard: None,
     };
     Worker::new(config, Time(0))

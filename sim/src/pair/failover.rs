@@ -169,5 +169,49 @@ fn an_op_of_whose_failure_only_some_were_told_ends_after_a_move() {
     assert!(told_some > 50, "only {told_some} moves came between");
 }
 
+#[test]
+fn an_op_that_the_others_dropped_fails_at_a_rank_that_starts_it_after_the_move() {
+    for seed in 0..20 {
+        let grant = Grant { world: 3, shards: 2, lanes: 1, pool_slots: 8, moved_at: None };
+        let mut cluster = Cluster::new(3, 2, 1, seed, Faults::default());
+        let sum = Descriptor::sum(700, DType::I32);
+        let max = Descriptor { reduction: Reduction::Max, ..sum };
+        let ones = bytes(&[1; 700]);
+        let now = cluster.now;
+        for (rank, descriptor) in [(0, sum), (1, max)] {
+            cluster.workers[rank].submit(now, descriptor, ones.clone(), TIMEOUT).unwrap();
+        }
+        cluster.run_until(|cluster| cluster.workers[..2].iter().all(|w| w.done.len() == 1));
+        let first = cluster.workers.iter().map(|w| w.machine.first_kept()).max();
+        assert_eq!(first, Some(OpId(1)));
+        cluster.move_to(Grant { moved_at: first, ..grant });
+        let now = cluster.now;
+        cluster.workers[2].submit(now, sum, ones.clone(), TIMEOUT).unwrap();
+        for worker in &mut cluster.workers {
+            worker.submit(now, sum, ones.clone(), TIMEOUT).unwrap();
+        }
+        cluster.run(2);
+        let late = &cluster.workers[2].done[0];
+        assert!(matches!(late, (OpId(0), Err(OpError::Ended { .. }))), "{:?}", late.1);
+        let threes = bytes(&[3; 700]);
+        for worker in &cluster.workers {
+            assert!(worker.done[1].1.as_ref() == Ok(&threes));
+        }
+    }
+}
+
+#[test]
+fn a_rank_at_rest_asks_less_and_less_whether_all_have_what_it_has() {
+    let mut cluster = Cluster::new(3, 2, 2, 1, Faults::default());
+    submit(&mut cluster, 1, 0, Descriptor::sum(60 * 256 * 9, DType::F32));
+    cluster.run(1);
+    // The last rank is stopped before it has said that it has the result.
+    cluster.lose(Rank(2));
+    let (end, sent) = (cluster.now + Span::from_secs(60), cluster.sent);
+    cluster.run_until(|cluster| cluster.now >= end);
+    let sent = cluster.sent - sent;
+    assert!((60..800).contains(&sent), "{sent} datagrams of two ranks with two streams each");
+}
+
 /// Ops in flight at a time.
 const OPEN: usize = 3;

@@ -4,9 +4,9 @@ use super::*;
 
 #[test]
 fn a_rank_may_leave_between_ops_and_come_back() {
-    for seed in 0..60 {
+    for seed in 0..120 {
         let faults = Faults { drop: seed % 4 * 7, double: seed % 5 * 3, delay: seed % 3 * 8 };
-        let (world, may_move) = (3, seed % 2 == 0);
+        let world = 3;
         let shards = 1 + u8::try_from(seed % 3).unwrap();
         let grant = Grant { world, shards, lanes: 2, pool_slots: 8, moved_at: None };
         let mut cluster = Cluster::new(world, shards, 2, seed, faults);
@@ -33,11 +33,18 @@ fn a_rank_may_leave_between_ops_and_come_back() {
             for shard in &mut cluster.shards {
                 shard.machine.handle_left(Rank(rank), &mut ());
             }
-            // What it said last, and what was said to it, may come late.
+            // What it said last, and what is said of it while it is away, may come late.
+            let back = cluster.now + Span::from_millis(seed % 4 * 3);
+            let away = cluster.workers.remove(usize::from(rank));
+            cluster
+                .workers
+                .insert(usize::from(rank), WorkerNode::new(grant.worker(rank), world, back));
+            cluster.workers[usize::from(rank)].done = away.done;
+            cluster.run_until(|cluster| cluster.now >= back || cluster.wire.is_empty());
+            let first_op = away.machine.next_op();
             let now = cluster.now;
             let node = &mut cluster.workers[usize::from(rank)];
-            let first_op = node.machine.next_op();
-            let config = worker::Config { first_op, may_move, ..grant.worker(rank) };
+            let config = worker::Config { first_op, ..grant.worker(rank) };
             let done = std::mem::take(&mut node.done);
             *node = WorkerNode::new(config, world, now);
             node.done = done;

@@ -24,6 +24,8 @@ fn client() -> Client {
         group: None,
         data_auth: DataAuth::None,
         keys: None,
+        sealed: Vec::new(),
+        may_move: false,
         first_op: OpId(0),
     };
     Client {

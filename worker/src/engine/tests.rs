@@ -50,6 +50,7 @@ impl Bench {
             in_flight: 1 << 20,
             first_op: OpId(0),
             may_move,
+            acks_at_rest: false,
             only_shard: None,
         };
         let link = |shard: &UdpSocket| Link { addr: shard.local_addr(), job: JobId(1), auth: None };

@@ -24,6 +24,8 @@ fn welcome() -> Welcome {
         group: None,
         data_auth: DataAuth::None,
         keys: None,
+        sealed: Vec::new(),
+        may_move: false,
         first_op: OpId(0),
     }
 }

@@ -32,6 +32,7 @@ fn a_job_that_lost_a_rank_on_the_way_is_probed_like_any_other() {
     let mut ranks = all(&mut registry, [0, 1].map(|rank| moved(rank, 3, &[])));
     let now = Instant::now();
     assert_eq!(registry.look_after(&ranks[0].0, now), Joined::Waiting(vec![2]));
+    ranks.iter().for_each(|(seat, _)| registry.hear_from(seat, now + PATIENCE));
     assert_eq!(registry.look_after(&ranks[0].0, now + PATIENCE), Joined::Probe);
     assert_eq!(registry.look_after(&ranks[1].0, now + PATIENCE), Joined::Ready);
     ranks.iter().for_each(|(seat, _)| registry.heard(seat));
@@ -48,7 +49,7 @@ fn a_rank_that_is_lost_while_the_group_is_probed_is_gone_on_without() {
     let on_rank_loss = OnRankLoss::Continue;
     let joins = [0, 1, 2].map(|rank| Join { on_rank_loss, ..wish("job", rank, 3) });
     let mut ranks = all(&mut registry, joins);
-    registry.leave(&ranks[1].0, Loss::Died);
+    registry.leave(&ranks[1].0, Loss::Died, Instant::now());
     registry.end_probe(&ranks[0].0);
     let without = FromAggregator::Without(gone(1, Loss::Died));
     let ready = FromAggregator::Ready { multicast: false };
@@ -71,7 +72,9 @@ fn ranks_that_may_be_together_elsewhere_are_not_gone_on_without_by_fewer() {
         let mut registry = registry(Fanout::Unicast, 0);
         registry.config.max_jobs = 1;
         let mut ranks = all(&mut registry, (0..here).map(|rank| moved(rank, world, &absent)));
-        registry.look_after(&ranks[0].0, Instant::now() + PATIENCE);
+        let later = Instant::now() + PATIENCE;
+        ranks.iter().for_each(|(seat, _)| registry.hear_from(seat, later));
+        registry.look_after(&ranks[0].0, later);
         let missing: Vec<u16> =
             (here..world).filter(|rank| absent.iter().all(|gone| gone.rank != *rank)).collect();
         assert_eq!(registry.jobs() == 1, goes_on, "{here} of {world} without {absent:?}");
@@ -84,7 +87,7 @@ fn ranks_that_may_be_together_elsewhere_are_not_gone_on_without_by_fewer() {
         let mut registry = registry(Fanout::Unicast, 0);
         let joins = [0, 1].map(|rank| Join { may_move, resume: None, ..moved(rank, 2, &[]) });
         let ranks = all(&mut registry, joins);
-        registry.leave(&ranks[1].0, why);
+        registry.leave(&ranks[1].0, why, Instant::now());
         assert_eq!(registry.jobs() == 1, goes_on, "{why:?}");
     }
 }
@@ -144,4 +147,32 @@ fn a_rank_that_goes_on_elsewhere_alone_is_lost() {
     let lost = FromAggregator::PeerLost { ranks: vec![1], why: Loss::Broke };
     assert_eq!(told(&mut ranks[0].1), Some(lost));
     assert_eq!(registry.jobs(), 0);
+}
+
+#[test]
+fn ranks_of_which_nothing_is_heard_count_for_nothing_before_they_are_lost() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    registry.config.max_jobs = 1;
+    let joins = (0..5).map(|rank| Join { resume: None, ..moved(rank, 5, &[]) });
+    let mut ranks = all(&mut registry, joins);
+    // Three are cut off at once, and missed one after the other.
+    let later = Instant::now() + PATIENCE;
+    ranks[3..].iter().for_each(|(seat, _)| registry.hear_from(seat, later));
+    registry.leave(&ranks[0].0, Loss::Silent, later);
+    let lost = FromAggregator::PeerLost { ranks: vec![0], why: Loss::Silent };
+    assert_eq!(told(&mut ranks[3].1), Some(lost));
+    assert_eq!(registry.jobs(), 0);
+}
+
+#[test]
+fn ranks_that_only_tried_to_come_here_are_not_here() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    registry.config.max_jobs = 1;
+    let ranks = all(&mut registry, (0..4).map(|rank| moved(rank, 5, &[])));
+    let now = Instant::now();
+    for (seat, _) in &ranks[..3] {
+        registry.depart(seat, now);
+    }
+    assert_eq!(registry.look_after(&ranks[3].0, now + PATIENCE), Joined::Ready);
+    assert_eq!(registry.jobs(), 0, "one of five is no majority");
 }

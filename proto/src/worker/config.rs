@@ -1,0 +1,78 @@
+//! What a rank is granted.
+
+use alloc::boxed::Box;
+use alloc::vec::Vec;
+use core::ops::Range;
+
+use super::Path;
+use super::stream::Stream;
+use crate::congestion::Congestion;
+use crate::geometry::{Fragmentation, WINDOW_BYTES};
+use crate::ids::{Generation, JobId, OpId, Rank};
+use crate::rtt::Rtt;
+use crate::time::{Span, Time};
+
+/// What a rank was granted at join.
+#[derive(Debug, Clone, Copy)]
+pub struct Config {
+    /// The job.
+    pub job: JobId,
+    /// Its life.
+    pub generation: Generation,
+    /// This worker's number.
+    pub rank: Rank,
+    /// How many lanes the job has.
+    pub lanes: u8,
+    /// How many shards the job's windows are spread over.
+    pub shards: u8,
+    /// Slots of each of the job's streams.
+    pub pool_slots: u32,
+    /// Ops that may be in flight.
+    pub max_ops: u16,
+    /// How windows are cut into datagrams.
+    pub cut: Fragmentation,
+    /// Most bytes in flight to a shard: the rank's share of the shard's receive buffer.
+    pub in_flight: usize,
+    /// The first op that the aggregator takes; 0 but in a job that has moved there.
+    pub first_op: OpId,
+    /// Whether the job may move to another aggregator, so that sums are kept for others.
+    pub may_move: bool,
+    /// Whether results are acknowledged also when nothing is waited for: some rank keeps sums
+    /// until all have them.
+    pub acks_at_rest: bool,
+    /// The only shard that this worker speaks to, where it is one of an aggregator that has a
+    /// parent; else it speaks to all.
+    pub only_shard: Option<u8>,
+}
+
+impl Config {
+    /// The shards that the worker speaks to.
+    pub(super) fn own_shards(&self) -> Range<u8> {
+        self.only_shard.map_or(0..self.shards, |shard| shard..shard + 1)
+    }
+
+    pub(super) fn streams(&self, now: Time) -> Box<[Stream]> {
+        let streams = (0..self.lanes)
+            .flat_map(|lane| (0..self.shards).map(move |shard| (lane, shard)))
+            .map(|(lane, shard)| Stream::new(lane, shard, self, now))
+            .collect::<Vec<_>>();
+        streams.into()
+    }
+
+    pub(super) fn paths(&self) -> Box<[Path]> {
+        let max = self.in_flight.min(self.pool_slots as usize * WINDOW_BYTES);
+        let path = || Path {
+            job: self.job,
+            congestion: Congestion::new(Congestion::LEAST, max),
+            rtt: Rtt::new(Span::from_millis(2)),
+            asks: Rtt::new(Span::from_millis(1)),
+            gone: Vec::new(),
+        };
+        (0..self.shards).map(|_| path()).collect()
+    }
+
+    /// The place of a stream in the table of streams.
+    pub(super) fn stream(&self, lane: u8, shard: u8) -> usize {
+        usize::from(lane) * usize::from(self.shards) + usize::from(shard)
+    }
+}
