@@ -1,11 +1,13 @@
 //! A shard that has a parent: the worker half beside the aggregator half, which takes the sums of
 //! the one to the parent and its results to the other.
 
+use racksum_proto::aggregator::Failed;
+use racksum_proto::error::OpError;
 use racksum_proto::geometry::{Geometry, Stripe};
-use racksum_proto::ids::WindowId;
+use racksum_proto::ids::{OpId, WindowId};
 use racksum_proto::observer::Observer;
 use racksum_proto::time::{Span, Time};
-use racksum_proto::wire;
+use racksum_proto::wire::{self, Disagreement};
 use racksum_proto::worker::{self, Worker};
 
 use crate::node::{Datagram, Endpoint, Joined, ShardNode, buffer, fragments};
@@ -17,6 +19,8 @@ pub struct RelayNode {
     pub below: ShardNode,
     /// What the parent sees.
     pub above: Worker,
+    /// What has failed, and the other shards of the aggregator are to be told of.
+    pub failed: Vec<Failed>,
     buffer: Box<[u8]>,
 }
 
@@ -28,7 +32,12 @@ impl RelayNode {
     #[must_use]
     pub fn new(below: ShardNode, above: worker::Config, now: Time) -> Self {
         assert!(below.machine.config().has_parent && above.only_shard.is_some(), "no relay");
-        Self { below, buffer: buffer(above.cut), above: Worker::new(above, now) }
+        Self {
+            below,
+            failed: Vec::new(),
+            buffer: buffer(above.cut),
+            above: Worker::new(above, now),
+        }
     }
 
     /// Takes a datagram of the parent's.
@@ -72,15 +81,18 @@ impl RelayNode {
             for lane in 0..self.below.machine.config().lanes {
                 let (done, low) = self.above.reached(lane, shard);
                 self.below.machine.handle_parent_at(lane, done, low);
+                let waits = self.above.waits(now, lane, shard);
+                self.below.machine.handle_parent_waits(lane, waits);
             }
             self.below.drive(now, down, observer);
             let mut any = self.begin(now);
+            any |= self.fail(observer);
             any |= self.scan();
             while let Some(transmit) = self.above.poll_transmit(now, &mut self.buffer, observer) {
                 self.send(&transmit, &mut joined);
                 any = true;
             }
-            while self.above.poll_outcome().is_some() {}
+            any |= self.fail(observer);
             if !any {
                 break;
             }
@@ -100,6 +112,33 @@ impl RelayNode {
             self.above
                 .submit_sum(now, op, descriptor, Span::from_secs(1 << 20))
                 .expect("there is as much room for ops above as below");
+            any = true;
+        }
+        any
+    }
+
+    /// Tells each side what has failed at the other.
+    fn fail(&mut self, observer: &mut impl Observer) -> bool {
+        let mut any = false;
+        while let Some(failed) = self.below.machine.poll_failed() {
+            let Failed { op, why, from_parent } = failed;
+            if !from_parent {
+                self.above.fail_sum(op, why, observer);
+            }
+            self.failed.push(failed);
+            any = true;
+        }
+        let dropped = |(op, lane): &(OpId, u8)| self.below.machine.has_dropped(*lane, *op);
+        let dropped: Vec<_> = self.above.sums().filter(dropped).collect();
+        for (op, _) in dropped {
+            self.above.drop_sum(op, observer);
+            any = true;
+        }
+        while let Some(outcome) = self.above.poll_outcome() {
+            if let Err(OpError::Mismatch { op, one, other }) = outcome.result {
+                let why = Disagreement { one, other };
+                self.below.machine.handle_parent_failed(op, why, observer);
+            }
             any = true;
         }
         any

@@ -27,6 +27,8 @@ struct Opened {
     one: (Rank, Descriptor),
     /// The first rank that said something else: the op failed.
     other: Option<(Rank, Descriptor)>,
+    /// Why it failed elsewhere in a tree of aggregators.
+    elsewhere: Option<Disagreement>,
 }
 
 /// The descriptors of the ops that some rank may have in flight, over all lanes of a shard.
@@ -104,10 +106,12 @@ impl Agreement {
         let place = &mut self.ops[op.0 as usize % self.ops.len()];
         match place.as_mut().filter(|opened| opened.op == op) {
             None => {
-                *place = Some(Opened { op, one: mine, other: None });
+                *place = Some(Opened { op, one: mine, other: None, elsewhere: None });
                 Verdict::Agrees
             }
-            Some(Opened { other: Some(_), .. }) => Verdict::Failed,
+            Some(Opened { other: Some(_), .. } | Opened { elsewhere: Some(_), .. }) => {
+                Verdict::Failed
+            }
             Some(Opened { one: (_, said), .. }) if *said == descriptor => Verdict::Agrees,
             Some(opened) => {
                 opened.other = Some(mine);
@@ -123,8 +127,33 @@ impl Agreement {
 
     /// Why `op` failed, if it did and some rank may have it in flight.
     pub(super) fn disagreement(&self, op: OpId) -> Option<Disagreement> {
-        let Opened { one, other, .. } = *self.get(op)?;
-        Some(Disagreement { one, other: other? })
+        let Opened { one, other, elsewhere, .. } = *self.get(op)?;
+        elsewhere.or_else(|| Some(Disagreement { one, other: other? }))
+    }
+
+    /// Notes that `op`, which is admitted, has failed elsewhere. Returns whether that is new.
+    pub(super) fn fail_elsewhere(&mut self, op: OpId, why: Disagreement) -> bool {
+        if self.is_past(op) {
+            return false;
+        }
+        let place = &mut self.ops[op.0 as usize % self.ops.len()];
+        match place.as_mut().filter(|opened| opened.op == op) {
+            Some(Opened { other: Some(_), .. } | Opened { elsewhere: Some(_), .. }) => false,
+            Some(opened) => {
+                opened.elsewhere = Some(why);
+                true
+            }
+            None => {
+                let elsewhere = Some(why);
+                *place = Some(Opened { op, one: why.one, other: None, elsewhere });
+                true
+            }
+        }
+    }
+
+    /// Whether `op` failed elsewhere.
+    pub(super) fn failed_elsewhere(&self, op: OpId) -> bool {
+        self.get(op).is_some_and(|opened| opened.elsewhere.is_some())
     }
 
     /// What the ranks agree on for `op`.

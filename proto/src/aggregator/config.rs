@@ -37,6 +37,11 @@ pub struct Config {
 }
 
 impl Config {
+    /// Whether the aggregator has a parent, or is one.
+    pub(super) const fn is_of_tree(&self) -> bool {
+        self.has_parent || self.weight.is_some()
+    }
+
     /// How many ranks the sum is of.
     pub(super) fn weight(&self) -> u16 {
         self.weight.unwrap_or(self.world)

@@ -28,6 +28,7 @@ use agreement::Agreement;
 pub use config::Config;
 pub use occupancy::OPEN_AHEAD;
 use occupancy::Occupancy;
+pub use parent::Failed;
 use pool::Pool;
 pub use report::RankProgress;
 use stream::{Ready, Stored, Stream};
@@ -145,6 +146,10 @@ pub struct Aggregation {
     /// The ranks that the job goes on without, in the order in which they were lost.
     gone: Vec<Rank>,
     queue: Queue,
+    /// What the ranks are called, where those of this job are not all there are.
+    names: Box<[Rank]>,
+    /// Ops that failed, and others are to be told of.
+    failed: VecDeque<Failed>,
     /// Windows folded and not yet polled for sending, by lane.
     unsent: VecDeque<(u8, u64)>,
     counters: Counters,
@@ -176,6 +181,8 @@ impl Aggregation {
             heard: vec![now; world].into(),
             left: vec![false; world].into(),
             gone: Vec::with_capacity(Flags::MAX_ABSENT),
+            names: (0..config.world).map(Rank).collect(),
+            failed: VecDeque::new(),
             queue: Queue::new(world, usize::from(config.lanes)),
             unsent: VecDeque::with_capacity(streams.len() * slots),
             streams: streams.into(),
@@ -194,6 +201,14 @@ impl Aggregation {
     #[must_use]
     pub const fn counters(&self) -> &Counters {
         &self.counters
+    }
+
+    /// Says what the ranks are called, for people: those of a rack by their numbers among all, and
+    /// a rack by its first.
+    pub fn set_names(&mut self, names: impl IntoIterator<Item = Rank>) {
+        for (name, new) in self.names.iter_mut().zip(names) {
+            *name = new;
+        }
     }
 
     /// The most windows of any stream that some rank has opened and that are not folded: how much
@@ -289,7 +304,9 @@ impl Aggregation {
         congested: bool,
         observer: &mut impl Observer,
     ) -> Verdict {
-        if let Err(reject) = self.check_identity(header).and_then(|()| check_kind(header, body)) {
+        let has_racks = self.config.weight.is_some();
+        let checked = self.check_identity(header);
+        if let Err(reject) = checked.and_then(|()| check_kind(header, body, has_racks)) {
             return Verdict::Reject(reject);
         }
         let lane = header.lane;
@@ -308,6 +325,7 @@ impl Aggregation {
             Kind::Data => self.handle_data(now, header, body, observer),
             Kind::Open => said(self.handle_open(header, body, observer)),
             Kind::Ask => said(self.handle_ask(header, body)),
+            Kind::Fail => said(self.handle_failure(header, body, observer)),
             _ => Verdict::Control,
         }
     }
@@ -532,9 +550,10 @@ impl Aggregation {
 }
 
 /// Whether a worker sends this kind of message.
-fn check_kind(header: &Header, body: &[u8]) -> Result<(), Reject> {
+fn check_kind(header: &Header, body: &[u8], has_racks: bool) -> Result<(), Reject> {
     match header.kind {
         Kind::Open | Kind::Data | Kind::Ask => Ok(()),
+        Kind::Fail if has_racks => Ok(()),
         // wire: W-25, W-26
         Kind::Ack if body.is_empty() => Ok(()),
         Kind::Ack => Err(Reject::Body),

@@ -2,6 +2,7 @@
 
 use super::Aggregation;
 use super::agreement;
+use super::parent::Failed;
 use super::stream::Placed;
 use crate::descriptor::Descriptor;
 use crate::error::Reject;
@@ -114,6 +115,10 @@ impl Aggregation {
         }
         for (rank, descriptor) in [disagreement.one, disagreement.other] {
             self.queue.note(descriptor.lane, rank, |due| due.failed = Some(op));
+        }
+        if self.config.is_of_tree() {
+            let why = self.named(disagreement);
+            self.failed.push_back(Failed { op, why, from_parent: false });
         }
         self.queue.broadcast_failure(op);
         observer.on_event(&Event::Failed { op, error: None });

@@ -5,12 +5,33 @@
 //! [`Aggregation::poll_begun`] names it starts one there; it answers what the worker wants to have
 //! scanned with [`Aggregation::summed`], and sends the sum where the worker wants to send data. It
 //! puts fragments of results where [`Aggregation::handle_from_parent`] says, and says how far they
-//! are by [`Aggregation::handle_parent_at`].
+//! are by [`Aggregation::handle_parent_at`]. What fails on one side is told to the other:
+//! [`Aggregation::poll_failed`], [`Aggregation::has_dropped`],
+//! [`Aggregation::handle_parent_failed`]. The parent is an aggregator like any other.
 
 use super::{Aggregation, Place};
 use crate::descriptor::Descriptor;
-use crate::ids::{OpId, WindowId};
+use crate::error::Reject;
+use crate::ids::{OpId, Rank, WindowId};
+use crate::observer::{Event, Observer};
+use crate::time::Span;
+use crate::wire::{Disagreement, Header};
 use crate::worker::Delivery;
+
+/// An op of a tree of aggregators that failed.
+///
+/// A rank that hears of it at one shard drops the op at all, where others may wait for it. So the
+/// other shards of the aggregator are told, by [`Aggregation::handle_failed_beside`], and unless it
+/// is the parent that said so, the parent.
+#[derive(Debug, Clone, Copy)]
+pub struct Failed {
+    /// Which.
+    pub op: OpId,
+    /// Who disagrees.
+    pub why: Disagreement,
+    /// The parent has said so.
+    pub from_parent: bool,
+}
 
 impl Aggregation {
     /// The next op that some rank has begun, and what it is.
@@ -56,5 +77,97 @@ impl Aggregation {
         if let Some(stream) = self.streams.get_mut(usize::from(lane)) {
             stream.handle_parent_at(done, low);
         }
+    }
+
+    /// Notes whom the parent waits for in a lane, and how long nothing was heard of each.
+    pub fn handle_parent_waits(&mut self, lane: u8, ranks: &[(Rank, Span)]) {
+        if let Some(stream) = self.streams.get_mut(usize::from(lane)) {
+            stream.handle_parent_waits(ranks);
+        }
+    }
+
+    /// The next op that failed, of which others are to be told.
+    pub fn poll_failed(&mut self) -> Option<Failed> {
+        self.failed.pop_front()
+    }
+
+    /// Fails an op that has failed at another shard of the same aggregator.
+    pub fn handle_failed_beside(
+        &mut self,
+        op: OpId,
+        why: Disagreement,
+        observer: &mut impl Observer,
+    ) {
+        self.fail_elsewhere(op, why, observer);
+    }
+
+    /// Whether an op that has begun has no use for a result any more.
+    #[must_use]
+    pub fn has_dropped(&self, lane: u8, op: OpId) -> bool {
+        let stream = self.streams.get(usize::from(lane));
+        stream.and_then(|stream| stream.sequence.get(op)).is_none_or(|entry| entry.failed)
+    }
+
+    /// Fails an op that ranks elsewhere disagree on, as the parent says.
+    pub fn handle_parent_failed(
+        &mut self,
+        op: OpId,
+        why: Disagreement,
+        observer: &mut impl Observer,
+    ) {
+        if self.fail_elsewhere(op, why, observer) {
+            self.failed.push_back(Failed { op, why, from_parent: true });
+        }
+    }
+
+    /// A rank of a rack disagrees with another of the same: their aggregator says so.
+    pub(super) fn handle_failure(
+        &mut self,
+        header: &Header,
+        body: &[u8],
+        observer: &mut impl Observer,
+    ) -> Result<(), Reject> {
+        let why = Disagreement::decode(body)?;
+        let (op, lane, rank) = (header.window.op, header.lane, header.sender);
+        self.note_reached(rank, op);
+        if !self.agreement.is_past(op) {
+            self.agreement.admits(op)?;
+            if self.fail_elsewhere(op, why, observer) {
+                self.failed.push_back(Failed { op, why, from_parent: false });
+            }
+        }
+        // Also when it is told again: it waits for an answer.
+        self.queue.note(lane, rank, |due| due.failed = Some(op));
+        Ok(())
+    }
+
+    /// Returns whether that is new.
+    fn fail_elsewhere(
+        &mut self,
+        op: OpId,
+        why: Disagreement,
+        observer: &mut impl Observer,
+    ) -> bool {
+        if self.agreement.admits(op).is_err() || !self.agreement.fail_elsewhere(op, why) {
+            return false;
+        }
+        for stream in &mut self.streams {
+            // What has all its results has not failed.
+            let entry = stream.sequence.get(op);
+            if entry.is_some_and(|entry| entry.end() > stream.resulted) {
+                stream.sequence.fail(op);
+            }
+        }
+        self.queue.broadcast_failure(op);
+        observer.on_event(&Event::Failed { op, error: None });
+        true
+    }
+
+    /// A disagreement with the names that people know the ranks by.
+    pub(super) fn named(&self, disagreement: Disagreement) -> Disagreement {
+        let name = |(rank, descriptor): (Rank, Descriptor)| {
+            (self.names.get(rank.index()).copied().unwrap_or(rank), descriptor)
+        };
+        Disagreement { one: name(disagreement.one), other: name(disagreement.other) }
     }
 }

@@ -343,9 +343,12 @@ impl Aggregation {
         let awaited = stream.awaited().filter(|awaited| alone || *awaited != rank);
         let missing = awaited.map(|awaited| match self.left[awaited.index()] {
             // wire: W-61
-            true if waits => (awaited, MissingRanks::LEFT),
-            _ => (awaited, now.since(self.heard[awaited.index()])),
+            true if waits => (self.names[awaited.index()], MissingRanks::LEFT),
+            _ => (self.names[awaited.index()], now.since(self.heard[awaited.index()])),
         });
+        let above = stream.awaited_above();
+        let here = if above.is_empty() { usize::MAX } else { 0 };
+        let missing = above.iter().copied().chain(missing.take(here));
         let len = MissingRanks::encode(missing, &mut out[Header::LEN..]);
         // Not the window that is waited for: those that nobody owes have no result.
         let window = stream.sequence.window(stream.results_end);
@@ -361,6 +364,8 @@ impl Aggregation {
         out: &mut [u8],
     ) -> Option<Transmit> {
         let disagreement = self.agreement.disagreement(op)?;
+        let named = self.agreement.failed_elsewhere(op);
+        let disagreement = if named { disagreement } else { self.named(disagreement) };
         disagreement.encode(out[Header::LEN..].first_chunk_mut()?);
         let header = Header { window: WindowId::new(op, 0), ..self.header(Kind::Fail, lane) };
         Some(self.finish(to, header, Disagreement::LEN, out))

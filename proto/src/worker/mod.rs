@@ -13,6 +13,7 @@ mod op;
 mod receive;
 mod resume;
 mod stream;
+mod sum;
 mod transmit;
 mod waited;
 
@@ -30,6 +31,7 @@ use op::{Lacked, Op};
 pub use receive::{Delivery, Verdict};
 use resume::FAILED_BEFORE;
 use stream::Stream;
+use sum::Failure;
 pub use transmit::{DataFragments, Transmit};
 
 use crate::congestion::Congestion;
@@ -117,6 +119,8 @@ pub struct Worker {
     outcomes: VecDeque<Outcome>,
     opens: OpenEncoder,
     ended: Option<&'static str>,
+    /// Ops that failed below, until the parent has heard of it.
+    failures: Vec<Failure>,
     counters: Counters,
 }
 
@@ -135,6 +139,7 @@ impl Worker {
             outcomes: VecDeque::with_capacity(usize::from(config.max_ops)),
             opens: OpenEncoder::new(),
             ended: None,
+            failures: Vec::new(),
             counters: Counters::default(),
             config,
         }
@@ -222,23 +227,6 @@ impl Worker {
             return Ok(op);
         }
         Ok(self.start(now, Op::new(descriptor, masks, windows, now, timeout)))
-    }
-
-    /// Starts an op under the number that it has for the ranks whose sum this is: it is scanned as
-    /// their contributions are folded. Ops of different lanes may start in any order.
-    ///
-    /// # Errors
-    /// As [`Self::submit`].
-    pub fn submit_sum(
-        &mut self,
-        now: Time,
-        id: OpId,
-        descriptor: Descriptor,
-        timeout: Span,
-    ) -> Result<(), SubmitError> {
-        let windows = self.check(&descriptor)?;
-        self.insert(now, id, Op::new(descriptor, vec![0; windows as usize], 0, now, timeout));
-        Ok(())
     }
 
     /// Whether an op may start; returns how many windows it has.
@@ -331,14 +319,6 @@ impl Worker {
             .then_some(Scan { op: op.id, index: op.scanned })
     }
 
-    /// In a lane and shard: the first window that may have a result that has not come, and the
-    /// lowest that some rank has not acknowledged.
-    #[must_use]
-    pub fn reached(&self, lane: u8, shard: u8) -> (WindowId, WindowId) {
-        let stream = &self.streams[self.config.stream(lane, shard)];
-        (stream.sequence.window(stream.cursor), stream.sequence.window(stream.low))
-    }
-
     /// Takes the non-zero blocks of the window that [`Self::poll_scan`] named.
     pub fn handle_scanned(&mut self, scan: Scan, mask: u64) {
         let Some(op) = self.op_mut(scan.op) else { return };
@@ -383,7 +363,8 @@ impl Worker {
             let path = &self.paths[usize::from(stream.shard)];
             stream.timeout(path, self.heard)
         });
-        ops.chain(streams).min().unwrap_or(Time::NEVER)
+        let failures = self.failures.iter().map(Failure::due);
+        ops.chain(streams).chain(failures).min().unwrap_or(Time::NEVER)
     }
 
     /// Acts on what did not happen in time.
@@ -458,6 +439,9 @@ impl Worker {
     pub fn end(&mut self, why: &'static str, observer: &mut impl Observer) {
         self.ended.get_or_insert(why);
         self.fail_all(&OpError::Ended { why }, observer);
+        // The job goes on nowhere with this rank, so nobody lacks what it has.
+        self.streams.iter_mut().for_each(Stream::forget_kept);
+        self.drop_ended();
     }
 
     /// Notes that the result of `op` holds a block that overflowed. The op runs to its end, since

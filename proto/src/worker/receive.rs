@@ -443,6 +443,7 @@ impl Worker {
         observer: &mut impl Observer,
     ) -> Result<Verdict, Reject> {
         let Disagreement { one, other } = Disagreement::decode(body)?;
+        self.note_failure_heard(op);
         // wire: W-41
         self.fail(op, OpError::Mismatch { op, one, other }, observer);
         // Results of later ops may have waited for this one.

@@ -28,6 +28,7 @@ impl Worker {
     pub(super) fn is_kept(&self, op: &Op) -> bool {
         let lane = op.descriptor.lane;
         self.config.may_move
+            && self.ended.is_none()
             && !op.failed
             && self.streams.iter().any(|s| s.lane == lane && s.sequence.get(op.id).is_some())
     }

@@ -361,6 +361,11 @@ impl Stream {
         self.keeps && self.low < self.cursor
     }
 
+    /// Keeps nothing for others any more.
+    pub(super) fn forget_kept(&mut self) {
+        self.keeps = false;
+    }
+
     /// Whether a silence is to be ended by a question.
     fn listens(&self) -> bool {
         self.awaits() || self.is_unsettled()
@@ -378,7 +383,10 @@ impl Stream {
         let patience = match self.probes {
             probes if self.awaits() || probes == 0 => patience,
             // Nobody waits for it.
-            probes => Span(patience.0.max(Self::REST_PATIENCE.0) << probes.min(Self::REST_STEPS)),
+            probes => {
+                let longer = Self::REST_PATIENCE.0 << probes.min(Self::REST_STEPS);
+                Span(patience.0.max(longer))
+            }
         };
         let most = self.quiet_since + patience + patience;
         self.quiet_since.max(heard.min(most)) + patience

@@ -49,6 +49,11 @@ impl Worker {
         out: &mut [u8],
         observer: &mut impl Observer,
     ) -> Option<Transmit> {
+        if !self.failures.is_empty()
+            && let Some(failure) = self.write_failure(now, out)
+        {
+            return Some(failure);
+        }
         let shards = usize::from(self.config.shards);
         let turn = usize::from(self.turn);
         (0..self.streams.len()).find_map(|i| {
@@ -72,6 +77,11 @@ impl Worker {
                 stream.reopen = None;
                 let from = stream.opened;
                 let entry = stream.sequence.at(from)?;
+                if entry.failed {
+                    // Before its turn came.
+                    stream.skip_failed();
+                    return self.write_open(at, out);
+                }
                 if from == entry.base {
                     stream.stretch = stream.min_stretch();
                 }
@@ -86,6 +96,10 @@ impl Worker {
             }
         };
         let entry = *stream.sequence.at(from)?;
+        if entry.failed {
+            stream.reopen = Some(entry.end());
+            return self.write_open(at, out);
+        }
         let window = entry.window(from);
         let to = to.min(entry.end());
         let after = stream.sequence.before(entry.op);
@@ -229,7 +243,13 @@ impl Worker {
     }
 
     /// Writes the header before a body of `len` bytes.
-    fn finish(&mut self, at: usize, header: Header, len: usize, out: &mut [u8]) -> Transmit {
+    pub(super) fn finish(
+        &mut self,
+        at: usize,
+        header: Header,
+        len: usize,
+        out: &mut [u8],
+    ) -> Transmit {
         let flags = header.flags.with(self.congestion_flag(at));
         let length = u16::try_from(len).unwrap_or(u16::MAX);
         let header = Header { flags, length, ..header };
@@ -244,7 +264,7 @@ impl Worker {
         if congested { Flags::CONGESTED } else { Flags::NONE }
     }
 
-    fn header(&mut self, at: usize, kind: Kind) -> Header {
+    pub(super) fn header(&mut self, at: usize, kind: Kind) -> Header {
         let Config { generation, rank, .. } = self.config;
         let stream = &mut self.streams[at];
         let job = self.paths[usize::from(stream.shard)].job;

@@ -1,6 +1,8 @@
 //! Racks and a root: each rack's aggregator is one rank of the root's job.
 
 use super::*;
+use racksum_proto::aggregator::Failed;
+
 use crate::inputs::{Inputs, Values};
 use crate::relay::RelayNode;
 
@@ -33,6 +35,7 @@ impl Tree {
     /// Racks of so many ranks each.
     fn new(racks: &[u16], shards: u8, lanes: u8, seed: u64, faults: Faults) -> Self {
         let total: u16 = racks.iter().sum();
+        let first = |rack: usize| Rank(racks[..rack].iter().sum());
         let grant = |world| Grant { world, shards, lanes, pool_slots: 8, moved_at: None };
         let top = grant(u16::try_from(racks.len()).unwrap());
         let mut root = top.shards(Time(0));
@@ -43,6 +46,7 @@ impl Tree {
                 false,
                 Time(0),
             );
+            shard.machine.set_names((0..racks.len()).map(first));
         }
         let relay = |rack: usize, below: ShardNode| {
             let config = aggregator::Config { has_parent: true, ..*below.machine.config() };
@@ -51,7 +55,9 @@ impl Tree {
                 may_move: false,
                 ..top.worker(u16::try_from(rack).unwrap())
             };
-            RelayNode::new(ShardNode::new(config, false, Time(0)), above, Time(0))
+            let mut below = ShardNode::new(config, false, Time(0));
+            below.machine.set_names((first(rack).0..).map(Rank));
+            RelayNode::new(below, above, Time(0))
         };
         let rack = |(i, world): (usize, &u16)| {
             grant(*world).shards(Time(0)).into_iter().map(|below| relay(i, below)).collect()
@@ -89,7 +95,12 @@ impl Tree {
     }
 
     fn drive(&mut self) {
-        let mut out = Vec::new();
+        while self.drive_once() {}
+    }
+
+    /// Returns whether shards have told others something.
+    fn drive_once(&mut self) -> bool {
+        let (mut out, mut told) = (Vec::new(), false);
         let (mut down, mut up) = (Vec::new(), Vec::new());
         for (rack, ranks) in self.workers.iter_mut().enumerate() {
             for worker in ranks {
@@ -106,12 +117,32 @@ impl Tree {
             );
             out.extend(up.drain(..).map(|datagram| (End::Root(shard(&datagram)), datagram)));
         }
+        for shards in &mut self.racks {
+            let failed: Vec<_> =
+                shards.iter_mut().flat_map(|relay| relay.failed.drain(..)).collect();
+            for Failed { op, why, .. } in failed {
+                told = true;
+                for relay in &mut *shards {
+                    relay.below.machine.handle_failed_beside(op, why, &mut ());
+                }
+            }
+        }
+        let failed =
+            |root: &mut ShardNode| std::iter::from_fn(|| root.machine.poll_failed()).collect();
+        let failed: Vec<Vec<_>> = self.root.iter_mut().map(failed).collect();
+        for Failed { op, why, .. } in failed.into_iter().flatten() {
+            told = true;
+            for root in &mut self.root {
+                root.machine.handle_failed_beside(op, why, &mut ());
+            }
+        }
         for (number, root) in (0..).zip(&mut self.root) {
             root.drive(self.now, &mut down, &mut ());
             let to = |datagram: &Datagram| End::Above(usize::from(rank(datagram)), number);
             out.extend(down.drain(..).map(|datagram| (to(&datagram), datagram)));
         }
         self.post(out);
+        told
     }
 
     fn run_until(&mut self, mut done: impl FnMut(&Self) -> bool) {
@@ -285,5 +316,72 @@ fn floats_of_racks_have_the_same_bits_whatever_is_lost_on_the_way() {
             / 5.0;
         let got = f64::from(average(&undisturbed[0][1]));
         assert!((got - exact).abs() <= 1e-5 * exact.abs().max(1e-3), "{got} for {exact}");
+    }
+}
+
+#[test]
+fn ranks_that_disagree_within_a_rack_or_between_racks_are_told_who_and_the_job_goes_on() {
+    for seed in 0..120 {
+        let faults = Faults { drop: seed % 4 * 6, double: seed % 5 * 3, delay: seed % 3 * 6 };
+        let shards = 1 + u8::try_from(seed % 3).unwrap();
+        let mut tree = Tree::new(&[2, 3], shards, 2, seed, faults);
+        let good = Descriptor::sum(60 * 256 * 6, DType::I32);
+        let bad = match seed / 5 % 3 {
+            0 => Descriptor { reduction: Reduction::Max, ..good },
+            1 => Descriptor::sum(60 * 256 * 2, DType::I32),
+            _ => Descriptor { lane: 1, ..good },
+        };
+        // One of a rack, or both of the first.
+        let strays = [&[1][..], &[3], &[0, 1]][usize::try_from(seed % 3).unwrap()];
+        let ones = bytes(&vec![1; 60 * 256 * 6]);
+        for (rank, worker) in tree.workers.iter_mut().flatten().enumerate() {
+            let second = if strays.contains(&rank) { bad } else { good };
+            for descriptor in [good, second, good] {
+                let tensor = ones[..usize::try_from(descriptor.elements).unwrap() * 4].to_vec();
+                worker.submit(Time(0), descriptor, tensor, TIMEOUT).unwrap();
+            }
+        }
+        tree.run_until(|tree| tree.workers.iter().flatten().all(|w| w.done.len() >= 3));
+        let fives = bytes(&vec![5; 60 * 256 * 6]);
+        for (rank, worker) in tree.workers.iter_mut().flatten().enumerate() {
+            worker.done.sort_by_key(|(op, _)| *op);
+            for op in [0, 2] {
+                let result = worker.done[op].1.as_ref();
+                let right = result == Ok(&fives);
+                assert!(right, "seed {seed}, rank {rank}, op {op}: {:?}", result.err());
+            }
+            let Err(OpError::Mismatch { one, other, .. }) = &worker.done[1].1 else {
+                panic!("seed {seed}, rank {rank}: {:?}", worker.done[1].1.as_ref().err())
+            };
+            // By the numbers that the ranks have among all, or their rack's first has.
+            let strange = |(rank, descriptor): &(Rank, Descriptor)| {
+                (*descriptor == bad) == strays.contains(&rank.index())
+            };
+            assert!(strange(one) && strange(other), "seed {seed}: {one:?} and {other:?}");
+            assert!((one.1 == bad) != (other.1 == bad), "seed {seed}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_is_missing_in_another_rack_is_missed_by_name() {
+    let mut tree = Tree::new(&[2, 2], 1, 1, 1, Faults::default());
+    let descriptor = Descriptor::sum(10, DType::I32);
+    // All but the first of the second rack.
+    for (rank, worker) in tree.workers.iter_mut().flatten().enumerate() {
+        match rank {
+            2 => worker.done.push((OpId(0), Ok(Vec::new()))),
+            _ => {
+                let ones = bytes(&[1; 10]);
+                worker.submit(Time(0), descriptor, ones, Span::from_millis(300)).unwrap();
+            }
+        }
+    }
+    tree.run_until(|tree| tree.workers.iter().flatten().all(|worker| !worker.done.is_empty()));
+    for rank in [0, 1, 3] {
+        let done = &tree.workers[rank / 2][rank % 2].done;
+        let Err(OpError::Timeout { missing, .. }) = &done[0].1 else { panic!("{done:?}") };
+        let missing: Vec<_> = missing.iter().map(|(rank, _)| *rank).collect();
+        assert_eq!(missing, [Rank(2)], "rank {rank}");
     }
 }

@@ -2,9 +2,11 @@
 //! what comes back is the result for the ranks here.
 
 use alloc::collections::VecDeque;
+use alloc::vec::Vec;
 
 use super::{Ready, Stream};
 use crate::ids::{OpId, Rank, WindowId};
+use crate::time::Span;
 use crate::wire::Header;
 
 /// How far the parent is with a stream.
@@ -16,11 +18,13 @@ pub(in crate::aggregator) struct Above {
     done: u64,
     /// The last op that it has been told of.
     begun: Option<OpId>,
+    /// Whom it waits for, and how long nothing was heard of each.
+    waits: Vec<(Rank, Span)>,
 }
 
 impl Above {
     pub(super) fn new(slots: usize) -> Self {
-        Self { results: VecDeque::with_capacity(slots), done: 0, begun: None }
+        Self { results: VecDeque::with_capacity(slots), done: 0, begun: None, waits: Vec::new() }
     }
 }
 
@@ -38,12 +42,30 @@ impl Stream {
         Some(op)
     }
 
+    /// Notes whom the parent waits for.
+    pub(in crate::aggregator) fn handle_parent_waits(&mut self, ranks: &[(Rank, Span)]) {
+        if let Some(above) = &mut self.above {
+            above.waits.clear();
+            above.waits.extend_from_slice(ranks);
+        }
+    }
+
+    /// Whom the parent waits for, if what is here waits for the parent.
+    pub(in crate::aggregator) fn awaited_above(&self) -> &[(Rank, Span)] {
+        match &self.above {
+            Some(above) if self.resulted < self.next => &above.waits,
+            _ => &[],
+        }
+    }
+
     /// The blocks of a window that the ranks here have contributed to, none being a sum of nothing;
     /// `None` while it is not folded.
     pub(in crate::aggregator) fn summed(&self, window: WindowId) -> Option<u64> {
+        let entry = self.sequence.get(window.op)?;
         let position = self.sequence.position(window)?;
-        let slot = self.pool.get(position).map_or(0, |slot| slot.union);
-        (position < self.next).then_some(slot)
+        // What failed is passed over, but no sum of nothing.
+        let is_known = position < self.next && !entry.failed;
+        is_known.then(|| self.pool.get(position).map_or(0, |slot| slot.union))
     }
 
     /// Notes that the result of a window has come from the parent, of these blocks. Its slot has
@@ -77,9 +99,10 @@ impl Stream {
         above.done = above.done.max(done);
         self.skip_without_results();
         let waits = self.above.as_ref().is_some_and(|above| !above.results.is_empty());
-        if !waits && low > self.resulted {
-            self.resulted = low;
-            self.skip_without_results();
+        // An op's last window has a result, unless the op failed, which is said in words.
+        let last = self.sequence.at(self.resulted).map_or(low, |entry| entry.end() - 1);
+        if !waits {
+            self.resulted = self.resulted.max(low.min(last));
         }
     }
 
@@ -117,6 +140,10 @@ impl Stream {
     pub(super) fn pass_from_parent(&mut self, ready: &Ready) {
         if let Some(above) = &mut self.above {
             above.results.pop_front();
+        }
+        if self.resulted < ready.entry.base {
+            // An op before it has failed, of which word is still to come.
+            self.pass_results(ready.entry.base);
         }
         let window = ready.entry.window(ready.position);
         let len = ready.entry.geometry.payload_len(window.index, ready.union);
