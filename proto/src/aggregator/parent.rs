@@ -127,6 +127,7 @@ impl Aggregation {
         body: &[u8],
         observer: &mut impl Observer,
     ) -> Result<(), Reject> {
+        // wire: W-65
         let why = Disagreement::decode(body)?;
         let (op, lane, rank) = (header.window.op, header.lane, header.sender);
         self.note_reached(rank, op);

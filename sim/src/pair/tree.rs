@@ -246,6 +246,7 @@ fn flat(seed: u64, world: u16) -> Vec<Vec<u8>> {
 
 #[test]
 fn racks_and_a_root_come_to_what_one_aggregator_does() {
+    // wire: W-64
     for seed in 0..40 {
         let faults = Faults { drop: seed % 4 * 6, double: seed % 5 * 3, delay: seed % 3 * 6 };
         let racks = [&[2, 2][..], &[1, 3], &[3, 1, 2], &[2]][usize::try_from(seed % 4).unwrap()];
@@ -321,6 +322,7 @@ fn floats_of_racks_have_the_same_bits_whatever_is_lost_on_the_way() {
 
 #[test]
 fn ranks_that_disagree_within_a_rack_or_between_racks_are_told_who_and_the_job_goes_on() {
+    // wire: W-65
     for seed in 0..120 {
         let faults = Faults { drop: seed % 4 * 6, double: seed % 5 * 3, delay: seed % 3 * 6 };
         let shards = 1 + u8::try_from(seed % 3).unwrap();

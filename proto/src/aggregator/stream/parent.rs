@@ -61,6 +61,7 @@ impl Stream {
     /// The blocks of a window that the ranks here have contributed to, none being a sum of nothing;
     /// `None` while it is not folded.
     pub(in crate::aggregator) fn summed(&self, window: WindowId) -> Option<u64> {
+        // wire: W-64
         let entry = self.sequence.get(window.op)?;
         let position = self.sequence.position(window)?;
         // What failed is passed over, but no sum of nothing.
