@@ -13,4 +13,5 @@ mod opens;
 mod rank;
 mod recovery;
 mod shard;
+mod tree;
 mod worker;
