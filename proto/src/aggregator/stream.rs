@@ -538,13 +538,18 @@ impl Stream {
 
     /// Notes that `ready` has been folded.
     pub(super) fn handle_folded(&mut self, ready: &Ready) {
+        self.keep(ready);
+        self.move_to(ready.position + 1);
+    }
+
+    /// Notes what the slot of a window holds from now on.
+    fn keep(&mut self, ready: &Ready) {
         let window = ready.entry.window(ready.position);
         let len = ready.entry.geometry.payload_len(window.index, ready.union);
         let slot = self.pool.claim(ready.position);
         slot.union = ready.union;
         slot.result_len = len;
         slot.cut = ready.entry.geometry.cut(self.cut, len);
-        self.move_to(ready.position + 1);
     }
 
     /// Notes that there is a result, without `absent` ranks: it is in flight from now on.

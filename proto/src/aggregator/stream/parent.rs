@@ -146,11 +146,6 @@ impl Stream {
             // An op before it has failed, of which word is still to come.
             self.pass_results(ready.entry.base);
         }
-        let window = ready.entry.window(ready.position);
-        let len = ready.entry.geometry.payload_len(window.index, ready.union);
-        let slot = self.pool.claim(ready.position);
-        slot.union = ready.union;
-        slot.result_len = len;
-        slot.cut = ready.entry.geometry.cut(self.cut, len);
+        self.keep(ready);
     }
 }
