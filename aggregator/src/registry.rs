@@ -322,6 +322,7 @@ impl Registry {
             may_move: false,
             absent: Vec::new(),
             left: BTreeMap::new(),
+            least_buffer: 0,
             granted: None,
             departed: Vec::new(),
             departed_at: None,
@@ -386,6 +387,8 @@ impl Registry {
             let keys = locks.keys_of(Rank(member.join.rank));
             member.tell(FromAggregator::Welcome(Welcome { group, keys, ..welcome.clone() }));
         }
+        let buffers = job.members.iter().flatten().map(|member| member.join.receive_buffer);
+        job.least_buffer = buffers.min().unwrap_or(0);
         job.granted = Some((Welcome { group, ..welcome }, locks));
         if group.is_some() {
             job.state = State::Probing;

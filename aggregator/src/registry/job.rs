@@ -52,6 +52,8 @@ pub(super) struct Job {
     pub(super) absent: Vec<Absent>,
     /// The ranks that have left, and may come back.
     pub(super) left: BTreeMap<u16, Left>,
+    /// Bytes of the smallest receive buffer of its ranks when it started.
+    pub(super) least_buffer: u32,
     /// What it was granted once it was complete.
     pub(super) granted: Option<(Welcome, Locks)>,
     /// The ranks that have gone on to another aggregator, and since when the first has.

@@ -251,6 +251,10 @@ fn only_a_place_that_was_left_while_the_job_ran_is_taken_by_one_that_comes_back(
     assert!(why.contains("rank 1 has not left job"), "{why}");
     // One that has done nothing yet may try again.
     registry.retreat(&seat, now);
+    let (small, _inbox) = caller();
+    let less = Join { receive_buffer: back.receive_buffer - 1, ..back.clone() };
+    let why = registry.rejoin(less, small, vec![0], now).unwrap_err().why();
+    assert!(why.contains("give it the buffer that it had"), "{why}");
     let (third, _inbox) = caller();
     registry.rejoin(back, third, vec![0], now).unwrap();
 }
