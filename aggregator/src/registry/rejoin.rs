@@ -121,8 +121,8 @@ impl Job {
         // Results are in flight as the ranks could buffer that were there at the start.
         if join.receive_buffer < self.least_buffer {
             return Err(format!(
-                "rank {rank} has a receive buffer of {} bytes, and results of job {name:?} are sent \
-                 as for {}; give it the buffer that it had (net.core.rmem_max)",
+                "rank {rank} has a receive buffer of {} bytes, and results of job {name:?} are \
+                 sent as for {}; give it the buffer that it had (net.core.rmem_max)",
                 join.receive_buffer, self.least_buffer
             ));
         }
