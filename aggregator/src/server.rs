@@ -226,18 +226,18 @@ async fn come_back(
     caller: &Caller,
 ) -> Result<(Seat, Joined), Refusal> {
     loop {
-        let (id, asked) = {
+        let ((id, may_move), asked) = {
             let registry = lock(registry);
-            (registry.running(join), registry.ask_shards())
+            (registry.may_rejoin(join, caller)?, registry.ask_shards())
         };
         let (mut sealed, mut settled) = (Vec::new(), true);
         for report in asked {
             let report = report.await.unwrap_or_default();
-            let job = id.and_then(|id| report.jobs.get(&id));
+            let job = report.jobs.get(&id);
             sealed.push(job.map_or(0, |job| job.sealed));
             settled &= job.is_none_or(|job| job.settled);
         }
-        if settled || !join.may_move {
+        if settled || !may_move {
             return lock(registry).rejoin(join.clone(), caller.clone(), sealed, Instant::now());
         }
         tokio::time::sleep(SETTLE_PERIOD).await;

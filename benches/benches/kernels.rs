@@ -4,8 +4,9 @@
 //! f32 tensor, a copy the bytes copied, and a header its own. A part is run by
 //! `cargo bench -p racksum-benches --bench kernels -- fold/f32`.
 
+mod setting;
+
 use std::hint::black_box;
-use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, Throughput};
 use racksum_aggregator::kernel as fold_kernel;
@@ -17,11 +18,7 @@ use racksum_proto::wire::{Header, Kind};
 use racksum_worker::kernel as worker_kernel;
 
 fn main() {
-    let mut criterion = Criterion::default()
-        .sample_size(30)
-        .warm_up_time(Duration::from_millis(300))
-        .measurement_time(Duration::from_secs(1))
-        .configure_from_args();
+    let mut criterion = setting::criterion();
     copies(&mut criterion);
     scans(&mut criterion);
     folds(&mut criterion);

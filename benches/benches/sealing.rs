@@ -2,9 +2,10 @@
 //! and at the receiver, beside the machine's own memory copy:
 //! `cargo bench -p racksum-benches --bench sealing`.
 
+mod setting;
+
 use std::hint::black_box;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::time::Duration;
 
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput};
 use racksum_net::auth::{Opener, Sealer};
@@ -14,11 +15,7 @@ use racksum_proto::ids::{Generation, JobId, Rank};
 use racksum_proto::wire::Header;
 
 fn main() {
-    let mut criterion = Criterion::default()
-        .sample_size(30)
-        .warm_up_time(Duration::from_millis(300))
-        .measurement_time(Duration::from_secs(1))
-        .configure_from_args();
+    let mut criterion = setting::criterion();
     copies(&mut criterion);
     for auth in [DataAuth::Mac, DataAuth::Aead] {
         seals(&mut criterion, auth);

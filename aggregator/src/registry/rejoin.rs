@@ -30,11 +30,32 @@ impl Registry {
         self.part(seat, next_op, now);
     }
 
-    /// The number of a running job that a rank wants to come back to.
-    pub(crate) fn running(&self, join: &Join) -> Option<JobId> {
-        let job = self.jobs.get(&join.job)?;
-        let runs = job.generation == join.generation && job.state == State::Running;
-        runs.then_some(job.id)
+    /// Whether a rank may come back. Returns the job's number, and whether it may move.
+    ///
+    /// # Errors
+    /// A sentence for the user that says why not.
+    pub(crate) fn may_rejoin(
+        &self,
+        join: &Join,
+        caller: &Caller,
+    ) -> Result<(JobId, bool), Refusal> {
+        self.admit(join, caller)?;
+        if self.config.fanout == Fanout::Multicast {
+            return Err(Refusal::Never(
+                "a rank that comes back is sent copies, and this aggregator only multicasts; \
+                 start it with --fanout auto"
+                    .into(),
+            ));
+        }
+        let runs = |job: &&Job| job.generation == join.generation && job.state == State::Running;
+        let Some(job) = self.jobs.get(&join.job).filter(runs) else {
+            return Err(Refusal::Never(format!(
+                "no job {:?} runs here in generation {} that rank {} could come back to",
+                join.job, join.generation.0, join.rank
+            )));
+        };
+        job.rejoins_at(join)?;
+        Ok((job.id, job.may_move))
     }
 
     /// Takes a rank back into its job, whose shards have `sealed` so many datagrams.
@@ -48,26 +69,12 @@ impl Registry {
         sealed: Vec<u64>,
         now: Instant,
     ) -> Result<(Seat, Joined), Refusal> {
-        self.admit(&join, &caller)?;
-        let demanded = self.config.fanout == Fanout::Multicast;
+        let (id, _) = self.may_rejoin(&join, &caller)?;
         let Caller { identity, mut addr, tell } = caller;
         addr.set_port(join.data_port);
-        let Some(id) = self.running(&join) else {
-            return Err(Refusal::Never(format!(
-                "no job {:?} runs here in generation {} that rank {} could come back to",
-                join.job, join.generation.0, join.rank
-            )));
-        };
         let seat = Seat { job: join.job.clone(), id, rank: join.rank };
         let job = self.jobs.get_mut(&seat.job).ok_or("the job vanished")?;
-        let (rank, next_op) = (Rank(join.rank), job.may_rejoin(&join)?);
-        if demanded {
-            return Err(Refusal::Never(
-                "a rank that comes back is sent copies, and this aggregator only multicasts; \
-                 start it with --fanout auto"
-                    .into(),
-            ));
-        }
+        let (rank, next_op) = (Rank(join.rank), job.rejoins_at(&join)?);
         let (welcome, locks) = job.granted.as_mut().ok_or("the job was granted nothing")?;
         locks.renew(rank).map_err(|error| error.to_string())?;
         let keys = locks.keys_of(rank);
@@ -89,7 +96,7 @@ impl Registry {
 
 impl Job {
     /// Whether a rank may come back; the op that it goes on with.
-    fn may_rejoin(&self, join: &Join) -> Result<OpId, String> {
+    fn rejoins_at(&self, join: &Join) -> Result<OpId, String> {
         let (rank, name) = (join.rank, &join.job);
         self.check_shape(join)?;
         if self.on_rank_loss == OnRankLoss::Continue || join.on_rank_loss == OnRankLoss::Continue {

@@ -233,17 +233,22 @@ fn room_for_more_jobs_takes_nothing_from_those_that_run() {
 fn only_a_place_that_was_left_while_the_job_ran_is_taken_by_one_that_comes_back() {
     let mut registry = registry(Fanout::Unicast, 0);
     let now = Instant::now();
-    let (_, _, _first) = join(&mut registry, wish("job", 0, 2)).unwrap();
+    let movable = Join { may_move: true, ..wish("job", 0, 2) };
+    let (_, _, _first) = join(&mut registry, movable).unwrap();
     // The place of a job that gathers is empty again, and no more.
     let (_, _, _other) = join(&mut registry, wish("other", 0, 2)).unwrap();
     let (seat, ..) = join(&mut registry, wish("job", 1, 2)).unwrap();
-    registry.part(&seat, Some(OpId(0)), now);
     let back = Join { rejoin: true, ..wish("job", 1, 2) };
     let caller = || {
         let (tell, inbox) = channel(8);
         let addr = SocketAddr::from(([127, 0, 0, 1], 9));
         (Caller { identity: None, addr, tell }, inbox)
     };
+    // Who has no place to come back to is told so before anything is waited for.
+    assert!(registry.may_rejoin(&back, &caller().0).is_err());
+    registry.part(&seat, Some(OpId(0)), now);
+    // Whether the job may move is for all of its ranks to say.
+    assert_eq!(registry.may_rejoin(&back, &caller().0), Ok((seat.id, true)));
     let (first, _inbox) = caller();
     let (seat, _) = registry.rejoin(back.clone(), first, vec![0], now).unwrap();
     let (second, _inbox) = caller();
