@@ -60,7 +60,9 @@ impl Worker {
 
     /// Fails an op that the ranks below disagree on, and sees to it that the parent hears of it.
     pub fn fail_sum(&mut self, op: OpId, why: Disagreement, observer: &mut impl Observer) {
-        let (lane, Disagreement { one, other }) = (why.one.1.lane, why);
+        let Disagreement { one, other } = why;
+        // What aggregators below say may name any.
+        let lane = if one.1.lane < self.config.lanes { one.1.lane } else { 0 };
         self.fail(op, OpError::Mismatch { op, one, other }, observer);
         if self.failures.len() < usize::from(self.config.max_ops) {
             self.failures.push(Failure { op, lane, why, said_at: None });

@@ -116,4 +116,9 @@ fn an_aggregator_says_that_an_op_failed_until_its_parent_does() {
     };
     above.handle_datagram(Time(1), &heard, false, &mut ());
     assert_eq!(says(&mut above), None);
+    // Whatever lane others say that they meant.
+    let (rank, strange) = disagreement().one;
+    let one = (rank, Descriptor { lane: 200, ..strange });
+    above.fail_sum(OpId(1), Disagreement { one, ..disagreement() }, &mut ());
+    assert_eq!(says(&mut above), Some(Kind::Fail));
 }
