@@ -180,7 +180,12 @@ impl Worker {
             observer.on_event(&Event::Duplicate { from, window, fragment });
             return Ok(Verdict::Duplicate);
         };
-        self.streams[at].waited.forget(window.op);
+        let stream = &mut self.streams[at];
+        stream.waited.forget(window.op);
+        if complete {
+            // wire: W-37
+            stream.forget_repeats(position);
+        }
         // wire: W-62
         if let Some(op) = self.op_mut(window.op) {
             op.note_absent(header.shard, header.flags.absentees());
@@ -364,14 +369,15 @@ impl Worker {
                 stream.reopen = Some(stream.reopen.map_or(from, |at| at.min(from)));
                 continue;
             }
-            let Some(position) = position(stream, entry.window) else { continue };
+            let lacked = position(stream, entry.window);
+            // wire: W-37
+            let Some(position) = lacked.filter(|at| !stream.is_summed(*at)) else { continue };
             let found = stream.in_flight.binary_search_by_key(&position, |sent| sent.position);
             let Ok(i) = found else { continue };
             let len = stream.in_flight[i].len;
             let op = stream.sequence.at(position);
             let cut = op.map_or(self.config.cut, |op| op.geometry.cut(self.config.cut, len));
             let sent = &mut stream.in_flight[i];
-            // wire: W-37
             let wanted = entry.fragments & cut.all(len) & !sent.again;
             stream.repeats += usize::from(sent.again == 0 && wanted != 0);
             sent.again |= wanted;

@@ -299,6 +299,22 @@ impl Stream {
         while self.sequence.settle_before(done).is_some() {}
     }
 
+    /// Whether the sum of a window has arrived.
+    pub(super) fn is_summed(&self, position: u64) -> bool {
+        let found = self.arrivals.binary_search_by_key(&position, |arrival| arrival.position);
+        position < self.cursor || found.is_ok_and(|i| self.arrivals[i].complete())
+    }
+
+    /// Repeats nothing of a window whose sum has arrived: no shard lacks it any more, and in its
+    /// place in the tensor lies the sum, which may be of other blocks.
+    pub(super) fn forget_repeats(&mut self, position: u64) {
+        let sent = self.in_flight.binary_search_by_key(&position, |sent| sent.position);
+        if let Ok(i) = sent {
+            let again = core::mem::take(&mut self.in_flight[i].again);
+            self.repeats -= usize::from(again != 0);
+        }
+    }
+
     /// Takes the lowest window that some rank has not acknowledged (wire: W-33). Returns whether it
     /// is another than before.
     pub(super) fn handle_low(&mut self, low: WindowId) -> bool {

@@ -155,6 +155,22 @@ fn fragments_that_are_asked_for_are_sent_again_and_no_others() {
 }
 
 #[test]
+fn what_has_its_sum_is_not_sent_again_although_an_earlier_one_is_awaited() {
+    // wire: W-37
+    let lacks = ask(&[AskEntry { window: window(0, 1), fragments: 1 }]);
+    for late in [false, true] {
+        let mut rank = Machine::new();
+        rank.start(&[true; 2]);
+        rank.said();
+        let sum = result(window(0, 1), Some(0));
+        for datagram in if late { [&sum, &lacks] } else { [&lacks, &sum] } {
+            rank.take(datagram);
+        }
+        assert_eq!(rank.sends(), [0; 0], "asked for after the sum came: {late}");
+    }
+}
+
+#[test]
 fn what_was_sent_after_a_probe_is_not_sent_again_for_its_answer() {
     // wire: W-37
     let mut rank = Machine::new();
