@@ -54,6 +54,9 @@ pub struct Config {
     pub status_socket: Option<PathBuf>,
     /// How datagrams are authenticated; by default with `mac`, and on loopback not at all.
     pub data_auth: Option<DataAuth>,
+    /// The aggregator to send sums to, `HOST:PORT`, which has the results for this one's ranks and
+    /// for others; without it the sums are the results.
+    pub parent: Option<String>,
     /// Which identities may join which jobs; without a rule all that are served may join any.
     pub admit: Vec<Admit>,
 }
@@ -74,6 +77,7 @@ impl Default for Config {
             insecure: false,
             status_socket: None,
             data_auth: None,
+            parent: None,
             admit: Vec::new(),
         }
     }
@@ -215,6 +219,7 @@ impl Config {
             ("pool_mib", self.pool_mib != running.pool_mib),
             ("fanout", self.fanout != running.fanout),
             ("insecure", self.insecure != running.insecure),
+            ("parent", self.parent != running.parent),
             // A new file is read, but one believes by certificates from the start or never.
             ("identity", self.identity.is_some() != running.identity.is_some()),
         ];
@@ -224,10 +229,21 @@ impl Config {
     /// This configuration with those keys of a running aggregator that take a restart.
     pub(crate) fn with_fixed_of(self, running: &Self) -> Self {
         let Self { bind, port, shards, pool_mib, fanout, insecure, .. } = *running;
-        let status_socket = running.status_socket.clone();
+        let (status_socket, parent) = (running.status_socket.clone(), running.parent.clone());
         let identity = if running.identity.is_some() { self.identity } else { None };
         let identity = identity.or_else(|| running.identity.clone());
-        Self { bind, port, shards, pool_mib, fanout, insecure, status_socket, identity, ..self }
+        Self {
+            bind,
+            port,
+            shards,
+            pool_mib,
+            fanout,
+            insecure,
+            status_socket,
+            identity,
+            parent,
+            ..self
+        }
     }
 
     /// Packet buffers of each shard.

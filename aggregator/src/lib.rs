@@ -14,6 +14,7 @@ pub mod kernel;
 mod lifelines;
 mod locks;
 mod outbox;
+mod parent;
 mod registry;
 mod server;
 mod shard;
@@ -21,6 +22,7 @@ mod slots;
 mod status;
 mod tenancy;
 mod turn;
+mod ways;
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
@@ -38,8 +40,8 @@ use racksum_net::quic::{Credentials, change_credentials, quinn, server as endpoi
 pub use registry::MAX_LANES;
 use registry::Registry;
 use server::Shared;
-use shard::ShardHandle;
 pub use shard::ShardStats;
+use shard::{ShardHandle, make_siblings};
 pub use slots::MAX_WORLD;
 use status::StatusSocket;
 pub use status::{JobStatus, RankStatus, ShardStatus, Status};
@@ -230,7 +232,7 @@ fn start_shards(
     clock: Clock,
     failure: &Failure,
 ) -> Result<Vec<ShardHandle>, StartError> {
-    (0..config.shards)
+    let shards = (0..config.shards)
         .map(|shard| {
             let port = match config.port {
                 0 => 0,
@@ -240,7 +242,9 @@ fn start_shards(
             let number = usize::from(shard);
             Ok(ShardHandle::start(bind, number, config.buffers(), clock, failure)?)
         })
-        .collect()
+        .collect::<Result<Vec<_>, StartError>>()?;
+    make_siblings(&shards);
+    Ok(shards)
 }
 
 /// A number that the next life of the aggregator does not know: the seed of a hash table.

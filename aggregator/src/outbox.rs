@@ -5,9 +5,10 @@ use std::net::SocketAddr;
 use racksum_net::auth::Sealer;
 use racksum_net::udp::{self, SEND_BATCH, SendRing, Train, Transmit as Message, UdpSocket};
 use racksum_proto::aggregator::{Recipient, ResultFragments};
-use racksum_proto::wire::Header;
+use racksum_proto::wire::{Flags, Header};
 
 use crate::shard::{Job, ShardStats};
+use crate::ways::To;
 
 /// What goes out: room to write a datagram in, and results that wait for others.
 pub(crate) struct Outbox {
@@ -16,7 +17,7 @@ pub(crate) struct Outbox {
     pub(crate) datagram: Box<[u8; MAX_CONTROL]>,
     /// Results of the job that is being served, to go to `joined_to` as one train.
     joined: Vec<u8>,
-    joined_to: Recipient,
+    joined_to: To,
     train: Train,
 }
 
@@ -35,26 +36,19 @@ impl Outbox {
             post: Post { ring: SendRing::new(), sealed, datagrams: 0, bytes: 0 },
             datagram: Box::new([0; MAX_CONTROL]),
             joined: Vec::with_capacity(udp::MAX_DATAGRAM),
-            joined_to: Recipient::All,
+            joined_to: To::Ranks(Recipient::All),
             train: Train::default(),
         }
     }
 
-    pub(crate) fn send_datagram(
-        &mut self,
-        socket: &UdpSocket,
-        job: &mut Job,
-        to: Recipient,
-        len: usize,
-    ) {
+    pub(crate) fn send_datagram(&mut self, socket: &UdpSocket, job: &mut Job, to: To, len: usize) {
         // A wait says that all results before it were sent, so it must not overtake any.
         self.send_joined(socket, job);
         let Self { post, datagram, .. } = self;
         let contents = &datagram[..len];
         post.ring.set_tos(job.tos(contents));
-        let Job { sealer, group, unicast, ranks, .. } = job;
-        let addresses = addresses(to, *group, unicast, ranks);
-        post.send(socket, sealer.as_mut(), addresses, contents, len);
+        let (sealer, addresses) = job.ways.to(to);
+        post.send(socket, sealer, addresses, contents, len);
     }
 
     /// Sends the results that wait for others to go with them.
@@ -62,9 +56,8 @@ impl Outbox {
         let Self { post, joined, joined_to, train, .. } = self;
         if !joined.is_empty() {
             post.ring.set_tos(job.tos(joined));
-            let Job { sealer, group, unicast, ranks, .. } = job;
-            let addresses = addresses(*joined_to, *group, unicast, ranks);
-            post.send(socket, sealer.as_mut(), addresses, joined, train.stride());
+            let (sealer, addresses) = job.ways.to(*joined_to);
+            post.send(socket, sealer, addresses, joined, train.stride());
             joined.clear();
             *train = Train::default();
         }
@@ -74,24 +67,24 @@ impl Outbox {
         &mut self,
         socket: &UdpSocket,
         job: &mut Job,
-        to: Recipient,
+        to: To,
         result: &ResultFragments,
     ) {
         job.slots.write_headers(result);
         let tos = job.tos_of_lane(result.header.lane);
-        let small = to != Recipient::All || result.len <= MAX_JOINED;
+        let again = result.header.flags.has(Flags::AGAIN);
+        let small = again || result.len <= MAX_JOINED;
         if !small || to != self.joined_to || tos != job.tos(&self.joined) {
             // Results in order: one that overtakes another looks like a loss.
             self.send_joined(socket, job);
         }
         if !small {
-            let Job { slots, sealer, group, unicast, ranks, .. } = job;
-            let (contents, stride) = slots.datagrams(result);
-            let addresses = addresses(to, *group, unicast, ranks);
+            let (contents, stride) = job.slots.datagrams(result);
+            let (sealer, addresses) = job.ways.to(to);
             self.post.ring.set_tos(tos);
-            return self.post.send_with_room(socket, sealer.as_mut(), addresses, contents, stride);
+            return self.post.send_with_room(socket, sealer, addresses, contents, stride);
         }
-        if to == Recipient::All {
+        if !again {
             return self.join(socket, job, to, result, None);
         }
         for fragment in (0..64).filter(|i| result.fragments >> i & 1 == 1) {
@@ -104,7 +97,7 @@ impl Outbox {
         &mut self,
         socket: &UdpSocket,
         job: &mut Job,
-        to: Recipient,
+        to: To,
         result: &ResultFragments,
         fragment: Option<usize>,
     ) {
@@ -133,35 +126,20 @@ impl Outbox {
 
     /// Sends the probe that shows who hears the group.
     pub(crate) fn probe(&mut self, socket: &UdpSocket, job: &mut Job) {
-        let Some(group) = job.group else { return };
+        let Some(group) = job.ways.group else { return };
         let config = job.machine.config();
         let header = Header::probe(config.job, config.generation, config.shard);
         let mut bytes = [0; Header::LEN];
         header.encode(&mut bytes);
         self.post.ring.set_tos(None);
         let to = std::iter::once(group);
-        self.post.send(socket, job.sealer.as_mut(), to, &bytes, Header::LEN);
+        self.post.send(socket, job.ways.sealer.as_mut(), to, &bytes, Header::LEN);
     }
 
     pub(crate) fn flush_counts(&mut self, stats: &mut ShardStats) {
         stats.datagrams[1] += std::mem::take(&mut self.post.datagrams);
         stats.bytes[1] += std::mem::take(&mut self.post.bytes);
     }
-}
-
-/// The addresses a transmit goes to: the group if there is one, then the ranks that do not hear
-/// it; or a single rank.
-fn addresses<'a>(
-    to: Recipient,
-    group: Option<SocketAddr>,
-    unicast: &'a [SocketAddr],
-    ranks: &'a [SocketAddr],
-) -> impl Iterator<Item = SocketAddr> + Clone + 'a {
-    let (group, ranks) = match to {
-        Recipient::All => (group, unicast),
-        Recipient::Rank(rank) => (None, ranks.get(rank.index()..=rank.index()).unwrap_or(&[])),
-    };
-    group.into_iter().chain(ranks.iter().copied())
 }
 
 impl Post {

@@ -1,14 +1,17 @@
 //! Admission: which jobs there are, who has joined them, what they are granted.
 
 mod job;
+mod member;
 mod moving;
 mod rejoin;
+mod tree;
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
-use job::{Job, Member, State, group_of};
+use job::{Job, State, group_of};
+use member::Member;
 use moving::check_resume;
 use racksum_proto::control::{Absent, CONTROL_VERSION, FromAggregator, Join, Loss, Welcome};
 use racksum_proto::ids::{Generation, JobId, Rank};
@@ -23,6 +26,8 @@ use crate::shard::{Command, NewJob, ShardHandle, ShardReport};
 use crate::slots::MAX_WORLD;
 use crate::status::{ShardStatus, Status, millis};
 use crate::tenancy::{Queue, Refusal, Tenant, check_room};
+pub(crate) use tree::Call;
+use tree::{Above, lost_with};
 
 /// Most lanes of a job.
 pub const MAX_LANES: u8 = 8;
@@ -78,6 +83,8 @@ pub(crate) enum Joined {
     Waiting(Vec<u16>),
     /// All ranks are there; the group is to be probed.
     Probe,
+    /// The parent is to be called.
+    Call,
     /// All ranks are there and told to go.
     Ready,
 }
@@ -175,6 +182,7 @@ impl Registry {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             addr: addr.to_string(),
             up_ms: millis(started),
+            parent: self.config.parent.clone(),
             insecure: self.config.insecure,
             data_auth: self.config.data_auth().name().to_owned(),
             max_jobs: self.config.max_jobs,
@@ -206,8 +214,6 @@ impl Registry {
         now: Instant,
     ) -> Result<(Seat, Joined), Refusal> {
         self.admit(&join, &caller)?;
-        let Caller { identity, mut addr, tell } = caller;
-        addr.set_port(join.data_port);
         let name = join.job.clone();
         let present = self.jobs.get(&name).map(|job| job.generation);
         if let Some(present) = present.filter(|present| join.generation < *present) {
@@ -218,36 +224,35 @@ impl Registry {
             )));
         }
         if present != Some(join.generation) {
-            self.open(&join, identity.as_deref(), now)?;
+            self.open(&join, caller.identity.as_deref(), now)?;
         }
         let job = self.jobs.get_mut(&name).ok_or("the job vanished while it was opened")?;
         job.check(&join)?;
-        let place = &mut job.members[usize::from(join.rank)];
-        if let Some(member) = place {
-            let (rank, there, port) = (join.rank, member.addr.ip(), member.addr.port());
-            return Err(Refusal::Never(format!(
-                "rank {rank} of job {name:?} has already joined from {there} (data port {port}); \
-                 give each worker its own --rank"
-            )));
-        }
+        job.check_place(&join)?;
         let seat = Seat { job: name, id: job.id, rank: join.rank };
         let resume = join.resume.clone();
         job.may_move |= join.may_move;
         job.left.remove(&join.rank);
-        let (hears, came_back) = (false, None);
-        *place = Some(Member { join, identity, addr, tell, hears, heard: now, came_back });
+        let place = usize::from(join.rank);
+        job.members[place] = Some(Member::new(join.clone(), caller, now));
         resume.iter().for_each(|resume| job.note_resume(&seat.job, resume));
-        let missing = job.missing();
-        if !missing.is_empty() {
-            return Ok((seat, Joined::Waiting(missing)));
-        }
-        let joined = self.start(&seat.job)?;
+        let joined = match job.above {
+            Some(_) => job.note_joined(&join),
+            None => self.start_if_complete(&seat.job)?,
+        };
         Ok((seat, joined))
+    }
+
+    /// Starts a job that waits for no rank any more.
+    fn start_if_complete(&mut self, name: &str) -> Result<Joined, String> {
+        let missing = self.jobs.get(name).map(Job::missing).unwrap_or_default();
+        if missing.is_empty() { self.start(name) } else { Ok(Joined::Waiting(missing)) }
     }
 
     /// Checks all that can be known before anything is said that depends on a job.
     fn admit(&self, join: &Join, caller: &Caller) -> Result<(), Refusal> {
         Self::check(join, caller.addr.ip())?;
+        self.check_relay(join)?;
         if self.draining {
             return Err(Refusal::Draining);
         }
@@ -281,7 +286,7 @@ impl Registry {
             return Err(format!("a job's name has 1 to {MAX_NAME} bytes, not {}", join.job.len()));
         }
         check_resume(join)?;
-        if join.data_port == 0 {
+        if join.data_ports.is_empty() || join.data_ports.contains(&0) {
             return Err("a rank needs a UDP port for its data, and 0 is none".into());
         }
         if join.pool_slots == 1 {
@@ -329,6 +334,8 @@ impl Registry {
             moved_at: join.resume.as_ref().map(|resume| resume.first_op),
             stripe: join.stripe,
             members: (0..join.world).map(|_| None).collect(),
+            order: Vec::new(),
+            above: self.config.parent.is_some().then(Above::default),
             state: State::Gathering,
             opened: now,
         };
@@ -349,11 +356,14 @@ impl Registry {
 
     /// Grants a complete job its share and tells everyone.
     fn start(&mut self, name: &str) -> Result<Joined, String> {
+        let gone = "the job vanished before it could start";
+        self.jobs.get_mut(name).ok_or(gone)?.number();
         let slots = self.jobs.get(name).map(|job| self.slots(name, job)).unwrap_or(0);
-        let job = self.jobs.get_mut(name).ok_or("the job vanished before it could start")?;
+        let job = self.jobs.get_mut(name).ok_or(gone)?;
         let auth = self.config.data_auth();
+        let world = u16::try_from(job.order.len()).unwrap_or(job.world);
         let granted = job.grant(slots, auth, &self.shards).and_then(|granted| {
-            let locks = Locks::new(auth, job.world).map_err(|error| error.to_string())?;
+            let locks = Locks::new(auth, world).map_err(|error| error.to_string())?;
             Ok((granted, locks))
         });
         let ((welcome, configs), locks) = match granted {
@@ -370,22 +380,25 @@ impl Registry {
             return Err(reason);
         }
         let fanout = match self.config.fanout {
-            Fanout::Auto if job.world < MULTICAST_WORLD => Fanout::Unicast,
+            Fanout::Auto if world < MULTICAST_WORLD => Fanout::Unicast,
             fanout => fanout,
         };
         let listens = job.members.iter().flatten().any(|member| member.join.multicast);
         let group = (fanout != Fanout::Unicast && self.can_multicast && listens)
             .then(|| group_of(job.id, self.shards[0].addr));
-        let ranks: Vec<SocketAddr> = job.data_addrs().collect();
-        for (shard, config) in self.shards.iter().zip(configs) {
-            let (ranks, locks, share) = (ranks.clone(), locks.clone(), job.share);
-            let new = NewJob { config, ranks, group, locks, share };
+        let names = job.names();
+        for (i, (shard, config)) in self.shards.iter().zip(configs).enumerate() {
+            let (ranks, names) = (job.data_addrs(i), names.clone());
+            let (above, locks, share) = (job.above_of(&config), locks.clone(), job.share);
+            let new = NewJob { config, ranks, names, above, group, locks, share };
             shard.tell(Command::Add(Box::new(new)));
         }
-        for member in job.members.iter().flatten() {
+        for (number, member) in (0..).map(Rank).zip(job.numbered()) {
+            let Some(member) = member else { continue };
             let group = group.filter(|_| member.join.multicast);
-            let keys = locks.keys_of(Rank(member.join.rank));
-            member.tell(FromAggregator::Welcome(Welcome { group, keys, ..welcome.clone() }));
+            let (rank, keys) = (number, locks.keys_of(number));
+            let welcome = Welcome { group, rank, keys, ..welcome.clone() };
+            member.tell(FromAggregator::Welcome(welcome));
         }
         let buffers = job.members.iter().flatten().map(|member| member.join.receive_buffer);
         job.least_buffer = buffers.min().unwrap_or(0);
@@ -404,9 +417,11 @@ impl Registry {
         let tenant = job.tenant(name);
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a share")]
         let share = (self.config.buffers() as f64 * tenant.share(&self.config) / 100.0) as usize;
-        let per_slot = usize::from(job.lanes) * (usize::from(job.world) + 1);
+        let per_slot =
+            usize::from(job.lanes) * (job.order.len() + 1 + usize::from(job.above.is_some()));
         let affordable = u32::try_from(share / per_slot).unwrap_or(u32::MAX);
-        let asked = job.members.iter().flatten().map(|member| member.join.pool_slots);
+        let joins = job.members.iter().flatten().flat_map(Member::joins);
+        let asked = joins.map(|join| join.pool_slots);
         let asked = asked.filter(|slots| *slots > 0).min().unwrap_or(u32::MAX);
         affordable.min(asked).min(tenant.pool_slots(&self.config))
     }
@@ -494,7 +509,10 @@ impl Registry {
     fn lose(&mut self, seat: &Seat, why: Loss, now: Instant) {
         let (name, rank) = (&seat.job, seat.rank);
         let Some(job) = self.job(seat) else { return };
-        job.members[usize::from(rank)] = None;
+        let number = job.number_of(rank);
+        let member = job.members[usize::from(rank)].take();
+        let (ranks, why) = lost_with(member, rank, why);
+        job.tell_parent_of(&ranks, why);
         let absent = Absent { rank, why };
         let goes_on = job.goes_on_without(&[absent], now);
         let over = match (why, job.state) {
@@ -515,12 +533,15 @@ impl Registry {
                 false
             }
             (Loss::Left, State::Probing | State::Running) => {
-                self.tell_shards(|| Command::Left(seat.id, Rank(rank)));
+                let job = seat.id;
+                if let Some(number) = number {
+                    self.tell_shards(|| Command::Left { job, rank: number, name: Rank(rank) });
+                }
                 false
             }
             (why, State::Probing | State::Running) => {
-                job.tell(&FromAggregator::PeerLost { ranks: vec![rank], why });
-                tracing::warn!(job = name, rank, "rank lost: {}", why.name());
+                tracing::warn!(job = name, ?ranks, "rank lost: {}", why.name());
+                job.tell(&FromAggregator::PeerLost { ranks, why });
                 true
             }
         };

@@ -14,6 +14,7 @@ use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
 use crate::lifelines::Lifelines;
+use crate::parent::call;
 use crate::registry::{Caller, Joined, Registry, Seat};
 use crate::tenancy::Refusal;
 
@@ -122,9 +123,7 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared, lifelines: 
         }
         Ok((seat, joined)) => {
             tracing::info!(job = name, rank, %addr, identity, "rank joined");
-            if joined == Joined::Probe {
-                tokio::spawn(probe(Arc::clone(&registry), seat.clone()));
-            }
+            pursue(&registry, &seat, joined);
             let parting = tokio::select! {
                 parting = attend(
                     &registry, &seat, &connection, (&mut send, recv), &mut inbox
@@ -330,6 +329,11 @@ async fn attend(
             }
             word = words.recv() => match word {
                 Some(FromWorker::Heard) => lock(registry).heard(seat),
+                Some(FromWorker::Also(join)) => {
+                    let joined = lock(registry).also(seat, join);
+                    pursue(registry, seat, joined);
+                }
+                Some(FromWorker::Parted(absent)) => lock(registry).parted(seat, absent),
                 Some(FromWorker::Leave { next_op }) => break Parting::Left(next_op),
                 Some(FromWorker::Retreat) => break Parting::Retreated,
                 Some(FromWorker::Move) => break Parting::Moved,
@@ -341,16 +345,14 @@ async fn attend(
                     lock(registry).hear_from(seat, now);
                 }
                 let looked = lock(registry).look_after(seat, now);
-                match looked {
-                    Joined::Waiting(missing) => {
-                        let waited = now.saturating_duration_since(joined);
-                        let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
-                        if !say(send, &FromAggregator::Waiting { missing, waited_ms }).await {
-                            break Parting::Lost(Loss::Broke);
-                        }
+                if let Joined::Waiting(missing) = looked {
+                    let waited = now.saturating_duration_since(joined);
+                    let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
+                    if !say(send, &FromAggregator::Waiting { missing, waited_ms }).await {
+                        break Parting::Lost(Loss::Broke);
                     }
-                    Joined::Probe => drop(tokio::spawn(probe(Arc::clone(registry), seat.clone()))),
-                    Joined::Ready => {}
+                } else {
+                    pursue(registry, seat, looked);
                 }
             }
         }
@@ -359,8 +361,18 @@ async fn attend(
     parting
 }
 
+/// Does what a job needs next.
+fn pursue(registry: &Shared, seat: &Seat, joined: Joined) {
+    let (registry, seat) = (Arc::clone(registry), seat.clone());
+    match joined {
+        Joined::Probe => drop(tokio::spawn(probe(registry, seat))),
+        Joined::Call => drop(tokio::spawn(call(registry, seat))),
+        Joined::Waiting(_) | Joined::Ready => {}
+    }
+}
+
 /// Probes a job's group until every rank that listens has heard it, or long enough.
-async fn probe(registry: Shared, seat: Seat) {
+pub(crate) async fn probe(registry: Shared, seat: Seat) {
     let mut tick = interval(PROBE_PERIOD);
     // Each probe is to have its time, also when this thread was kept from running for a while.
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);

@@ -1,6 +1,8 @@
 //! A shard: one thread, one socket, and the halves of all jobs that are there.
 
 mod handle;
+mod receive;
+mod relay;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -11,12 +13,12 @@ use std::sync::{Arc, Mutex};
 use bytes::BytesMut;
 use racksum_net::auth::{Opener, Sealer};
 use racksum_net::clock::Clock;
-use racksum_net::udp::{self, Gather, RECV_BATCH, Received, RecvRing, UdpSocket, Waker};
-use racksum_proto::aggregator::{Aggregation, Config, Place, RankProgress, Transmit, Verdict};
-use racksum_proto::error::{Reject, Rejects};
+use racksum_net::udp::{self, Gather, RECV_BATCH, RecvRing, UdpSocket, Waker};
+use racksum_proto::aggregator::{Aggregation, Config, Failed, RankProgress, Transmit};
+use racksum_proto::error::Rejects;
 use racksum_proto::ids::{JobId, Rank};
 use racksum_proto::time::{Span, Time};
-use racksum_proto::wire::{self, Header};
+use racksum_proto::wire::Header;
 use tokio::sync::oneshot;
 
 use crate::arena::Arena;
@@ -25,8 +27,12 @@ use crate::locks::Locks;
 use crate::outbox::Outbox;
 use crate::slots::Slots;
 use crate::turn::Turn;
+use crate::ways::{To, Ways};
 
-pub(crate) use handle::ShardHandle;
+use handle::Siblings;
+pub(crate) use handle::{ShardHandle, make_siblings};
+use relay::Above;
+pub(crate) use relay::NewAbove;
 
 /// A job as a shard is told of it.
 #[derive(Debug)]
@@ -34,6 +40,10 @@ pub(crate) struct NewJob {
     pub(crate) config: Config,
     /// Where each rank's data goes.
     pub(crate) ranks: Vec<SocketAddr>,
+    /// What people call the ranks.
+    pub(crate) names: Vec<Rank>,
+    /// The way to the parent, if there is one.
+    pub(crate) above: Option<NewAbove>,
     /// The group that results are multicast to, if any.
     pub(crate) group: Option<SocketAddr>,
     pub(crate) locks: Locks,
@@ -50,8 +60,11 @@ pub(crate) enum Command {
     Probe(JobId),
     /// These ranks hear the group; the others are sent their own copies.
     Listeners(JobId, Vec<bool>),
-    /// A rank of the job has left.
-    Left(JobId, Rank),
+    /// A rank of the job has left, or an aggregator has lost one of its ranks to that: `name` is
+    /// whom people are to know it by.
+    Left { job: JobId, rank: Rank, name: Rank },
+    /// An op of a job has failed at another shard.
+    Failed(JobId, Failed),
     /// A rank is back.
     Rejoin(Box<Rejoin>),
     /// The job goes on without a rank.
@@ -122,16 +135,13 @@ pub(crate) struct JobReport {
 pub(crate) struct Job {
     pub(crate) machine: Aggregation,
     pub(crate) slots: Slots,
-    pub(crate) ranks: Vec<SocketAddr>,
-    pub(crate) group: Option<SocketAddr>,
-    /// Ranks that do not hear the group.
-    pub(crate) unicast: Vec<SocketAddr>,
+    pub(crate) ways: Ways,
+    /// The way to the parent, if there is one.
+    pub(crate) above: Option<Above>,
     /// When a window was last folded, or the first was yet to come.
     pub(crate) moved: Time,
     /// Whose turn it is to fold, and for how long, among the jobs.
     pub(crate) turn: Turn,
-    /// Seals what is sent, if datagrams are authenticated.
-    pub(crate) sealer: Option<Sealer>,
     /// Open what is heard, by rank; none if datagrams are not authenticated.
     pub(crate) openers: Vec<Opener>,
 }
@@ -144,6 +154,10 @@ struct Shard {
     waker: Waker,
     gather: Gather,
     jobs: BTreeMap<JobId, Job>,
+    /// The jobs whose sums go to a parent, by their numbers there and the addresses of its shards.
+    risen: BTreeMap<(JobId, SocketAddr), JobId>,
+    /// This and the other shards.
+    siblings: Siblings,
     arena: Arena,
     incoming: Vec<BytesMut>,
     recv: RecvRing,
@@ -170,13 +184,26 @@ impl Shard {
             }
             if received == 0 {
                 let fds = [self.socket.as_fd(), self.waker.as_fd()];
-                // The timeout only bounds how stale the published counters can be.
-                let ready = udp::wait(&fds, Some(Span::from_secs(1))).unwrap_or(0);
+                let ready = udp::wait(&fds, Some(self.patience())).unwrap_or(0);
                 if ready & 2 != 0 {
                     self.waker.drain();
                 }
             }
         }
+    }
+
+    /// How long there may be nothing to do.
+    fn patience(&self) -> Span {
+        let due = self.jobs.values().map(Job::timeout).min().unwrap_or(Time::NEVER);
+        // This only bounds how stale the published counters can be.
+        let most = Span::from_secs(1);
+        if due == Time::NEVER { most } else { due.since(self.clock.now()).min(most) }
+    }
+
+    /// Whether time alone makes something due.
+    fn is_due(&self) -> bool {
+        let risen = !self.risen.is_empty();
+        risen && self.jobs.values().map(Job::timeout).min() <= Some(self.clock.now())
     }
 
     /// The most windows that any job has yet to fold.
@@ -200,16 +227,11 @@ impl Shard {
     fn obey(&mut self, command: Command) -> bool {
         match command {
             Command::Add(new) => {
-                let NewJob { config, ranks, group, locks, share } = *new;
-                let slots = Slots::new(&config);
-                let moved = self.clock.now();
-                let machine = Aggregation::new(config, moved);
-                let unicast = ranks.clone();
-                let (sealer, openers) = (locks.sealer(&config), locks.openers(&config));
-                let turn = Turn::new(share);
-                let job =
-                    Job { machine, slots, ranks, group, unicast, moved, turn, sealer, openers };
-                self.jobs.insert(config.job, job);
+                let (id, now) = (new.config.job, self.clock.now());
+                if let Some(above) = &new.above {
+                    self.risen.insert((above.config.job, above.addr), id);
+                }
+                self.jobs.insert(id, Job::new(*new, now));
             }
             Command::Probe(id) => {
                 if let Some(job) = self.jobs.get_mut(&id) {
@@ -218,16 +240,19 @@ impl Shard {
             }
             Command::Listeners(id, hears) => {
                 if let Some(job) = self.jobs.get_mut(&id) {
-                    let deaf = job.ranks.iter().zip(&hears).filter(|(_, hears)| !**hears);
-                    job.unicast = deaf.map(|(addr, _)| *addr).collect();
-                    if job.unicast.len() == job.ranks.len() {
-                        job.group = None;
-                    }
+                    job.ways.set_listeners(&hears);
                 }
             }
-            Command::Left(id, rank) => {
-                if let Some(job) = self.jobs.get_mut(&id) {
+            Command::Left { job, rank, name } => {
+                if let Some(job) = self.jobs.get_mut(&job) {
+                    job.machine.set_name(rank, name);
                     job.machine.handle_left(rank, &mut ());
+                }
+            }
+            Command::Failed(id, Failed { op, why, .. }) => {
+                if let Some(job) = self.jobs.get_mut(&id) {
+                    job.machine.handle_failed_beside(op, why, &mut ());
+                    self.unserved = true;
                 }
             }
             Command::Rejoin(back) => {
@@ -235,7 +260,7 @@ impl Shard {
                 let Rejoin { job, rank, addr, locks } = *back;
                 if let Some(job) = self.jobs.get_mut(&job) {
                     job.machine.handle_rejoined(now, rank);
-                    job.ranks[rank.index()] = addr;
+                    job.ways.ranks[rank.index()] = addr;
                     let opener = locks.opener(job.machine.config(), rank);
                     if let Some((place, opener)) = job.openers.get_mut(rank.index()).zip(opener) {
                         *place = opener;
@@ -246,8 +271,8 @@ impl Shard {
                 let now = self.clock.now();
                 if let Some(job) = self.jobs.get_mut(&id) {
                     job.machine.handle_gone(rank, &mut ());
-                    let gone = job.ranks.get(rank.index());
-                    job.unicast.retain(|addr| Some(addr) != gone);
+                    let gone = job.ways.ranks.get(rank.index());
+                    job.ways.unicast.retain(|addr| Some(addr) != gone);
                     // Nothing may come any more that what waited for the rank would be seen at.
                     job.moved = now;
                     self.unserved = true;
@@ -258,6 +283,10 @@ impl Shard {
                     let counters = job.machine.counters();
                     self.stats.folds += counters.folds;
                     self.stats.rejects.add(&counters.rejects);
+                    if let Some(above) = &job.above {
+                        self.stats.rejects.add(&above.machine.counters().rejects);
+                    }
+                    self.risen.retain(|_, below| *below != id);
                     job.slots.release(&mut self.arena);
                 }
             }
@@ -282,7 +311,7 @@ impl Shard {
             self.incoming.push(buffer);
         }
         let count = match self.socket.recv(&mut self.recv, &mut self.incoming) {
-            Ok(0) if !self.unserved => return Some(0),
+            Ok(0) if !self.unserved && !self.is_due() => return Some(0),
             Ok(count) => count,
             Err(error) => {
                 let addr = self.socket.local_addr();
@@ -303,69 +332,22 @@ impl Shard {
     fn serve(&mut self, now: Time) {
         let alone = self.jobs.len() < 2;
         self.unserved = false;
-        for job in self.jobs.values_mut() {
-            let more = job.serve(now, &mut self.arena, &self.socket, &mut self.out, alone);
-            self.unserved |= more;
-        }
-        self.out.flush_counts(&mut self.stats);
-    }
-
-    /// Takes what the kernel handed over as one: datagrams of one sender, `stride` apart.
-    fn take_datagrams(&mut self, now: Time, i: usize, meta: &Received) {
-        let Self { jobs, stats, incoming, arena, .. } = self;
-        let buffer = &mut incoming[i];
-        let count = buffer.len().div_ceil(meta.stride.max(1));
-        stats.datagrams[0] += count as u64;
-        stats.bytes[0] += buffer.len() as u64;
-        let mut stores = [None; udp::MAX_SEGMENTS];
-        // The kernel may join more datagrams than a window has fragments.
-        let whole = count <= stores.len() && may_be_whole(jobs, buffer, meta.stride);
-        for (n, datagram) in buffer.chunks_mut(meta.stride.max(1)).enumerate() {
-            let origin = Header::origin(datagram);
-            let Some(messages) = open(jobs, datagram, meta) else { continue };
-            for message in wire::messages(messages) {
-                // wire: W-60
-                let message = message.and_then(|(header, body)| {
-                    let same = origin.is_some_and(|(job, sender)| header.is_of(job, sender));
-                    if same { Ok((header, body)) } else { Err(Reject::Sender) }
-                });
-                let taken = take_message(jobs, &mut stats.rejects, now, message, meta);
-                let Some((id, place, body)) = taken else { continue };
-                if whole {
-                    stores[n] = Some((id, place));
-                } else if let Some(job) = jobs.get_mut(&id) {
-                    job.slots.copy(place, body, arena);
+        let mut failed = Vec::new();
+        for (id, job) in &mut self.jobs {
+            loop {
+                job.look_up(now);
+                let more = job.serve(now, &mut self.arena, &self.socket, &mut self.out, alone);
+                let any = job.hand_up(now, &self.socket, &mut self.out, &mut failed);
+                for failed in failed.drain(..) {
+                    self.siblings.tell(|| Command::Failed(*id, failed));
+                }
+                self.unserved |= more;
+                if more || !any {
+                    break;
                 }
             }
         }
-        if whole {
-            self.keep_or_copy(i, meta.stride, &stores[..count]);
-        }
-    }
-
-    /// Keeps a buffer that holds a whole contribution, or copies those of its fragments that are
-    /// wanted.
-    fn keep_or_copy(&mut self, i: usize, stride: usize, stores: &[Option<(JobId, Place)>]) {
-        let Self { jobs, incoming, arena, .. } = self;
-        if let Some((id, place)) = whole_window(stores)
-            && let Some(job) = jobs.get_mut(&id)
-            && Slots::fits(&place, stride)
-            && let Some(fresh) = arena.take()
-        {
-            let buffer = std::mem::replace(&mut incoming[i], fresh);
-            if let Some(old) = job.slots.keep(place, buffer) {
-                arena.give(old);
-            }
-            return;
-        }
-        for (datagram, store) in incoming[i].chunks(stride.max(1)).zip(stores) {
-            let Some((id, place)) = store else { continue };
-            let Some(job) = jobs.get_mut(id) else { continue };
-            let end = datagram.len().saturating_sub(place.cut.trailer());
-            if let Some(body) = datagram.get(Header::LEN..end) {
-                job.slots.copy(*place, body, arena);
-            }
-        }
+        self.out.flush_counts(&mut self.stats);
     }
 
     /// Shows the counters to the other threads, now and then.
@@ -383,6 +365,9 @@ impl Shard {
             let counters = job.machine.counters();
             stats.folds += counters.folds;
             stats.rejects.add(&counters.rejects);
+            if let Some(above) = &job.above {
+                stats.rejects.add(&above.machine.counters().rejects);
+            }
         }
         if let Ok(mut shared) = self.shared.lock() {
             *shared = stats;
@@ -390,88 +375,29 @@ impl Shard {
     }
 }
 
-/// Hands a message to its job. Returns its body and where it belongs, if it has one that is
-/// wanted.
-fn take_message<'a>(
-    jobs: &mut BTreeMap<JobId, Job>,
-    rejects: &mut Rejects,
-    now: Time,
-    message: Result<(Header, &'a [u8]), Reject>,
-    meta: &Received,
-) -> Option<(JobId, Place, &'a [u8])> {
-    let (header, body) = match message {
-        Ok(message) => message,
-        Err(reject) => {
-            rejects.count(reject);
-            return None;
-        }
-    };
-    let Some(job) = jobs.get_mut(&header.job) else {
-        rejects.count(Reject::Job);
-        return None;
-    };
-    // wire: W-9
-    if job.ranks.get(header.sender.index()) != Some(&meta.from) {
-        job.machine.reject(Reject::Sender, &mut ());
-        return None;
-    }
-    match job.machine.handle_decoded(now, &header, body, meta.ce, &mut ()) {
-        Verdict::Store(place) => Some((header.job, place, body)),
-        Verdict::Duplicate | Verdict::Control | Verdict::Reject(_) => None,
-    }
-}
-
-/// The messages of a datagram, if it is authentic; where nothing is authenticated, of any.
-fn open<'a>(
-    jobs: &mut BTreeMap<JobId, Job>,
-    datagram: &'a mut [u8],
-    meta: &Received,
-) -> Option<&'a [u8]> {
-    // One that is of no job here says what is wrong with it when it is decoded.
-    let Some((id, rank)) = Header::origin(datagram) else { return Some(datagram) };
-    let Some(job) = jobs.get_mut(&id).filter(|job| !job.openers.is_empty()) else {
-        return Some(datagram);
-    };
-    // wire: W-9
-    // Looked at first, since that costs less than the tag.
-    let sender = job.ranks.get(rank.index()).filter(|addr| **addr == meta.from);
-    let opened = match (sender, job.openers.get_mut(rank.index())) {
-        (Some(_), Some(opener)) => opener.open(datagram),
-        _ => Err(Reject::Sender),
-    };
-    match opened {
-        Ok(messages) => Some(messages),
-        Err(reject) => {
-            job.machine.reject(reject, &mut ());
-            None
-        }
-    }
-}
-
-/// Whether a buffer looks as if it held the fragments of one window, a message a datagram.
-fn may_be_whole(jobs: &BTreeMap<JobId, Job>, buffer: &[u8], stride: usize) -> bool {
-    let job = Header::origin(buffer).and_then(|(id, _)| jobs.get(&id));
-    let trailer = job.map_or(0, |job| job.machine.config().cut.trailer());
-    buffer.chunks(stride.max(1)).all(|datagram| {
-        let messages = datagram.len().checked_sub(trailer).and_then(|len| datagram.get(..len));
-        messages.is_some_and(|message| Header::decode(message).is_ok())
-    })
-}
-
-/// The window that a buffer holds whole and in order, if it does.
-fn whole_window(stores: &[Option<(JobId, Place)>]) -> Option<(JobId, Place)> {
-    let (job, first) = (*stores.first()?)?;
-    if first.fragment != 0 || usize::from(first.fragments) != stores.len() {
-        return None;
-    }
-    let in_order = stores
-        .iter()
-        .zip(0..)
-        .all(|(store, fragment)| *store == Some((job, Place { fragment, ..first })));
-    in_order.then_some((job, first))
-}
-
 impl Job {
+    fn new(new: NewJob, now: Time) -> Self {
+        let NewJob { config, ranks, names, above, group, locks, share } = new;
+        let mut machine = Aggregation::new(config, now);
+        (0..).map(Rank).zip(names).for_each(|(rank, name)| machine.set_name(rank, name));
+        let (unicast, sealer) = (ranks.clone(), locks.sealer(&config));
+        let mut ways = Ways { ranks, group, unicast, sealer, ..Ways::default() };
+        let above = above.map(|above| {
+            let NewAbove { config, addr, sealer, opener } = above;
+            (ways.parent, ways.parent_sealer) = (Some(addr), sealer);
+            Above::new(config, opener, now)
+        });
+        Self {
+            machine,
+            slots: Slots::new(&config),
+            ways,
+            above,
+            moved: now,
+            turn: Turn::new(share),
+            openers: locks.openers(&config),
+        }
+    }
+
     /// Folds and sends what is due, as long as it is this job's turn, or all if it is `alone`.
     /// Returns whether there is more to fold.
     fn serve(
@@ -500,8 +426,12 @@ impl Job {
                 self.machine.poll_transmit(now, &mut out.datagram[..], &mut ())
             {
                 match transmit {
-                    Transmit::Datagram { to, len } => out.send_datagram(socket, self, to, len),
-                    Transmit::Result { to, result } => out.send_result(socket, self, to, &result),
+                    Transmit::Datagram { to, len } => {
+                        out.send_datagram(socket, self, To::Ranks(to), len);
+                    }
+                    Transmit::Result { to, result } => {
+                        out.send_result(socket, self, To::Ranks(to), &result);
+                    }
                 }
             }
             if fold.is_none() {
@@ -523,7 +453,7 @@ impl Job {
             ranks: ranks.collect(),
             settled: (0..self.machine.config().lanes)
                 .all(|lane| self.machine.results_held(lane) == 0),
-            sealed: self.sealer.as_ref().map_or(0, Sealer::sealed),
+            sealed: self.ways.sealer.as_ref().map_or(0, Sealer::sealed),
         }
     }
 

@@ -34,7 +34,8 @@ const MAX_SCALED: usize = WireType::Fixed32.block_len(1024);
 /// The buffers of one job's slots.
 #[derive(Debug)]
 pub(crate) struct Slots {
-    world: usize,
+    /// How many contribute: the ranks, and the parent if there is one.
+    senders: usize,
     pool: usize,
     /// By lane, slot and rank.
     contributions: Box<[Option<BytesMut>]>,
@@ -103,12 +104,13 @@ impl Slots {
     /// around, and these stay in the processor's cache.
     pub(crate) fn new(config: &Config) -> Self {
         let world = usize::from(config.world);
+        let senders = world + usize::from(config.has_parent);
         let pool = config.pool_slots as usize;
         let slots = pool * usize::from(config.lanes);
         Self {
-            world,
+            senders,
             pool,
-            contributions: (0..slots * world).map(|_| None).collect(),
+            contributions: (0..slots * senders).map(|_| None).collect(),
             results: (0..slots).map(|_| None).collect(),
             held: (0..config.lanes).map(|_| VecDeque::with_capacity(pool)).collect(),
             spare: Vec::with_capacity(slots),
@@ -138,7 +140,7 @@ impl Slots {
 
     fn contribution(&mut self, lane: u8, slot: u32, rank: Rank) -> &mut Option<BytesMut> {
         let slot = usize::from(lane) * self.pool + slot as usize;
-        &mut self.contributions[slot * self.world + rank.index()]
+        &mut self.contributions[slot * self.senders + rank.index()]
     }
 
     /// Whether a buffer of datagrams `stride` apart can serve as the contribution it holds whole.
@@ -168,11 +170,14 @@ impl Slots {
     /// Folds a window into its result, and gives the contributions back. Returns how many bytes
     /// went in and came out.
     pub(crate) fn fold(&mut self, fold: &Fold, machine: &Aggregation, arena: &mut Arena) -> usize {
-        self.release_results(fold.lane, machine);
-        self.held[usize::from(fold.lane)].push_back(fold.slot);
+        // With a parent a slot's buffer has the sum first, and then the result.
+        if !machine.config().has_parent {
+            self.release_results(fold.lane, machine);
+            self.held[usize::from(fold.lane)].push_back(fold.slot);
+        }
         let slot = usize::from(fold.lane) * self.pool + fold.slot as usize;
-        let Self { layouts, plan, contributions, results, spare, world, linear, .. } = self;
-        let contributions = &mut contributions[slot * *world..][..*world];
+        let Self { layouts, plan, contributions, results, spare, senders, linear, .. } = self;
+        let contributions = &mut contributions[slot * *senders..][..*senders];
         let buffer = || spare.pop().or_else(|| arena.take()).expect(ADMITTED);
         let result = results[slot].get_or_insert_with(buffer);
         let layout = Layout::new(fold.cut);

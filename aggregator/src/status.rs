@@ -31,6 +31,8 @@ pub struct Status {
     pub addr: String,
     /// Milliseconds since it started.
     pub up_ms: u64,
+    /// The aggregator that it sends its sums to, if it has a parent.
+    pub parent: Option<String>,
     /// Whether it believes everyone.
     pub insecure: bool,
     /// How datagrams are authenticated.
@@ -80,6 +82,10 @@ pub struct JobStatus {
 pub struct RankStatus {
     /// Its number.
     pub rank: u16,
+    /// Its number in datagrams.
+    pub number: u16,
+    /// The ranks whose sum it sends, if it is an aggregator that has joined for them.
+    pub rack: Vec<u16>,
     /// Where its data comes from.
     pub addr: String,
     /// The name in its certificate.
@@ -135,7 +141,7 @@ impl JobStatus {
         let millis = |span: racksum_proto::time::Span| span.as_millis();
         self.stalled_ms = all.iter().filter_map(|job| job.stalled).map(millis).max();
         for rank in &mut self.ranks {
-            let each = || all.iter().filter_map(|job| job.ranks.get(usize::from(rank.rank)));
+            let each = || all.iter().filter_map(|job| job.ranks.get(usize::from(rank.number)));
             rank.next_op = each().map(|at| at.next_op.0).max().unwrap_or(0);
             rank.opened = each().map(|at| at.opened).sum();
             rank.delivered = each().map(|at| at.delivered).sum();

@@ -51,6 +51,10 @@ pub(crate) struct Args {
     /// Where the unix socket is that `racksum status` asks [default: one that it finds by itself].
     #[arg(long, value_name = "PATH")]
     status_socket: Option<PathBuf>,
+    /// The aggregator to send sums to: its ranks and this one's are then of the same jobs
+    /// [default: none].
+    #[arg(long, value_name = "HOST:PORT")]
+    parent: Option<String>,
     /// How datagrams are authenticated: none, mac or aead [default: mac, on loopback none].
     #[arg(long, value_name = "HOW", value_parser = args::data_auth)]
     data_auth: Option<DataAuth>,
@@ -82,6 +86,7 @@ impl Args {
         config.identity = self.identity.clone().or(config.identity);
         config.insecure |= self.insecure;
         config.status_socket = self.status_socket.clone().or(config.status_socket);
+        config.parent = self.parent.clone().or(config.parent);
         config.data_auth = self.data_auth.or(config.data_auth);
         Ok(config)
     }
@@ -101,13 +106,14 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         aggregator.data_addrs().iter().map(|addr| addr.port().to_string()).collect();
     let ready = format!(
         "racksum aggregator on {}: {} shard(s) on UDP {}, {} MiB of packet buffers each, at most \
-         {} jobs, data auth {}",
+         {} jobs, data auth {}{}",
         aggregator.addr(),
         config.shards,
         ports.join(" "),
         config.pool_mib,
         config.max_jobs,
-        config.data_auth()
+        config.data_auth(),
+        config.parent.iter().map(|parent| format!(", parent {parent}")).collect::<String>()
     );
     let stop = tokio::runtime::Builder::new_current_thread()
         .enable_all()

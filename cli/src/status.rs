@@ -125,12 +125,14 @@ fn text(status: &Status) -> String {
     let Status {
         version, addr, up_ms, insecure, data_auth, max_jobs, jobs, queued, shards, ..
     } = status;
+    let parent = status.parent.as_ref();
+    let parent = parent.map_or_else(String::new, |parent| format!(", parent {parent}"));
     let draining = if status.draining { ", draining: it takes no more jobs" } else { "" };
     let insecure = if *insecure { ", INSECURE: whoever reaches it may join any job" } else { "" };
     let (up, count) = (up_ms / 1000, jobs.len());
     let mut text = format!(
         "racksum {version} on {addr}, up {up} s, data auth {data_auth}, {count} of {max_jobs} \
-         jobs{draining}{insecure}\n"
+         jobs{parent}{draining}{insecure}\n"
     );
     jobs.iter().for_each(|job| text += &job_text(job));
     if !queued.is_empty() {
@@ -159,8 +161,13 @@ fn job_text(job: &JobStatus) -> String {
     text += "\n  rank  next op     opened  delivered     silent  address, identity\n";
     for rank in ranks {
         let identity = rank.identity.as_deref().map_or_else(String::new, |it| format!(" {it}"));
+        let rack = if rank.rack.is_empty() {
+            String::new()
+        } else {
+            format!(", an aggregator with ranks {}", list(&rank.rack))
+        };
         text += &format!(
-            "  {:>4} {:>8} {:>10} {:>10} {:>7} ms  {}{identity}{}\n",
+            "  {:>4} {:>8} {:>10} {:>10} {:>7} ms  {}{identity}{rack}{}\n",
             rank.rank,
             rank.next_op,
             rank.opened,

@@ -10,6 +10,7 @@ use racksum_proto::time::Span;
 
 mod authority;
 mod certificate;
+mod conversation;
 mod endpoint;
 pub mod frames;
 mod identity;
@@ -18,6 +19,7 @@ mod trust;
 
 pub use authority::{Authority, Subject};
 pub use certificate::{Certificate, Role};
+pub use conversation::{Caller, Ended, LEAVE, converse};
 pub use endpoint::{Connection, change_credentials, connect, not_connected, server};
 pub use identity::Identity;
 /// The QUIC implementation, whose connections and streams appear in this interface.

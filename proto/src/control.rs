@@ -12,7 +12,7 @@ use core::net::SocketAddr;
 use serde::{Deserialize, Serialize};
 
 use crate::auth::{DataAuth, Key, Keys};
-use crate::ids::{Generation, JobId, OpId};
+use crate::ids::{Generation, JobId, OpId, Rank};
 
 /// The control protocol's version: a join of another is refused.
 pub const CONTROL_VERSION: u16 = 1;
@@ -23,6 +23,10 @@ pub const CONTROL_VERSION: u16 = 1;
 pub enum FromWorker {
     /// It wants to be a rank of a job. The first message.
     Join(Join),
+    /// Another rank has joined the aggregator that speaks, whose job this is the parent of.
+    Also(Join),
+    /// A rank that had joined the aggregator that speaks is gone from the job.
+    Parted(Absent),
     /// A multicast probe arrived.
     Heard,
     /// It is done with the job.
@@ -35,6 +39,14 @@ pub enum FromWorker {
     Retreat,
     /// It goes on with the job at another aggregator.
     Move,
+}
+
+impl FromWorker {
+    /// Whether nothing is said after it.
+    #[must_use]
+    pub const fn is_last(&self) -> bool {
+        matches!(self, Self::Leave { .. } | Self::Retreat | Self::Move)
+    }
 }
 
 /// A worker's wish to be a rank of a job.
@@ -52,8 +64,9 @@ pub struct Join {
     pub world: u16,
     /// How many lanes the job wants.
     pub lanes: u8,
-    /// The UDP port on which the worker sends and receives data.
-    pub data_port: u16,
+    /// The UDP ports on which the worker sends and receives data: one for all shards, or one for
+    /// each.
+    pub data_ports: Vec<u16>,
     /// Bytes that its receive buffer holds.
     pub receive_buffer: u32,
     /// Bytes of the largest datagram that its interface takes.
@@ -71,6 +84,9 @@ pub struct Join {
     pub on_rank_loss: OnRankLoss,
     /// Whether the rank knows other aggregators to go on at.
     pub may_move: bool,
+    /// Whether it is an aggregator that speaks: for this rank, which has joined it, and for those
+    /// that join it as well. It contributes the sum of all of them.
+    pub relays: bool,
     /// Whether the rank has left the job, and comes back to it.
     pub rejoin: bool,
     /// Where the job goes on, if it has run at another aggregator before.
@@ -170,6 +186,11 @@ pub enum FromAggregator {
         /// What became of them.
         why: Loss,
     },
+    /// The aggregator has a parent, which is gone, and the job is over with it.
+    ParentLost {
+        /// What became of it: a sentence for the user.
+        reason: String,
+    },
     /// A new life of the job has begun, and this one is over.
     Superseded {
         /// The new one.
@@ -189,6 +210,8 @@ pub enum Loss {
     Broke,
     /// It left the job, and an op of others needs it.
     Left,
+    /// The aggregator that it had joined is gone, and contributes its share no more.
+    Relay,
 }
 
 impl Loss {
@@ -207,6 +230,7 @@ impl Loss {
             Self::Silent => "nothing is heard of it; its host is down or cut off",
             Self::Broke => "it broke the connection; see what it said last",
             Self::Left => "it left the job, and this op needs it",
+            Self::Relay => "the aggregator of its rack is gone",
         }
     }
 }
@@ -216,6 +240,8 @@ impl Loss {
 pub struct Welcome {
     /// The job's number in datagrams.
     pub job: JobId,
+    /// The rank's number in datagrams, among those that send theirs here.
+    pub rank: Rank,
     /// The UDP port of each shard, at the aggregator's address.
     pub data_ports: Vec<u16>,
     /// Slots of each of the job's streams.

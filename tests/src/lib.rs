@@ -46,3 +46,5 @@ mod sealed;
 mod strangers;
 #[cfg(test)]
 mod survivors;
+#[cfg(test)]
+mod tree;

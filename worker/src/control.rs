@@ -5,12 +5,11 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use racksum_net::NetError;
-use racksum_net::quic::{Credentials, connect, frames, lifeline, not_connected};
+use racksum_net::quic::{Caller, Credentials, Ended, LEAVE, converse};
 use racksum_proto::control::{FromAggregator, FromWorker, Join};
 use racksum_proto::ids::OpId;
 use racksum_proto::time::Span;
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 
 use crate::client::span;
 use crate::error::ConnectError;
@@ -144,9 +143,15 @@ impl Control {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let thread = std::thread::Builder::new().name("control".into()).spawn(move || {
             runtime.block_on(async {
-                let closed = converse(to, join, credentials, patience, words, &events).await;
+                let hear = events.clone();
+                let hear = move |message| hear.send(Event::Said(message));
+                let caller = Caller { from: None, credentials, patience };
+                let ended = converse(to, join, &caller, words, hear).await;
                 // Nobody listens any more once the worker is gone.
-                events.send(Event::Closed(closed));
+                events.send(Event::Closed(match ended {
+                    Ended::Unconnected(error) => error.into(),
+                    ended => ConnectError::Closed(ended.to_string()),
+                }));
             });
         })?;
         Ok(Self { say, thread: Some(thread), parting })
@@ -181,86 +186,3 @@ impl Drop for Control {
         }
     }
 }
-
-/// The conversation of one control connection; returns why it ended.
-async fn converse(
-    to: SocketAddr,
-    join: Join,
-    credentials: Credentials,
-    patience: Span,
-    mut words: UnboundedReceiver<FromWorker>,
-    events: &Events,
-) -> ConnectError {
-    let connection = match connect(to, &credentials, patience).await {
-        Ok(connection) => connection,
-        Err(error) => return error.into(),
-    };
-    // An aggregator looks at this side's certificate last, when the connection seems made.
-    let closed = |why: String| match connection
-        .quic()
-        .close_reason()
-        .map(|cause| not_connected(to, cause))
-    {
-        Some(error @ NetError::NotBelieved { .. }) => error.into(),
-        _ => ConnectError::Closed(why),
-    };
-    let (mut send, mut recv) = match connection.quic().open_bi().await {
-        Ok(streams) => streams,
-        Err(error) => return closed(error.to_string()),
-    };
-    if let Err(error) = frames::send(&mut send, &FromWorker::Join(join)).await {
-        return closed(error.to_string());
-    }
-    let hear = events.clone();
-    let (offered, lifeline) = tokio::sync::oneshot::channel();
-    let mut offered = Some(offered);
-    let lifeline = async move {
-        let (port, token) = lifeline.await.ok()?;
-        lifeline::lay(to, port, token).await
-    };
-    let quic = connection.quic().clone();
-    let mut dead = std::pin::pin!(lifeline::dead(&quic, lifeline));
-    // A task of its own, since reading a frame must not be cancelled half-way.
-    let mut reader = tokio::spawn(async move {
-        loop {
-            match frames::recv::<FromAggregator>(&mut recv).await {
-                Ok(Some(FromAggregator::Lifeline { port, token })) => {
-                    // There is one, and nobody waits for another.
-                    if let Some(offered) = offered.take() {
-                        offered.send((port, token)).unwrap_or_default();
-                    }
-                }
-                Ok(Some(message)) => {
-                    if !hear.send(Event::Said(message)) {
-                        return "the worker is gone".to_owned();
-                    }
-                }
-                Ok(None) => return "it ended the conversation".to_owned(),
-                Err(error) => return error.to_string(),
-            }
-        }
-    });
-    loop {
-        tokio::select! {
-            why = &mut reader => return closed(why.unwrap_or_else(|error| error.to_string())),
-            () = &mut dead => return ConnectError::Closed(DEAD.into()),
-            word = words.recv() => {
-                let word = word.unwrap_or(LEAVE);
-                let last = !matches!(word, FromWorker::Join(_) | FromWorker::Heard);
-                let sent = frames::send(&mut send, &word).await;
-                if last || sent.is_err() {
-                    drop(send.finish());
-                    // The aggregator's end of the stream says that it has read the last word.
-                    drop(tokio::time::timeout(Duration::from_secs(1), &mut reader).await);
-                    connection.close("left").await;
-                    return ConnectError::Closed("left".into());
-                }
-            }
-        }
-    }
-}
-
-/// A rank's last word, unless it may come back or goes on elsewhere.
-const LEAVE: FromWorker = FromWorker::Leave { next_op: None };
-/// Why a conversation ends when the aggregator's host says that it serves no more.
-const DEAD: &str = "its process has ended";

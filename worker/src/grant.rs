@@ -7,7 +7,7 @@ use std::sync::Arc;
 use racksum_net::auth::{Opener, Sealer};
 use racksum_proto::control::Welcome;
 use racksum_proto::geometry::Fragmentation;
-use racksum_proto::ids::{OpId, Rank};
+use racksum_proto::ids::OpId;
 use racksum_proto::worker::Config;
 
 use crate::control::{Control, Event};
@@ -57,6 +57,9 @@ pub(crate) fn grant(options: &ConnectOptions, session: Session) -> Result<Grante
             "the aggregators differ in --data-auth; start them alike".into(),
         ));
     }
+    if welcomes().any(|other| other.rank != first.rank) {
+        return Err(ConnectError::Protocol("the aggregators number the ranks differently".into()));
+    }
     let shards = links(options, &session);
     let cut = Fragmentation::new(usize::from(first.fragment_payload))
         .ok_or_else(|| ConnectError::Protocol("fragments too small for a window".into()))?
@@ -64,7 +67,7 @@ pub(crate) fn grant(options: &ConnectOptions, session: Session) -> Result<Grante
     let config = Config {
         job: first.job,
         generation: options.generation,
-        rank: Rank(options.rank),
+        rank: first.rank,
         lanes: options.lanes,
         shards: u8::try_from(shards.len())
             .map_err(|_| ConnectError::Protocol("more than 255 shards".into()))?,
@@ -97,9 +100,9 @@ fn links(options: &ConnectOptions, session: &Session) -> Vec<Link> {
         shard_addrs(*addr, welcome).zip(sealed).map(move |(addr, sealed)| (addr, welcome, sealed))
     });
     let link = |(shard, (addr, welcome, sealed)): (u8, (SocketAddr, &Welcome, u64))| {
-        let Welcome { data_auth, job, .. } = *welcome;
+        let Welcome { data_auth, job, rank, .. } = *welcome;
         let auth = welcome.keys.as_ref().and_then(|keys| {
-            let sealer = Sealer::of_rank(data_auth, keys, Rank(options.rank), shard)?;
+            let sealer = Sealer::of_rank(data_auth, keys, rank, shard)?;
             let opener = Opener::of_shard(data_auth, keys, options.generation, shard)?;
             Some((sealer, opener.after(sealed)))
         });

@@ -131,7 +131,7 @@ pub(crate) fn join(
             rank: options.rank,
             world: options.world,
             lanes: options.lanes,
-            data_port: socket.local_addr().port(),
+            data_ports: vec![socket.local_addr().port()],
             receive_buffer: u32::try_from(socket.report().got_receive).unwrap_or(u32::MAX),
             max_datagram: u16::try_from(datagram).unwrap_or(u16::MAX),
             multicast: options.multicast && route.interface.is_some(),
@@ -140,6 +140,7 @@ pub(crate) fn join(
             wait: options.wait,
             on_rank_loss: options.on_rank_loss,
             may_move: !options.standbys.is_empty(),
+            relays: false,
             rejoin: options.rejoin && resume.is_none(),
             resume: resume.cloned(),
         };
@@ -335,6 +336,7 @@ impl<'a> Joining<'a> {
                 }
                 self.ready = true;
             }
+            FromAggregator::ParentLost { reason } => return Err(ConnectError::Closed(reason)),
             // Of interest once ops run.
             FromAggregator::Without(_) => {
                 let place = u8::try_from(self.place).unwrap_or(u8::MAX);

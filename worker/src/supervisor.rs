@@ -111,6 +111,10 @@ impl Supervisor {
                 Event::Said(FromAggregator::Superseded { .. }) => {
                     self.end("a new generation of the job has begun");
                 }
+                Event::Said(FromAggregator::ParentLost { reason }) => {
+                    tracing::warn!("{reason}");
+                    self.end("the parent of the aggregator is gone");
+                }
                 Event::Said(FromAggregator::Drain) if self.may_move() => {
                     self.move_on("it is about to stop".into());
                 }

@@ -8,6 +8,7 @@ use racksum_proto::wire::{Flags, Kind, messages};
 
 use super::*;
 use crate::slots::Slots;
+use crate::ways::Ways;
 
 /// A job of one rank, whose result of `len` bytes lies in each slot that has a length.
 fn job(rank: SocketAddr, lens: &[usize]) -> Job {
@@ -34,12 +35,10 @@ fn job(rank: SocketAddr, lens: &[usize]) -> Job {
     Job {
         machine,
         slots,
-        ranks: vec![rank],
-        group: None,
-        unicast: vec![rank],
+        ways: Ways { ranks: vec![rank], unicast: vec![rank], ..Ways::default() },
+        above: None,
         turn: crate::turn::Turn::new(100.0),
         moved: Time(0),
-        sealer: None,
         openers: Vec::new(),
     }
 }
@@ -77,7 +76,7 @@ fn a_large_result_does_not_overtake_small_ones_that_share_a_datagram() {
     let mut out = Outbox::new();
     for (index, len) in (0..).zip(lens) {
         let result = result(index, len, &job);
-        out.send_result(&socket, &mut job, Recipient::All, &result);
+        out.send_result(&socket, &mut job, To::Ranks(Recipient::All), &result);
     }
     out.send_joined(&socket, &mut job);
     let due: usize = lens.iter().map(|len| job.machine.config().cut.count(*len)).sum();

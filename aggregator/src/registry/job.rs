@@ -1,38 +1,23 @@
 //! A job: its ranks, how far it is, and what it is granted.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use racksum_proto::aggregator::Config;
 use racksum_proto::auth::DataAuth;
 use racksum_proto::control::{Absent, FromAggregator, Join, OnRankLoss, Welcome};
 use racksum_proto::geometry::{Fragmentation, WINDOW_BYTES};
-use racksum_proto::ids::{Generation, JobId, OpId};
+use racksum_proto::ids::{Generation, JobId, OpId, Rank};
 use racksum_proto::wire::{Flags, Header};
-use tokio::sync::mpsc::Sender;
 use tokio::time::Instant;
 
+use super::member::Member;
 use super::moving::given_up;
+use super::tree::Above;
 use crate::locks::Locks;
 use crate::shard::ShardHandle;
 use crate::status::{JobStatus, RankStatus, millis};
 use crate::tenancy::Tenant;
-
-/// A rank that has joined.
-#[derive(Debug)]
-pub(super) struct Member {
-    pub(super) join: Join,
-    /// The name in its certificate.
-    pub(super) identity: Option<String>,
-    /// Where its data comes from: an address of a link means nothing without its scope.
-    pub(super) addr: SocketAddr,
-    pub(super) tell: Sender<FromAggregator>,
-    pub(super) hears: bool,
-    /// When anything was last heard of it.
-    pub(super) heard: Instant,
-    /// What it had left with, if it has come back.
-    pub(super) came_back: Option<Left>,
-}
 
 /// A job, gathering its ranks or running.
 #[derive(Debug)]
@@ -63,7 +48,12 @@ pub(super) struct Job {
     pub(super) moved_at: Option<OpId>,
     /// Which of how many aggregators this one is for the job.
     pub(super) stripe: (u8, u8),
+    /// By rank; an aggregator by the rank that it joined for first.
     pub(super) members: Vec<Option<Member>>,
+    /// The places of those of them that have a number in datagrams, in the order of these.
+    pub(super) order: Vec<u16>,
+    /// The way to the parent, if this aggregator has one.
+    pub(super) above: Option<Above>,
     pub(super) state: State,
     pub(super) opened: Instant,
 }
@@ -138,6 +128,7 @@ impl Job {
             ));
         }
         self.check_shape(join)?;
+        self.check_tree(join)?;
         if join.resume.as_ref().is_some_and(|resume| !self.has_names_for(resume)) {
             return Err(format!("a job goes on without {} ranks at most", Flags::MAX_ABSENT));
         }
@@ -163,11 +154,43 @@ impl Job {
         Ok(())
     }
 
-    /// The ranks that have not joined, and are not known to be lost.
+    /// The ranks that have not joined, here or elsewhere, and are not known to be lost.
     pub(super) fn missing(&self) -> Vec<u16> {
-        let ranks = (0..).zip(&self.members);
-        let missing = ranks.filter(|(rank, member)| member.is_none() && !self.is_absent(*rank));
-        missing.map(|(rank, _)| rank).collect()
+        if let Some(missing) = self.above.as_ref().and_then(|above| above.missing.as_ref()) {
+            return missing.clone();
+        }
+        let here: BTreeSet<_> = self.members.iter().flatten().flat_map(Member::ranks).collect();
+        let ranks = 0..self.world;
+        ranks.filter(|rank| !here.contains(rank) && !self.is_absent(*rank)).collect()
+    }
+
+    /// Who has this rank with it.
+    pub(super) fn member_with(&self, rank: u16) -> Option<&Member> {
+        self.members.iter().flatten().find(|member| member.ranks().any(|other| other == rank))
+    }
+
+    /// Gives those that have joined their numbers in datagrams: the ranks that they have, and
+    /// aggregators the order of their first ranks.
+    pub(super) fn number(&mut self) {
+        self.order = (0..self.world).collect();
+        if self.is_of_tree() {
+            let members = (0..).zip(&self.members);
+            let mut named: Vec<(u16, u16)> =
+                members.filter_map(|(at, member)| Some((member.as_ref()?.name(), at))).collect();
+            named.sort_unstable();
+            self.order = named.into_iter().map(|(_, at)| at).collect();
+        }
+    }
+
+    /// The number in datagrams of who has this place.
+    pub(super) fn number_of(&self, at: u16) -> Option<Rank> {
+        let number = self.order.iter().position(|other| *other == at)?;
+        u16::try_from(number).ok().map(Rank)
+    }
+
+    /// Those that have numbers, in the order of these.
+    pub(super) fn numbered(&self) -> impl Iterator<Item = Option<&Member>> + '_ {
+        self.order.iter().map(|at| self.members[usize::from(*at)].as_ref())
     }
 
     /// Whom its share is counted for.
@@ -180,7 +203,9 @@ impl Job {
     pub(super) fn status(&self, name: &str) -> JobStatus {
         let rank = |member: &Member| RankStatus {
             rank: member.join.rank,
-            addr: member.addr.to_string(),
+            number: self.number_of(member.join.rank).map_or(0, |number| number.0),
+            rack: if member.join.relays { member.ranks().collect() } else { Vec::new() },
+            addr: member.data_addr(0).to_string(),
             identity: member.identity.clone(),
             next_op: 0,
             opened: 0,
@@ -208,16 +233,16 @@ impl Job {
         self.members.iter().flatten().for_each(|member| member.tell(message.clone()));
     }
 
-    /// Who hears the group, by rank; one that is gone hears nothing.
+    /// Who hears the group, by number; one that is gone hears nothing.
     pub(super) fn hears(&self) -> Vec<bool> {
-        let hears = |member: &Option<Member>| member.as_ref().is_some_and(|member| member.hears);
-        self.members.iter().map(hears).collect()
+        self.numbered().map(|member| member.is_some_and(|member| member.hears)).collect()
     }
 
-    /// Where the data of each rank goes; of one that is lost, nowhere.
-    pub(super) fn data_addrs(&self) -> impl Iterator<Item = SocketAddr> + '_ {
+    /// Where the data of a shard goes, by number; of a rank that is lost, nowhere.
+    pub(super) fn data_addrs(&self, shard: usize) -> Vec<SocketAddr> {
         let nowhere = SocketAddr::from(([0, 0, 0, 0], 0));
-        self.members.iter().map(move |member| member.as_ref().map_or(nowhere, |member| member.addr))
+        let addr = |member: Option<&Member>| member.map_or(nowhere, |it| it.data_addr(shard));
+        self.numbered().map(addr).collect()
     }
 
     /// What the job is granted: for its ranks, and for each shard.
@@ -231,21 +256,28 @@ impl Job {
             return Err(format!(
                 "{} ranks with {} lanes need more packet buffers than a job's share; raise \
                  --pool-mib or lower --max-jobs at the aggregator",
-                self.world, self.lanes
+                self.order.len(),
+                self.lanes
             ));
         }
-        let joins = || self.members.iter().flatten().map(|member| &member.join);
-        let datagram = joins().map(|join| usize::from(join.max_datagram)).min().unwrap_or(0);
+        let members = || self.members.iter().flatten();
+        let joins = members().flat_map(Member::joins);
+        let datagram = joins.map(|join| usize::from(join.max_datagram)).min().unwrap_or(0);
         let payload = datagram.saturating_sub(Header::LEN + DataAuth::MAX_TRAILER);
         let payload = payload.min(WINDOW_BYTES);
+        let above = self.above.as_ref().and_then(|above| above.granted.as_ref());
+        // What goes on to the parent is cut as it came, and what comes from there goes on so.
+        let payload = above.map_or(payload, |(_, parent)| parent.fragment_payload.into());
         let cut = Fragmentation::new(payload).ok_or_else(|| {
             format!("datagrams of {datagram} bytes are too small; the MTU must be 1280 or more")
         })?;
         let cut = cut.with_trailer(auth);
-        let lowest = joins().map(|join| join.receive_buffer).min().unwrap_or(0) as usize;
+        let buffers = members().map(|member| member.join.receive_buffer);
+        let lowest = buffers.min().unwrap_or(0) as usize;
         let receive = handles.iter().map(|shard| shard.receive_buffer).min().unwrap_or(0);
         let most = if payload == WINDOW_BYTES { MAX_LOCAL_IN_FLIGHT } else { usize::MAX };
-        let in_flight = (receive / usize::from(self.world)).clamp(2 * WINDOW_BYTES, most);
+        let senders = self.order.len() + usize::from(self.above.is_some());
+        let in_flight = (receive / senders.max(1)).clamp(2 * WINDOW_BYTES, most);
         let mine = u8::try_from(handles.len()).unwrap_or(u8::MAX);
         let (place, aggregators) = self.stripe;
         let shards = mine.checked_mul(aggregators).ok_or_else(|| {
@@ -254,6 +286,7 @@ impl Job {
         let first = mine * place;
         let welcome = Welcome {
             job: self.id,
+            rank: Rank(0),
             data_ports: handles.iter().map(|shard| shard.addr.port()).collect(),
             pool_slots,
             max_ops: MAX_OPS,
@@ -269,7 +302,7 @@ impl Job {
         let config = |shard| Config {
             job: self.id,
             generation: self.generation,
-            world: self.world,
+            world: u16::try_from(self.order.len()).unwrap_or(self.world),
             lanes: self.lanes,
             shard,
             shards,
@@ -279,29 +312,10 @@ impl Job {
             // The results of all streams meet in each rank's receive buffer.
             results_in_flight: lowest / usize::from(shards) / usize::from(self.lanes.max(1)) / 2,
             moved_at: self.moved_at,
-            weight: None,
-            has_parent: false,
+            weight: self.has_racks().then_some(self.world),
+            has_parent: self.above.is_some(),
         };
         Ok((welcome, (first..first + mine).map(config).collect()))
-    }
-}
-
-impl Member {
-    /// Why this rank is no rank of a job that demands multicast.
-    pub(super) fn unreached(&self) -> String {
-        format!(
-            "multicast does not reach rank {} at {}; start the aggregator with --fanout auto or \
-             unicast",
-            self.join.rank,
-            self.addr.ip()
-        )
-    }
-
-    /// Tells the rank something. One that does not read is given up by its connection's task.
-    pub(super) fn tell(&self, message: FromAggregator) {
-        if self.tell.try_send(message).is_err() {
-            tracing::warn!(rank = self.join.rank, "the rank does not read its messages");
-        }
     }
 }
 

@@ -6,7 +6,8 @@ use racksum_proto::control::{Absent, FromAggregator, Join, Loss, OnRankLoss, Res
 use racksum_proto::wire::Flags;
 use tokio::time::Instant;
 
-use super::job::{Job, Member, State};
+use super::job::{Job, State};
+use super::member::Member;
 use super::{Joined, Registry, Seat};
 
 /// How long the ranks of a job that moves are waited for: as long as one may be silent.

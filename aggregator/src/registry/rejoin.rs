@@ -6,7 +6,8 @@ use racksum_proto::wire::Header;
 
 use tokio::time::Instant;
 
-use super::job::{Job, Left, Member, State};
+use super::job::{Job, Left, State};
+use super::member::Member;
 use super::{Caller, Joined, Registry, Seat};
 use crate::config::Fanout;
 use crate::shard::{Command, Rejoin};
@@ -70,18 +71,19 @@ impl Registry {
         now: Instant,
     ) -> Result<(Seat, Joined), Refusal> {
         let (id, _) = self.may_rejoin(&join, &caller)?;
-        let Caller { identity, mut addr, tell } = caller;
-        addr.set_port(join.data_port);
         let seat = Seat { job: join.job.clone(), id, rank: join.rank };
         let job = self.jobs.get_mut(&seat.job).ok_or("the job vanished")?;
         let (rank, next_op) = (Rank(join.rank), job.rejoins_at(&join)?);
         let (welcome, locks) = job.granted.as_mut().ok_or("the job was granted nothing")?;
         locks.renew(rank).map_err(|error| error.to_string())?;
         let keys = locks.keys_of(rank);
-        let welcome = Welcome { group: None, keys, first_op: next_op, sealed, ..welcome.clone() };
-        let rejoin = Rejoin { job: id, rank, addr, locks: locks.clone() };
+        let welcome =
+            Welcome { group: None, rank, keys, first_op: next_op, sealed, ..welcome.clone() };
+        let locks = locks.clone();
         let came_back = job.left.remove(&rank.0);
-        let member = Member { join, identity, addr, tell, hears: false, heard: now, came_back };
+        let mut member = Member::new(join, caller, now);
+        member.came_back = came_back;
+        let rejoin = Rejoin { job: id, rank, addr: member.data_addr(0), locks };
         member.tell(FromAggregator::Welcome(welcome));
         member.tell(FromAggregator::Ready { multicast: false });
         job.members[rank.index()] = Some(member);
@@ -99,6 +101,12 @@ impl Job {
     fn rejoins_at(&self, join: &Join) -> Result<OpId, String> {
         let (rank, name) = (join.rank, &join.job);
         self.check_shape(join)?;
+        if self.is_of_tree() {
+            return Err(format!(
+                "job {name:?} is summed by aggregators in a tree, where ranks cannot come back; \
+                 restart all ranks with a greater --generation"
+            ));
+        }
         if self.on_rank_loss == OnRankLoss::Continue || join.on_rank_loss == OnRankLoss::Continue {
             return Err(format!(
                 "a job that goes on without the ranks that leave, as job {name:?} may, cannot have \

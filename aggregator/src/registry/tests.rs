@@ -26,7 +26,8 @@ pub(super) fn wish(job: &str, rank: u16, world: u16) -> Join {
         rank,
         world,
         lanes: 1,
-        data_port: 1000 + rank,
+        data_ports: vec![1000 + rank],
+        relays: false,
         receive_buffer: 1 << 20,
         max_datagram: 1472,
         multicast: true,
@@ -188,7 +189,7 @@ fn a_rank_that_has_not_heard_the_group_is_refused_only_where_multicast_is_demand
 #[test]
 fn a_rank_that_no_data_could_reach_is_refused() {
     let mut registry = registry(Fanout::Unicast, 0);
-    let port = Join { data_port: 0, ..wish("job", 0, 1) };
+    let port = Join { data_ports: vec![0], ..wish("job", 0, 1) };
     assert!(join(&mut registry, port).unwrap_err().contains("0 is none"));
     let slots = Join { pool_slots: 1, ..wish("job", 0, 1) };
     assert!(join(&mut registry, slots).unwrap_err().contains("2 slots or more, not 1"));
@@ -211,8 +212,8 @@ fn a_rank_of_a_link_keeps_its_scope() {
     let (seat, _) = registry
         .join(wish("link", 0, 2), Caller { identity: None, addr, tell }, Instant::now())
         .unwrap();
-    let data: Vec<_> = registry.jobs[&seat.job].data_addrs().collect();
-    assert_eq!(data[0], SocketAddrV6::new("fe80::7".parse().unwrap(), 1000, 0, 3).into());
+    let data = registry.jobs[&seat.job].member_with(0).unwrap().data_addr(0);
+    assert_eq!(data, SocketAddrV6::new("fe80::7".parse().unwrap(), 1000, 0, 3).into());
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
 
 use racksum_net::NetError;
@@ -18,6 +18,46 @@ use crate::arena::Arena;
 use crate::failure::Failure;
 use crate::outbox::Outbox;
 
+/// How a shard is told something.
+#[derive(Debug, Clone)]
+struct Mouth {
+    commands: Sender<Command>,
+    waker: Waker,
+}
+
+impl Mouth {
+    fn tell(&self, command: Command) {
+        // A shard that is gone has nothing left to do it with.
+        drop(self.commands.send(command));
+        self.waker.wake();
+    }
+}
+
+/// The shards of an aggregator as each of them knows the others, once all have been started.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Siblings {
+    number: usize,
+    all: Arc<OnceLock<Vec<Mouth>>>,
+}
+
+impl Siblings {
+    /// Tells all the others something.
+    pub(super) fn tell(&self, command: impl Fn() -> Command) {
+        let all = self.all.get().map_or(&[][..], Vec::as_slice);
+        let others = all.iter().enumerate().filter(|(i, _)| *i != self.number);
+        others.for_each(|(_, other)| other.tell(command()));
+    }
+}
+
+/// Lets shards know of each other.
+pub(crate) fn make_siblings(shards: &[ShardHandle]) {
+    let mouths: Vec<_> = shards.iter().map(|shard| shard.mouth.clone()).collect();
+    for shard in shards {
+        // Each is started once, and told once.
+        drop(shard.siblings.set(mouths.clone()));
+    }
+}
+
 /// A running shard.
 #[derive(Debug)]
 pub(crate) struct ShardHandle {
@@ -27,8 +67,8 @@ pub(crate) struct ShardHandle {
     /// What the receive buffer lacks of what was asked for, as a sentence.
     pub(crate) shortfall: Option<String>,
     socket: Arc<UdpSocket>,
-    commands: Sender<Command>,
-    waker: Waker,
+    mouth: Mouth,
+    siblings: Arc<OnceLock<Vec<Mouth>>>,
     stats: Arc<Mutex<ShardStats>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -48,6 +88,7 @@ impl ShardHandle {
         let waker = Waker::new().map_err(io)?;
         let (commands, inbox) = channel();
         let stats = Arc::new(Mutex::new(ShardStats::default()));
+        let siblings = Arc::default();
         let (receive_buffer, shortfall) =
             (socket.report().got_receive, socket.report().shortfall());
         let mut shard = Shard {
@@ -57,6 +98,8 @@ impl ShardHandle {
             waker: waker.clone(),
             gather: Gather::new(receive_buffer, LONGEST_PAUSE),
             jobs: BTreeMap::new(),
+            risen: BTreeMap::new(),
+            siblings: Siblings { number, all: Arc::clone(&siblings) },
             arena: Arena::new(buffers + 2 * RECV_BATCH),
             incoming: Vec::with_capacity(RECV_BATCH),
             recv: RecvRing::new(),
@@ -68,8 +111,8 @@ impl ShardHandle {
             unserved: false,
         };
         let thread = failure.spawn(format!("shard-{number}"), move || shard.run()).map_err(io)?;
-        let thread = Some(thread);
-        Ok(Self { addr, receive_buffer, shortfall, socket, commands, waker, stats, thread })
+        let (thread, mouth) = (Some(thread), Mouth { commands, waker });
+        Ok(Self { addr, receive_buffer, shortfall, socket, mouth, siblings, stats, thread })
     }
 
     /// Makes the interface the one that results are multicast from, if it can be.
@@ -80,9 +123,7 @@ impl ShardHandle {
 
     /// Tells the shard something.
     pub(crate) fn tell(&self, command: Command) {
-        // A shard that is gone has nothing left to do it with.
-        drop(self.commands.send(command));
-        self.waker.wake();
+        self.mouth.tell(command);
     }
 
     /// Asks the shard how far its jobs are.

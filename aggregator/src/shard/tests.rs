@@ -1,7 +1,8 @@
 use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
-use racksum_net::udp::UdpConfig;
+use racksum_net::udp::{Received, UdpConfig};
+use racksum_proto::error::Reject;
 
 use super::*;
 
@@ -16,6 +17,8 @@ fn shard() -> (Shard, Sender<Command>) {
         waker: Waker::new().unwrap(),
         gather: Gather::new(0, LONGEST_PAUSE),
         jobs: BTreeMap::new(),
+        risen: BTreeMap::new(),
+        siblings: Siblings::default(),
         arena: Arena::new(2 * RECV_BATCH),
         incoming: Vec::with_capacity(RECV_BATCH),
         recv: RecvRing::new(),

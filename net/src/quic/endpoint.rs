@@ -78,8 +78,19 @@ pub async fn connect(
     credentials: &Credentials,
     patience: Span,
 ) -> Result<Connection, NetError> {
+    connect_from(None, to, credentials, patience).await
+}
+
+/// The same from an address of this host.
+pub(super) async fn connect_from(
+    from: Option<IpAddr>,
+    to: SocketAddr,
+    credentials: &Credentials,
+    patience: Span,
+) -> Result<Connection, NetError> {
     credentials.check(to)?;
-    let endpoint = endpoint(SocketAddr::new(local_for(to), 0), None)?;
+    let from = from.unwrap_or_else(|| local_for(to));
+    let endpoint = endpoint(SocketAddr::new(from, 0), None)?;
     let connecting = endpoint.connect_with(client_config(credentials)?, to, NAME).map_err(
         |error: ConnectError| NetError::NotCallable { addr: to, reason: error.to_string() },
     )?;

@@ -203,11 +203,11 @@ impl Aggregation {
         &self.counters
     }
 
-    /// Says what the ranks are called, for people: those of a rack by their numbers among all, and
-    /// a rack by its first.
-    pub fn set_names(&mut self, names: impl IntoIterator<Item = Rank>) {
-        for (name, new) in self.names.iter_mut().zip(names) {
-            *name = new;
+    /// Says what a rank is called, for people: one of a rack by its number among all, and a rack by
+    /// its first.
+    pub fn set_name(&mut self, rank: Rank, name: Rank) {
+        if let Some(place) = self.names.get_mut(rank.index()) {
+            *place = name;
         }
     }
 

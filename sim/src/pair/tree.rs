@@ -1,7 +1,7 @@
 //! Racks and a root: each rack's aggregator is one rank of the root's job.
 
 use super::*;
-use racksum_proto::aggregator::Failed;
+use racksum_proto::aggregator::{Aggregation, Failed};
 
 use crate::inputs::{Inputs, Values};
 use crate::relay::RelayNode;
@@ -46,7 +46,7 @@ impl Tree {
                 false,
                 Time(0),
             );
-            shard.machine.set_names((0..racks.len()).map(first));
+            name(&mut shard.machine, (0..racks.len()).map(first));
         }
         let relay = |rack: usize, below: ShardNode| {
             let config = aggregator::Config { has_parent: true, ..*below.machine.config() };
@@ -56,7 +56,7 @@ impl Tree {
                 ..top.worker(u16::try_from(rack).unwrap())
             };
             let mut below = ShardNode::new(config, false, Time(0));
-            below.machine.set_names((first(rack).0..).map(Rank));
+            name(&mut below.machine, (first(rack).0..).map(Rank));
             RelayNode::new(below, above, Time(0))
         };
         let rack = |(i, world): (usize, &u16)| {
@@ -242,6 +242,10 @@ fn flat(seed: u64, world: u16) -> Vec<Vec<u8>> {
     let mut done = std::mem::take(&mut cluster.workers[0].done);
     done.sort_by_key(|(op, _)| *op);
     done.into_iter().map(|(_, result)| result.unwrap()).collect()
+}
+
+fn name(machine: &mut Aggregation, names: impl Iterator<Item = Rank>) {
+    (0..).map(Rank).zip(names).for_each(|(rank, name)| machine.set_name(rank, name));
 }
 
 #[test]

@@ -4,7 +4,7 @@ use racksum_net::udp::UdpSocket;
 use racksum_proto::auth::DataAuth;
 use racksum_proto::dtype::DType;
 use racksum_proto::error::OpError;
-use racksum_proto::ids::JobId;
+use racksum_proto::ids::{JobId, Rank};
 
 use super::*;
 use crate::engine::tests::{Bench, fail, send};
@@ -17,6 +17,7 @@ fn client() -> Client {
     let welcome = Welcome {
         job: JobId(1),
         data_ports: vec![],
+        rank: Rank(0),
         pool_slots: 8,
         max_ops: 8,
         fragment_payload: 1408,

@@ -17,6 +17,7 @@ fn welcome() -> Welcome {
     Welcome {
         job: JobId(7),
         data_ports: vec![5001, 5002],
+        rank: Rank(0),
         pool_slots: 8,
         max_ops: 8,
         fragment_payload: 1408,

@@ -1,0 +1,88 @@
+//! How an aggregator calls its parent: one conversation for each job, as a rank of which it is.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+
+use racksum_net::interface::{interface_of, local_addr_towards, max_datagram};
+use racksum_net::quic::{Caller, Credentials, converse};
+use racksum_proto::time::Span;
+
+use crate::registry::{Call, Joined, Seat};
+use crate::server::{Shared, lock, probe};
+
+/// How long the parent may take to answer a connection.
+const PATIENCE: Span = Span::from_secs(5);
+/// What a way has whose interface is not known.
+const USUAL_MTU: usize = 1500;
+
+/// Is in conversation with the parent for as long as the job of a seat is there.
+pub(crate) async fn call(registry: Shared, seat: Seat) {
+    let Some(parent) = lock(&registry).config().parent.clone() else { return };
+    loop {
+        let called = lock(&registry).call(&seat);
+        let Some(call) = called else { return };
+        let why = match resolve(&registry, &parent).await {
+            Ok(to) => speak(&registry, &seat, to, call).await,
+            Err(why) => why,
+        };
+        if !lock(&registry).hung_up(&seat, &parent, &why) {
+            return;
+        }
+    }
+}
+
+/// The address of the parent: one that the shards can send to.
+async fn resolve(registry: &Shared, parent: &str) -> Result<SocketAddr, String> {
+    let bind = lock(registry).config().bind;
+    let unknown = |why| format!("{parent:?} is no address of an aggregator (HOST:PORT): {why}");
+    let found = tokio::net::lookup_host(parent).await.map_err(|why| unknown(why.to_string()))?;
+    let found: Vec<_> = found.collect();
+    let to = found.iter().find(|addr| addr.is_ipv6() == bind.is_ipv6());
+    let to = to.ok_or_else(|| unknown(format!("{bind} reaches none of {found:?}")))?;
+    if bind.is_loopback() && !to.ip().is_loopback() {
+        return Err(format!(
+            "this aggregator serves on {bind}, from where nothing reaches {to}; start it with \
+             --bind and an address that does"
+        ));
+    }
+    Ok(*to)
+}
+
+/// Joins the parent at `to`; returns why the conversation is over.
+async fn speak(registry: &Shared, seat: &Seat, to: SocketAddr, call: Call) -> String {
+    let Call { mut join, words } = call;
+    let (bind, credentials) = {
+        let registry = lock(registry);
+        let config = registry.config();
+        (config.bind, Credentials::new(config.identity.as_deref(), config.insecure))
+    };
+    let credentials = match credentials {
+        Ok(credentials) => credentials,
+        Err(why) => return why.to_string(),
+    };
+    // The parent takes data only from the address that called it.
+    let from = Some(bind).filter(|bind: &IpAddr| !bind.is_unspecified());
+    match largest_datagram(from, to) {
+        Ok(largest) => join.max_datagram = join.max_datagram.min(largest),
+        Err(why) => return why,
+    }
+    let (shared, of) = (Arc::clone(registry), seat.clone());
+    let hear = move |message| {
+        let joined = lock(&shared).hear_from_parent(&of, to, message);
+        if joined == Joined::Probe {
+            tokio::spawn(probe(Arc::clone(&shared), of.clone()));
+        }
+        true
+    };
+    let caller = Caller { from, credentials, patience: PATIENCE };
+    converse(to, join, &caller, words, hear).await.to_string()
+}
+
+/// Bytes of the largest datagram that the way to the parent takes.
+fn largest_datagram(from: Option<IpAddr>, to: SocketAddr) -> Result<u16, String> {
+    let local = from.map_or_else(|| local_addr_towards(to), Ok);
+    let local = local.map_err(|error| error.to_string())?;
+    let mtu = interface_of(local).map_or(USUAL_MTU, |interface| interface.mtu);
+    let largest = max_datagram(mtu, to.is_ipv6()).map_err(|error| error.to_string())?;
+    Ok(u16::try_from(largest).unwrap_or(u16::MAX))
+}

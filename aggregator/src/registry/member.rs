@@ -1,0 +1,81 @@
+//! Who has joined a job: a rank, or an aggregator for its ranks.
+
+use std::net::SocketAddr;
+
+use racksum_proto::control::{FromAggregator, Join};
+use tokio::sync::mpsc::Sender;
+use tokio::time::Instant;
+
+use super::Caller;
+use super::job::Left;
+
+/// A rank that has joined, or an aggregator that has joined for its ranks.
+#[derive(Debug)]
+pub(super) struct Member {
+    pub(super) join: Join,
+    /// The other ranks that it has joined for, if it is an aggregator.
+    pub(super) also: Vec<Join>,
+    /// The name in its certificate.
+    pub(super) identity: Option<String>,
+    /// Where its data comes from: an address of a link means nothing without its scope.
+    addr: SocketAddr,
+    tell: Sender<FromAggregator>,
+    pub(super) hears: bool,
+    /// When anything was last heard of it.
+    pub(super) heard: Instant,
+    /// What it had left with, if it has come back.
+    pub(super) came_back: Option<Left>,
+}
+
+impl Member {
+    pub(super) fn new(join: Join, caller: Caller, now: Instant) -> Self {
+        let Caller { identity, addr, tell } = caller;
+        let (also, came_back) = (Vec::new(), None);
+        Self { join, also, identity, addr, tell, hears: false, heard: now, came_back }
+    }
+
+    /// The wishes of all its ranks.
+    pub(super) fn joins(&self) -> impl Iterator<Item = &Join> {
+        std::iter::once(&self.join).chain(&self.also)
+    }
+
+    /// Its ranks.
+    pub(super) fn ranks(&self) -> impl Iterator<Item = u16> + '_ {
+        self.joins().map(|join| join.rank)
+    }
+
+    /// What people call it: an aggregator by the first of its ranks.
+    pub(super) fn name(&self) -> u16 {
+        self.ranks().min().unwrap_or(self.join.rank)
+    }
+
+    /// Where its data to the aggregator's shard of this number comes from.
+    pub(super) fn data_addr(&self, shard: usize) -> SocketAddr {
+        let ports = &self.join.data_ports;
+        let mut addr = self.addr;
+        addr.set_port(ports.get(shard).or_else(|| ports.first()).copied().unwrap_or(0));
+        addr
+    }
+
+    /// Why this rank is no rank of a job that demands multicast.
+    pub(super) fn unreached(&self) -> String {
+        let (rank, ip) = (self.join.rank, self.addr.ip());
+        if self.join.relays {
+            return format!(
+                "the aggregator at {ip} calls this one its parent, and is sent copies; start the \
+                 parent with --fanout auto or unicast"
+            );
+        }
+        format!(
+            "multicast does not reach rank {rank} at {ip}; start the aggregator with --fanout auto \
+             or unicast"
+        )
+    }
+
+    /// Tells it something. One that does not read is given up by its connection's task.
+    pub(super) fn tell(&self, message: FromAggregator) {
+        if self.tell.try_send(message).is_err() {
+            tracing::warn!(rank = self.join.rank, "the rank does not read its messages");
+        }
+    }
+}

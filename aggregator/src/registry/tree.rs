@@ -1,0 +1,331 @@
+//! Jobs whose sums go on to a parent, and those of which aggregators have this one as theirs.
+//!
+//! An aggregator that has a parent joins it for the ranks of each of its jobs, one after the other
+//! as they come. Only the parent sees when the world is complete, so there the job starts, and what
+//! it grants is what the ranks are granted below.
+
+use std::net::SocketAddr;
+
+use racksum_net::auth::{Opener, Sealer};
+use racksum_proto::aggregator::Config;
+use racksum_proto::control::{Absent, FromAggregator, FromWorker, Join, Loss, OnRankLoss, Welcome};
+use racksum_proto::ids::{OpId, Rank};
+use racksum_proto::worker;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+use super::job::{Job, State};
+use super::member::Member;
+use super::{Joined, Registry, Seat};
+use crate::shard::{Command, NewAbove};
+
+/// A job's way to the parent.
+#[derive(Debug, Default)]
+pub(super) struct Above {
+    /// Somebody calls the parent, or is about to.
+    called: bool,
+    /// What is said to the parent goes here, while it is called.
+    words: Option<UnboundedSender<FromWorker>>,
+    /// The ranks that have joined nowhere, as the parent says.
+    pub(super) missing: Option<Vec<u16>>,
+    /// The parent's address, and what it granted.
+    pub(super) granted: Option<(SocketAddr, Welcome)>,
+}
+
+/// A call of the parent: what is said first, and whatever is said then.
+#[derive(Debug)]
+pub(crate) struct Call {
+    pub(crate) join: Join,
+    pub(crate) words: UnboundedReceiver<FromWorker>,
+}
+
+/// Whom a job loses with a member.
+pub(super) fn lost_with(member: Option<Member>, rank: u16, why: Loss) -> (Vec<u16>, Loss) {
+    match member.filter(|member| member.join.relays && why != Loss::Left) {
+        Some(member) => (member.ranks().collect(), Loss::Relay),
+        None => (vec![rank], why),
+    }
+}
+
+impl Registry {
+    /// Checks that what a rank wants can be had in a tree, if it is to be in one.
+    pub(super) fn check_relay(&self, join: &Join) -> Result<(), String> {
+        let mine = self.shards.len();
+        if join.relays && join.data_ports.len() != mine {
+            return Err(format!(
+                "the parent has {mine} shards and the aggregator that calls it {}; start both with \
+                 the same --shards",
+                join.data_ports.len()
+            ));
+        }
+        if join.relays || self.config.parent.is_some() { check_wish(join) } else { Ok(()) }
+    }
+
+    /// What is said to the parent of a job that gathers ranks; none if there is nothing to call it
+    /// for any more.
+    pub(crate) fn call(&mut self, seat: &Seat) -> Option<Call> {
+        let data_ports = self.shards.iter().map(|shard| shard.addr.port()).collect();
+        let buffers = self.shards.iter().map(|shard| shard.receive_buffer).min().unwrap_or(0);
+        let receive_buffer = u32::try_from(buffers).unwrap_or(u32::MAX);
+        let job = self.job(seat).filter(|job| job.state == State::Gathering)?;
+        let (tell, words) = unbounded_channel();
+        let mut joins = job.members.iter().flatten().flat_map(Member::joins).cloned();
+        let first = joins.next()?;
+        // The receiver is here.
+        joins.for_each(|join| drop(tell.send(FromWorker::Also(join))));
+        job.above = Some(Above { called: true, words: Some(tell), ..Above::default() });
+        let join = Join { data_ports, receive_buffer, multicast: false, relays: true, ..first };
+        Some(Call { join, words })
+    }
+
+    /// Takes what the parent at `parent` says.
+    pub(crate) fn hear_from_parent(
+        &mut self,
+        seat: &Seat,
+        parent: SocketAddr,
+        message: FromAggregator,
+    ) -> Joined {
+        let (name, auth) = (&seat.job, self.config.data_auth());
+        let Some(job) = self.job(seat) else { return Joined::Ready };
+        let Some(above) = &mut job.above else { return Joined::Ready };
+        match message {
+            FromAggregator::Refused { reason } => {
+                self.refuse_all(name, &format!("its parent at {parent} refused: {reason}"));
+            }
+            FromAggregator::Waiting { missing, .. } => above.missing = Some(missing),
+            FromAggregator::Queued { .. } => job.tell(&message),
+            FromAggregator::Welcome(granted) if granted.data_auth != auth => {
+                let reason = format!(
+                    "its parent at {parent} authenticates data with {:?}, and this aggregator with \
+                     {:?}; start both with the same --data-auth",
+                    granted.data_auth.name(),
+                    auth.name()
+                );
+                self.refuse_all(name, &reason);
+            }
+            FromAggregator::Welcome(granted) => {
+                above.granted = Some((parent, granted));
+                // If it cannot be served, all have been told so.
+                return self.start(name).unwrap_or(Joined::Ready);
+            }
+            FromAggregator::Drain if job.state == State::Gathering => {
+                self.refuse_all(name, &format!("its parent at {parent} is about to stop"));
+            }
+            FromAggregator::PeerLost { .. }
+            | FromAggregator::ParentLost { .. }
+            | FromAggregator::Superseded { .. } => {
+                job.tell(&message);
+                self.remove(name);
+            }
+            // The shards have their say in the rest; ranks that know no other aggregator are served
+            // to their end.
+            FromAggregator::Drain
+            | FromAggregator::Ready { .. }
+            | FromAggregator::Lifeline { .. }
+            | FromAggregator::Without(_) => {}
+        }
+        Joined::Ready
+    }
+
+    /// The conversation with the parent is over. Returns whether it is to be called again, since a
+    /// rank that it had been called for has gone meanwhile.
+    pub(crate) fn hung_up(&mut self, seat: &Seat, parent: &str, why: &str) -> bool {
+        let Some(job) = self.job(seat) else { return false };
+        let hung_up_here = job.above.as_ref().is_some_and(|above| above.words.is_none());
+        if job.state == State::Gathering && hung_up_here {
+            return true;
+        }
+        let reason = format!("the aggregator's parent at {parent} cannot be had: {why}");
+        tracing::warn!(job = seat.job, "{reason}");
+        if job.state == State::Gathering {
+            self.refuse_all(&seat.job, &reason);
+        } else if let Some(job) = self.remove(&seat.job) {
+            job.tell(&FromAggregator::ParentLost { reason });
+        }
+        false
+    }
+
+    /// Another rank has joined an aggregator that is a member. Like a rank that cannot be, the
+    /// aggregator is refused if it cannot.
+    pub(crate) fn also(&mut self, seat: &Seat, join: Join) -> Joined {
+        match self.admit_also(seat, join) {
+            Ok(joined) => joined,
+            Err(reason) => {
+                if let Some(job) = self.job(seat)
+                    && let Some(member) = job.members[usize::from(seat.rank)].take()
+                {
+                    tracing::warn!(job = seat.job, reason, "join refused");
+                    member.tell(FromAggregator::Refused { reason });
+                }
+                Joined::Ready
+            }
+        }
+    }
+
+    fn admit_also(&mut self, seat: &Seat, join: Join) -> Result<Joined, String> {
+        let Some(job) = self.job(seat) else { return Ok(Joined::Ready) };
+        let place = usize::from(seat.rank);
+        let Some(member) = job.members[place].as_ref().filter(|member| member.join.relays) else {
+            return Err("only an aggregator joins for others".into());
+        };
+        Self::check(&join, member.data_addr(0).ip())?;
+        check_wish(&join)?;
+        job.check(&join)?;
+        job.check_place(&join)?;
+        if let Some(member) = &mut job.members[place] {
+            member.also.push(join.clone());
+        }
+        if job.above.is_some() {
+            return Ok(job.note_joined(&join));
+        }
+        self.start_if_complete(&seat.job)
+    }
+
+    /// A rank is gone that had joined an aggregator which is a member.
+    pub(crate) fn parted(&mut self, seat: &Seat, absent: Absent) {
+        let Absent { rank, why } = absent;
+        let Some(job) = self.job(seat).filter(|job| job.state != State::Gathering) else { return };
+        let member = job.members[usize::from(seat.rank)].as_ref();
+        if !member.is_some_and(|member| member.ranks().any(|other| other == rank)) {
+            return;
+        }
+        job.tell_parent_of(&[rank], why);
+        if why == Loss::Left {
+            let (id, number) = (job.id, job.number_of(seat.rank));
+            if let Some(number) = number {
+                let left = || Command::Left { job: id, rank: number, name: Rank(rank) };
+                self.tell_shards(left);
+            }
+            return;
+        }
+        tracing::warn!(job = seat.job, rank, "rank lost: {}", why.name());
+        job.tell(&FromAggregator::PeerLost { ranks: vec![rank], why });
+        self.remove(&seat.job);
+        tracing::info!(job = seat.job, "job ended");
+    }
+}
+
+impl Job {
+    /// Whether aggregators have joined for their ranks.
+    pub(super) fn has_racks(&self) -> bool {
+        self.members.iter().flatten().any(|member| member.join.relays)
+    }
+
+    /// Whether its sums go through several aggregators, one after the other.
+    pub(super) fn is_of_tree(&self) -> bool {
+        self.above.is_some() || self.has_racks()
+    }
+
+    /// Checks that ranks that want what a tree does not have are in none.
+    pub(super) fn check_tree(&self, join: &Join) -> Result<(), String> {
+        if self.has_racks() {
+            return check_wish(join);
+        }
+        if join.relays && self.may_move {
+            return Err(format!(
+                "some ranks of job {:?} have joined here and name standbys, which cannot be where \
+                 others have joined at an aggregator with a parent; name one aggregator",
+                join.job
+            ));
+        }
+        Ok(())
+    }
+
+    /// Checks that a rank has not joined.
+    pub(super) fn check_place(&self, join: &Join) -> Result<(), String> {
+        let rank = join.rank;
+        let Some(member) = self.member_with(rank) else { return Ok(()) };
+        let there = member.data_addr(0);
+        let (ip, port) = (there.ip(), there.port());
+        let by = if member.join.relays { "through the aggregator at" } else { "from" };
+        Err(format!(
+            "rank {rank} of job {:?} has already joined {by} {ip} (data port {port}); give each \
+             worker its own --rank",
+            join.job
+        ))
+    }
+
+    /// Tells the parent that a rank has joined, or wants it to be called.
+    pub(super) fn note_joined(&mut self, join: &Join) -> Joined {
+        let Some(above) = &mut self.above else { return Joined::Ready };
+        if !std::mem::replace(&mut above.called, true) {
+            return Joined::Call;
+        }
+        if let Some(words) = &above.words {
+            // One that is gone has said so.
+            drop(words.send(FromWorker::Also(join.clone())));
+        }
+        Joined::Waiting(self.missing())
+    }
+
+    /// Tells the parent that ranks are gone; hangs up if it was called for them as well.
+    pub(super) fn tell_parent_of(&mut self, ranks: &[u16], why: Loss) {
+        let Some(above) = &mut self.above else { return };
+        if self.state == State::Gathering {
+            above.words = None;
+            return;
+        }
+        for rank in ranks {
+            if let Some(words) = &above.words {
+                // One that is gone has said so.
+                drop(words.send(FromWorker::Parted(Absent { rank: *rank, why })));
+            }
+        }
+    }
+
+    /// What people call those that send data, by number.
+    pub(super) fn names(&self) -> Vec<Rank> {
+        let name = |(rank, member): (u16, Option<&Member>)| Rank(member.map_or(rank, Member::name));
+        (0..).zip(self.numbered()).map(name).collect()
+    }
+
+    /// The way to the parent of the shard of a configuration.
+    pub(super) fn above_of(&self, below: &Config) -> Option<NewAbove> {
+        let (parent, granted) = self.above.as_ref()?.granted.as_ref()?;
+        let mut addr = *parent;
+        addr.set_port(*granted.data_ports.get(usize::from(below.shard))?);
+        let Welcome { data_auth, rank, ref keys, .. } = *granted;
+        let keys = keys.as_ref();
+        let sealer = keys.and_then(|keys| Sealer::of_rank(data_auth, keys, rank, below.shard));
+        let opener =
+            keys.and_then(|keys| Opener::of_shard(data_auth, keys, below.generation, below.shard));
+        let config = worker::Config {
+            job: granted.job,
+            generation: below.generation,
+            rank,
+            lanes: below.lanes,
+            shards: below.shards,
+            pool_slots: granted.pool_slots,
+            max_ops: granted.max_ops,
+            cut: below.cut,
+            in_flight: granted.in_flight as usize,
+            first_op: OpId(0),
+            may_move: false,
+            acks_at_rest: granted.may_move,
+            only_shard: Some(below.shard),
+        };
+        Some(NewAbove { config, addr, sealer, opener })
+    }
+}
+
+/// Checks that a rank wants nothing that a tree of aggregators does not have.
+fn check_wish(join: &Join) -> Result<(), String> {
+    let wants = [
+        (join.may_move || join.resume.is_some(), "move to a standby; name one aggregator"),
+        (join.rejoin, "have a rank back; restart all ranks with a greater --generation"),
+        (
+            join.on_rank_loss == OnRankLoss::Continue,
+            "go on without a rank; start its ranks with --on-rank-loss abort",
+        ),
+        (join.stripe.1 > 1, "be spread over several; name one aggregator"),
+    ];
+    match wants.iter().find(|(wants, _)| *wants) {
+        Some((_, what)) => Err(format!(
+            "job {:?} is summed by an aggregator with a parent, where a job cannot {what}",
+            join.job
+        )),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests;

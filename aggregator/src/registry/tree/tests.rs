@@ -1,0 +1,267 @@
+use racksum_proto::auth::DataAuth;
+use racksum_proto::ids::{Generation, JobId};
+use tokio::time::Instant;
+
+use super::*;
+use crate::config::Fanout;
+use crate::registry::tests::{Inbox, join, registry, told, wish};
+
+const PARENT: &str = "127.0.0.1:7";
+
+/// A registry whose aggregator has a parent.
+fn leaf() -> Registry {
+    let mut registry = registry(Fanout::Unicast, 0);
+    registry.config.parent = Some(PARENT.into());
+    registry
+}
+
+/// What an aggregator says to its parent for a rank that has joined it.
+fn relayed(job: &str, rank: u16, world: u16) -> Join {
+    Join { relays: true, multicast: false, ..wish(job, rank, world) }
+}
+
+fn welcome() -> Welcome {
+    Welcome {
+        job: JobId(70),
+        rank: Rank(1),
+        data_ports: vec![5001],
+        pool_slots: 4,
+        max_ops: 64,
+        fragment_payload: 1296,
+        in_flight: 1 << 20,
+        first_op: OpId(0),
+        group: None,
+        data_auth: DataAuth::None,
+        keys: None,
+        sealed: Vec::new(),
+        may_move: false,
+    }
+}
+
+fn parent() -> SocketAddr {
+    PARENT.parse().unwrap()
+}
+
+/// All that was said to the parent, in short.
+fn said(call: &mut Call) -> Vec<String> {
+    let word = |word| match word {
+        FromWorker::Also(join) => format!("also {}", join.rank),
+        FromWorker::Parted(Absent { rank, why }) => format!("parted {rank} {why:?}"),
+        word => format!("{word:?}"),
+    };
+    std::iter::from_fn(|| call.words.try_recv().ok()).map(word).collect()
+}
+
+/// A rack of a job of four whose ranks 3 and 1 have joined, in this order, and been told of.
+fn rack(registry: &mut Registry) -> (Call, [(Seat, Inbox); 2]) {
+    let (first, joined, inbox) = join(registry, wish("job", 3, 4)).unwrap();
+    assert_eq!(joined, Joined::Call);
+    let mut call = registry.call(&first).unwrap();
+    assert_eq!((call.join.rank, call.join.relays, call.join.data_ports.len()), (3, true, 1));
+    let (second, joined, other) = join(registry, wish("job", 1, 4)).unwrap();
+    assert_eq!(joined, Joined::Waiting(vec![0, 2]));
+    assert_eq!(said(&mut call), ["also 1"]);
+    (call, [(first, inbox), (second, other)])
+}
+
+#[test]
+fn a_rack_is_granted_what_the_parent_grants_once_it_does() {
+    let mut registry = leaf();
+    let (_call, [(seat, mut three), (_, mut one)]) = rack(&mut registry);
+    // Only the parent knows who is missing.
+    let waiting = FromAggregator::Waiting { missing: vec![2], waited_ms: 9 };
+    registry.hear_from_parent(&seat, parent(), waiting);
+    assert_eq!(registry.look_after(&seat, Instant::now()), Joined::Waiting(vec![2]));
+    let said = FromAggregator::Welcome(welcome());
+    assert_eq!(registry.hear_from_parent(&seat, parent(), said), Joined::Ready);
+    for (rank, inbox) in [(Rank(0), &mut one), (Rank(1), &mut three)] {
+        let FromAggregator::Welcome(granted) = inbox.try_recv().unwrap() else { panic!() };
+        assert_eq!((granted.rank, granted.fragment_payload), (rank, 1296));
+        assert_eq!(told(inbox), Some(FromAggregator::Ready { multicast: false }));
+    }
+    let job = &registry.jobs["job"];
+    let above = job.above_of(&Config { shard: 0, ..config(job) }).unwrap();
+    assert_eq!(above.addr, "127.0.0.1:5001".parse().unwrap());
+    assert_eq!((above.config.rank, above.config.only_shard), (Rank(1), Some(0)));
+    assert_eq!(job.names(), [Rank(1), Rank(3)]);
+}
+
+/// What a job's shard would be granted.
+fn config(job: &Job) -> Config {
+    let (welcome, _) = job.granted.as_ref().unwrap();
+    let cut = racksum_proto::geometry::Fragmentation::new(welcome.fragment_payload.into());
+    Config {
+        job: job.id,
+        generation: job.generation,
+        world: 2,
+        lanes: 1,
+        shard: 0,
+        shards: 1,
+        pool_slots: 4,
+        max_ops: 64,
+        cut: cut.unwrap(),
+        results_in_flight: 1 << 20,
+        moved_at: None,
+        weight: None,
+        has_parent: true,
+    }
+}
+
+#[test]
+fn a_rank_that_goes_while_ranks_are_gathered_is_not_called_for_the_next_time() {
+    let mut registry = leaf();
+    let (mut call, [(first, _three), (second, _one)]) = rack(&mut registry);
+    registry.leave(&first, Loss::Died, Instant::now());
+    // The end of the words is the end of the conversation.
+    assert_eq!(said(&mut call), [""; 0]);
+    assert!(call.words.is_closed() || call.words.blocking_recv().is_none());
+    assert!(registry.hung_up(&first, PARENT, "left"));
+    let call = registry.call(&first).unwrap();
+    assert_eq!(call.join.rank, 1);
+    registry.leave(&second, Loss::Left, Instant::now());
+    assert!(!registry.hung_up(&first, PARENT, "left"), "nobody is left to call for");
+    assert_eq!(registry.jobs(), 0);
+}
+
+#[test]
+fn what_becomes_of_a_rank_is_said_above_and_what_is_said_above_becomes_of_the_ranks() {
+    let now = Instant::now();
+    for why in [Loss::Died, Loss::Left] {
+        let mut registry = leaf();
+        let (mut call, [(seat, _three), (_, mut one)]) = rack(&mut registry);
+        registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(welcome()));
+        registry.leave(&seat, why, now);
+        assert_eq!(said(&mut call), [format!("parted 3 {why:?}")]);
+        let over = Some(FromAggregator::PeerLost { ranks: vec![3], why });
+        assert_eq!(registry.jobs(), usize::from(why == Loss::Left));
+        assert_eq!(told(&mut one) == over, why == Loss::Died);
+    }
+    let lost = FromAggregator::PeerLost { ranks: vec![0, 2], why: Loss::Relay };
+    let by = Generation(4);
+    for word in [lost, FromAggregator::Superseded { by }] {
+        let mut registry = leaf();
+        let (_call, [(seat, mut three), _]) = rack(&mut registry);
+        registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(welcome()));
+        registry.hear_from_parent(&seat, parent(), word.clone());
+        assert_eq!(told(&mut three), Some(word));
+        assert_eq!(registry.jobs(), 0);
+        assert!(!registry.hung_up(&seat, PARENT, "closed"));
+    }
+}
+
+#[test]
+fn a_parent_that_cannot_be_had_is_named_to_every_rank() {
+    let mut registry = leaf();
+    let (_call, [(seat, mut three), (_, mut one)]) = rack(&mut registry);
+    assert!(!registry.hung_up(&seat, PARENT, "nobody answers"));
+    let reason = format!("the aggregator's parent at {PARENT} cannot be had: nobody answers");
+    for inbox in [&mut three, &mut one] {
+        assert_eq!(told(inbox), Some(FromAggregator::Refused { reason: reason.clone() }));
+    }
+    // One that runs is over with its parent.
+    let (_call, [(seat, mut three), _]) = rack(&mut registry);
+    registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(welcome()));
+    assert!(!registry.hung_up(&seat, PARENT, "nobody answers"));
+    assert_eq!(told(&mut three), Some(FromAggregator::ParentLost { reason }));
+    // One that authenticates otherwise is no parent.
+    let (_call, [(seat, mut three), _]) = rack(&mut registry);
+    let other = Welcome { data_auth: DataAuth::Mac, ..welcome() };
+    registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(other));
+    let Some(FromAggregator::Refused { reason }) = told(&mut three) else { panic!() };
+    assert!(reason.contains("start both with the same --data-auth"), "{reason}");
+}
+
+/// A root at which an aggregator has joined for ranks 2 and 0 of four, and another for 3 and 1.
+fn root() -> (Registry, [(Seat, Inbox); 2]) {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let (one, joined, first) = join(&mut registry, relayed("job", 2, 4)).unwrap();
+    assert_eq!(joined, Joined::Waiting(vec![0, 1, 3]));
+    assert_eq!(registry.also(&one, wish("job", 0, 4)), Joined::Waiting(vec![1, 3]));
+    let (two, _, second) = join(&mut registry, relayed("job", 3, 4)).unwrap();
+    assert_eq!(registry.also(&two, wish("job", 1, 4)), Joined::Ready);
+    (registry, [(one, first), (two, second)])
+}
+
+#[test]
+fn racks_are_numbered_by_their_first_ranks_and_called_by_them() {
+    let (mut registry, members) = root();
+    for ((_, mut inbox), rank) in members.into_iter().zip([Rank(0), Rank(1)]) {
+        let FromAggregator::Welcome(granted) = inbox.try_recv().unwrap() else { panic!() };
+        assert_eq!(granted.rank, rank);
+        assert_eq!(told(&mut inbox), Some(FromAggregator::Ready { multicast: false }));
+    }
+    let job = &registry.jobs["job"];
+    assert_eq!((job.names(), job.missing()), (vec![Rank(0), Rank(1)], vec![]));
+    let job = registry.jobs.get_mut("job").unwrap();
+    let (_, configs) = job.grant(4, DataAuth::None, &registry.shards).unwrap();
+    assert_eq!((configs[0].world, configs[0].weight, configs[0].has_parent), (2, Some(4), false));
+}
+
+#[test]
+fn a_rack_that_is_lost_is_lost_with_all_its_ranks_and_one_that_loses_a_rank_names_it() {
+    let (mut registry, [(one, _), (_, mut inbox)]) = root();
+    registry.leave(&one, Loss::Died, Instant::now());
+    let lost = FromAggregator::PeerLost { ranks: vec![2, 0], why: Loss::Relay };
+    assert_eq!(told(&mut inbox), Some(lost));
+    assert_eq!(registry.jobs(), 0);
+    let (mut registry, [(one, _), (_, mut inbox)]) = root();
+    // Of others than its own it has nothing to say.
+    registry.parted(&one, Absent { rank: 1, why: Loss::Died });
+    assert_eq!(registry.jobs(), 1);
+    registry.parted(&one, Absent { rank: 0, why: Loss::Left });
+    assert_eq!(registry.jobs(), 1);
+    registry.parted(&one, Absent { rank: 0, why: Loss::Died });
+    let lost = FromAggregator::PeerLost { ranks: vec![0], why: Loss::Died };
+    assert_eq!(told(&mut inbox), Some(lost));
+    assert_eq!(registry.jobs(), 0);
+}
+
+#[test]
+fn what_cannot_be_in_a_tree_is_refused_with_what_to_do() {
+    let mut leaf = leaf();
+    let wishes = |wish: Join| {
+        [
+            (Join { may_move: true, ..wish.clone() }, "move to a standby"),
+            (Join { on_rank_loss: OnRankLoss::Continue, ..wish.clone() }, "go on without a rank"),
+            (Join { stripe: (0, 2), ..wish }, "be spread over several"),
+        ]
+    };
+    for (wish, why) in wishes(wish("job", 0, 2)) {
+        let told = join(&mut leaf, wish).unwrap_err();
+        assert!(told.contains(why), "{told}");
+    }
+    let mut root = registry(Fanout::Unicast, 0);
+    for (wish, why) in wishes(relayed("job", 0, 2)) {
+        let told = join(&mut root, wish).unwrap_err();
+        assert!(told.contains(why), "{told}");
+    }
+    let told = join(&mut root, Join { data_ports: vec![1, 2], ..relayed("job", 0, 2) });
+    assert!(told.unwrap_err().contains("start both with the same --shards"));
+    assert_eq!((leaf.jobs(), root.jobs()), (0, 0));
+    // A rank that names standbys, and a rack, are no job, whoever comes first.
+    let (_, _, _rank) = join(&mut root, Join { may_move: true, ..wish("job", 0, 2) }).unwrap();
+    let told = join(&mut root, relayed("job", 1, 2)).unwrap_err();
+    assert!(told.contains("name one aggregator"), "{told}");
+    let (_, _, _rack) = join(&mut root, relayed("other", 0, 2)).unwrap();
+    let told = join(&mut root, Join { may_move: true, ..wish("other", 1, 2) }).unwrap_err();
+    assert!(told.contains("name one aggregator"), "{told}");
+}
+
+#[test]
+fn a_rank_that_has_joined_elsewhere_is_refused_with_the_aggregator_that_brings_it() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let (_, _, _direct) = join(&mut registry, wish("job", 0, 4)).unwrap();
+    let (rack, _, mut inbox) = join(&mut registry, relayed("job", 2, 4)).unwrap();
+    registry.also(&rack, wish("job", 1, 4));
+    let told_direct = join(&mut registry, wish("job", 1, 4)).unwrap_err();
+    assert!(told_direct.contains("through the aggregator at 127.0.0.1"), "{told_direct}");
+    assert_eq!(told(&mut inbox), None);
+    registry.also(&rack, wish("job", 0, 4));
+    let Some(FromAggregator::Refused { reason }) = told(&mut inbox) else { panic!() };
+    assert!(reason.contains("rank 0 of job \"job\" has already joined from"), "{reason}");
+    assert_eq!(registry.jobs["job"].missing(), [1, 2, 3]);
+    // Only an aggregator brings others.
+    let (direct, _, mut inbox) = join(&mut registry, wish("job", 3, 4)).unwrap();
+    registry.also(&direct, wish("job", 1, 4));
+    assert!(matches!(told(&mut inbox), Some(FromAggregator::Refused { .. })));
+}

@@ -1,0 +1,169 @@
+//! What arrives at a shard: whose it is, whether it is authentic, and where its payload belongs.
+
+use std::collections::BTreeMap;
+
+use racksum_net::udp::{self, Received};
+use racksum_proto::aggregator::{Place, Verdict};
+use racksum_proto::error::{Reject, Rejects};
+use racksum_proto::ids::{JobId, Rank};
+use racksum_proto::time::Time;
+use racksum_proto::wire::{self, Header};
+
+use super::{Job, Shard, relay};
+use crate::slots::Slots;
+
+impl Shard {
+    /// Takes what the kernel handed over as one: datagrams of one sender, `stride` apart.
+    pub(super) fn take_datagrams(&mut self, now: Time, i: usize, meta: &Received) {
+        let Self { jobs, risen, stats, incoming, arena, .. } = self;
+        let buffer = &mut incoming[i];
+        // The kernel joins only what has one sender.
+        let below = |origin: Option<(JobId, Rank)>| {
+            let (job, _) = origin.filter(|(_, sender)| *sender == Rank::AGGREGATOR)?;
+            risen.get(&(job, meta.from)).copied()
+        };
+        let count = buffer.len().div_ceil(meta.stride.max(1));
+        stats.datagrams[0] += count as u64;
+        stats.bytes[0] += buffer.len() as u64;
+        let mut stores = [None; udp::MAX_SEGMENTS];
+        // The kernel may join more datagrams than a window has fragments.
+        let first = Header::origin(buffer);
+        let first = below(first).or_else(|| first.map(|(job, _)| job)).and_then(|id| jobs.get(&id));
+        let trailer = first.map_or(0, |job| job.machine.config().cut.trailer());
+        let whole = count <= stores.len() && may_be_whole(buffer, meta.stride, trailer);
+        for (n, datagram) in buffer.chunks_mut(meta.stride.max(1)).enumerate() {
+            let origin = Header::origin(datagram);
+            let below = below(origin);
+            let opened = match below.and_then(|id| jobs.get_mut(&id)) {
+                Some(job) => relay::open(job, datagram),
+                None => open(jobs, datagram, meta),
+            };
+            let Some(messages) = opened else { continue };
+            for message in wire::messages(messages) {
+                // wire: W-60
+                let message = message.and_then(|(header, body)| {
+                    let same = origin.is_some_and(|(job, sender)| header.is_of(job, sender));
+                    if same { Ok((header, body)) } else { Err(Reject::Sender) }
+                });
+                let taken = match below.and_then(|id| Some((id, jobs.get_mut(&id)?))) {
+                    Some((id, job)) => relay::take(job, now, message, meta.ce)
+                        .map(|(place, body)| (id, place, body)),
+                    None => take_message(jobs, &mut stats.rejects, now, message, meta),
+                };
+                let Some((id, place, body)) = taken else { continue };
+                if whole {
+                    stores[n] = Some((id, place));
+                } else if let Some(job) = jobs.get_mut(&id) {
+                    job.slots.copy(place, body, arena);
+                }
+            }
+        }
+        if whole {
+            self.keep_or_copy(i, meta.stride, &stores[..count]);
+        }
+    }
+
+    /// Keeps a buffer that holds a whole contribution, or copies those of its fragments that are
+    /// wanted.
+    fn keep_or_copy(&mut self, i: usize, stride: usize, stores: &[Option<(JobId, Place)>]) {
+        let Self { jobs, incoming, arena, .. } = self;
+        if let Some((id, place)) = whole_window(stores)
+            && let Some(job) = jobs.get_mut(&id)
+            && Slots::fits(&place, stride)
+            && let Some(fresh) = arena.take()
+        {
+            let buffer = std::mem::replace(&mut incoming[i], fresh);
+            if let Some(old) = job.slots.keep(place, buffer) {
+                arena.give(old);
+            }
+            return;
+        }
+        for (datagram, store) in incoming[i].chunks(stride.max(1)).zip(stores) {
+            let Some((id, place)) = store else { continue };
+            let Some(job) = jobs.get_mut(id) else { continue };
+            let end = datagram.len().saturating_sub(place.cut.trailer());
+            if let Some(body) = datagram.get(Header::LEN..end) {
+                job.slots.copy(*place, body, arena);
+            }
+        }
+    }
+}
+
+/// Hands a message to its job. Returns its body and where it belongs, if it has one that is
+/// wanted.
+fn take_message<'a>(
+    jobs: &mut BTreeMap<JobId, Job>,
+    rejects: &mut Rejects,
+    now: Time,
+    message: Result<(Header, &'a [u8]), Reject>,
+    meta: &Received,
+) -> Option<(JobId, Place, &'a [u8])> {
+    let (header, body) = match message {
+        Ok(message) => message,
+        Err(reject) => {
+            rejects.count(reject);
+            return None;
+        }
+    };
+    let Some(job) = jobs.get_mut(&header.job) else {
+        rejects.count(Reject::Job);
+        return None;
+    };
+    // wire: W-9
+    if job.ways.ranks.get(header.sender.index()) != Some(&meta.from) {
+        job.machine.reject(Reject::Sender, &mut ());
+        return None;
+    }
+    match job.machine.handle_decoded(now, &header, body, meta.ce, &mut ()) {
+        Verdict::Store(place) => Some((header.job, place, body)),
+        Verdict::Duplicate | Verdict::Control | Verdict::Reject(_) => None,
+    }
+}
+
+/// The messages of a datagram, if it is authentic; where nothing is authenticated, of any.
+fn open<'a>(
+    jobs: &mut BTreeMap<JobId, Job>,
+    datagram: &'a mut [u8],
+    meta: &Received,
+) -> Option<&'a [u8]> {
+    // One that is of no job here says what is wrong with it when it is decoded.
+    let Some((id, rank)) = Header::origin(datagram) else { return Some(datagram) };
+    let Some(job) = jobs.get_mut(&id).filter(|job| !job.openers.is_empty()) else {
+        return Some(datagram);
+    };
+    // wire: W-9
+    // Looked at first, since that costs less than the tag.
+    let sender = job.ways.ranks.get(rank.index()).filter(|addr| **addr == meta.from);
+    let opened = match (sender, job.openers.get_mut(rank.index())) {
+        (Some(_), Some(opener)) => opener.open(datagram),
+        _ => Err(Reject::Sender),
+    };
+    match opened {
+        Ok(messages) => Some(messages),
+        Err(reject) => {
+            job.machine.reject(reject, &mut ());
+            None
+        }
+    }
+}
+
+/// Whether a buffer looks as if it held the fragments of one window, a message a datagram.
+fn may_be_whole(buffer: &[u8], stride: usize, trailer: usize) -> bool {
+    buffer.chunks(stride.max(1)).all(|datagram| {
+        let messages = datagram.len().checked_sub(trailer).and_then(|len| datagram.get(..len));
+        messages.is_some_and(|message| Header::decode(message).is_ok())
+    })
+}
+
+/// The window that a buffer holds whole and in order, if it does.
+fn whole_window(stores: &[Option<(JobId, Place)>]) -> Option<(JobId, Place)> {
+    let (job, first) = (*stores.first()?)?;
+    if first.fragment != 0 || usize::from(first.fragments) != stores.len() {
+        return None;
+    }
+    let in_order = stores
+        .iter()
+        .zip(0..)
+        .all(|(store, fragment)| *store == Some((job, Place { fragment, ..first })));
+    in_order.then_some((job, first))
+}

@@ -1,0 +1,191 @@
+//! A job whose sums go to a parent: beside the aggregator half there is a worker half, which takes
+//! them there and hands on what comes back. `racksum_proto::aggregator` says what is whose affair.
+
+use std::net::SocketAddr;
+
+use racksum_net::auth::{Opener, Sealer};
+use racksum_net::udp::UdpSocket;
+use racksum_proto::aggregator::{Failed, Place, ResultFragments};
+use racksum_proto::error::{OpError, Reject};
+use racksum_proto::geometry::{Geometry, Stripe};
+use racksum_proto::ids::WindowId;
+use racksum_proto::time::{Span, Time};
+use racksum_proto::wire::{Disagreement, Header};
+use racksum_proto::worker::{Config, Outcome, Transmit, Verdict, Worker};
+
+use super::Job;
+use crate::outbox::Outbox;
+use crate::ways::To;
+
+/// The way to the parent as a shard is told of it.
+#[derive(Debug)]
+pub(crate) struct NewAbove {
+    pub(crate) config: Config,
+    /// The parent's shard.
+    pub(crate) addr: SocketAddr,
+    pub(crate) sealer: Option<Sealer>,
+    pub(crate) opener: Option<Opener>,
+}
+
+/// The way of a job to its parent.
+#[derive(Debug)]
+pub(crate) struct Above {
+    pub(super) machine: Worker,
+    /// Opens what the parent sends, if datagrams are authenticated.
+    opener: Option<Opener>,
+}
+
+impl Above {
+    pub(super) fn new(config: Config, opener: Option<Opener>, now: Time) -> Self {
+        Self { machine: Worker::new(config, now), opener }
+    }
+}
+
+/// The messages of a datagram of the parent's, if it is authentic.
+pub(super) fn open<'a>(job: &mut Job, datagram: &'a mut [u8]) -> Option<&'a [u8]> {
+    let above = job.above.as_mut()?;
+    let opened = match &mut above.opener {
+        Some(opener) => opener.open(datagram),
+        None => Ok(datagram),
+    };
+    opened.map(|messages| &*messages).map_err(|reject| above.machine.reject(reject, &mut ())).ok()
+}
+
+/// Takes a message of the parent's. Returns its body and where it belongs, if it has one that is
+/// wanted.
+pub(super) fn take<'a>(
+    job: &mut Job,
+    now: Time,
+    message: Result<(Header, &'a [u8]), Reject>,
+    congested: bool,
+) -> Option<(Place, &'a [u8])> {
+    let above = job.above.as_mut()?;
+    let (header, body) = message.map_err(|reject| above.machine.reject(reject, &mut ())).ok()?;
+    let verdict = above.machine.handle_decoded(now, &header, body, congested, &mut ());
+    let Verdict::Deliver(delivery) = verdict else { return None };
+    let place = job.machine.handle_from_parent(&delivery);
+    if delivery.complete {
+        above.machine.handle_delivered(now, &delivery, &mut ());
+    }
+    Some((place?, body))
+}
+
+impl Job {
+    /// When the way to the parent is to be looked after.
+    pub(super) fn timeout(&self) -> Time {
+        self.above.as_ref().map_or(Time::NEVER, |above| above.machine.poll_timeout())
+    }
+
+    /// Lets the aggregator half know how far the parent is.
+    pub(super) fn look_up(&mut self, now: Time) {
+        let Self { machine, above: Some(above), .. } = self else { return };
+        if above.machine.poll_timeout() <= now {
+            above.machine.handle_timeout(now, &mut ());
+        }
+        let shard = machine.config().shard;
+        for lane in 0..machine.config().lanes {
+            let (done, low) = above.machine.reached(lane, shard);
+            machine.handle_parent_at(lane, done, low);
+            machine.handle_parent_waits(lane, above.machine.waits(now, lane, shard));
+        }
+    }
+
+    /// Takes to the parent what has been folded for it; what has failed goes to `failed`, and the
+    /// other shards are to be told. Returns whether there was anything.
+    pub(super) fn hand_up(
+        &mut self,
+        now: Time,
+        socket: &UdpSocket,
+        out: &mut Outbox,
+        failed: &mut Vec<Failed>,
+    ) -> bool {
+        let mut any = self.begin(now);
+        any |= self.pass_failures(failed);
+        if self.above.is_none() {
+            return any;
+        }
+        any |= self.scan();
+        while let Some(above) = &mut self.above
+            && let Some(transmit) = above.machine.poll_transmit(now, &mut out.datagram[..], &mut ())
+        {
+            any = true;
+            match transmit {
+                Transmit::Datagram { len, .. } => out.send_datagram(socket, self, To::Parent, len),
+                Transmit::Data(data) => {
+                    let (lane, window) = (data.header.lane, data.header.window);
+                    let Some(slot) = self.machine.slot_of(lane, window) else { continue };
+                    let (len, cut, fragments) = (data.len, data.cut, data.fragments);
+                    let header = data.header;
+                    let sum = ResultFragments { lane, slot, len, cut, fragments, header };
+                    out.send_result(socket, self, To::Parent, &sum);
+                }
+            }
+        }
+        out.send_joined(socket, self);
+        any | self.pass_failures(failed)
+    }
+
+    /// Starts the ops that the ranks have begun.
+    fn begin(&mut self, now: Time) -> bool {
+        let Self { machine, above: Some(above), .. } = self else { return false };
+        let mut any = false;
+        while let Some((op, descriptor)) = machine.poll_begun() {
+            // There is as much room for ops there as here: both are granted the same number.
+            let submitted = above.machine.submit_sum(now, op, descriptor, NO_TIMEOUT);
+            debug_assert!(submitted.is_ok(), "{submitted:?}");
+            any = true;
+        }
+        any
+    }
+
+    /// Tells each side what has failed at the other.
+    fn pass_failures(&mut self, failed: &mut Vec<Failed>) -> bool {
+        let Self { machine, above, .. } = self;
+        let before = failed.len();
+        failed.extend(std::iter::from_fn(|| machine.poll_failed()));
+        let Some(above) = above else { return failed.len() > before };
+        for Failed { op, why, from_parent } in &failed[before..] {
+            if !from_parent {
+                above.machine.fail_sum(*op, *why, &mut ());
+            }
+        }
+        let dropped = above.machine.sums().filter(|(op, lane)| machine.has_dropped(*lane, *op));
+        let dropped: Vec<_> = dropped.collect();
+        for (op, _) in &dropped {
+            above.machine.drop_sum(*op, &mut ());
+        }
+        let mut any = failed.len() > before || !dropped.is_empty();
+        while let Some(Outcome { result, .. }) = above.machine.poll_outcome() {
+            any = true;
+            if let Err(OpError::Mismatch { op, one, other }) = result {
+                machine.handle_parent_failed(op, Disagreement { one, other }, &mut ());
+            }
+        }
+        any
+    }
+
+    /// Says which windows the ranks have contributed to.
+    fn scan(&mut self) -> bool {
+        let Self { machine, above: Some(above), .. } = self else { return false };
+        let config = *machine.config();
+        let mut any = false;
+        for lane in 0..config.lanes {
+            while let Some(scan) = above.machine.poll_scan_of(lane) {
+                let Some(descriptor) = above.machine.descriptor(scan.op) else { break };
+                let windows = Geometry::new(&descriptor).windows();
+                let stripe = Stripe::new(scan.op, windows, config.shard, config.shards);
+                let mask = match stripe.nth(scan.index) {
+                    None => Some(0),
+                    Some(_) => machine.summed(lane, WindowId::new(scan.op, scan.index)),
+                };
+                let Some(mask) = mask else { break };
+                above.machine.handle_scanned(scan, mask);
+                any = true;
+            }
+        }
+        any
+    }
+}
+
+/// How long an op may take is the ranks' affair.
+const NO_TIMEOUT: Span = Span::from_secs(1 << 20);

@@ -1,0 +1,137 @@
+//! What a rank says to an aggregator and hears of it, on a connection for as long as it is one: a
+//! worker's conversation, or that of an aggregator with its parent.
+
+use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
+
+use racksum_proto::control::{FromAggregator, FromWorker, Join};
+use racksum_proto::time::Span;
+use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::sync::oneshot;
+
+use super::endpoint::connect_from;
+use super::{Credentials, frames, lifeline, not_connected};
+use crate::NetError;
+
+/// Who calls an aggregator.
+#[derive(Debug)]
+pub struct Caller {
+    /// The address of this host to call from, unless any will do.
+    pub from: Option<IpAddr>,
+    /// Who it is, and whom it believes.
+    pub credentials: Credentials,
+    /// How long the aggregator may take to answer.
+    pub patience: Span,
+}
+
+/// How a conversation ended.
+#[derive(Debug, thiserror::Error)]
+pub enum Ended {
+    /// It never began: nobody is there, or one side does not believe the other.
+    #[error("{0}")]
+    Unconnected(#[from] NetError),
+    /// The aggregator ended it, or is gone: a sentence.
+    #[error("{0}")]
+    Closed(String),
+    /// This side has said its last word.
+    #[error("left")]
+    Parted,
+}
+
+/// Calls the aggregator at `to`, and joins; hands on what it says by
+/// `hear`, which returns false once nobody listens any more, and says to it what comes of `words`:
+/// up to a last word, which is [`LEAVE`] if they end without one. Returns once the conversation is
+/// over.
+///
+/// # Panics
+///
+/// Outside of a tokio runtime.
+pub async fn converse(
+    to: SocketAddr,
+    join: Join,
+    caller: &Caller,
+    mut words: UnboundedReceiver<FromWorker>,
+    hear: impl Fn(FromAggregator) -> bool + Send + 'static,
+) -> Ended {
+    let connection = match connect_from(caller.from, to, &caller.credentials, caller.patience).await
+    {
+        Ok(connection) => connection,
+        Err(error) => return error.into(),
+    };
+    // An aggregator looks at this side's certificate last, when the connection seems made.
+    let closed = |why: String| match connection
+        .quic()
+        .close_reason()
+        .map(|cause| not_connected(to, cause))
+    {
+        Some(error @ NetError::NotBelieved { .. }) => error.into(),
+        _ => Ended::Closed(why),
+    };
+    let (mut send, recv) = match connection.quic().open_bi().await {
+        Ok(streams) => streams,
+        Err(error) => return closed(error.to_string()),
+    };
+    if let Err(error) = frames::send(&mut send, &FromWorker::Join(join)).await {
+        return closed(error.to_string());
+    }
+    let (offered, lifeline) = oneshot::channel();
+    let lifeline = async move {
+        let (port, token) = lifeline.await.ok()?;
+        lifeline::lay(to, port, token).await
+    };
+    let quic = connection.quic().clone();
+    let mut dead = std::pin::pin!(lifeline::dead(&quic, lifeline));
+    // A task of its own, since reading a frame must not be cancelled half-way.
+    let mut reader = tokio::spawn(listen(recv, offered, hear));
+    loop {
+        tokio::select! {
+            why = &mut reader => return closed(why.unwrap_or_else(|error| error.to_string())),
+            () = &mut dead => return Ended::Closed(DEAD.into()),
+            word = words.recv() => {
+                let word = word.unwrap_or(LEAVE);
+                let last = word.is_last();
+                let sent = frames::send(&mut send, &word).await;
+                if last || sent.is_err() {
+                    drop(send.finish());
+                    // The aggregator's end of the stream says that it has read the last word.
+                    drop(tokio::time::timeout(LAST_PATIENCE, &mut reader).await);
+                    connection.close("left").await;
+                    return Ended::Parted;
+                }
+            }
+        }
+    }
+}
+
+/// Hands on what is said until nothing more is; returns why.
+async fn listen(
+    mut recv: quinn::RecvStream,
+    offered: oneshot::Sender<(u16, racksum_proto::auth::Key)>,
+    hear: impl Fn(FromAggregator) -> bool,
+) -> String {
+    let mut offered = Some(offered);
+    loop {
+        match frames::recv::<FromAggregator>(&mut recv).await {
+            Ok(Some(FromAggregator::Lifeline { port, token })) => {
+                // There is one, and nobody waits for another.
+                if let Some(offered) = offered.take() {
+                    offered.send((port, token)).unwrap_or_default();
+                }
+            }
+            Ok(Some(message)) => {
+                if !hear(message) {
+                    return "nobody listens any more".to_owned();
+                }
+            }
+            Ok(None) => return "it ended the conversation".to_owned(),
+            Err(error) => return error.to_string(),
+        }
+    }
+}
+
+/// A rank's last word, unless it may come back or goes on elsewhere.
+pub const LEAVE: FromWorker = FromWorker::Leave { next_op: None };
+/// Why a conversation ends when the aggregator's host says that it serves no more.
+const DEAD: &str = "its process has ended";
+/// How long the aggregator may take to read the last word.
+const LAST_PATIENCE: Duration = Duration::from_secs(1);
