@@ -8,8 +8,8 @@ use racksum_proto::error::OpError;
 use racksum_worker::{Blocks, Client, ConnectOptions, Error, Faults, Handle};
 
 use crate::inputs::{Random, Values, seed, tensor};
-use crate::oracle::{Expected, kinds, reduce};
-use crate::rig::{Rig, bounded};
+use crate::oracle::{Expected, Place, kinds, reduce, reduce_at};
+use crate::rig::{Shape, Tree, bounded};
 
 const WORLD: u16 = 3;
 
@@ -25,7 +25,7 @@ struct Op {
 }
 
 impl Op {
-    fn draw(random: &mut Random, lanes: u8) -> Self {
+    fn draw(random: &mut Random, lanes: u8, root: &Place) -> Self {
         let kinds = kinds();
         let kind = kinds[usize::try_from(random.below(kinds.len() as u64)).unwrap()];
         let block = [32, 64, 128, 256, 512, 1024][usize::try_from(random.below(6)).unwrap()];
@@ -51,7 +51,7 @@ impl Op {
         let expected = if odd.is_some() {
             Expected { tensor: vec![], overflows: false, union: vec![] }
         } else {
-            reduce(&descriptor, &inputs)
+            reduce_at(&descriptor, &inputs, root)
         };
         let lists = [0; WORLD as usize].map(|_| random.below(3) == 0);
         Self { descriptor, odd, inputs, expected, lists }
@@ -103,7 +103,7 @@ fn blocks(descriptor: &Descriptor, tensor: &[u8], indices: &[u32]) -> Blocks {
     Blocks { indices: indices.to_vec(), values: values.collect() }
 }
 
-fn run(seed: u64) {
+fn run(seed: u64, shape: &Shape) {
     let mut random = Random::new(seed);
     let lanes = u8::try_from(random.below(3) + 1).unwrap();
     let shards = u8::try_from(random.below(4) + 1).unwrap();
@@ -114,11 +114,13 @@ fn run(seed: u64) {
     // Whole windows a datagram, or few blocks.
     let mtu = [None, Some(1500)][usize::try_from(random.below(2)).unwrap()];
     let faults = Faults { drop: share, duplicate: share, reorder: share, seed };
-    let ops: Vec<_> = (0..40).map(|_| Op::draw(&mut random, lanes)).collect();
+    let ops: Vec<_> = (0..40).map(|_| Op::draw(&mut random, lanes, &shape.place())).collect();
     let batches: Vec<_> = (0..40).map(|_| random.below(8) + 1).collect();
-    let rig = Rig::start(|config| {
+    let tree = Tree::start(shape, |config| {
         config.shards = shards;
-        config.fanout = if multicast { Fanout::Multicast } else { Fanout::Unicast };
+        // An aggregator that has this one as its parent is sent copies.
+        let fanout = if shape.parents.is_empty() { Fanout::Multicast } else { Fanout::Auto };
+        config.fanout = if multicast { fanout } else { Fanout::Unicast };
         config.max_jobs = 1;
         config.data_auth = Some(auth);
     });
@@ -128,7 +130,7 @@ fn run(seed: u64) {
         options.faults = faults;
         options.mtu = mtu;
     };
-    rig.ranks("mixture", WORLD, change, |client, rank| {
+    tree.ranks("mixture", change, |client, rank| {
         let mut left = &ops[..];
         for batch in &batches {
             let (now, later) = left.split_at(left.len().min(usize::try_from(*batch).unwrap()));
@@ -139,7 +141,7 @@ fn run(seed: u64) {
             left = later;
         }
     });
-    rig.await_peace();
+    tree.await_peace();
 }
 
 #[test]
@@ -147,7 +149,25 @@ fn a_mixture_of_ops_ends_as_the_definition_says() {
     bounded(100, || {
         let first = seed(61);
         for seed in first..first + 10 {
-            run(seed);
+            run(seed, &Shape::flat(WORLD));
+        }
+    });
+}
+
+#[test]
+fn a_mixture_of_ops_ends_as_the_definition_says_in_trees_of_aggregators() {
+    bounded(100, || {
+        let shapes = [
+            // Two racks; one and a rank at the root; a rack in a rack, with ranks at each; and a
+            // rack that is all there is.
+            Shape::new(&[0, 0], &[1, 2, 1]),
+            Shape::new(&[0], &[1, 0, 1]),
+            Shape::new(&[0, 1], &[2, 0, 1]),
+            Shape::new(&[0, 1, 1], &[3, 2, 3]),
+        ];
+        let first = seed(62);
+        for (seed, shape) in (first..first + 8).zip(shapes.iter().cycle()) {
+            run(seed, shape);
         }
     });
 }

@@ -17,59 +17,103 @@ pub(crate) struct Expected {
     pub(crate) union: Vec<u32>,
 }
 
+/// Where contributions are summed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// They are of this rank.
+    Rank(u16),
+    /// At an aggregator, in this order.
+    Rack(Vec<Place>),
+}
+
+impl Place {
+    /// One aggregator for all ranks.
+    pub(crate) fn flat(world: usize) -> Self {
+        Self::Rack((0..u16::try_from(world).unwrap()).map(Self::Rank).collect())
+    }
+
+    /// The ranks whose contributions come together here.
+    pub(crate) fn first(&self) -> u16 {
+        match self {
+            Self::Rank(rank) => *rank,
+            Self::Rack(places) => places.iter().map(Self::first).min().unwrap(),
+        }
+    }
+}
+
 /// Reduces the tensors of all ranks.
 pub(crate) fn reduce(descriptor: &Descriptor, inputs: &[Vec<u8>]) -> Expected {
-    let len = descriptor.block_elements() * descriptor.dtype.size();
+    reduce_at(descriptor, inputs, &Place::flat(inputs.len()))
+}
+
+/// Reduces the tensors of all ranks in a tree of aggregators.
+pub(crate) fn reduce_at(descriptor: &Descriptor, inputs: &[Vec<u8>], root: &Place) -> Expected {
+    let flat = Place::flat(inputs.len());
+    // It is exact, so that it does not matter where sums are made.
+    let root = if descriptor.wire == WireType::Fixed32 { &flat } else { root };
+    let Descriptor { dtype, wire, .. } = *descriptor;
+    let len = descriptor.block_elements() * dtype.size();
     let mut tensor = vec![0; inputs[0].len()];
     let (mut overflows, mut union) = (false, Vec::new());
     for (index, out) in (0..).zip(tensor.chunks_mut(len)) {
         let start = index as usize * len;
-        let end = start + out.len();
-        let blocks = inputs.iter().map(|input| &input[start..end]);
-        if let Some(folded) = reduce_block(descriptor, blocks, out) {
-            overflows |= descriptor.wire == WireType::Fixed32 && arith::fixed32_overflowed(&folded);
-            union.push(index);
+        let blocks = inputs.iter().map(|input| &input[start..start + out.len()]);
+        let blocks: Vec<_> = blocks.map(|block| encode(descriptor, block, inputs.len())).collect();
+        let elements = out.len() / dtype.size();
+        let Some(folded) = fold(descriptor, elements, root, &blocks, true) else { continue };
+        if wire.is_scaled() {
+            arith::decode_block(wire, dtype, &folded, out).unwrap();
+        } else {
+            arith::decode_run(wire, dtype, &folded, out).unwrap();
         }
+        overflows |= wire == WireType::Fixed32 && arith::fixed32_overflowed(&folded);
+        union.push(index);
     }
     Expected { tensor, overflows, union }
 }
 
-/// Reduces one block of all ranks into `out`; returns it as it would travel, or `None` when no
-/// rank holds it.
-fn reduce_block<'a>(
-    descriptor: &Descriptor,
-    blocks: impl ExactSizeIterator<Item = &'a [u8]>,
-    out: &mut [u8],
-) -> Option<Vec<u8>> {
-    let Descriptor { dtype, wire, reduction, .. } = *descriptor;
-    let elements = out.len() / dtype.size();
-    let world = u32::try_from(blocks.len()).unwrap();
-    let mut contributions = Vec::new();
-    for block in blocks {
-        let mut block = block.to_vec();
-        if arith::scan_window(dtype, descriptor.block_elements(), &mut block) == 0 {
-            continue;
-        }
-        let mut encoded = vec![0; wire.block_len(elements)];
-        if wire.is_scaled() {
-            arith::encode_block(dtype, wire, world, &block, &mut encoded).unwrap();
-        } else {
-            arith::encode_run(dtype, wire, &block, &mut encoded).unwrap();
-        }
-        contributions.push(encoded);
-    }
-    if contributions.is_empty() {
+/// A block as it travels; `None` if it is zero.
+fn encode(descriptor: &Descriptor, block: &[u8], world: usize) -> Option<Vec<u8>> {
+    let Descriptor { dtype, wire, .. } = *descriptor;
+    let mut block = block.to_vec();
+    if arith::scan_window(dtype, descriptor.block_elements(), &mut block) == 0 {
         return None;
     }
-    let fold = Fold { world, absent: contributions.len() < world as usize };
-    let contributions: Vec<&[u8]> = contributions.iter().map(|bytes| &bytes[..]).collect();
-    let mut folded = vec![0; wire.block_len(elements)];
-    arith::fold_run(wire, reduction, fold, &contributions, &mut folded).unwrap();
+    let mut encoded = vec![0; wire.block_len(block.len() / dtype.size())];
     if wire.is_scaled() {
-        arith::decode_block(wire, dtype, &folded, out).unwrap();
+        let world = u32::try_from(world).unwrap();
+        arith::encode_block(dtype, wire, world, &block, &mut encoded).unwrap();
     } else {
-        arith::decode_run(wire, dtype, &folded, out).unwrap();
+        arith::encode_run(dtype, wire, &block, &mut encoded).unwrap();
     }
+    Some(encoded)
+}
+
+/// What a block of so many elements comes to at a place, of what each rank holds; `None` when none
+/// there holds it.
+fn fold(
+    descriptor: &Descriptor,
+    elements: usize,
+    place: &Place,
+    blocks: &[Option<Vec<u8>>],
+    is_root: bool,
+) -> Option<Vec<u8>> {
+    let places = match place {
+        Place::Rank(rank) => return blocks[usize::from(*rank)].clone(),
+        Place::Rack(places) => places,
+    };
+    let parts = places.iter().filter_map(|place| fold(descriptor, elements, place, blocks, false));
+    let parts: Vec<_> = parts.collect();
+    let parts: Vec<&[u8]> = parts.iter().map(|bytes| &bytes[..]).collect();
+    if parts.is_empty() {
+        return None;
+    }
+    let world = u32::try_from(blocks.len()).unwrap();
+    let fold = Fold { world, absent: parts.len() < places.len() };
+    let Descriptor { wire, reduction, .. } =
+        if is_root { *descriptor } else { descriptor.of_partial_sum() };
+    let mut folded = vec![0; wire.block_len(elements)];
+    arith::fold_run(wire, reduction, fold, &parts, &mut folded).unwrap();
     Some(folded)
 }
 

@@ -8,6 +8,7 @@ use racksum_aggregator::{Aggregator, Config, Fanout, ShardStats};
 use racksum_proto::error::Rejects;
 use racksum_worker::{Client, ConnectOptions};
 
+use crate::oracle::Place;
 use crate::waits::await_that;
 
 /// A running aggregator.
@@ -43,16 +44,11 @@ impl Rig {
         change: impl Fn(&mut ConnectOptions) + Sync,
         body: impl Fn(&Client, u16) -> T + Sync,
     ) -> Vec<T> {
-        let run = |rank| {
+        run_all(world, |rank| {
             let mut options = self.options(job, rank, world);
             change(&mut options);
             let client = Client::connect(&options).unwrap();
             body(&client, rank)
-        };
-        std::thread::scope(|scope| {
-            let run = &run;
-            let ranks: Vec<_> = (0..world).map(|rank| scope.spawn(move || run(rank))).collect();
-            ranks.into_iter().map(|rank| rank.join().unwrap_or_else(|p| resume_unwind(p))).collect()
         })
     }
 
@@ -77,6 +73,97 @@ impl Rig {
             shards.iter().all(|shard| shard.buffers[0] > 0 && shard.buffers[0] == shard.buffers[1])
         });
     }
+}
+
+/// A tree of aggregators.
+pub(crate) struct Tree {
+    /// The root first.
+    pub(crate) rigs: Vec<Rig>,
+    shape: Shape,
+}
+
+/// The shape of a tree.
+#[derive(Debug, Clone)]
+pub(crate) struct Shape {
+    /// Whose child each aggregator is, but for the first, which is the root.
+    pub(crate) parents: Vec<usize>,
+    /// Which of them each rank joins.
+    pub(crate) at: Vec<usize>,
+}
+
+impl Shape {
+    pub(crate) fn new(parents: &[usize], at: &[usize]) -> Self {
+        Self { parents: parents.to_vec(), at: at.to_vec() }
+    }
+
+    /// One aggregator for all.
+    pub(crate) fn flat(world: u16) -> Self {
+        Self::new(&[], &vec![0; world.into()])
+    }
+
+    /// Where contributions are summed.
+    pub(crate) fn place(&self) -> Place {
+        self.place_of(0).unwrap()
+    }
+
+    /// The same of one aggregator; `None` if no rank joins it or one below.
+    fn place_of(&self, aggregator: usize) -> Option<Place> {
+        let ranks = (0..).zip(&self.at).filter(|(_, at)| **at == aggregator);
+        let below = (1..).zip(&self.parents).filter(|(_, parent)| **parent == aggregator);
+        let mut places: Vec<_> = ranks.map(|(rank, _)| Place::Rank(rank)).collect();
+        places.extend(below.filter_map(|(below, _)| self.place_of(below)));
+        places.sort_by_key(Place::first);
+        (!places.is_empty()).then_some(Place::Rack(places))
+    }
+}
+
+impl Tree {
+    /// Starts the aggregators as [`Rig::start`] does.
+    pub(crate) fn start(shape: &Shape, change: impl Fn(&mut Config)) -> Self {
+        let mut rigs = vec![Rig::start(&change)];
+        for parent in &shape.parents {
+            let parent = rigs[*parent].aggregator.addr().to_string();
+            rigs.push(Rig::start(|config| {
+                change(config);
+                config.parent = Some(parent);
+            }));
+        }
+        Self { rigs, shape: shape.clone() }
+    }
+
+    /// How a rank connects.
+    pub(crate) fn options(&self, job: &str, rank: u16) -> ConnectOptions {
+        let world = u16::try_from(self.shape.at.len()).unwrap();
+        self.rigs[self.shape.at[usize::from(rank)]].options(job, rank, world)
+    }
+
+    /// Runs all ranks of a job, each in a thread; returns what each returned, by rank.
+    pub(crate) fn ranks<T: Send>(
+        &self,
+        job: &str,
+        change: impl Fn(&mut ConnectOptions) + Sync,
+        body: impl Fn(&Client, u16) -> T + Sync,
+    ) -> Vec<T> {
+        run_all(u16::try_from(self.shape.at.len()).unwrap(), |rank| {
+            let mut options = self.options(job, rank);
+            change(&mut options);
+            let client = Client::connect(&options).unwrap();
+            body(&client, rank)
+        })
+    }
+
+    pub(crate) fn await_peace(&self) {
+        self.rigs.iter().for_each(Rig::await_peace);
+    }
+}
+
+/// Runs all ranks of a job, each in a thread; returns what each returned.
+fn run_all<T: Send>(world: u16, run: impl Fn(u16) -> T + Sync) -> Vec<T> {
+    std::thread::scope(|scope| {
+        let run = &run;
+        let ranks: Vec<_> = (0..world).map(|rank| scope.spawn(move || run(rank))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap_or_else(|p| resume_unwind(p))).collect()
+    })
 }
 
 /// Runs a test that must not hang: fails when it takes longer than `seconds`.
