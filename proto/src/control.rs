@@ -266,4 +266,6 @@ pub struct Welcome {
     pub sealed: Vec<u64>,
     /// Whether some rank knows other aggregators to go on at.
     pub may_move: bool,
+    /// Whether sums go through several aggregators, one after the other.
+    pub in_tree: bool,
 }

@@ -65,11 +65,11 @@ impl Op {
         let descriptor = self.of_rank(rank);
         let input = self.inputs[usize::from(rank)].clone();
         if !self.lists[usize::from(rank)] {
-            return Running::Whole(client.submit(input, descriptor).unwrap());
+            return client.submit(input, descriptor).map_or_else(Running::Failed, Running::Whole);
         }
         let blocks =
             blocks(&descriptor, &input, &reduce(&descriptor, std::slice::from_ref(&input)).union);
-        Running::List(client.submit_blocks(blocks, descriptor).unwrap())
+        client.submit_blocks(blocks, descriptor).map_or_else(Running::Failed, Running::List)
     }
 
     fn finish(&self, client: &Client, running: Running, what: &str) {
@@ -79,6 +79,7 @@ impl Op {
             Running::List(handle) => client
                 .wait_blocks(handle)
                 .map(|got| got.tensor == blocks(descriptor, &expected.tensor, &expected.union)),
+            Running::Failed(error) => Err(error),
         };
         match (result, self.odd) {
             (Ok(right), None) => assert!(right, "{what}: {descriptor}: wrong sums"),
@@ -92,6 +93,8 @@ impl Op {
 enum Running {
     Whole(Handle<Vec<u8>>),
     List(Handle<Blocks>),
+    /// The ranks could not agree on exponents first.
+    Failed(Error),
 }
 
 fn blocks(descriptor: &Descriptor, tensor: &[u8], indices: &[u32]) -> Blocks {

@@ -22,6 +22,7 @@ use crate::blocks::{BlockSet, Blocks};
 use crate::control::{Closed, Mailbox, Word};
 use crate::engine::{Engine, Finished, Next, Stats};
 use crate::error::{ConnectError, Error};
+use crate::exponents::{self, Exponents, agreement};
 use crate::grant::{Granted, grant};
 use crate::options::ConnectOptions;
 use crate::payload::{Data, Payload, bytes_of};
@@ -39,6 +40,8 @@ pub struct Client {
     shards: usize,
     multicast: bool,
     op_timeout: Span,
+    /// Whose turn it is to start an op, where starting one takes several.
+    turn: Mutex<()>,
     /// Ends the session.
     stop: Sender<Word>,
     threads: Vec<JoinHandle<()>>,
@@ -122,7 +125,9 @@ impl Client {
         let shared = Arc::new(Shared::new(engine)?);
         let op_timeout = span(options.op_timeout);
         let threads = Vec::new();
-        let mut client = Self { shared, welcome, shards, multicast, op_timeout, stop, threads };
+        let (turn, threads) = (Mutex::default(), threads);
+        let mut client =
+            Self { shared, welcome, shards, multicast, op_timeout, turn, stop, threads };
         let driver = Arc::clone(&client.shared);
         client.threads.push(spawn("racksum-drive", move || driver.drive_in_background())?);
         let (shared, options) = (Arc::clone(&client.shared), options.clone());
@@ -143,9 +148,7 @@ impl Client {
     ) -> Result<Reduced<()>, Error> {
         check_len(tensor.len(), &descriptor)?;
         let (loan, region) = lend(tensor);
-        let mut state = self.shared.lock();
-        let op = state
-            .submit(|engine| engine.submit(descriptor, Data::Borrowed(region), self.op_timeout))?;
+        let (state, op) = self.start(descriptor, Data::Borrowed(region))?;
         let mut state = self.shared.await_that(state, |state| !state.engine.is_in_flight(op));
         let Finished { result, absent, payload } = state.engine.take(op).ok_or(GONE)?;
         drop(state);
@@ -155,6 +158,12 @@ impl Client {
 
     /// Starts reducing a tensor, which is handed over until the op is waited for.
     ///
+    /// Where aggregators sum in a tree, an op with [`WireType::Fixed32`] starts once all ranks have
+    /// called it, since they must agree on its exponents first: until then this waits, and what
+    /// becomes of that is an error of this call.
+    ///
+    /// [`WireType::Fixed32`]: racksum_proto::dtype::WireType::Fixed32
+    ///
     /// # Errors
     /// Why the op was not taken.
     pub fn submit(
@@ -163,9 +172,7 @@ impl Client {
         descriptor: Descriptor,
     ) -> Result<Handle<Vec<u8>>, Error> {
         check_len(tensor.len(), &descriptor)?;
-        let mut state = self.shared.lock();
-        let op = state
-            .submit(|engine| engine.submit(descriptor, Data::Owned(tensor), self.op_timeout))?;
+        let (state, op) = self.start(descriptor, Data::Owned(tensor))?;
         self.shared.set_off(state);
         Ok(self.handle(op))
     }
@@ -182,11 +189,52 @@ impl Client {
     ) -> Result<Handle<Blocks>, Error> {
         descriptor.validate().map_err(SubmitError::from)?;
         let blocks = BlockSet::new(&descriptor, blocks)?;
-        let mut state = self.shared.lock();
-        let op =
-            state.submit(|engine| engine.submit_blocks(descriptor, blocks, self.op_timeout))?;
+        let (state, op) = self.start(descriptor, Data::Blocks(blocks))?;
         self.shared.set_off(state);
         Ok(self.handle(op))
+    }
+
+    /// Starts an op.
+    fn start(
+        &self,
+        descriptor: Descriptor,
+        data: Data,
+    ) -> Result<(MutexGuard<'_, State>, OpId), Error> {
+        let mut state = self.shared.lock();
+        let mut payload = state.engine.payload(descriptor, data);
+        if !self.welcome.in_tree {
+            let op = state.submit(|engine| engine.submit(payload, self.op_timeout))?;
+            return Ok((state, op));
+        }
+        drop(state);
+        descriptor.validate().map_err(SubmitError::from)?;
+        // All ranks number their ops alike: none comes between an op and the one before it that
+        // finds its exponents.
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let (clock, mut timeout) = (Clock::start(), self.op_timeout);
+        let began = clock.now();
+        if exponents::are_due(&descriptor) {
+            let agreed = self.agree(&descriptor, payload.exponents())?;
+            payload.agree(agreed);
+            timeout = Span(timeout.0.saturating_sub(clock.now().since(began).0));
+        }
+        let mut state = self.shared.lock();
+        let op = state.submit(|engine| engine.submit(payload, timeout))?;
+        Ok((state, op))
+    }
+
+    /// Finds the greatest exponents of all ranks.
+    fn agree(&self, of: &Descriptor, own: Exponents) -> Result<Exponents, Error> {
+        let mut state = self.shared.lock();
+        let agreement = state.engine.payload(agreement(of), Data::Owned(own.into_bytes()));
+        let op = state.submit(|engine| engine.submit(agreement, self.op_timeout))?;
+        let mut state = self.shared.await_that(state, |state| !state.engine.is_in_flight(op));
+        let Finished { result, payload, .. } = state.engine.take(op).ok_or(GONE)?;
+        result.map_err(|error| exponents::in_terms_of(of, error))?;
+        match payload.data {
+            Data::Owned(greatest) => Ok(Exponents::from_bytes(greatest)),
+            Data::Borrowed(_) | Data::Blocks(_) | Data::Returned => Err(GONE.into()),
+        }
     }
 
     fn handle<T>(&self, op: OpId) -> Handle<T> {

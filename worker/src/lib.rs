@@ -10,6 +10,7 @@ mod client;
 mod control;
 mod engine;
 mod error;
+mod exponents;
 mod fault;
 mod grant;
 mod join;

@@ -13,6 +13,7 @@ use racksum_proto::wire::Header;
 use racksum_proto::worker::{DataFragments, Delivery};
 
 use crate::blocks::BlockSet;
+use crate::exponents::{Exponents, agreement};
 use crate::kernel;
 use crate::tensor::Region;
 
@@ -59,6 +60,8 @@ pub(crate) struct Payload {
     /// Whether the job may move to another aggregator: until a window's sum is whole, this rank's
     /// share of it must not be overwritten, and then the sum may be asked for.
     may_move: bool,
+    /// The exponents that the ranks have agreed on, where they have.
+    agreed: Option<Exponents>,
     /// Of windows that have arrived in part, where they are not written piece by piece.
     partial: BTreeMap<u32, Vec<u8>>,
     /// Of windows that other ranks may lack, and whose sums cannot be told from the tensor.
@@ -68,8 +71,8 @@ pub(crate) struct Payload {
 impl Payload {
     pub(crate) fn new(descriptor: Descriptor, data: Data, world: u16, may_move: bool) -> Self {
         let (geometry, world) = (Geometry::new(&descriptor), u32::from(world));
-        let (partial, kept) = Default::default();
-        Self { descriptor, geometry, data, world, may_move, partial, kept }
+        let (agreed, partial, kept) = Default::default();
+        Self { descriptor, geometry, data, world, may_move, agreed, partial, kept }
     }
 
     /// The sums of windows, each with its blocks, that other ranks may lack once the op has ended
@@ -87,7 +90,7 @@ impl Payload {
         }
         let (descriptor, geometry, world) = (self.descriptor, self.geometry, self.world);
         let (data, may_move, partial) = (Data::Returned, true, BTreeMap::new());
-        Self { descriptor, geometry, data, world, may_move, partial, kept }
+        Self { descriptor, geometry, data, world, may_move, agreed: None, partial, kept }
     }
 
     /// Drops sums that no rank lacks any more, if there are many.
@@ -110,6 +113,55 @@ impl Payload {
         let block_elements = self.geometry.block_elements();
         // A list of blocks is scanned as a whole, before its op starts.
         kernel::scan_window(dtype, block_elements, self.data.bytes_mut(range))
+    }
+
+    /// The non-zero blocks of each window of a list of blocks; of a tensor they are found as it is
+    /// sent.
+    pub(crate) fn masks(&mut self) -> Option<Vec<u64>> {
+        match &mut self.data {
+            Data::Blocks(blocks) => Some(blocks.masks(&self.descriptor, &self.geometry)),
+            Data::Borrowed(_) | Data::Owned(_) | Data::Returned => None,
+        }
+    }
+
+    /// The exponents of its blocks, for the ranks to agree on.
+    pub(crate) fn exponents(&mut self) -> Exponents {
+        let mut exponents = Exponents::none(&agreement(&self.descriptor));
+        let masks = self.masks();
+        let mut whole = [0; MAX_SCALED];
+        for index in 0..self.geometry.windows() {
+            let mask = match &masks {
+                Some(masks) => masks[index as usize],
+                None => self.scan(index),
+            };
+            for packed in self.geometry.packed(index, mask) {
+                let block = self.encode_block(packed, &mut whole);
+                exponents.note(self.block_of(packed), block);
+            }
+        }
+        exponents
+    }
+
+    /// Takes the exponents that the ranks have agreed on.
+    pub(crate) fn agree(&mut self, exponents: Exponents) {
+        self.agreed = Some(exponents);
+    }
+
+    /// Which block of the tensor a stretch of one is.
+    fn block_of(&self, packed: Packed) -> usize {
+        let block = packed.element / self.geometry.block_elements() as u64;
+        usize::try_from(block).unwrap_or(usize::MAX)
+    }
+
+    /// Encodes a scaled block.
+    fn encode_block<'a>(&self, packed: Packed, whole: &'a mut [u8; MAX_SCALED]) -> &'a mut [u8] {
+        let Descriptor { dtype, wire, .. } = self.descriptor;
+        let block = &mut whole[..wire.block_len(packed.elements)];
+        self.each_source(packed, |src, _| {
+            kernel::encode_block(dtype, wire, self.world, src, block)
+                .expect("a valid descriptor encodes");
+        });
+        block
     }
 
     /// Writes the datagrams of fragments of a window's packed non-zero blocks one after the other,
@@ -193,14 +245,13 @@ impl Payload {
 
     /// Encodes scaled blocks one by one; a fragment's end may cut one.
     fn gather_blocks(&self, index: u32, mask: u64, cut: Fragmentation, out: &mut [u8]) {
-        let Descriptor { dtype, wire, .. } = self.descriptor;
         let mut whole = [0; MAX_SCALED];
         for packed in self.geometry.packed(index, mask) {
-            let block = &mut whole[..wire.block_len(packed.elements)];
-            self.each_source(packed, |src, _| {
-                kernel::encode_block(dtype, wire, self.world, src, block)
-                    .expect("a valid descriptor encodes");
-            });
+            let block = self.encode_block(packed, &mut whole);
+            let agreed = self.agreed.as_ref().and_then(|agreed| agreed.get(self.block_of(packed)));
+            if let Some(exponent) = agreed {
+                arith::fixed32_rescale(block, exponent);
+            }
             let mut done = 0;
             while done < block.len() {
                 let (at, piece) = locate(cut, packed.offset + done);

@@ -298,6 +298,7 @@ impl Job {
             keys: None,
             sealed: Vec::new(),
             may_move: self.may_move,
+            in_tree: self.is_of_tree(),
         };
         let config = |shard| Config {
             job: self.id,

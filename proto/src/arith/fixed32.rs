@@ -69,6 +69,38 @@ pub fn fixed32_overflowed(block: &[u8]) -> bool {
     block.first_chunk().is_some_and(|head| i32::from_le_bytes(*head) == FIXED32_OVERFLOW)
 }
 
+/// The exponent by which a block counts when blocks are rescaled to the greatest; `None` if it is
+/// marked, or all its integers are zero.
+///
+/// # Panics
+///
+/// If the block is too short to have an exponent.
+#[must_use]
+pub fn fixed32_counting_exponent(block: &[u8]) -> Option<i32> {
+    let elements = (block.len() - SCALE_LEN) / 4;
+    let counts = !fixed32_overflowed(block) && (0..elements).any(|i| integer(block, i) != 0);
+    counts.then(|| exponent_of(block))
+}
+
+/// Rescales a block to a greater exponent, as a fold of blocks does of which one has it. One that is
+/// marked stays so.
+///
+/// # Panics
+///
+/// If the block is too short to have an exponent.
+pub fn fixed32_rescale(block: &mut [u8], exponent: i32) {
+    if fixed32_overflowed(block) {
+        return;
+    }
+    let shift = i64::from(exponent) - i64::from(exponent_of(block));
+    let (head, data) = block.split_at_mut(SCALE_LEN);
+    head.copy_from_slice(&exponent.to_le_bytes());
+    for q in data.as_chunks_mut().0.iter_mut().filter(|_| shift > 0) {
+        // A quotient is no greater.
+        *q = i32::try_from(rescale(i32::from_le_bytes(*q), shift)).unwrap_or(0).to_le_bytes();
+    }
+}
+
 /// Encodes `values` as the block `out` (wire: W-51).
 ///
 /// The products with a power of two are exact, but for those below the normal f64 range, which
@@ -107,11 +139,9 @@ pub(super) fn fold_block(reduction: Reduction, fold: Fold, inputs: &[&[u8]], out
         return mark(out);
     }
     let elements = (out.len() - SCALE_LEN) / 4;
-    let non_zero = |block: &&&[u8]| (0..elements).any(|i| integer(block, i) != 0);
     let exponent = inputs
         .iter()
-        .filter(non_zero)
-        .map(|block| exponent_of(block))
+        .filter_map(|block| fixed32_counting_exponent(block))
         .max()
         .or_else(|| inputs.iter().map(|block| exponent_of(block)).max())
         .expect("check_fold refuses a fold of nothing");

@@ -45,7 +45,8 @@ use self::element::{
     f64_load, f64_store, f64_to_f32, reduce,
 };
 pub use self::fixed32::{
-    FIXED32_MIN_EXPONENT, FIXED32_OVERFLOW, fixed32_exponent, fixed32_limit, fixed32_overflowed,
+    FIXED32_MIN_EXPONENT, FIXED32_OVERFLOW, fixed32_counting_exponent, fixed32_exponent,
+    fixed32_limit, fixed32_overflowed, fixed32_rescale,
 };
 pub use self::int8::{INT8_MAX, int8_scale};
 pub use self::scan::{WINDOW_BLOCKS, magnitude_mask, scan_window};

@@ -342,6 +342,38 @@ fn fixed32_ignores_the_exponent_of_an_all_zero_block() {
 }
 
 #[test]
+fn fixed32_sums_of_agreed_exponents_do_not_depend_on_where_they_are_made() {
+    // Ties, magnitudes apart, one far below all others, one of zeros, and none that is marked.
+    let own = [
+        fixed_block(3, &[5, -7, 1 << 29, 1]),
+        fixed_block(5, &[1, 3, -5, 2]),
+        fixed_block(-40, &[i32::MAX / 5, 1, -1, 9]),
+        fixed_block(1000, &[0; 4]),
+        fixed_block(4, &[3, -3, 7, -1]),
+    ];
+    let greatest = own.iter().filter_map(|block| fixed32_counting_exponent(block)).max();
+    assert_eq!(greatest, Some(5));
+    let mut agreed = own.clone();
+    agreed.iter_mut().for_each(|block| fixed32_rescale(block, 5));
+    let fold = |reduction, absent, inputs: &[Vec<u8>]| {
+        folded(WireType::Fixed32, reduction, Fold { world: 5, absent }, inputs)
+    };
+    for reduction in Reduction::ALL {
+        let partial = if reduction == Reduction::Avg { Reduction::Sum } else { reduction };
+        let flat = fold(reduction, false, &own);
+        for cut in 1..5 {
+            let (one, other) = agreed.split_at(cut);
+            let racks = [fold(partial, false, one), fold(partial, false, other)];
+            assert_eq!(fold(reduction, false, &racks), flat, "{reduction:?} cut at {cut}");
+        }
+    }
+    let mut marked = fixed_block(FIXED32_OVERFLOW, &[0; 4]);
+    assert_eq!(fixed32_counting_exponent(&marked), None);
+    fixed32_rescale(&mut marked, 5);
+    assert!(fixed32_overflowed(&marked));
+}
+
+#[test]
 fn fixed32_averages_round_ties_to_even() {
     let inputs = [fixed_block(0, &[1, 0, -1, -3, 5]), fixed_block(0, &[2, 1, 0, 0, 0])];
     let average = folded(WireType::Fixed32, Reduction::Avg, full(2), &inputs);

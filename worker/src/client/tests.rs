@@ -27,6 +27,7 @@ fn client() -> Client {
         keys: None,
         sealed: Vec::new(),
         may_move: false,
+        in_tree: false,
         first_op: OpId(0),
     };
     Client {
@@ -35,6 +36,7 @@ fn client() -> Client {
         shards: 1,
         multicast: false,
         op_timeout: Span::from_secs(60),
+        turn: Mutex::default(),
         stop: Mailbox::new().sender(),
         threads: vec![spawn("drive", move || driver.drive_in_background()).unwrap()],
     }
@@ -68,7 +70,7 @@ fn a_panic_of_the_engine_ends_every_op_with_an_error() {
         // A tensor that is shorter than its descriptor says: `check_len` refuses those.
         let data = Data::Owned(vec![0; 4]);
         let mut state = client.shared.lock();
-        let bad = state.submit(|engine| engine.submit(descriptor(), data, client.op_timeout));
+        let bad = state.submit(|engine| engine.start(descriptor(), data, client.op_timeout));
         client.shared.set_off(state);
         ended(client.wait(client.handle(bad.unwrap())), WHY);
         // The thread may have come too late for its op to start at all.
@@ -130,7 +132,7 @@ impl Sleeper {
         let rank = socket.local_addr();
         let mut state = shared.lock();
         let data = Data::Owned(tensor());
-        let op = state.submit(|engine| engine.submit(descriptor(), data, span(HOUR))).unwrap();
+        let op = state.submit(|engine| engine.start(descriptor(), data, span(HOUR))).unwrap();
         state.driving = true;
         drop(state);
         let sleeps = Arc::clone(&shared);

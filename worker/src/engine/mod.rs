@@ -15,13 +15,11 @@ use racksum_net::clock::Clock;
 use racksum_net::udp::UdpSocket;
 use racksum_proto::control::Loss;
 use racksum_proto::error::{OpError, SubmitError};
-use racksum_proto::geometry::Geometry;
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::time::{Span, Time};
 use racksum_proto::worker::{Config, Outcome, Worker};
 use std::sync::Arc;
 
-use crate::blocks::BlockSet;
 use crate::fault::{Dice, Faults};
 use crate::payload::{Data, Payload};
 use racksum_proto::descriptor::Descriptor;
@@ -167,31 +165,25 @@ impl Engine {
         }
     }
 
-    /// Starts an op on a tensor.
-    pub(crate) fn submit(
-        &mut self,
-        descriptor: Descriptor,
-        data: Data,
-        timeout: Span,
-    ) -> Result<OpId, SubmitError> {
-        let op = self.machine.submit(self.clock.now(), descriptor, timeout)?;
-        let payload = Payload::new(descriptor, data, self.world, self.machine.config().may_move);
-        self.payloads.insert(op, payload);
-        Ok(op)
+    /// What an op on some data has in flight.
+    pub(crate) fn payload(&self, descriptor: Descriptor, data: Data) -> Payload {
+        Payload::new(descriptor, data, self.world, self.machine.config().may_move)
     }
 
-    /// Starts an op on a list of blocks.
-    pub(crate) fn submit_blocks(
+    /// Starts an op.
+    pub(crate) fn submit(
         &mut self,
-        descriptor: Descriptor,
-        mut blocks: BlockSet,
+        mut payload: Payload,
         timeout: Span,
     ) -> Result<OpId, SubmitError> {
-        blocks.reuse(self.spare.pop().unwrap_or_default());
-        let masks = blocks.masks(&descriptor, &Geometry::new(&descriptor));
-        let op = self.machine.submit_scanned(self.clock.now(), descriptor, masks, timeout)?;
-        let may_move = self.machine.config().may_move;
-        let payload = Payload::new(descriptor, Data::Blocks(blocks), self.world, may_move);
+        let (now, descriptor) = (self.clock.now(), payload.descriptor);
+        if let Data::Blocks(blocks) = &mut payload.data {
+            blocks.reuse(self.spare.pop().unwrap_or_default());
+        }
+        let op = match payload.masks() {
+            Some(masks) => self.machine.submit_scanned(now, descriptor, masks, timeout),
+            None => self.machine.submit(now, descriptor, timeout),
+        }?;
         self.payloads.insert(op, payload);
         Ok(op)
     }

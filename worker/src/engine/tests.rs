@@ -23,6 +23,19 @@ pub(crate) struct Bench {
     pub(crate) shards: Vec<UdpSocket>,
 }
 
+impl Engine {
+    /// Starts an op on some data.
+    pub(crate) fn start(
+        &mut self,
+        descriptor: Descriptor,
+        data: Data,
+        timeout: Span,
+    ) -> Result<OpId, SubmitError> {
+        let payload = self.payload(descriptor, data);
+        self.submit(payload, timeout)
+    }
+}
+
 impl Bench {
     pub(crate) fn new(shards: u8, lanes: u8, ip: impl Into<IpAddr>) -> Self {
         Self::with_datagrams(1408, shards, lanes, ip.into(), false)
@@ -79,7 +92,7 @@ impl Bench {
         let elements = 60 * 256 * self.shards.len() as u64;
         let descriptor = Descriptor { lane, ..Descriptor::sum(elements, DType::F32) };
         let tensor = 1f32.to_le_bytes().repeat(usize::try_from(elements).unwrap());
-        self.engine.submit(descriptor, Data::Owned(tensor), timeout).unwrap()
+        self.engine.start(descriptor, Data::Owned(tensor), timeout).unwrap()
     }
 
     /// Sends a datagram from a shard's address, and lets the engine take it.
@@ -264,7 +277,7 @@ fn in_large_pieces() -> (Bench, OpId) {
     let mut bench = Bench::with_datagrams(61_440, 1, 1, Ipv4Addr::LOCALHOST.into(), false);
     let tensor = 1f32.to_le_bytes().repeat(8 * WINDOW);
     let descriptor = Descriptor::sum(8 * WINDOW as u64, DType::F32);
-    let op = bench.engine.submit(descriptor, Data::Owned(tensor), LONG).unwrap();
+    let op = bench.engine.start(descriptor, Data::Owned(tensor), LONG).unwrap();
     while bench.engine.step().next == Next::Step {}
     bench.say(0, &result(op, 0, ALL, 0.5));
     assert!(bench.engine.in_place, "the next may lie in the tensor as well");
@@ -332,7 +345,7 @@ fn of_what_comes_from_a_shards_address_only_the_authentic_is_written() {
         let (mut bench, mut shard) = Bench::sealed(61_440, auth);
         let tensor = 1f32.to_le_bytes().repeat(8 * WINDOW);
         let descriptor = Descriptor::sum(8 * WINDOW as u64, DType::F32);
-        let op = bench.engine.submit(descriptor, Data::Owned(tensor), LONG).unwrap();
+        let op = bench.engine.start(descriptor, Data::Owned(tensor), LONG).unwrap();
         while bench.engine.step().next == Next::Step {}
         for index in 0..8 {
             let genuine = seal(&mut shard, &result(op, index, ALL, index as f32));
@@ -362,7 +375,7 @@ fn what_is_sent_is_sealed_wherever_it_lies() {
             let mut opener = Opener::of_rank(auth, &keys.up, life, Rank(0), 0).unwrap();
             let tensor = 1f32.to_le_bytes().repeat(8 * WINDOW);
             let descriptor = Descriptor::sum(8 * WINDOW as u64, DType::F32);
-            bench.engine.submit(descriptor, Data::Owned(tensor), LONG).unwrap();
+            bench.engine.start(descriptor, Data::Owned(tensor), LONG).unwrap();
             let mut ring = RecvRing::new();
             let mut buffers: Vec<_> =
                 (0..RECV_BATCH).map(|_| BytesMut::with_capacity(RECV_CAPACITY)).collect();

@@ -27,6 +27,7 @@ fn welcome() -> Welcome {
         keys: None,
         sealed: Vec::new(),
         may_move: false,
+        in_tree: false,
         first_op: OpId(0),
     }
 }

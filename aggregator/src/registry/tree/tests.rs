@@ -35,6 +35,7 @@ fn welcome() -> Welcome {
         keys: None,
         sealed: Vec::new(),
         may_move: false,
+        in_tree: true,
     }
 }
 

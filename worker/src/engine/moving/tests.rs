@@ -38,7 +38,7 @@ fn the_sum_of_an_op_is_kept_until_all_have_it_also_where_it_overflowed() {
         let mut sum = vec![0; wire.block_len(256)];
         encode_block(DType::F32, wire, 2, &tensor, &mut sum).unwrap();
         let timeout = racksum_proto::time::Span::from_secs(60);
-        let op = bench.engine.submit(descriptor, Data::Owned(tensor), timeout).unwrap();
+        let op = bench.engine.start(descriptor, Data::Owned(tensor), timeout).unwrap();
         bench.engine.step();
         bench.say(0, &message(Kind::Result, OpId(0), &sum));
         let result = bench.engine.take(op).unwrap().result;
