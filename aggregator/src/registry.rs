@@ -116,6 +116,7 @@ impl Registry {
 
     /// Forgets all jobs, since the aggregator stops: no rank is lost by that.
     pub(crate) fn stop(&mut self) {
+        self.jobs.values().for_each(Job::tell_parent_of_stop);
         self.jobs.clear();
     }
 
@@ -533,9 +534,8 @@ impl Registry {
                 false
             }
             (Loss::Left, State::Probing | State::Running) => {
-                let job = seat.id;
                 if let Some(number) = number {
-                    self.tell_shards(|| Command::Left { job, rank: number, name: Rank(rank) });
+                    self.tell_shards(|| Command::Left(seat.id, number));
                 }
                 false
             }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use racksum_net::interface::local_addr_towards;
 use racksum_net::quic::lifeline::dead;
-use racksum_net::quic::{Certificate, frames, not_connected, quinn};
+use racksum_net::quic::{Certificate, Role, frames, not_connected, quinn};
 use racksum_proto::control::{FromAggregator, FromWorker, Join, Loss};
 use racksum_proto::ids::OpId;
 use tokio::net::TcpStream;
@@ -98,9 +98,14 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared, lifelines: 
     let (name, rank) = (join.job.clone(), join.rank);
     let Ok(lifeline) = offer(&lifelines, &mut send).await else { return };
     let mut dead = std::pin::pin!(dead(&connection, lifeline));
-    let identity = lock(&registry).knows_identities();
-    let identity = identity.then(|| Certificate::of_peer(&connection)).flatten().map(|it| it.name);
-    let joined = match answers_elsewhere(&registry, &connection) {
+    let knows = lock(&registry).knows_identities();
+    let certificate = knows.then(|| Certificate::of_peer(&connection)).flatten();
+    let stranger = certificate.as_ref().filter(|it| join.relays && it.role != Role::Aggregator);
+    let stranger = stranger.map(|it| {
+        format!("{:?} is no aggregator but a {}, and joins for others", it.name, it.role)
+    });
+    let identity = certificate.map(|it| it.name);
+    let joined = match stranger.or_else(|| answers_elsewhere(&registry, &connection)) {
         Some(reason) => Err(Refusal::Never(reason)),
         None => {
             let caller = Caller { identity: identity.clone(), addr, tell };
@@ -337,7 +342,9 @@ async fn attend(
                 Some(FromWorker::Leave { next_op }) => break Parting::Left(next_op),
                 Some(FromWorker::Retreat) => break Parting::Retreated,
                 Some(FromWorker::Move) => break Parting::Moved,
-                Some(FromWorker::Join(_)) | None => break Parting::Lost(Loss::Broke),
+                Some(FromWorker::Join(_) | FromWorker::Stop) | None => {
+                    break Parting::Lost(Loss::Broke);
+                }
             },
             now = tick.tick() => {
                 let received = connection.stats().udp_rx.datagrams;

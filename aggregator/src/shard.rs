@@ -60,9 +60,10 @@ pub(crate) enum Command {
     Probe(JobId),
     /// These ranks hear the group; the others are sent their own copies.
     Listeners(JobId, Vec<bool>),
-    /// A rank of the job has left, or an aggregator has lost one of its ranks to that: `name` is
-    /// whom people are to know it by.
-    Left { job: JobId, rank: Rank, name: Rank },
+    /// A rank of the job has left.
+    Left(JobId, Rank),
+    /// An aggregator that is a rank of the job has lost one of its ranks, which has left: `name`.
+    LeftBelow { job: JobId, rank: Rank, name: Rank },
     /// An op of a job has failed at another shard.
     Failed(JobId, Failed),
     /// A rank is back.
@@ -243,10 +244,14 @@ impl Shard {
                     job.ways.set_listeners(&hears);
                 }
             }
-            Command::Left { job, rank, name } => {
-                if let Some(job) = self.jobs.get_mut(&job) {
-                    job.machine.set_name(rank, name);
+            Command::Left(id, rank) => {
+                if let Some(job) = self.jobs.get_mut(&id) {
                     job.machine.handle_left(rank, &mut ());
+                }
+            }
+            Command::LeftBelow { job, rank, name } => {
+                if let Some(job) = self.jobs.get_mut(&job) {
+                    job.machine.handle_left_below(rank, name);
                 }
             }
             Command::Failed(id, Failed { op, why, .. }) => {

@@ -39,13 +39,15 @@ pub enum FromWorker {
     Retreat,
     /// It goes on with the job at another aggregator.
     Move,
+    /// It is an aggregator, and stops: its ranks are lost.
+    Stop,
 }
 
 impl FromWorker {
     /// Whether nothing is said after it.
     #[must_use]
     pub const fn is_last(&self) -> bool {
-        matches!(self, Self::Leave { .. } | Self::Retreat | Self::Move)
+        matches!(self, Self::Leave { .. } | Self::Retreat | Self::Move | Self::Stop)
     }
 }
 
@@ -230,7 +232,7 @@ impl Loss {
             Self::Silent => "nothing is heard of it; its host is down or cut off",
             Self::Broke => "it broke the connection; see what it said last",
             Self::Left => "it left the job, and this op needs it",
-            Self::Relay => "the aggregator of its rack is gone",
+            Self::Relay => "the aggregator of the rack is gone",
         }
     }
 }

@@ -31,5 +31,6 @@ mod recovery;
 pub mod rtt;
 mod sequence;
 pub mod time;
+mod waited;
 pub mod wire;
 pub mod worker;

@@ -88,6 +88,9 @@ impl RelayNode {
             let mut any = self.begin(now);
             any |= self.fail(observer);
             any |= self.scan();
+            while let Some(lane) = self.above.poll_waits() {
+                self.above.say_waits(lane, self.below.machine.awaited(now, lane));
+            }
             while let Some(transmit) = self.above.poll_transmit(now, &mut self.buffer, observer) {
                 self.send(&transmit, &mut joined);
                 any = true;

@@ -23,7 +23,7 @@ pub(crate) enum Place {
     /// They are of this rank.
     Rank(u16),
     /// At an aggregator, in this order.
-    Rack(Vec<Place>),
+    Rack(Vec<Self>),
 }
 
 impl Place {

@@ -1,1 +1,201 @@
-//! Aggregators with a parent: racks, and a root.
+//! Aggregators with a parent: who is named when something is lost or missing, wherever it was.
+//! That the sums are right is seen in `mixture`.
+
+use std::time::Duration;
+
+use racksum_proto::control::{Loss, OnRankLoss};
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::DType;
+use racksum_proto::error::OpError;
+use racksum_proto::ids::{Generation, Rank};
+use racksum_worker::{Client, ConnectError, ConnectOptions, Error};
+
+use crate::rig::{Rig, Shape, Tree, bounded};
+use crate::waits::{await_that, timed};
+
+/// Two racks of two ranks.
+fn racks() -> Shape {
+    Shape::new(&[0, 0], &[1, 2, 1, 2])
+}
+
+fn ones(client: &Client, elements: usize) -> Result<Vec<u8>, Error> {
+    let mut tensor = vec![1; elements];
+    client.allreduce(&mut tensor, Descriptor::sum(elements as u64 / 4, DType::I32))?;
+    Ok(tensor)
+}
+
+/// Ops until one fails; why it did.
+fn until_the_end(client: &Client) -> Error {
+    loop {
+        if let Err(error) = ones(client, 4 * 60 * 256 * 3) {
+            return error;
+        }
+    }
+}
+
+fn lost(error: &Error) -> (Vec<u16>, Loss) {
+    let Error::Op(OpError::PeerLost { ranks, why }) = error else { panic!("{error}") };
+    (ranks.iter().map(|rank| rank.0).collect(), *why)
+}
+
+#[test]
+fn a_rank_that_leaves_is_named_in_every_rack() {
+    bounded(60, || {
+        for shards in [1, 3] {
+            let tree = Tree::start(&racks(), |config| config.shards = shards);
+            let told = std::sync::Barrier::new(3);
+            tree.ranks(
+                "leaves",
+                |_| {},
+                |client, rank| {
+                    assert_eq!(ones(client, 40).unwrap(), [4; 40]);
+                    if rank != 3 {
+                        let error = until_the_end(client);
+                        assert_eq!(lost(&error), (vec![3], Loss::Left), "rank {rank}: {error}");
+                        told.wait();
+                    }
+                },
+            );
+            tree.await_peace();
+        }
+    });
+}
+
+#[test]
+fn a_rank_that_does_not_call_an_op_is_named_at_its_timeout_in_every_rack() {
+    bounded(60, || {
+        let tree = Tree::start(&racks(), |_| {});
+        // Rank 3 is not the one by which the other rack is known.
+        let short = |options: &mut ConnectOptions| options.op_timeout = Duration::from_secs(2);
+        let done = std::sync::Barrier::new(4);
+        tree.ranks("missing", short, |client, rank| {
+            ones(client, 40).unwrap();
+            if rank != 3 {
+                let error = ones(client, 40).unwrap_err();
+                let Error::Op(OpError::Timeout { missing, .. }) = &error else { panic!("{error}") };
+                let ranks: Vec<_> = missing.iter().map(|(rank, _)| *rank).collect();
+                assert_eq!(ranks, [Rank(3)], "rank {rank}: {error}");
+            }
+            done.wait();
+        });
+        tree.await_peace();
+    });
+}
+
+#[test]
+fn ranks_that_have_not_joined_are_named_wherever_they_would() {
+    bounded(30, || {
+        let tree = Tree::start(&racks(), |_| {});
+        std::thread::scope(|scope| {
+            for rank in [0, 1, 2] {
+                let mut options = tree.options("absent", rank);
+                options.join_timeout = Duration::from_secs(2);
+                scope.spawn(move || {
+                    let error = Client::connect(&options).unwrap_err();
+                    let sentence = error.to_string();
+                    let ConnectError::Incomplete { missing, .. } = error else {
+                        panic!("{sentence}")
+                    };
+                    // Others may have given up a moment earlier.
+                    assert!(missing.contains(&3), "rank {rank}: {sentence}");
+                });
+            }
+        });
+        tree.await_peace();
+        // Those that gave up may come again, with all others.
+        let sums = tree.ranks("absent", |_| {}, |client, _| ones(client, 40).unwrap());
+        assert!(sums.iter().all(|sum| *sum == [4; 40]));
+        tree.await_peace();
+    });
+}
+
+#[test]
+fn an_aggregator_that_stops_is_lost_with_its_rack_and_the_root_with_all() {
+    bounded(60, || {
+        for stops in [0, 1] {
+            let Tree { rigs, .. } = &mut Tree::start(&racks(), |_| {});
+            let options: Vec<_> = (0..4)
+                .map(|rank| rigs[1 + usize::from(rank % 2)].options("stops", rank, 4))
+                .collect();
+            std::thread::scope(|scope| {
+                let ranks: Vec<_> = options
+                    .iter()
+                    .map(|options| {
+                        scope.spawn(|| timed(|| until_the_end(&Client::connect(options).unwrap())))
+                    })
+                    .collect();
+                std::thread::sleep(Duration::from_millis(700));
+                drop(rigs.remove(stops));
+                for (rank, ended) in ranks.into_iter().enumerate() {
+                    let (error, ms) = ended.join().unwrap();
+                    assert!(ms < 700 + 3000, "rank {rank} after {ms} ms: {error}");
+                    let sentence = error.to_string();
+                    let own = if stops == 0 || rank % 2 == 0 {
+                        let what =
+                            if stops == 0 { "parent of the aggregator" } else { "aggregator" };
+                        sentence.contains(&format!("the {what} is gone"))
+                    } else {
+                        false
+                    };
+                    let told = || lost(&error) == (vec![0, 2], Loss::Relay);
+                    assert!(own || told(), "rank {rank}: {sentence}");
+                }
+            });
+            rigs.iter().for_each(Rig::await_peace);
+        }
+    });
+}
+
+#[test]
+fn a_parent_that_is_not_there_is_named_and_one_that_comes_is_found() {
+    bounded(60, || {
+        let gone = Rig::start(|_| {}).aggregator.addr();
+        let rack = Rig::start(|config| config.parent = Some(gone.to_string()));
+        let error = Client::connect(&rack.options("job", 0, 1)).unwrap_err().to_string();
+        let why = format!("the aggregator's parent at {gone} cannot be had");
+        assert!(error.contains(&why), "{error}");
+        rack.await_peace();
+        let _root = Rig::start(|config| config.port = gone.port());
+        rack.ranks("job", 1, |_| {}, |client, _| ones(client, 40).unwrap());
+        rack.await_peace();
+    });
+}
+
+#[test]
+fn a_new_generation_of_a_rack_ends_the_one_before_in_all() {
+    bounded(60, || {
+        let tree = Tree::start(&racks(), |_| {});
+        std::thread::scope(|scope| {
+            for rank in 0..4 {
+                let options = tree.options("lives", rank);
+                scope.spawn(move || {
+                    let client = Client::connect(&options).unwrap();
+                    let error = until_the_end(&client).to_string();
+                    assert!(error.contains("a new generation of the job has begun"), "{error}");
+                });
+            }
+            await_that("the first life runs", || tree.rigs[0].aggregator.stats()[0].folds > 5);
+            let next = |options: &mut ConnectOptions| options.generation = Generation(1);
+            tree.ranks("lives", next, |client, _| assert_eq!(ones(client, 40).unwrap(), [4; 40]));
+        });
+        tree.await_peace();
+    });
+}
+
+#[test]
+fn what_a_tree_does_not_have_is_refused_with_what_to_do() {
+    let tree = Tree::start(&racks(), |_| {});
+    let refused = |change: &dyn Fn(&mut ConnectOptions)| {
+        let mut options = tree.options("job", 0);
+        change(&mut options);
+        Client::connect(&options).unwrap_err().to_string()
+    };
+    let addr = tree.rigs[2].aggregator.addr().to_string();
+    let told = refused(&|options| options.standbys = vec![vec![addr.clone()]]);
+    assert!(told.contains("cannot move to a standby; name one aggregator"), "{told}");
+    let told = refused(&|options| options.on_rank_loss = OnRankLoss::Continue);
+    assert!(told.contains("start its ranks with --on-rank-loss abort"), "{told}");
+    let told = refused(&|options| options.rejoin = true);
+    assert!(told.contains("cannot have a rank back"), "{told}");
+    tree.await_peace();
+}

@@ -1,10 +1,10 @@
 //! How ranks agree on the exponents of fixed32 blocks, where aggregators sum in a tree.
 //!
 //! A fold rounds the integers of every rank to the greatest exponent, and an aggregator that folds
-//! a rack does not know the greatest of all. So that the bits are those of one aggregator, the ranks
-//! find the greatest exponents first, by an op of their own, and round as the fold would; then a sum
-//! is exact wherever it is made. SwitchML agrees in the same way, packet by packet (Sapio et al.,
-//! NSDI 2021).
+//! a rack does not know the greatest of all. So that the bits are those of one aggregator, the
+//! ranks find the greatest exponents first, by an op of their own, and round as the fold would;
+//! then a sum is exact wherever it is made. SwitchML agrees in the same way, packet by packet
+//! (Sapio et al., NSDI 2021).
 
 use racksum_proto::arith::fixed32_counting_exponent;
 use racksum_proto::descriptor::Descriptor;

@@ -44,6 +44,13 @@ impl Member {
         self.joins().map(|join| join.rank)
     }
 
+    /// The same in order.
+    pub(super) fn sorted_ranks(&self) -> Vec<u16> {
+        let mut ranks: Vec<_> = self.ranks().collect();
+        ranks.sort_unstable();
+        ranks
+    }
+
     /// What people call it: an aggregator by the first of its ranks.
     pub(super) fn name(&self) -> u16 {
         self.ranks().min().unwrap_or(self.join.rank)

@@ -41,7 +41,7 @@ pub(crate) struct Call {
 /// Whom a job loses with a member.
 pub(super) fn lost_with(member: Option<Member>, rank: u16, why: Loss) -> (Vec<u16>, Loss) {
     match member.filter(|member| member.join.relays && why != Loss::Left) {
-        Some(member) => (member.ranks().collect(), Loss::Relay),
+        Some(member) => (member.sorted_ranks(), Loss::Relay),
         None => (vec![rank], why),
     }
 }
@@ -192,7 +192,7 @@ impl Registry {
         if why == Loss::Left {
             let (id, number) = (job.id, job.number_of(seat.rank));
             if let Some(number) = number {
-                let left = || Command::Left { job: id, rank: number, name: Rank(rank) };
+                let left = || Command::LeftBelow { job: id, rank: number, name: Rank(rank) };
                 self.tell_shards(left);
             }
             return;
@@ -269,6 +269,14 @@ impl Job {
                 // One that is gone has said so.
                 drop(words.send(FromWorker::Parted(Absent { rank: *rank, why })));
             }
+        }
+    }
+
+    /// Tells the parent that this aggregator stops.
+    pub(super) fn tell_parent_of_stop(&self) {
+        if let Some(words) = self.above.as_ref().and_then(|above| above.words.as_ref()) {
+            // One that is gone needs no word.
+            drop(words.send(FromWorker::Stop));
         }
     }
 

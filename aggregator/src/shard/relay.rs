@@ -105,6 +105,7 @@ impl Job {
             return any;
         }
         any |= self.scan();
+        self.say_waits(now);
         while let Some(above) = &mut self.above
             && let Some(transmit) = above.machine.poll_transmit(now, &mut out.datagram[..], &mut ())
         {
@@ -162,6 +163,14 @@ impl Job {
             }
         }
         any
+    }
+
+    /// Says whom the ranks wait for, if it is time to.
+    fn say_waits(&mut self, now: Time) {
+        let Self { machine, above: Some(above), .. } = self else { return };
+        while let Some(lane) = above.machine.poll_waits() {
+            above.machine.say_waits(lane, machine.awaited(now, lane));
+        }
     }
 
     /// Says which windows the ranks have contributed to.

@@ -1,143 +1,21 @@
 //! Faults between hosts: a network namespace each, a bridge between them, processes with identities
 //! and sealed datagrams. What the ranks get is the sum, or an error that names the cause in time.
 
-use std::process::Command;
 use std::time::Duration;
 
 use safetensors::tensor::Dtype;
 use serde_json::Value;
 
-use crate::files::{Folder, Tensor, read};
-use crate::namespaces::ip;
-use crate::process::{Process, RACKSUM, Serving, run, signal};
+use crate::cluster::cluster;
+use crate::files::{Tensor, read};
+use crate::process::{Process, signal};
 use crate::waits::{await_that, timed};
-
-/// An aggregator's host with a bridge, and workers' hosts on it. Removed when it is dropped.
-struct Cluster {
-    name: String,
-    workers: u16,
-    folder: Folder,
-}
-
-impl Cluster {
-    /// Makes it; says why it cannot.
-    fn make(name: &str, workers: u16) -> Result<Self, String> {
-        let folder = Folder::new(&format!("chaos-{name}"));
-        let name = format!("rc{}{name}", std::process::id());
-        let cluster = Self { name, workers, folder };
-        let hub = cluster.hub();
-        ip(&["netns", "add", &hub])?;
-        ip(&["-n", &hub, "link", "set", "lo", "up"])?;
-        // An address of its own: with that of a port, what comes by the port when it is cut off
-        // would be for this host all the same.
-        let own = ["address", "02:00:00:00:78:01"];
-        let bridge = ["-n", &hub, "link", "add", "bridge"];
-        ip(&[&bridge[..], &own, &["type", "bridge"]].concat())?;
-        ip(&["-n", &hub, "addr", "add", "10.78.0.1/24", "dev", "bridge"])?;
-        ip(&["-n", &hub, "link", "set", "bridge", "up"])?;
-        for worker in 0..workers {
-            let (host, port) = (cluster.worker(worker), port(worker));
-            ip(&["netns", "add", &host])?;
-            let pair = ["link", "add", &port, "netns", &hub, "type", "veth", "peer"];
-            ip(&[&pair[..], &["name", "wire", "netns", &host]].concat())?;
-            ip(&["-n", &hub, "link", "set", &port, "master", "bridge", "up"])?;
-            ip(&["-n", &host, "link", "set", "lo", "up"])?;
-            let addr = format!("10.78.0.{}/24", worker + 2);
-            ip(&["-n", &host, "addr", "add", &addr, "dev", "wire"])?;
-            ip(&["-n", &host, "link", "set", "wire", "up"])?;
-        }
-        cluster.issue();
-        Ok(cluster)
-    }
-
-    fn hub(&self) -> String {
-        format!("{}h", self.name)
-    }
-
-    fn worker(&self, worker: u16) -> String {
-        format!("{}w{worker}", self.name)
-    }
-
-    /// Issues the identities of all hosts.
-    fn issue(&self) {
-        let authority = self.folder.path("authority.pem");
-        run(&["identity", "init", "--out", &authority]).ok();
-        for (name, role) in [("agg", "aggregator"), ("node", "worker")] {
-            let out = self.folder.path(&format!("{name}.pem"));
-            let issue = ["identity", "issue", name, "--role", role];
-            run(&[&issue[..], &["--authority", &authority, "--out", &out]].concat()).ok();
-        }
-    }
-
-    fn start(&self, host: &str, args: &[&str]) -> Process {
-        Process::spawn(Command::new("ip").args(["netns", "exec", host, RACKSUM]).args(args))
-    }
-
-    fn serve(&self) -> Serving {
-        let (identity, status) = (self.folder.path("agg.pem"), self.folder.path("status.sock"));
-        let args = ["aggregator", "--port", "0", "--pool-mib", "64", "--bind", "10.78.0.1"];
-        let more = ["--identity", &identity, "--status-socket", &status];
-        Serving::of(self.start(&self.hub(), &[&args[..], &more].concat()))
-    }
-
-    /// What the aggregator tells of itself.
-    fn status(&self) -> Value {
-        let status = self.folder.path("status.sock");
-        serde_json::from_str(&run(&["status", &status, "--format", "json"]).ok().out).unwrap()
-    }
-
-    /// Starts a rank of a benchmark on each host; returns once they run.
-    fn ranks(&self, serving: &Serving, flags: &[&str]) -> Vec<Process> {
-        let (identity, world) = (self.folder.path("node.pem"), self.workers.to_string());
-        let ranks: Vec<_> = (0..self.workers)
-            .map(|rank| {
-                let number = rank.to_string();
-                let args = ["bench", "--aggregator", &serving.addr, "--identity", &identity];
-                let who = ["--rank", &number, "--world", &world];
-                self.start(&self.worker(rank), &[&args[..], &who, flags].concat())
-            })
-            .collect();
-        await_that("the ranks run", || ranks.iter().all(|rank| rank.out().contains('#')));
-        ranks
-    }
-
-    /// Cuts a worker off, or lets it be reached again: the bridge forwards nothing from or to it,
-    /// and no end of the wire sees that.
-    fn cut_off(&self, worker: u16, cut: bool) {
-        let master: &[&str] = if cut { &["nomaster"] } else { &["master", "bridge"] };
-        ip(&[&["-n", &self.hub(), "link", "set", &port(worker)], master].concat()).unwrap();
-    }
-}
-
-impl Drop for Cluster {
-    fn drop(&mut self) {
-        for host in (0..self.workers).map(|worker| self.worker(worker)).chain([self.hub()]) {
-            // One that was never made cannot be removed.
-            ip(&["netns", "del", &host]).unwrap_or(());
-        }
-    }
-}
-
-/// The bridge's port towards a worker.
-fn port(worker: u16) -> String {
-    format!("port{worker}")
-}
-
-/// The cluster, or `None` where it cannot be had, which it says.
-fn cluster(name: &str, workers: u16) -> Option<Cluster> {
-    match Cluster::make(name, workers) {
-        Ok(cluster) => Some(cluster),
-        Err(why) => {
-            eprintln!("skipped: this takes root and iproute2: {why}");
-            None
-        }
-    }
-}
 
 /// Elements of a window of four bytes each.
 const WINDOW: usize = 60 * 256;
 /// Ops for as long as a test takes.
-const FOREVER: [&str; 8] = ["-b", "4M", "-e", "4M", "-n", "100000000", "--timeout", "60"];
+pub(crate) const FOREVER: [&str; 8] =
+    ["-b", "4M", "-e", "4M", "-n", "100000000", "--timeout", "60"];
 
 #[test]
 fn a_rank_that_is_killed_in_the_middle_of_an_op_is_named_in_time_and_leaves_nothing_behind() {

@@ -2,6 +2,8 @@
 //! namespaces where they can be had.
 
 #[cfg(test)]
+mod cluster;
+#[cfg(test)]
 mod files;
 #[cfg(test)]
 mod process;
@@ -25,6 +27,8 @@ mod identity;
 mod namespaces;
 #[cfg(test)]
 mod noise;
+#[cfg(test)]
+mod racks;
 #[cfg(test)]
 mod reduce;
 #[cfg(test)]

@@ -43,6 +43,7 @@ use crate::ids::{OpId, Rank, WindowId};
 use crate::observer::{Event, Observer};
 use crate::sequence::Sequence;
 use crate::time::Time;
+use crate::waited::Waited;
 use crate::wire::{AskEntries, Flags, Header, Kind, OpenDecoder};
 
 /// What a datagram means for its payload.
@@ -148,6 +149,8 @@ pub struct Aggregation {
     queue: Queue,
     /// What the ranks are called, where those of this job are not all there are.
     names: Box<[Rank]>,
+    /// Whom the ranks wait for below, where they are aggregators, by lane and rank.
+    below: Box<[Waited]>,
     /// Ops that failed, and others are to be told of.
     failed: VecDeque<Failed>,
     /// Windows folded and not yet polled for sending, by lane.
@@ -174,6 +177,8 @@ impl Aggregation {
             let occupancy = Occupancy::new(world, config.moved_at.is_some());
             Stream::new(pool, occupancy, Sequence::new(max_ops, first_op), results, config)
         };
+        let has_racks = config.weight.is_some();
+        let below = if has_racks { world * usize::from(config.lanes) } else { 0 };
         let streams: Vec<_> = (0..config.lanes).map(|_| stream()).collect();
         Self {
             agreement: Agreement::new(world, config.max_ops, config.shards, first_op),
@@ -182,6 +187,7 @@ impl Aggregation {
             left: vec![false; world].into(),
             gone: Vec::with_capacity(Flags::MAX_ABSENT),
             names: (0..config.world).map(Rank).collect(),
+            below: (0..below).map(|_| Waited::new()).collect(),
             failed: VecDeque::new(),
             queue: Queue::new(world, usize::from(config.lanes)),
             unsent: VecDeque::with_capacity(streams.len() * slots),
@@ -326,6 +332,7 @@ impl Aggregation {
             Kind::Open => said(self.handle_open(header, body, observer)),
             Kind::Ask => said(self.handle_ask(header, body)),
             Kind::Fail => said(self.handle_failure(header, body, observer)),
+            Kind::Wait => said(self.handle_waits_below(now, header, body)),
             _ => Verdict::Control,
         }
     }
@@ -553,7 +560,7 @@ impl Aggregation {
 fn check_kind(header: &Header, body: &[u8], has_racks: bool) -> Result<(), Reject> {
     match header.kind {
         Kind::Open | Kind::Data | Kind::Ask => Ok(()),
-        Kind::Fail if has_racks => Ok(()),
+        Kind::Fail | Kind::Wait if has_racks => Ok(()),
         // wire: W-25, W-26
         Kind::Ack if body.is_empty() => Ok(()),
         Kind::Ack => Err(Reject::Body),

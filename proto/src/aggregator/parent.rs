@@ -9,13 +9,14 @@
 //! [`Aggregation::poll_failed`], [`Aggregation::has_dropped`],
 //! [`Aggregation::handle_parent_failed`]. The parent is an aggregator like any other.
 
+use super::stream::Stream;
 use super::{Aggregation, Place};
 use crate::descriptor::Descriptor;
 use crate::error::Reject;
 use crate::ids::{OpId, Rank, WindowId};
 use crate::observer::{Event, Observer};
-use crate::time::Span;
-use crate::wire::{Disagreement, Header};
+use crate::time::{Span, Time};
+use crate::wire::{Disagreement, Header, MissingRanks};
 use crate::worker::Delivery;
 
 /// An op of a tree of aggregators that failed.
@@ -76,6 +77,59 @@ impl Aggregation {
     pub fn handle_parent_at(&mut self, lane: u8, done: WindowId, low: WindowId) {
         if let Some(stream) = self.streams.get_mut(usize::from(lane)) {
             stream.handle_parent_at(done, low);
+        }
+    }
+
+    /// Whom the next window of a lane waits for here or below, and how long nothing was heard of
+    /// each; nobody if it waits for the parent.
+    pub fn awaited(&self, now: Time, lane: u8) -> impl Iterator<Item = (Rank, Span)> + '_ {
+        let stream = self.streams.get(usize::from(lane)).filter(|stream| stream.is_behind());
+        let ranks = stream.into_iter().flat_map(Stream::awaited);
+        ranks.flat_map(move |rank| self.awaited_of(now, lane, rank, true))
+    }
+
+    /// Whom it means that a rank is waited for: the rank, or those whom it waits for below. One
+    /// that has left is `missed` if something needs it.
+    pub(super) fn awaited_of(
+        &self,
+        now: Time,
+        lane: u8,
+        rank: Rank,
+        missed: bool,
+    ) -> impl Iterator<Item = (Rank, Span)> + '_ {
+        let at = usize::from(lane) * self.names.len() + rank.index();
+        let below = self.below.get(at).into_iter().flat_map(move |below| below.ranks_now(now));
+        let mut below = below.peekable();
+        let itself = below.peek().is_none().then(|| match self.left[rank.index()] && missed {
+            // wire: W-61
+            true => (self.names[rank.index()], MissingRanks::LEFT),
+            false => (self.names[rank.index()], now.since(self.heard[rank.index()])),
+        });
+        itself.into_iter().chain(below)
+    }
+
+    /// An aggregator says whom it waits for.
+    pub(super) fn handle_waits_below(
+        &mut self,
+        now: Time,
+        header: &Header,
+        body: &[u8],
+    ) -> Result<(), Reject> {
+        // wire: W-66
+        let ranks = MissingRanks::decode(body)?;
+        let at = usize::from(header.lane) * self.names.len() + header.sender.index();
+        if let Some(below) = self.below.get_mut(at) {
+            below.set(now, header.window.op, ranks);
+        }
+        Ok(())
+    }
+
+    /// Notes that a rank below one of these has left, which is why that one opens no more.
+    pub fn handle_left_below(&mut self, rank: Rank, name: Rank) {
+        // Whoever was first is the reason why others left.
+        if self.left.get(rank.index()) == Some(&false) {
+            self.set_name(rank, name);
+            self.left[rank.index()] = true;
         }
     }
 

@@ -341,11 +341,7 @@ impl Aggregation {
         // Who waits for nothing may hear this late, when a rank that had left is back.
         let waits = stream.ranks[rank.index()].opened > stream.next;
         let awaited = stream.awaited().filter(|awaited| alone || *awaited != rank);
-        let missing = awaited.map(|awaited| match self.left[awaited.index()] {
-            // wire: W-61
-            true if waits => (self.names[awaited.index()], MissingRanks::LEFT),
-            _ => (self.names[awaited.index()], now.since(self.heard[awaited.index()])),
-        });
+        let missing = awaited.flat_map(|awaited| self.awaited_of(now, lane, awaited, waits));
         let above = stream.awaited_above();
         let here = if above.is_empty() { usize::MAX } else { 0 };
         let missing = above.iter().copied().chain(missing.take(here));

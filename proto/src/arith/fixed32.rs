@@ -82,8 +82,8 @@ pub fn fixed32_counting_exponent(block: &[u8]) -> Option<i32> {
     counts.then(|| exponent_of(block))
 }
 
-/// Rescales a block to a greater exponent, as a fold of blocks does of which one has it. One that is
-/// marked stays so.
+/// Rescales a block to a greater exponent, as a fold of blocks does of which one has it. One that
+/// is marked stays so.
 ///
 /// # Panics
 ///

@@ -15,7 +15,6 @@ mod resume;
 mod stream;
 mod sum;
 mod transmit;
-mod waited;
 
 #[cfg(test)]
 mod tests;
@@ -31,7 +30,7 @@ use op::{Lacked, Op};
 pub use receive::{Delivery, Verdict};
 use resume::FAILED_BEFORE;
 use stream::Stream;
-use sum::Failure;
+use sum::{Failure, Waits};
 pub use transmit::{DataFragments, Transmit};
 
 use crate::congestion::Congestion;
@@ -121,6 +120,8 @@ pub struct Worker {
     ended: Option<&'static str>,
     /// Ops that failed below, until the parent has heard of it.
     failures: Vec<Failure>,
+    /// Whom ops wait for below.
+    waits: Waits,
     counters: Counters,
 }
 
@@ -140,6 +141,7 @@ impl Worker {
             opens: OpenEncoder::new(),
             ended: None,
             failures: Vec::new(),
+            waits: Waits::default(),
             counters: Counters::default(),
             config,
         }
@@ -364,7 +366,8 @@ impl Worker {
             stream.timeout(path, self.heard)
         });
         let failures = self.failures.iter().map(Failure::due);
-        ops.chain(streams).chain(failures).min().unwrap_or(Time::NEVER)
+        let waits = core::iter::once(self.waits_due());
+        ops.chain(streams).chain(failures).chain(waits).min().unwrap_or(Time::NEVER)
     }
 
     /// Acts on what did not happen in time.
@@ -373,6 +376,7 @@ impl Worker {
             let path = &self.paths[usize::from(stream.shard)];
             stream.handle_timeout(now, path, self.heard);
         }
+        self.note_waits_due(now);
         let mut late = false;
         while let Some((id, started)) = self.late(now) {
             let (after, idle) = (now.since(started), now.since(self.heard));

@@ -434,7 +434,8 @@ impl Worker {
             stream.waited.ranks(now).iter().filter(|(_, silent)| *silent == MissingRanks::LEFT);
         let gone: Vec<Rank> = gone.map(|(rank, _)| *rank).collect();
         // wire: W-61
-        if waits && !gone.is_empty() {
+        // What that means for the ranks below is theirs to say.
+        if waits && !gone.is_empty() && self.config.only_shard.is_none() {
             self.handle_peers_lost(&gone, Loss::Left, observer);
         }
         Ok(Verdict::Control)

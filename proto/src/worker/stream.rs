@@ -3,7 +3,6 @@
 use alloc::collections::VecDeque;
 use core::ops::Range;
 
-use super::waited::Waited;
 use super::{Config, Path};
 use crate::descriptor::Descriptor;
 use crate::geometry::{Stripe, WINDOW_BYTES};
@@ -12,6 +11,7 @@ use crate::recovery::{self, Answered, Asked};
 use crate::rtt::Rtt;
 use crate::sequence::Sequence;
 use crate::time::{Span, Time};
+use crate::waited::Waited;
 use crate::wire::{AskEntries, AskEntry};
 
 /// A window that was sent and has no result yet.

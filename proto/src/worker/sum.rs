@@ -2,6 +2,7 @@
 //! parent.
 
 use alloc::vec;
+use alloc::vec::Vec;
 
 use super::{Op, Transmit, Worker};
 use crate::descriptor::Descriptor;
@@ -9,7 +10,7 @@ use crate::error::{OpError, SubmitError};
 use crate::ids::{OpId, Rank, WindowId};
 use crate::observer::Observer;
 use crate::time::{Span, Time};
-use crate::wire::{Disagreement, Header, Kind};
+use crate::wire::{Disagreement, Header, Kind, MissingRanks};
 
 /// An op that failed below.
 #[derive(Debug, Clone, Copy)]
@@ -28,6 +29,22 @@ impl Failure {
     }
 
     const PATIENCE: Span = Span::from_millis(10);
+}
+
+/// Whom ops wait for below, to be said to the parent.
+#[derive(Debug, Default)]
+pub(super) struct Waits {
+    /// The lane whose ranks are asked for next.
+    lane: Option<u8>,
+    /// The lane that is to be said of, and what.
+    of: Option<u8>,
+    said: Vec<(Rank, Span)>,
+    said_at: Time,
+}
+
+impl Waits {
+    /// How often it is said.
+    const PATIENCE: Span = Span::from_millis(200);
 }
 
 impl Worker {
@@ -84,6 +101,50 @@ impl Worker {
         let at = self.config.stream(lane, shard);
         let header = Header { window: WindowId::new(op, 0), ..self.header(at, Kind::Fail) };
         Some(self.finish(at, header, Disagreement::LEN, out))
+    }
+
+    /// A lane with ops in flight, if it is time to say whom they wait for below: the driver tells
+    /// [`Self::say_waits`]. Poll until `None`.
+    pub fn poll_waits(&mut self) -> Option<u8> {
+        let (lane, lanes) = (self.waits.lane?, self.config.lanes);
+        if self.waits.of.is_some() {
+            // What was said of another is yet to be sent.
+            return None;
+        }
+        self.waits.lane = (lane + 1 < lanes).then_some(lane + 1);
+        Some(lane)
+    }
+
+    /// Tells the parent whom the ops of a lane wait for below, and how long nothing was heard of
+    /// each.
+    pub fn say_waits(&mut self, lane: u8, ranks: impl Iterator<Item = (Rank, Span)>) {
+        let Waits { said, .. } = &mut self.waits;
+        said.clear();
+        said.extend(ranks.take(MissingRanks::MAX));
+        self.waits.of = (!self.waits.said.is_empty()).then_some(lane);
+    }
+
+    /// When it is time to say whom ops wait for below.
+    pub(super) fn waits_due(&self) -> Time {
+        let any = self.config.only_shard.is_some() && self.sums().next().is_some();
+        if any { self.waits.said_at + Waits::PATIENCE } else { Time::NEVER }
+    }
+
+    pub(super) fn note_waits_due(&mut self, now: Time) {
+        if self.waits_due() <= now {
+            self.waits.said_at = now;
+            self.waits.lane = Some(0);
+        }
+    }
+
+    /// Says whom ops wait for below.
+    pub(super) fn write_waits(&mut self, out: &mut [u8]) -> Option<Transmit> {
+        let (shard, lane) = (self.config.only_shard?, self.waits.of.take()?);
+        let at = self.config.stream(lane, shard);
+        let len =
+            MissingRanks::encode(self.waits.said.iter().copied(), out.get_mut(Header::LEN..)?);
+        let header = self.header(at, Kind::Wait);
+        Some(self.finish(at, header, len, out))
     }
 
     /// In a lane and shard: the first window that may have a result that has not come, and the

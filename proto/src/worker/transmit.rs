@@ -54,6 +54,9 @@ impl Worker {
         {
             return Some(failure);
         }
+        if let Some(waits) = self.write_waits(out) {
+            return Some(waits);
+        }
         let shards = usize::from(self.config.shards);
         let turn = usize::from(self.turn);
         (0..self.streams.len()).find_map(|i| {

@@ -5,11 +5,11 @@ use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction};
 use racksum_proto::error::{OpError, Reject};
 use racksum_proto::ids::{OpId, Rank};
-use racksum_proto::time::Time;
-use racksum_proto::wire::{Disagreement, Header, Kind};
+use racksum_proto::time::{Span, Time};
+use racksum_proto::wire::{Disagreement, Header, Kind, MissingRanks};
 use racksum_proto::worker::{self, Transmit, Worker};
 
-use crate::shard::{Shard, ack, block, sum};
+use crate::shard::{Shard, ack, ask, block, everything_from, names, sum};
 use crate::support::{TIMEOUT, datagram, header, open, shard, window, worker};
 
 fn with_parent() -> Shard {
@@ -121,4 +121,73 @@ fn an_aggregator_says_that_an_op_failed_until_its_parent_does() {
     let one = (rank, Descriptor { lane: 200, ..strange });
     above.fail_sum(OpId(1), Disagreement { one, ..disagreement() }, &mut ());
     assert_eq!(says(&mut above), Some(Kind::Fail));
+}
+
+#[test]
+fn a_parent_names_those_whom_an_aggregator_waits_for_and_for_a_while_only() {
+    // wire: W-66
+    let config = Config { weight: Some(6), ..shard(0, 1) };
+    let mut root = Shard::of(Aggregation::new(config, Time(0)));
+    root.machine.set_name(Rank(1), Rank(3));
+    root.open(0, None, &[true; 2]);
+    root.store(&block(0, window(0, 0)));
+    let named = |root: &mut Shard, said: Option<&[(Rank, Span)]>| {
+        if let Some(said) = said {
+            let mut body = [0; 1200];
+            let len = MissingRanks::encode(said.iter().copied(), &mut body);
+            let wait = datagram(header(Kind::Wait, Rank(1)), &body[..len]);
+            assert_eq!(root.take(&wait), Verdict::Control);
+        }
+        root.take(&ask(0, window(0, 0), &everything_from(window(0, 0))));
+        let (_, body) = root.says_to(0, Kind::Wait);
+        names(&body)
+    };
+    let (silent, left) = (Span::from_millis(700), MissingRanks::LEFT);
+    assert_eq!(named(&mut root, None), [(Rank(3), Span::ZERO)]);
+    let below = [(Rank(4), silent), (Rank(5), left)];
+    assert_eq!(named(&mut root, Some(&below)), below);
+    assert_eq!(named(&mut root, Some(&[])), [(Rank(3), Span::ZERO)]);
+    named(&mut root, Some(&below));
+    root.now = Time(0) + Span::from_millis(900);
+    let later = Span::from_millis(1600);
+    assert_eq!(named(&mut root, None), [(Rank(4), later), (Rank(5), left)]);
+    root.now = Time(0) + Span::from_millis(1100);
+    assert_eq!(named(&mut root, None), [(Rank(3), Span::from_millis(1100))]);
+    // One of whom one below has left is known by that one.
+    root.machine.handle_left_below(Rank(1), Rank(4));
+    assert_eq!(named(&mut root, None), [(Rank(4), left)]);
+    // Ranks that are no aggregators say no such thing.
+    let wait = datagram(header(Kind::Wait, Rank(1)), &[0, 0]);
+    assert_eq!(Shard::new().reject(&wait), Reject::Kind);
+}
+
+#[test]
+fn an_aggregator_says_whom_it_waits_for_again_and_again_in_each_lane() {
+    // wire: W-66
+    let config = worker::Config { only_shard: Some(0), lanes: 2, ..*worker(0).config() };
+    let mut above = Worker::new(config, Time(0));
+    assert_eq!(above.poll_timeout(), Time::NEVER);
+    above.submit_sum(Time(0), OpId(0), sum(1), TIMEOUT).unwrap();
+    let waits = [(Rank(4), Span::from_millis(5))];
+    let mut out = [0xa5; 2048];
+    for _ in 0..3 {
+        let now = above.poll_timeout();
+        assert!(now <= Time(0) + Span::from_secs(1));
+        above.handle_timeout(now, &mut ());
+        for lane in [0, 1] {
+            assert_eq!(above.poll_waits(), Some(lane));
+            above.say_waits(lane, waits.into_iter());
+            let transmit = above.poll_transmit(now, &mut out, &mut ());
+            let Some(Transmit::Datagram { len, .. }) = transmit else { panic!("{transmit:?}") };
+            let (header, body) = Header::decode(&out[..len]).unwrap();
+            assert_eq!((header.kind, header.lane), (Kind::Wait, lane));
+            assert_eq!(names(body), waits);
+        }
+        assert_eq!(above.poll_waits(), None);
+    }
+    // That it waits for nobody is no news.
+    above.handle_timeout(above.poll_timeout(), &mut ());
+    assert_eq!(above.poll_waits(), Some(0));
+    above.say_waits(0, std::iter::empty());
+    assert_eq!(above.poll_transmit(Time(0), &mut out, &mut ()), None);
 }

@@ -245,7 +245,8 @@ fn flat(seed: u64, world: u16) -> Vec<Vec<u8>> {
 }
 
 fn name(machine: &mut Aggregation, names: impl Iterator<Item = Rank>) {
-    (0..).map(Rank).zip(names).for_each(|(rank, name)| machine.set_name(rank, name));
+    let ranks = (0..machine.config().world).map(Rank);
+    ranks.zip(names).for_each(|(rank, name)| machine.set_name(rank, name));
 }
 
 #[test]
@@ -371,23 +372,24 @@ fn ranks_that_disagree_within_a_rack_or_between_racks_are_told_who_and_the_job_g
 
 #[test]
 fn a_rank_that_is_missing_in_another_rack_is_missed_by_name() {
-    let mut tree = Tree::new(&[2, 2], 1, 1, 1, Faults::default());
-    let descriptor = Descriptor::sum(10, DType::I32);
-    // All but the first of the second rack.
-    for (rank, worker) in tree.workers.iter_mut().flatten().enumerate() {
-        match rank {
-            2 => worker.done.push((OpId(0), Ok(Vec::new()))),
-            _ => {
+    // The first of the second rack, by which the rack is known, and the other.
+    for absent in [2, 3] {
+        let mut tree = Tree::new(&[2, 2], 1, 1, 1, Faults::default());
+        let descriptor = Descriptor::sum(10, DType::I32);
+        for (rank, worker) in tree.workers.iter_mut().flatten().enumerate() {
+            if rank == absent {
+                worker.done.push((OpId(0), Ok(Vec::new())));
+            } else {
                 let ones = bytes(&[1; 10]);
-                worker.submit(Time(0), descriptor, ones, Span::from_millis(300)).unwrap();
+                worker.submit(Time(0), descriptor, ones, Span::from_millis(700)).unwrap();
             }
         }
-    }
-    tree.run_until(|tree| tree.workers.iter().flatten().all(|worker| !worker.done.is_empty()));
-    for rank in [0, 1, 3] {
-        let done = &tree.workers[rank / 2][rank % 2].done;
-        let Err(OpError::Timeout { missing, .. }) = &done[0].1 else { panic!("{done:?}") };
-        let missing: Vec<_> = missing.iter().map(|(rank, _)| *rank).collect();
-        assert_eq!(missing, [Rank(2)], "rank {rank}");
+        tree.run_until(|tree| tree.workers.iter().flatten().all(|worker| !worker.done.is_empty()));
+        for rank in (0..4).filter(|rank| *rank != absent) {
+            let done = &tree.workers[rank / 2][rank % 2].done;
+            let Err(OpError::Timeout { missing, .. }) = &done[0].1 else { panic!("{done:?}") };
+            let missing: Vec<_> = missing.iter().map(|(rank, _)| usize::from(rank.0)).collect();
+            assert_eq!(missing, [absent], "rank {rank}");
+        }
     }
 }

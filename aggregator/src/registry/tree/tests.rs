@@ -202,7 +202,7 @@ fn racks_are_numbered_by_their_first_ranks_and_called_by_them() {
 fn a_rack_that_is_lost_is_lost_with_all_its_ranks_and_one_that_loses_a_rank_names_it() {
     let (mut registry, [(one, _), (_, mut inbox)]) = root();
     registry.leave(&one, Loss::Died, Instant::now());
-    let lost = FromAggregator::PeerLost { ranks: vec![2, 0], why: Loss::Relay };
+    let lost = FromAggregator::PeerLost { ranks: vec![0, 2], why: Loss::Relay };
     assert_eq!(told(&mut inbox), Some(lost));
     assert_eq!(registry.jobs(), 0);
     let (mut registry, [(one, _), (_, mut inbox)]) = root();

@@ -50,6 +50,11 @@ impl Stream {
         }
     }
 
+    /// Whether some rank has begun what is not folded yet.
+    pub(in crate::aggregator) fn is_behind(&self) -> bool {
+        self.backlog() > 0
+    }
+
     /// Whom the parent waits for, if what is here waits for the parent.
     pub(in crate::aggregator) fn awaited_above(&self) -> &[(Rank, Span)] {
         match &self.above {

@@ -1,0 +1,167 @@
+//! Hosts: a network namespace each, a bridge between them, processes with identities and sealed
+//! datagrams.
+
+use std::process::Command;
+
+use serde_json::Value;
+
+use crate::files::Folder;
+use crate::namespaces::ip;
+use crate::process::{Process, RACKSUM, Serving, run};
+use crate::waits::await_that;
+
+/// An aggregator's host with a bridge, and workers' hosts on it. Removed when it is dropped.
+pub(crate) struct Cluster {
+    name: String,
+    workers: u16,
+    pub(crate) folder: Folder,
+}
+
+impl Cluster {
+    /// Makes it; says why it cannot.
+    fn make(name: &str, workers: u16) -> Result<Self, String> {
+        let folder = Folder::new(&format!("chaos-{name}"));
+        let name = format!("rc{}{name}", std::process::id());
+        let cluster = Self { name, workers, folder };
+        let hub = cluster.hub();
+        ip(&["netns", "add", &hub])?;
+        ip(&["-n", &hub, "link", "set", "lo", "up"])?;
+        // An address of its own: with that of a port, what comes by the port when it is cut off
+        // would be for this host all the same.
+        let own = ["address", "02:00:00:00:78:01"];
+        let bridge = ["-n", &hub, "link", "add", "bridge"];
+        ip(&[&bridge[..], &own, &["type", "bridge"]].concat())?;
+        ip(&["-n", &hub, "addr", "add", "10.78.0.1/24", "dev", "bridge"])?;
+        ip(&["-n", &hub, "link", "set", "bridge", "up"])?;
+        for worker in 0..workers {
+            let (host, port) = (cluster.worker(worker), port(worker));
+            ip(&["netns", "add", &host])?;
+            let pair = ["link", "add", &port, "netns", &hub, "type", "veth", "peer"];
+            ip(&[&pair[..], &["name", "wire", "netns", &host]].concat())?;
+            ip(&["-n", &hub, "link", "set", &port, "master", "bridge", "up"])?;
+            ip(&["-n", &host, "link", "set", "lo", "up"])?;
+            let addr = format!("10.78.0.{}/24", worker + 2);
+            ip(&["-n", &host, "addr", "add", &addr, "dev", "wire"])?;
+            ip(&["-n", &host, "link", "set", "wire", "up"])?;
+        }
+        cluster.issue();
+        Ok(cluster)
+    }
+
+    fn hub(&self) -> String {
+        format!("{}h", self.name)
+    }
+
+    pub(crate) fn worker(&self, worker: u16) -> String {
+        format!("{}w{worker}", self.name)
+    }
+
+    /// Issues the identities of all hosts.
+    fn issue(&self) {
+        let authority = self.folder.path("authority.pem");
+        run(&["identity", "init", "--out", &authority]).ok();
+        for (name, role) in [("agg", "aggregator"), ("node", "worker")] {
+            let out = self.folder.path(&format!("{name}.pem"));
+            let issue = ["identity", "issue", name, "--role", role];
+            run(&[&issue[..], &["--authority", &authority, "--out", &out]].concat()).ok();
+        }
+    }
+
+    pub(crate) fn start(&self, host: &str, args: &[&str]) -> Process {
+        Process::spawn(Command::new("ip").args(["netns", "exec", host, RACKSUM]).args(args))
+    }
+
+    /// Starts the aggregator on its host.
+    pub(crate) fn serve(&self) -> Serving {
+        self.serve_on("0")
+    }
+
+    /// The same on a port.
+    pub(crate) fn serve_on(&self, port: &str) -> Serving {
+        self.serve_at(&self.hub(), "10.78.0.1", "status.sock", &["--port", port])
+    }
+
+    /// Starts an aggregator on a worker's host, which has the first for its parent.
+    pub(crate) fn serve_rack(&self, worker: u16, parent: &Serving) -> Serving {
+        let (addr, status) = (format!("10.78.0.{}", worker + 2), format!("status{worker}.sock"));
+        self.serve_at(
+            &self.worker(worker),
+            &addr,
+            &status,
+            &["--port", "0", "--parent", &parent.addr],
+        )
+    }
+
+    fn serve_at(&self, host: &str, addr: &str, status: &str, flags: &[&str]) -> Serving {
+        let (identity, status) = (self.folder.path("agg.pem"), self.folder.path(status));
+        let args = ["aggregator", "--pool-mib", "64", "--bind", addr];
+        let more = ["--identity", &identity, "--status-socket", &status];
+        Serving::of(self.start(host, &[&args[..], &more, flags].concat()))
+    }
+
+    /// What the aggregator tells of itself.
+    pub(crate) fn status(&self) -> Value {
+        self.status_of("status.sock")
+    }
+
+    /// What the one on a worker's host does.
+    pub(crate) fn status_of_rack(&self, worker: u16) -> Value {
+        self.status_of(&format!("status{worker}.sock"))
+    }
+
+    fn status_of(&self, socket: &str) -> Value {
+        let status = self.folder.path(socket);
+        serde_json::from_str(&run(&["status", &status, "--format", "json"]).ok().out).unwrap()
+    }
+
+    /// Starts a rank of a benchmark on each host; returns once they run.
+    pub(crate) fn ranks(&self, serving: &Serving, flags: &[&str]) -> Vec<Process> {
+        self.ranks_at(&vec![serving; self.workers.into()], flags)
+    }
+
+    /// The same, each at an aggregator of its own.
+    pub(crate) fn ranks_at(&self, at: &[&Serving], flags: &[&str]) -> Vec<Process> {
+        let (identity, world) = (self.folder.path("node.pem"), at.len().to_string());
+        let start = |(rank, serving): (u16, &&Serving)| {
+            let number = rank.to_string();
+            let args = ["bench", "--aggregator", &serving.addr, "--identity", &identity];
+            let who = ["--rank", &number, "--world", &world];
+            self.start(&self.worker(rank), &[&args[..], &who, flags].concat())
+        };
+        let ranks: Vec<_> = (0..).zip(at).map(start).collect();
+        await_that("the ranks run", || ranks.iter().all(|rank| rank.out().contains('#')));
+        ranks
+    }
+
+    /// Cuts a worker off, or lets it be reached again: the bridge forwards nothing from or to it,
+    /// and no end of the wire sees that.
+    pub(crate) fn cut_off(&self, worker: u16, cut: bool) {
+        let master: &[&str] = if cut { &["nomaster"] } else { &["master", "bridge"] };
+        ip(&[&["-n", &self.hub(), "link", "set", &port(worker)], master].concat()).unwrap();
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        for host in (0..self.workers).map(|worker| self.worker(worker)).chain([self.hub()]) {
+            // One that was never made cannot be removed.
+            ip(&["netns", "del", &host]).unwrap_or(());
+        }
+    }
+}
+
+/// The bridge's port towards a worker.
+fn port(worker: u16) -> String {
+    format!("port{worker}")
+}
+
+/// The cluster, or `None` where it cannot be had, which it says.
+pub(crate) fn cluster(name: &str, workers: u16) -> Option<Cluster> {
+    match Cluster::make(name, workers) {
+        Ok(cluster) => Some(cluster),
+        Err(why) => {
+            eprintln!("skipped: this takes root and iproute2: {why}");
+            None
+        }
+    }
+}
