@@ -120,7 +120,8 @@ impl From<ConnectError> for Failure {
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         match error {
-            Error::Op(_) | Error::Submit(SubmitError::Ended { .. }) => {
+            Error::Op(_)
+            | Error::Submit(SubmitError::Ended { .. } | SubmitError::PeerLost { .. }) => {
                 Self::failed(error.to_string())
             }
             _ => Self::usage(error.to_string()),

@@ -143,7 +143,7 @@ impl Rejects {
 }
 
 /// Why an op was not taken.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SubmitError {
     /// The descriptor cannot be.
     #[error("{0}")]
@@ -170,6 +170,14 @@ pub enum SubmitError {
     Ended {
         /// What ended it.
         why: &'static str,
+    },
+    /// The session ended because ranks are gone: a new one has a new generation.
+    #[error("the session ended: {}", OpError::PeerLost { ranks: ranks.clone(), why: *why })]
+    PeerLost {
+        /// The ranks that are gone.
+        ranks: Vec<Rank>,
+        /// What became of them.
+        why: Loss,
     },
     /// The op numbers of this generation are used up.
     #[error("this generation has numbered 4294967295 ops; join again with a new generation")]

@@ -149,8 +149,8 @@ fn a_rank_that_vanishes_fails_the_ops_of_the_others_at_once() {
                     assert_eq!(error.to_string(), why);
                     assert!(ms < 3000, "{ms} ms");
                     let next = sum_of(&client, 1).unwrap_err();
-                    let why = "a rank is gone";
-                    assert_eq!(next, Error::Submit(SubmitError::Ended { why }));
+                    let (ranks, why) = (vec![Rank(1)], Loss::Broke);
+                    assert_eq!(next, Error::Submit(SubmitError::PeerLost { ranks, why }));
                 });
             }
             let mut impostor = Impostor::connect(&rig);

@@ -6,7 +6,7 @@ use std::time::Duration;
 use racksum_proto::control::{Loss, OnRankLoss};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
-use racksum_proto::error::OpError;
+use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::{Generation, Rank};
 use racksum_worker::{Client, ConnectError, ConnectOptions, Error};
 
@@ -34,7 +34,12 @@ fn until_the_end(client: &Client) -> Error {
 }
 
 fn lost(error: &Error) -> (Vec<u16>, Loss) {
-    let Error::Op(OpError::PeerLost { ranks, why }) = error else { panic!("{error}") };
+    // Also between two ops.
+    let (Error::Op(OpError::PeerLost { ranks, why })
+    | Error::Submit(SubmitError::PeerLost { ranks, why })) = error
+    else {
+        panic!("{error}")
+    };
     (ranks.iter().map(|rank| rank.0).collect(), *why)
 }
 

@@ -200,6 +200,7 @@ impl Client {
         descriptor: Descriptor,
         data: Data,
     ) -> Result<(MutexGuard<'_, State>, OpId), Error> {
+        descriptor.validate().map_err(SubmitError::from)?;
         let mut state = self.shared.lock();
         let mut payload = state.engine.payload(descriptor, data);
         if !self.welcome.in_tree {
@@ -207,7 +208,6 @@ impl Client {
             return Ok((state, op));
         }
         drop(state);
-        descriptor.validate().map_err(SubmitError::from)?;
         // All ranks number their ops alike: none comes between an op and the one before it that
         // finds its exponents.
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);

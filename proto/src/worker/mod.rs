@@ -118,6 +118,8 @@ pub struct Worker {
     outcomes: VecDeque<Outcome>,
     opens: OpenEncoder,
     ended: Option<&'static str>,
+    /// The ranks whose loss ended the session, and what became of them.
+    lost: Option<(Vec<Rank>, Loss)>,
     /// Ops that failed below, until the parent has heard of it.
     failures: Vec<Failure>,
     /// Whom ops wait for below.
@@ -140,6 +142,7 @@ impl Worker {
             outcomes: VecDeque::with_capacity(usize::from(config.max_ops)),
             opens: OpenEncoder::new(),
             ended: None,
+            lost: None,
             failures: Vec::new(),
             waits: Waits::default(),
             counters: Counters::default(),
@@ -237,6 +240,9 @@ impl Worker {
         let (lane, lanes) = (descriptor.lane, self.config.lanes);
         if lane >= lanes {
             return Err(SubmitError::NoSuchLane { lane, lanes });
+        }
+        if let Some((ranks, why)) = self.lost.clone() {
+            return Err(SubmitError::PeerLost { ranks, why });
         }
         if let Some(why) = self.ended {
             return Err(SubmitError::Ended { why });
@@ -430,6 +436,9 @@ impl Worker {
     /// Ends the session because ranks are gone: every op in flight fails.
     pub fn handle_peers_lost(&mut self, ranks: &[Rank], why: Loss, observer: &mut impl Observer) {
         self.fail_all(&OpError::PeerLost { ranks: ranks.to_vec(), why }, observer);
+        if self.ended.is_none() {
+            self.lost = Some((ranks.to_vec(), why));
+        }
         self.end("a rank is gone", observer);
     }
 
