@@ -1,10 +1,11 @@
 //! `cargo xtask soak`: jobs that come and go for as long as one likes, some of whose ranks are
-//! killed, at aggregators of which some are killed or told to stop.
+//! killed, at aggregators of which some are killed or told to stop, or through racks to a root.
 //!
 //! Every op's sums are checked by the ranks (`racksum bench -n 1`). What must hold besides: a job
 //! that loses no rank ends well, whatever becomes of its aggregators; a job that loses one ends in
-//! time, with an error that names it; and the aggregator that is left in peace has in the end as
-//! much memory, as many open files and as many free buffers as near the beginning.
+//! time, with an error that names it; and the aggregators that are left in peace, the root and the
+//! racks', have in the end as much memory, as many open files and as many free buffers as near the
+//! beginning.
 
 mod job;
 mod served;
@@ -61,18 +62,32 @@ pub(crate) fn run(root: &Path, args: &SoakArgs) -> Result<bool> {
     let program = root.join("target/release/racksum");
     let logs = root.join("target/soak");
     std::fs::create_dir_all(&logs)?;
-    let steady = Served::start(&program, &logs, "steady", "0")?;
-    let pair = ["first", "second"].map(|name| Served::start(&program, &logs, name, "0"));
-    let [first, second] = pair;
+    let start = |name, parent| Served::start(&program, &logs, name, "0", parent);
+    let steady = start("steady", None)?;
+    let [left, right] = ["left", "right"].map(|name| start(name, Some(&steady.addr)));
+    let racks = vec![left?, right?];
+    let [first, second] = ["first", "second"].map(|name| start(name, None));
     let mut pair = [first?, second?];
     let both = format!("{},{}", pair[0].addr, pair[1].addr);
-    println!("steady aggregator {}; the others {both}; logs in {}", steady.addr, logs.display());
+    let places = [
+        vec![both.clone()],
+        vec![steady.addr.clone()],
+        racks.iter().map(|rack| rack.addr.clone()).collect(),
+    ];
+    println!(
+        "steady aggregator {}, the parent of {}; the others {both}; logs in {}",
+        steady.addr,
+        places[2].join(" and "),
+        logs.display()
+    );
+    let steady: Vec<Served> = std::iter::once(steady).chain(racks).collect();
     let (tally, over) = (Mutex::new(Tally::default()), AtomicBool::new(false));
     let run = Deadline::after(Duration::from_secs(60 * args.minutes));
     let started = scope(|scope| {
         let (tally, over, steady, program, logs) = (&tally, &over, &steady, &program, &logs);
         for slot in 0..args.jobs {
-            let aggregators = if slot % 2 == 0 { both.clone() } else { steady.addr.clone() };
+            let place = usize::try_from(slot).unwrap_or(0) % places.len();
+            let aggregators = places[place].clone();
             scope.spawn(move || {
                 let mut draw = Draw::new(args.seed * 1000 + slot);
                 for nth in 0.. {
@@ -80,7 +95,7 @@ pub(crate) fn run(root: &Path, args: &SoakArgs) -> Result<bool> {
                         break;
                     }
                     let name = format!("job-{slot}-{nth}");
-                    Job::new(&name, &aggregators, &mut draw).run(program, logs, tally);
+                    Job::new(&name, aggregators.clone(), &mut draw).run(program, logs, tally);
                 }
             });
         }
@@ -90,24 +105,25 @@ pub(crate) fn run(root: &Path, args: &SoakArgs) -> Result<bool> {
         });
         watch(steady, run, tally, over)
     });
-    steady.await_peace()?;
+    steady.iter().try_for_each(Served::await_peace)?;
     let tally = tally.into_inner().unwrap_or_else(|broken| broken.into_inner());
-    report(&tally, started?, steady.resources()?)
+    report(&tally, &steady, &started?)
 }
 
-/// Shows how far it is, until it is over. Returns what the steady aggregator had near the
+/// Shows how far it is, until it is over. Returns what the steady aggregators had near the
 /// beginning.
 fn watch(
-    steady: &Served,
+    steady: &[Served],
     run: Deadline,
     tally: &Mutex<Tally>,
     over: &AtomicBool,
-) -> Result<Resources> {
+) -> Result<Vec<Resources>> {
+    let resources = || steady.iter().map(Served::resources).collect();
     let mut started = None;
     while !run.is_over() && !interrupt::is_noted() {
         sleep(Duration::from_secs(5));
         if started.is_none() && run.elapsed() > WARM_UP {
-            started = Some(steady.resources());
+            started = Some(resources());
         }
         if run.elapsed().as_secs() % 60 < 5 {
             let tally = lock(tally);
@@ -125,7 +141,7 @@ fn watch(
         }
     }
     over.store(true, Relaxed);
-    started.unwrap_or_else(|| steady.resources())
+    started.unwrap_or_else(resources)
 }
 
 /// Kills one of two aggregators, or tells it to stop, and starts it again, over and over.
@@ -159,25 +175,34 @@ fn trouble(
     }
 }
 
-fn report(tally: &Tally, before: Resources, after: Resources) -> Result<bool> {
+fn report(tally: &Tally, steady: &[Served], before: &[Resources]) -> Result<bool> {
     let Tally { jobs, ops, ranks_killed, told, aggregators_killed, aggregators_drained, faults } =
         tally;
     println!("jobs that came and went        {jobs}");
     println!("ops, every sum checked         {ops}");
     println!("ranks killed                   {ranks_killed}, {told} jobs named theirs");
     println!("aggregators killed, drained    {aggregators_killed}, {aggregators_drained}");
-    println!("steady aggregator, near the beginning and in the end:");
-    println!("  resident memory              {} MB, {} MB", before.resident_mb, after.resident_mb);
-    println!("  open files                   {}, {}", before.files, after.files);
-    println!("  jobs, buffers that are taken {}, {}", after.jobs, after.buffers_taken);
+    println!("aggregators that were left in peace, near the beginning and in the end:");
+    let mut clean = true;
+    for (served, before) in steady.iter().zip(before) {
+        let after = served.resources()?;
+        println!("  {}", served.name);
+        println!(
+            "    resident memory            {} MB, {} MB",
+            before.resident_mb, after.resident_mb
+        );
+        println!("    open files                 {}, {}", before.files, after.files);
+        println!("    jobs, buffers taken        {}, {}", after.jobs, after.buffers_taken);
+        let grown = after.resident_mb.saturating_sub(before.resident_mb);
+        let left = after.jobs + after.buffers_taken;
+        clean &= grown <= SPARE_MB && left == 0 && after.files <= before.idle_files;
+    }
     println!("faults                         {}", faults.len());
     for fault in faults {
         println!("  {fault}");
     }
     ensure!(*jobs > 0, "no job has ended; give it more minutes");
-    let grown = after.resident_mb.saturating_sub(before.resident_mb);
-    let left = after.jobs + after.buffers_taken;
-    Ok(faults.is_empty() && grown <= SPARE_MB && left == 0 && after.files <= before.idle_files)
+    Ok(faults.is_empty() && clean)
 }
 
 fn lock(tally: &Mutex<Tally>) -> std::sync::MutexGuard<'_, Tally> {
@@ -186,5 +211,5 @@ fn lock(tally: &Mutex<Tally>) -> std::sync::MutexGuard<'_, Tally> {
 
 /// How long until memory that is touched for the first time has been.
 const WARM_UP: Duration = Duration::from_secs(45);
-/// What the steady aggregator's memory may grow by from then on.
+/// What a steady aggregator's memory may grow by from then on.
 const SPARE_MB: u64 = 32;

@@ -40,6 +40,8 @@ impl Draw {
 pub(super) struct Job {
     name: String,
     world: u64,
+    /// Where the first rank joins, and the next, and so on.
+    aggregators: Vec<String>,
     flags: Vec<String>,
     /// The rank that is killed, and when.
     victim: Option<(usize, Duration)>,
@@ -52,13 +54,12 @@ struct Rank {
 }
 
 impl Job {
-    pub(super) fn new(name: &str, aggregators: &str, draw: &mut Draw) -> Self {
+    pub(super) fn new(name: &str, aggregators: Vec<String>, draw: &mut Draw) -> Self {
         let world = draw.between(2, 4);
         let wire = draw.one_of(&["f32", "f32", "bf16", "int8", "fixed32"]);
         let faults = draw.one_of(&["0", "0", "0.01"]);
         let last = draw.one_of(&["64K", "1M", "4M"]);
         let flags = [
-            ("aggregator", aggregators),
             ("job", name),
             ("min-bytes", "1K"),
             ("max-bytes", last),
@@ -80,7 +81,7 @@ impl Job {
         let at = Duration::from_millis(draw.between(50, 1_500));
         let whom = usize::try_from(draw.between(0, world - 1)).unwrap_or(0);
         let victim = victim.then_some((whom, at));
-        Self { name: name.to_owned(), world, flags, victim }
+        Self { name: name.to_owned(), world, aggregators, flags, victim }
     }
 
     /// Runs it, and notes what came of it.
@@ -136,6 +137,12 @@ impl Job {
         Ok(())
     }
 
+    fn aggregator_of(&self, rank: u64) -> &str {
+        let all = self.aggregators.len().max(1) as u64;
+        let at = usize::try_from(rank % all).unwrap_or(0);
+        self.aggregators.get(at).map_or("", String::as_str)
+    }
+
     fn start(&self, rank: u64, program: &Path, logs: &Path) -> Result<Rank> {
         let out = logs.join(format!("{}-{rank}", self.name.rsplit_once('-').map_or("", |x| x.0)));
         let file = |kind: &str| File::create(out.with_extension(kind)).context("cannot log");
@@ -143,6 +150,7 @@ impl Job {
             .arg("bench")
             .args(&self.flags)
             .arg(format!("--rank={rank}"))
+            .arg(format!("--aggregator={}", self.aggregator_of(rank)))
             .stdin(Stdio::null())
             .stdout(file("out")?)
             .stderr(file("err")?)

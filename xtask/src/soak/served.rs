@@ -17,7 +17,8 @@ use crate::shell::Cmd;
 #[derive(Debug)]
 pub(super) struct Served {
     pub(super) addr: String,
-    name: String,
+    pub(super) name: String,
+    parent: Option<String>,
     program: PathBuf,
     socket: PathBuf,
     child: Child,
@@ -37,14 +38,22 @@ pub(super) struct Resources {
 }
 
 impl Served {
-    /// Starts one at a port of this host, 0 for any; returns once it serves.
-    pub(super) fn start(program: &Path, logs: &Path, name: &str, port: &str) -> Result<Self> {
+    /// Starts one at a port of this host, 0 for any, and with a parent or not; returns once it
+    /// serves.
+    pub(super) fn start(
+        program: &Path,
+        logs: &Path,
+        name: &str,
+        port: &str,
+        parent: Option<&str>,
+    ) -> Result<Self> {
         let socket = logs.join(format!("{name}.sock"));
         let out = logs.join(format!("{name}.log"));
         let mut child = Command::new(program)
             .args(["aggregator", "--port", port, "--pool-mib", "256", "--max-jobs", "40"])
             .args(["--shards", "2", "--data-auth", "mac", "--status-socket"])
             .arg(&socket)
+            .args(parent.iter().flat_map(|parent| ["--parent", parent]))
             .stdin(Stdio::null())
             .stdout(File::create(&out)?)
             .stderr(File::create(logs.join(format!("{name}.err")))?)
@@ -62,8 +71,9 @@ impl Served {
             ensure!(!patience.is_over(), "the aggregator does not serve");
             sleep(POLL);
         };
-        let (name, program) = (name.to_owned(), program.to_owned());
-        let mut served = Self { addr, name, program, socket, child, idle_files: 0 };
+        let (name, parent) = (name.to_owned(), parent.map(str::to_owned));
+        let program = program.to_owned();
+        let mut served = Self { addr, name, parent, program, socket, child, idle_files: 0 };
         served.idle_files = served.files()?;
         Ok(served)
     }
@@ -93,7 +103,8 @@ impl Served {
     /// Starts it again at the same port.
     pub(super) fn again(&mut self, program: &Path, logs: &Path) -> Result<()> {
         let port = self.addr.rsplit(':').next().unwrap_or("0").to_owned();
-        *self = Self::start(program, logs, &self.name.clone(), &port)?;
+        let (name, parent) = (self.name.clone(), self.parent.clone());
+        *self = Self::start(program, logs, &name, &port, parent.as_deref())?;
         Ok(())
     }
 
