@@ -110,12 +110,10 @@ impl RelayNode {
     /// Starts the ops that the ranks have begun.
     fn begin(&mut self, now: Time) -> bool {
         let mut any = false;
-        while let Some((op, descriptor)) = self.below.machine.poll_begun() {
-            // How long an op may take is the ranks' affair.
-            self.above
-                .submit_sum(now, op, descriptor, Span::from_secs(1 << 20))
-                .expect("there is as much room for ops above as below");
-            any = true;
+        let Self { below, above, .. } = self;
+        while let Some((op, descriptor)) = below.machine.poll_begun(|lane| above.has_room(lane)) {
+            // How long an op may take is the ranks' affair. One that cannot start ends at its time.
+            any |= above.submit_sum(now, op, descriptor, Span::from_secs(1 << 20)).is_ok();
         }
         any
     }

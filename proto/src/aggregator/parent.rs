@@ -35,9 +35,12 @@ pub struct Failed {
 }
 
 impl Aggregation {
-    /// The next op that some rank has begun, and what it is.
-    pub fn poll_begun(&mut self) -> Option<(OpId, Descriptor)> {
-        (0..self.config.lanes).find_map(|lane| {
+    /// The next op that some rank has begun, and what it is, of the lanes that have room for one.
+    pub fn poll_begun(
+        &mut self,
+        mut has_room: impl FnMut(u8) -> bool,
+    ) -> Option<(OpId, Descriptor)> {
+        (0..self.config.lanes).filter(|lane| has_room(*lane)).find_map(|lane| {
             let stream = &mut self.streams[usize::from(lane)];
             let op = stream.pop_begun()?;
             Some((op, self.agreement.descriptor(op)?))

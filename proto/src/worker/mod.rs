@@ -247,22 +247,25 @@ impl Worker {
         if let Some(why) = self.ended {
             return Err(SubmitError::Ended { why });
         }
-        // wire: W-43
-        // An op whose outcome has not been polled is in flight as well.
-        let max = usize::from(self.config.max_ops);
-        let running = self.ops.iter().filter(|op| !op.ended).count();
-        let since_oldest = self.ops.iter().skip_while(|op| op.ended).count();
-        let own = self.config.own_shards();
-        let own = self.config.stream(lane, own.start)..self.config.stream(lane, own.end);
-        let mut streams = self.streams[own].iter_mut();
-        if since_oldest.max(running + self.outcomes.len()) >= max || !streams.all(Stream::has_room)
-        {
-            return Err(SubmitError::TooManyOps { max });
+        if !self.has_room(lane) {
+            return Err(SubmitError::TooManyOps { max: usize::from(self.config.max_ops) });
         }
         if self.next_op == u32::MAX {
             return Err(SubmitError::OpsExhausted);
         }
         Ok(Geometry::new(descriptor).windows())
+    }
+
+    /// Whether one more op of a lane may be in flight.
+    pub fn has_room(&mut self, lane: u8) -> bool {
+        // wire: W-43
+        // An op whose outcome has not been polled is in flight as well.
+        let running = self.ops.iter().filter(|op| !op.ended).count();
+        let since_oldest = self.ops.iter().skip_while(|op| op.ended).count();
+        let own = self.config.own_shards();
+        let own = self.config.stream(lane, own.start)..self.config.stream(lane, own.end);
+        since_oldest.max(running + self.outcomes.len()) < usize::from(self.config.max_ops)
+            && self.streams[own].iter_mut().all(Stream::has_room)
     }
 
     /// Ends an op at once that all others have done with: they had been told that it failed before

@@ -28,6 +28,8 @@ struct Tree {
     sent: u64,
     steps: u64,
     now: Time,
+    /// Of a hundred datagrams so many come a second time with something else in their heads.
+    garbled: u64,
     faults: Faults,
 }
 
@@ -75,12 +77,21 @@ impl Tree {
             sent: 0,
             steps: 0,
             now: Time(0),
+            garbled: 0,
             faults,
         }
     }
 
     fn post(&mut self, datagrams: Vec<(End, Datagram)>) {
         for (end, datagram) in datagrams {
+            if self.dice.below(100) < self.garbled {
+                let mut bytes = datagram.bytes.to_vec();
+                let at = usize::try_from(self.dice.below(bytes.len().min(96) as u64)).unwrap();
+                bytes[at] ^= 1 << self.dice.below(8);
+                self.sent += 1;
+                let garbled = Datagram { to: datagram.to, bytes: bytes.into() };
+                self.wire.insert((self.now.0 + 50_000, self.sent), (end, garbled));
+            }
             let copies = if self.dice.below(100) < self.faults.double { 2 } else { 1 };
             for _ in 0..copies {
                 if self.dice.below(100) < self.faults.drop {
@@ -391,5 +402,26 @@ fn a_rank_that_is_missing_in_another_rack_is_missed_by_name() {
             let missing: Vec<_> = missing.iter().map(|(rank, _)| usize::from(rank.0)).collect();
             assert_eq!(missing, [absent], "rank {rank}");
         }
+    }
+}
+
+#[test]
+fn what_is_changed_on_the_way_makes_no_half_panic_or_go_on_for_ever() {
+    for seed in 0..60 {
+        let faults = Faults { drop: seed % 4 * 6, double: seed % 5 * 3, delay: seed % 3 * 6 };
+        let racks = [&[2, 2][..], &[1, 3], &[3, 1, 2], &[2]][usize::try_from(seed % 4).unwrap()];
+        let mut tree = Tree::new(racks, 1 + u8::try_from(seed % 3).unwrap(), 2, seed, faults);
+        tree.garbled = 1 + seed % 20;
+        let descriptors = descriptors();
+        for (op, descriptor) in descriptors.iter().enumerate() {
+            for (rank, worker) in (0..).zip(tree.workers.iter_mut().flatten()) {
+                let tensor = inputs(seed, op).tensor(descriptor, Rank(rank));
+                let timeout = Span::from_millis(400);
+                worker.submit(Time(0), *descriptor, tensor, timeout).unwrap();
+            }
+        }
+        // Datagrams that nothing authenticates may spoil any sum, and end any op.
+        let done = |worker: &WorkerNode| worker.done.len() >= descriptors.len();
+        tree.run_until(|tree| tree.workers.iter().flatten().all(done));
     }
 }
