@@ -16,7 +16,7 @@ use racksum_worker::Client;
 use socket2::{Domain, Protocol, SockAddr, Socket, Type};
 
 use crate::inputs::floats;
-use crate::rig::{Rig, bounded};
+use crate::rig::{Rig, in_a_process_of_its_own};
 
 /// Datagrams a second.
 const RATE: u64 = 50_000;
@@ -128,7 +128,9 @@ fn ops(client: &Client, rank: u16, lasts: Span) -> u64 {
 
 #[test]
 fn fifty_thousand_datagrams_a_second_in_the_ranks_names_change_no_sum() {
-    bounded(120, || {
+    // The memory of a process is what all of its tests have.
+    let test = "flood::fifty_thousand_datagrams_a_second_in_the_ranks_names_change_no_sum";
+    in_a_process_of_its_own(test, || {
         let Ok(wire) = Wire::open() else {
             eprintln!("skipped: raw sockets take root");
             return;

@@ -166,6 +166,20 @@ fn run_all<T: Send>(world: u16, run: impl Fn(u16) -> T + Sync) -> Vec<T> {
     })
 }
 
+/// Runs a test by itself: in another process, that is told so by the environment.
+pub(crate) fn in_a_process_of_its_own(name: &str, test: impl FnOnce() + Send + 'static) {
+    const ALONE: &str = "RACKSUM_TEST_ALONE";
+    if std::env::var_os(ALONE).is_some() {
+        return bounded(120, test);
+    }
+    let program = std::env::current_exe().unwrap();
+    let mut alone = std::process::Command::new(program);
+    let ended = alone.args([name, "--exact", "--nocapture"]).env(ALONE, "1").output().unwrap();
+    let [out, err] = [ended.stdout, ended.stderr].map(|text| String::from_utf8(text).unwrap());
+    println!("{out}{err}");
+    assert!(ended.status.success() && out.contains("1 passed"), "{}", ended.status);
+}
+
 /// Runs a test that must not hang: fails when it takes longer than `seconds`.
 pub(crate) fn bounded(seconds: u64, test: impl FnOnce() + Send + 'static) {
     let (done, wait) = channel();

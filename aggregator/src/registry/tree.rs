@@ -86,7 +86,10 @@ impl Registry {
     ) -> Joined {
         let (name, auth) = (&seat.job, self.config.data_auth());
         let Some(job) = self.job(seat) else { return Joined::Ready };
-        let Some(above) = &mut job.above else { return Joined::Ready };
+        // What is said after this side has hung up is about ranks of which one is gone.
+        let Some(above) = job.above.as_mut().filter(|above| above.words.is_some()) else {
+            return Joined::Ready;
+        };
         match message {
             FromAggregator::Refused { reason } => {
                 self.refuse_all(name, &format!("its parent at {parent} refused: {reason}"));

@@ -116,6 +116,9 @@ fn a_rank_that_goes_while_ranks_are_gathered_is_not_called_for_the_next_time() {
     // The end of the words is the end of the conversation.
     assert_eq!(said(&mut call), [""; 0]);
     assert!(call.words.is_closed() || call.words.blocking_recv().is_none());
+    let late = FromAggregator::Welcome(welcome());
+    assert_eq!(registry.hear_from_parent(&first, parent(), late), Joined::Ready);
+    assert_eq!(registry.jobs["job"].state, State::Gathering);
     assert!(registry.hung_up(&first, PARENT, "left"));
     let call = registry.call(&first).unwrap();
     assert_eq!(call.join.rank, 1);
