@@ -398,4 +398,4 @@ impl<'a> Joining<'a> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -1,38 +1,21 @@
 use std::net::{Ipv4Addr, SocketAddr};
 
 use racksum_net::udp::UdpSocket;
-use racksum_proto::auth::DataAuth;
 use racksum_proto::dtype::DType;
 use racksum_proto::error::OpError;
-use racksum_proto::ids::{JobId, Rank};
 
 use super::*;
 use crate::engine::tests::{Bench, fail, send};
+use crate::join::tests::welcome;
 
 /// A client whose shard never answers.
 fn client() -> Client {
     let Bench { engine, .. } = Bench::new(1, 1, Ipv4Addr::LOCALHOST);
     let shared = Arc::new(Shared::new(engine).unwrap());
     let driver = Arc::clone(&shared);
-    let welcome = Welcome {
-        job: JobId(1),
-        data_ports: vec![],
-        rank: Rank(0),
-        pool_slots: 8,
-        max_ops: 8,
-        fragment_payload: 1408,
-        in_flight: 1 << 20,
-        group: None,
-        data_auth: DataAuth::None,
-        keys: None,
-        sealed: Vec::new(),
-        may_move: false,
-        in_tree: false,
-        first_op: OpId(0),
-    };
     Client {
         shared,
-        welcome,
+        welcome: welcome(),
         shards: 1,
         multicast: false,
         op_timeout: Span::from_secs(60),

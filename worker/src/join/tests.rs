@@ -13,7 +13,8 @@ fn route(to: &str, from: &str) -> Route {
     Route { to: addr(to), from: addr(from), interface: None }
 }
 
-fn welcome() -> Welcome {
+/// What an aggregator might grant.
+pub(crate) fn welcome() -> Welcome {
     Welcome {
         job: JobId(7),
         data_ports: vec![5001, 5002],
