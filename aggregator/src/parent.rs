@@ -2,16 +2,20 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
+use std::time::Duration;
 
 use racksum_net::interface::{interface_of, local_addr_towards, max_datagram};
 use racksum_net::quic::{Caller, Credentials, converse};
 use racksum_proto::time::Span;
+use tokio::time::timeout;
 
 use crate::registry::{Call, Joined, Seat};
 use crate::server::{Shared, lock, probe};
 
 /// How long the parent may take to answer a connection.
 const PATIENCE: Span = Span::from_secs(5);
+/// How long a name may take to have an address.
+const DNS_PATIENCE: Duration = Duration::from_secs(5);
 /// What a way has whose interface is not known.
 const USUAL_MTU: usize = 1500;
 
@@ -35,7 +39,9 @@ pub(crate) async fn call(registry: Shared, seat: Seat) {
 async fn resolve(registry: &Shared, parent: &str) -> Result<SocketAddr, String> {
     let bind = lock(registry).config().bind;
     let unknown = |why| format!("{parent:?} is no address of an aggregator (HOST:PORT): {why}");
-    let found = tokio::net::lookup_host(parent).await.map_err(|why| unknown(why.to_string()))?;
+    let found = timeout(DNS_PATIENCE, tokio::net::lookup_host(parent)).await;
+    let found = found.map_err(|_| unknown("nobody knows it in time".into()))?;
+    let found = found.map_err(|why| unknown(why.to_string()))?;
     let found: Vec<_> = found.collect();
     let to = found.iter().find(|addr| addr.is_ipv6() == bind.is_ipv6());
     let to = to.ok_or_else(|| unknown(format!("{bind} reaches none of {found:?}")))?;

@@ -20,7 +20,7 @@ use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 
 use crate::admission::admit;
-use crate::config::{Config, Fanout};
+use crate::config::{Config, Fanout, MAX_SHARDS};
 use crate::locks::Locks;
 use crate::shard::{Command, NewJob, ShardHandle, ShardReport};
 use crate::slots::MAX_WORLD;
@@ -287,7 +287,8 @@ impl Registry {
             return Err(format!("a job's name has 1 to {MAX_NAME} bytes, not {}", join.job.len()));
         }
         check_resume(join)?;
-        if join.data_ports.is_empty() || join.data_ports.contains(&0) {
+        let ports = &join.data_ports;
+        if ports.is_empty() || ports.len() > usize::from(MAX_SHARDS) || ports.contains(&0) {
             return Err("a rank needs a UDP port for its data, and 0 is none".into());
         }
         if join.pool_slots == 1 {
@@ -398,7 +399,8 @@ impl Registry {
             let Some(member) = member else { continue };
             let group = group.filter(|_| member.join.multicast);
             let (rank, keys) = (number, locks.keys_of(number));
-            let welcome = Welcome { group, rank, keys, ..welcome.clone() };
+            let rack = if member.join.relays { member.sorted_ranks() } else { Vec::new() };
+            let welcome = Welcome { group, rank, rack, keys, ..welcome.clone() };
             member.tell(FromAggregator::Welcome(welcome));
         }
         let buffers = job.members.iter().flatten().map(|member| member.join.receive_buffer);
@@ -494,6 +496,7 @@ impl Registry {
 
     fn refuse_all(&mut self, name: &str, reason: &str) {
         if let Some(job) = self.remove(name) {
+            job.tell_parent_of_stop();
             job.tell(&FromAggregator::Refused { reason: reason.to_owned() });
         }
     }

@@ -335,7 +335,8 @@ async fn attend(
             word = words.recv() => match word {
                 Some(FromWorker::Heard) => lock(registry).heard(seat),
                 Some(FromWorker::Also(join)) => {
-                    let joined = lock(registry).also(seat, join);
+                    let joined = lock(registry).also(seat, join, Instant::now());
+                    let Some(joined) = joined else { break Parting::Lost(Loss::Broke) };
                     pursue(registry, seat, joined);
                 }
                 Some(FromWorker::Parted(absent)) => lock(registry).parted(seat, absent),

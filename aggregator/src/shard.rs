@@ -232,7 +232,9 @@ impl Shard {
                 if let Some(above) = &new.above {
                     self.risen.insert((above.config.job, above.addr), id);
                 }
-                self.jobs.insert(id, Job::new(*new, now));
+                if let Some(mut old) = self.jobs.insert(id, Job::new(*new, now)) {
+                    old.slots.release(&mut self.arena);
+                }
             }
             Command::Probe(id) => {
                 if let Some(job) = self.jobs.get_mut(&id) {

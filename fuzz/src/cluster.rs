@@ -79,7 +79,7 @@ impl Cluster {
             first_op: OpId(0),
             may_move: false,
             acks_at_rest: false,
-            only_shard: None,
+            relay: None,
         };
         let shard = |shard| aggregator::Config {
             job: JOB,

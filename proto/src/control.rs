@@ -148,6 +148,14 @@ pub enum FromAggregator {
         /// A sentence for the user.
         reason: String,
     },
+    /// A rank that has joined the aggregator which hears this cannot be, and why: the conversation
+    /// is over, and the aggregator may call again for its others.
+    RefusedRank {
+        /// Which.
+        rank: u16,
+        /// A sentence for the user.
+        reason: String,
+    },
     /// Where the rank may lay a lifeline, by which its death, and the aggregator's, is known soon.
     Lifeline {
         /// A TCP port at the aggregator's address.
@@ -232,7 +240,9 @@ impl Loss {
             Self::Silent => "nothing is heard of it; its host is down or cut off",
             Self::Broke => "it broke the connection; see what it said last",
             Self::Left => "it left the job, and this op needs it",
-            Self::Relay => "the aggregator of the rack is gone",
+            Self::Relay => {
+                "the aggregator of the rack is gone, or has ended the job; see what it said last"
+            }
         }
     }
 }
@@ -244,6 +254,8 @@ pub struct Welcome {
     pub job: JobId,
     /// The rank's number in datagrams, among those that send theirs here.
     pub rank: Rank,
+    /// The ranks that an aggregator has joined for, and that are of the job; empty for a rank.
+    pub rack: Vec<u16>,
     /// The UDP port of each shard, at the aggregator's address.
     pub data_ports: Vec<u16>,
     /// Slots of each of the job's streams.

@@ -68,7 +68,7 @@ impl Grant {
             first_op: self.moved_at.unwrap_or(OpId(0)),
             may_move: true,
             acks_at_rest: false,
-            only_shard: None,
+            relay: None,
         }
     }
 

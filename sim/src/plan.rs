@@ -231,7 +231,7 @@ impl Plan {
             first_op: life.first_op,
             may_move: !self.moves.is_empty(),
             acks_at_rest: false,
-            only_shard: None,
+            relay: None,
         }
     }
 

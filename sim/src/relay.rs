@@ -31,7 +31,7 @@ impl RelayNode {
     /// When either half is not configured for that.
     #[must_use]
     pub fn new(below: ShardNode, above: worker::Config, now: Time) -> Self {
-        assert!(below.machine.config().has_parent && above.only_shard.is_some(), "no relay");
+        assert!(below.machine.config().has_parent && above.relay.is_some(), "no relay");
         Self {
             below,
             failed: Vec::new(),

@@ -203,3 +203,87 @@ fn what_a_tree_does_not_have_is_refused_with_what_to_do() {
     assert!(told.contains("cannot have a rank back"), "{told}");
     tree.await_peace();
 }
+
+#[test]
+fn a_rack_of_many_ranks_and_few_slots_sums_large_tensors() {
+    bounded(60, || {
+        let root = Rig::start(|_| {});
+        let rack = |slots| {
+            let parent = Some(root.aggregator.addr().to_string());
+            Rig::start(|config| (config.parent, config.pool_slots) = (parent, slots))
+        };
+        for slots in [256, 4, 2] {
+            let racks = [rack(slots), rack(256)];
+            std::thread::scope(|scope| {
+                for rank in 0..9 {
+                    let mut options = racks[usize::from(rank == 8)].options("large", rank, 9);
+                    options.op_timeout = Duration::from_secs(10);
+                    scope.spawn(move || {
+                        let client = Client::connect(&options).unwrap();
+                        assert!(ones(&client, 4 << 20).unwrap() == vec![9; 4 << 20]);
+                    });
+                }
+            });
+            racks.iter().for_each(Rig::await_peace);
+        }
+        root.await_peace();
+    });
+}
+
+#[test]
+fn a_rank_that_is_started_twice_in_two_racks_costs_the_job_nothing() {
+    bounded(60, || {
+        let tree = Tree::start(&Shape::new(&[0, 0], &[1, 2]), |_| {});
+        for nth in 0..10 {
+            let job = format!("twice-{nth}");
+            let (first, mut again) = (tree.options(&job, 0), tree.options(&job, 1));
+            again.rank = 0;
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    assert_eq!(ones(&Client::connect(&first).unwrap(), 40).unwrap(), [2; 40]);
+                });
+                await_that("rank 0 is there", || tree.rigs[0].aggregator.jobs() == 1);
+                std::thread::sleep(Duration::from_millis(nth));
+                scope.spawn(|| {
+                    let error = Client::connect(&again).unwrap_err().to_string();
+                    let why = ["has already joined", "its ranks have joined", "is running"];
+                    assert!(why.iter().any(|why| error.contains(why)), "{error}");
+                });
+                let other = tree.options(&job, 1);
+                scope.spawn(move || {
+                    assert_eq!(ones(&Client::connect(&other).unwrap(), 40).unwrap(), [2; 40]);
+                });
+            });
+            tree.await_peace();
+        }
+    });
+}
+
+#[test]
+fn ops_in_fixed32_that_differ_between_racks_are_named_as_they_were_called() {
+    bounded(30, || {
+        let tree = Tree::start(&Shape::new(&[0, 0], &[1, 2]), |_| {});
+        let of = |elements| Descriptor {
+            wire: racksum_proto::dtype::WireType::Fixed32,
+            ..Descriptor::sum(elements, DType::F32)
+        };
+        let ops = [of(100_000), of(200_000)];
+        tree.ranks(
+            "differ",
+            |_| {},
+            |client, rank| {
+                let mine = ops[usize::from(rank)];
+                let mut tensor = vec![1; usize::try_from(mine.elements).unwrap() * 4];
+                let error = client.allreduce(&mut tensor, mine).unwrap_err();
+                let Error::Op(OpError::Mismatch { one, other, .. }) = error else {
+                    panic!("{error}")
+                };
+                let mut named = [one, other];
+                named.sort_by_key(|(rank, _)| *rank);
+                assert_eq!(named, [(Rank(0), ops[0]), (Rank(1), ops[1])]);
+                assert_eq!(ones(client, 40).unwrap(), [2; 40]);
+            },
+        );
+        tree.await_peace();
+    });
+}

@@ -124,8 +124,7 @@ impl Client {
         let engine = Engine::new(config, options.world, links, Clock::start(), &options.faults);
         let shared = Arc::new(Shared::new(engine)?);
         let op_timeout = span(options.op_timeout);
-        let threads = Vec::new();
-        let (turn, threads) = (Mutex::default(), threads);
+        let (turn, threads) = (Mutex::default(), Vec::new());
         let mut client =
             Self { shared, welcome, shards, multicast, op_timeout, turn, stop, threads };
         let driver = Arc::clone(&client.shared);
@@ -230,7 +229,7 @@ impl Client {
         let op = state.submit(|engine| engine.submit(agreement, self.op_timeout))?;
         let mut state = self.shared.await_that(state, |state| !state.engine.is_in_flight(op));
         let Finished { result, payload, .. } = state.engine.take(op).ok_or(GONE)?;
-        result.map_err(|error| exponents::in_terms_of(of, error))?;
+        result.map_err(exponents::as_meant)?;
         match payload.data {
             Data::Owned(greatest) => Ok(Exponents::from_bytes(greatest)),
             Data::Borrowed(_) | Data::Blocks(_) | Data::Returned => Err(GONE.into()),

@@ -11,11 +11,30 @@ use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};
 use racksum_proto::error::OpError;
 
-/// The op that finds the greatest exponents of the blocks of another.
+/// The op that finds the greatest exponents of the blocks of another. Its tag says which: whoever
+/// disagrees can be told what each has meant.
 pub(crate) fn agreement(of: &Descriptor) -> Descriptor {
     let blocks = of.elements.div_ceil(of.block_elements() as u64);
-    let Descriptor { lane, tag, .. } = *of;
+    let Descriptor { lane, dtype, reduction, block_log2, elements, .. } = *of;
+    let dtype = DType::ALL.iter().position(|other| *other == dtype).unwrap_or(0) as u64;
+    let reductions = Reduction::ALL;
+    let reduction = reductions.iter().position(|other| *other == reduction).unwrap_or(0) as u64;
+    let kind = u64::from(block_log2) << 8 | dtype << 4 | reduction;
+    let tag = MARK << 56 | kind << 40 | elements & ELEMENTS;
     Descriptor { reduction: Reduction::Max, lane, tag, ..Descriptor::sum(blocks, DType::I32) }
+}
+
+/// The op whose exponents an op finds, but for its tag; the op itself if it finds none.
+fn meant_by(agreement: Descriptor) -> Descriptor {
+    let Descriptor { lane, tag, .. } = agreement;
+    let nibble = |at: u32| usize::try_from(tag >> at & 0xf).unwrap_or(0);
+    let (dtype, reduction) = (DType::ALL.get(nibble(44)), Reduction::ALL.get(nibble(40)));
+    let (Some(dtype), Some(reduction)) = (dtype, reduction) else { return agreement };
+    let block_log2 = u8::try_from(tag >> 48 & 0xff).unwrap_or(0);
+    let of = Descriptor::sum(tag & ELEMENTS, *dtype);
+    let of = Descriptor { reduction: *reduction, wire: WireType::Fixed32, lane, block_log2, ..of };
+    let is_one = of.validate().is_ok() && self::agreement(&of) == agreement;
+    if is_one { of } else { agreement }
 }
 
 /// Whether the exponents of an op are to be agreed on, in a tree.
@@ -23,14 +42,12 @@ pub(crate) const fn are_due(of: &Descriptor) -> bool {
     matches!(of.wire, WireType::Fixed32)
 }
 
-/// Says a disagreement about the exponents of an op as one about the op, as far as it is this
-/// rank's.
-pub(crate) fn in_terms_of(of: &Descriptor, error: OpError) -> OpError {
-    let agreement = agreement(of);
-    let own = |(rank, descriptor)| (rank, if descriptor == agreement { *of } else { descriptor });
+/// Says a disagreement about exponents as one about the ops that they are of.
+pub(crate) fn as_meant(error: OpError) -> OpError {
+    let meant = |(rank, descriptor)| (rank, meant_by(descriptor));
     match error {
         OpError::Mismatch { op, one, other } => {
-            OpError::Mismatch { op, one: own(one), other: own(other) }
+            OpError::Mismatch { op, one: meant(one), other: meant(other) }
         }
         error => error,
     }
@@ -67,9 +84,48 @@ impl Exponents {
     /// The greatest exponent of a block, if it has one.
     pub(crate) fn get(&self, index: usize) -> Option<i32> {
         let exponent = i32::from_le_bytes(*self.0.as_chunks().0.get(index)?);
-        (exponent != 0).then(|| exponent - ABOVE_ZERO)
+        // What comes from the network may be any number.
+        (exponent != 0).then(|| exponent.saturating_sub(ABOVE_ZERO))
     }
 }
 
 /// What makes every exponent positive: they are those of f64, or thereabouts.
 const ABOVE_ZERO: i32 = 1 << 12;
+/// What the tag of an agreement begins with.
+const MARK: u64 = 0xe5;
+/// The part of the tag that holds how many elements the op has.
+const ELEMENTS: u64 = (1 << 40) - 1;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_agreement_tells_which_op_it_is_for_and_other_ops_are_none() {
+        for dtype in [DType::F32, DType::F64] {
+            for reduction in Reduction::ALL {
+                let wire = WireType::Fixed32;
+                let of =
+                    Descriptor { wire, reduction, lane: 3, ..Descriptor::sum(1_000_001, dtype) };
+                let of = of.with_block(64).unwrap();
+                assert_eq!(meant_by(agreement(&of)), of);
+                let blocks = usize::try_from(agreement(&of).elements).unwrap();
+                assert_eq!(blocks, 15_626);
+                assert_eq!(Exponents::none(&agreement(&of)).into_bytes().len(), 4 * blocks);
+            }
+        }
+        for tag in [0, 7, MARK << 56, u64::MAX] {
+            let other =
+                Descriptor { tag, reduction: Reduction::Max, ..Descriptor::sum(9, DType::I32) };
+            assert_eq!(meant_by(other), other);
+        }
+    }
+
+    #[test]
+    fn any_number_from_the_network_is_an_exponent() {
+        let all = [i32::MIN, -1, 0, 1, i32::MAX].map(i32::to_le_bytes).concat();
+        let exponents = Exponents::from_bytes(all);
+        assert!((0..5).all(|i| exponents.get(i).is_some() == (i != 2)));
+        assert_eq!(exponents.get(5), None);
+    }
+}

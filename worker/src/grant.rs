@@ -78,7 +78,7 @@ pub(crate) fn grant(options: &ConnectOptions, session: Session) -> Result<Grante
         first_op: welcomes().map(|welcome| welcome.first_op).max().unwrap_or(OpId(0)),
         may_move: !options.standbys.is_empty(),
         acks_at_rest: welcomes().any(|welcome| welcome.may_move),
-        only_shard: None,
+        relay: None,
     };
     let (welcome, aggregators) = (first.clone(), session.controls.len());
     let Session { mut controls, early, socket, groups, .. } = session;

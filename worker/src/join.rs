@@ -301,7 +301,9 @@ impl<'a> Joining<'a> {
             Event::Closed(error) => return Err(error),
         };
         match message {
-            FromAggregator::Refused { reason } => return Err(ConnectError::Refused(reason)),
+            FromAggregator::Refused { reason } | FromAggregator::RefusedRank { reason, .. } => {
+                return Err(ConnectError::Refused(reason));
+            }
             // The conversation takes it.
             FromAggregator::Lifeline { .. } => {}
             FromAggregator::Queued { before, why } => {

@@ -287,6 +287,7 @@ impl Job {
         let welcome = Welcome {
             job: self.id,
             rank: Rank(0),
+            rack: Vec::new(),
             data_ports: handles.iter().map(|shard| shard.addr.port()).collect(),
             pool_slots,
             max_ops: MAX_OPS,

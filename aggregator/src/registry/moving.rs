@@ -50,6 +50,12 @@ impl Registry {
 
     /// Ends a job whose ranks have not come.
     fn give_up(&mut self, seat: &Seat, missing: &[u16], patience: Duration) {
+        let queued = self.job(seat).and_then(|job| job.above.as_ref()?.queued.clone());
+        if let Some(why) = queued {
+            let waited = patience.as_secs();
+            let reason = format!("after {waited} s there was still no room at the parent: {why}");
+            return self.refuse_all(&seat.job, &reason);
+        }
         let names: Vec<_> = missing.iter().map(u16::to_string).collect();
         let reason = format!(
             "job {:?} has waited {} s for rank{} {}; start what is missing, or raise \

@@ -12,6 +12,7 @@ use racksum_proto::control::{Absent, FromAggregator, FromWorker, Join, Loss, OnR
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::worker;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::time::Instant;
 
 use super::job::{Job, State};
 use super::member::Member;
@@ -25,8 +26,12 @@ pub(super) struct Above {
     called: bool,
     /// What is said to the parent goes here, while it is called.
     words: Option<UnboundedSender<FromWorker>>,
+    /// The rank that it was called for first.
+    first: u16,
     /// The ranks that have joined nowhere, as the parent says.
     pub(super) missing: Option<Vec<u16>>,
+    /// What there is no room for at the parent, as it says.
+    pub(super) queued: Option<String>,
     /// The parent's address, and what it granted.
     pub(super) granted: Option<(SocketAddr, Welcome)>,
 }
@@ -72,7 +77,8 @@ impl Registry {
         let first = joins.next()?;
         // The receiver is here.
         joins.for_each(|join| drop(tell.send(FromWorker::Also(join))));
-        job.above = Some(Above { called: true, words: Some(tell), ..Above::default() });
+        job.above =
+            Some(Above { called: true, words: Some(tell), first: first.rank, ..Above::default() });
         let join = Join { data_ports, receive_buffer, multicast: false, relays: true, ..first };
         Some(Call { join, words })
     }
@@ -85,17 +91,38 @@ impl Registry {
         message: FromAggregator,
     ) -> Joined {
         let (name, auth) = (&seat.job, self.config.data_auth());
+        let shards = self.shards.len();
         let Some(job) = self.job(seat) else { return Joined::Ready };
         // What is said after this side has hung up is about ranks of which one is gone.
         let Some(above) = job.above.as_mut().filter(|above| above.words.is_some()) else {
             return Joined::Ready;
         };
         match message {
-            FromAggregator::Refused { reason } => {
-                self.refuse_all(name, &format!("its parent at {parent} refused: {reason}"));
+            FromAggregator::Refused { reason } if job.state != State::Gathering => {
+                let reason = format!("the aggregator's parent at {parent} refused: {reason}");
+                job.tell(&FromAggregator::ParentLost { reason });
+                self.remove(name);
             }
-            FromAggregator::Waiting { missing, .. } => above.missing = Some(missing),
-            FromAggregator::Queued { .. } => job.tell(&message),
+            FromAggregator::Refused { reason } => {
+                let rank = above.first;
+                self.refuse_rank(seat, rank, &format!("its parent at {parent} refused: {reason}"));
+            }
+            FromAggregator::RefusedRank { rank, reason } => {
+                self.refuse_rank(seat, rank, &format!("its parent at {parent} refused: {reason}"));
+            }
+            FromAggregator::Waiting { missing, .. } => {
+                above.missing = Some(missing);
+                above.queued = None;
+            }
+            FromAggregator::Queued { ref why, .. } => {
+                above.queued = Some(why.clone());
+                job.tell(&message);
+            }
+            FromAggregator::Welcome(_) if job.state != State::Gathering => {}
+            FromAggregator::Welcome(granted) if granted.data_ports.len() != shards => {
+                let reason = format!("its parent at {parent} does not keep to the protocol");
+                self.refuse_all(name, &reason);
+            }
             FromAggregator::Welcome(granted) if granted.data_auth != auth => {
                 let reason = format!(
                     "its parent at {parent} authenticates data with {:?}, and this aggregator with \
@@ -106,7 +133,9 @@ impl Registry {
                 self.refuse_all(name, &reason);
             }
             FromAggregator::Welcome(granted) => {
-                above.granted = Some((parent, granted));
+                let rack = granted.rack.clone();
+                (above.missing, above.granted) = (Some(Vec::new()), Some((parent, granted)));
+                job.keep_only(&rack);
                 // If it cannot be served, all have been told so.
                 return self.start(name).unwrap_or(Joined::Ready);
             }
@@ -147,19 +176,51 @@ impl Registry {
         false
     }
 
-    /// Another rank has joined an aggregator that is a member. Like a rank that cannot be, the
-    /// aggregator is refused if it cannot.
-    pub(crate) fn also(&mut self, seat: &Seat, join: Join) -> Joined {
+    /// Refuses one rank of a job that gathers ranks, wherever below it has joined; the parent is
+    /// called anew for the others.
+    fn refuse_rank(&mut self, seat: &Seat, rank: u16, reason: &str) {
+        let Some(job) = self.job(seat).filter(|job| job.state == State::Gathering) else { return };
+        let with = |member: &Option<Member>| {
+            member.as_ref().is_some_and(|member| member.ranks().any(|other| other == rank))
+        };
+        let member = job.members.iter_mut().find(|member| with(member)).and_then(Option::take);
+        job.hang_up();
+        tracing::warn!(job = seat.job, rank, reason, "join refused");
+        let reason = reason.to_owned();
+        match member {
+            Some(member) if member.join.relays => {
+                member.tell(FromAggregator::RefusedRank { rank, reason });
+            }
+            Some(member) => member.tell(FromAggregator::Refused { reason }),
+            None => {}
+        }
+        if job.members.iter().all(Option::is_none) {
+            self.remove(&seat.job);
+        }
+    }
+
+    /// Another rank has joined an aggregator that is a member. One that cannot be is refused, and
+    /// the aggregator calls anew for its others. None if it is no aggregator that says so.
+    pub(crate) fn also(&mut self, seat: &Seat, join: Join, now: Instant) -> Option<Joined> {
+        let Some(job) = self.job(seat) else { return Some(Joined::Ready) };
+        let member = job.members[usize::from(seat.rank)].as_ref();
+        if !member.is_some_and(|member| member.join.relays) {
+            return None;
+        }
+        // Once the job runs, the aggregator has been told which of its ranks do.
+        if job.state != State::Gathering {
+            return Some(Joined::Ready);
+        }
+        let rank = join.rank;
         match self.admit_also(seat, join) {
-            Ok(joined) => joined,
+            Ok(joined) => Some(joined),
             Err(reason) => {
-                if let Some(job) = self.job(seat)
-                    && let Some(member) = job.members[usize::from(seat.rank)].take()
-                {
-                    tracing::warn!(job = seat.job, reason, "join refused");
-                    member.tell(FromAggregator::Refused { reason });
+                if let Some(member) = self.job(seat)?.members[usize::from(seat.rank)].as_ref() {
+                    tracing::warn!(job = seat.job, rank, reason, "join refused");
+                    member.tell(FromAggregator::RefusedRank { rank, reason });
                 }
-                Joined::Ready
+                self.leave(seat, Loss::Broke, now);
+                Some(Joined::Ready)
             }
         }
     }
@@ -167,9 +228,7 @@ impl Registry {
     fn admit_also(&mut self, seat: &Seat, join: Join) -> Result<Joined, String> {
         let Some(job) = self.job(seat) else { return Ok(Joined::Ready) };
         let place = usize::from(seat.rank);
-        let Some(member) = job.members[place].as_ref().filter(|member| member.join.relays) else {
-            return Err("only an aggregator joins for others".into());
-        };
+        let Some(member) = job.members[place].as_ref() else { return Ok(Joined::Ready) };
         Self::check(&join, member.data_addr(0).ip())?;
         check_wish(&join)?;
         job.check(&join)?;
@@ -260,17 +319,40 @@ impl Job {
         Joined::Waiting(self.missing())
     }
 
-    /// Tells the parent that ranks are gone; hangs up if it was called for them as well.
+    /// Tells the parent that ranks are gone. While ranks are gathered this side hangs up as well,
+    /// and calls again for those that are left; the parent may have started the job by then.
     pub(super) fn tell_parent_of(&mut self, ranks: &[u16], why: Loss) {
         let Some(above) = &mut self.above else { return };
-        if self.state == State::Gathering {
-            above.words = None;
-            return;
-        }
         for rank in ranks {
             if let Some(words) = &above.words {
                 // One that is gone has said so.
                 drop(words.send(FromWorker::Parted(Absent { rank: *rank, why })));
+            }
+        }
+        if self.state == State::Gathering {
+            self.hang_up();
+        }
+    }
+
+    /// Ends the conversation with the parent.
+    fn hang_up(&mut self) {
+        if let Some(above) = &mut self.above {
+            above.words = None;
+        }
+    }
+
+    /// Keeps only the ranks that the parent has counted: others have come too late.
+    fn keep_only(&mut self, rack: &[u16]) {
+        for place in &mut self.members {
+            if let Some(member) = place {
+                // An aggregator drops them by itself, once it hears who is left.
+                member.also.retain(|join| rack.contains(&join.rank));
+            }
+            let late = |member: &mut Member| !rack.contains(&member.join.rank);
+            if let Some(member) = place.take_if(late) {
+                let name = &member.join.job;
+                let reason = format!("job {name:?} is running: its ranks have joined");
+                member.tell(FromAggregator::Refused { reason });
             }
         }
     }
@@ -312,7 +394,7 @@ impl Job {
             first_op: OpId(0),
             may_move: false,
             acks_at_rest: granted.may_move,
-            only_shard: Some(below.shard),
+            relay: Some(worker::Relay { shard: below.shard, slots: below.pool_slots }),
         };
         Some(NewAbove { config, addr, sealer, opener })
     }

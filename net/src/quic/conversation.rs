@@ -95,6 +95,7 @@ pub async fn converse(
                     drop(send.finish());
                     // The aggregator's end of the stream says that it has read the last word.
                     drop(tokio::time::timeout(LAST_PATIENCE, &mut reader).await);
+                    reader.abort();
                     connection.close("left").await;
                     return Ended::Parted;
                 }

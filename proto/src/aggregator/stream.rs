@@ -178,7 +178,7 @@ impl Stream {
     /// What the ranks should be told although there is no result to tell them with: of credits, or
     /// that all they sent before a window has left the path. A result says so itself.
     pub(super) fn poll_credit(&mut self) -> Option<WindowId> {
-        let far = self.told_arrived.max(self.next) + Self::TOLD_WINDOWS;
+        let far = self.told_arrived.max(self.resulted) + Self::TOLD_WINDOWS;
         let is_due = self.low() - self.announced > self.pool.len() / 4
             || self.arrived().all(|arrived| arrived >= far);
         // The result of a window that can be folded and sent says as much. Looked for last, since
@@ -186,7 +186,7 @@ impl Stream {
         if !is_due || self.poll_ready().is_some() {
             return None;
         }
-        self.told_arrived = self.arrived().min().unwrap_or(0).max(self.next);
+        self.told_arrived = self.arrived().min().unwrap_or(0).max(self.resulted);
         Some(self.sequence.window(self.told_arrived))
     }
 

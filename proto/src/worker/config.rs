@@ -40,15 +40,23 @@ pub struct Config {
     /// Whether results are acknowledged also when nothing is waited for: some rank keeps sums
     /// until all have them.
     pub acks_at_rest: bool,
-    /// The only shard that this worker speaks to, where it is one of an aggregator that has a
-    /// parent; else it speaks to all.
-    pub only_shard: Option<u8>,
+    /// What sums it contributes, where it is one of an aggregator that has a parent.
+    pub relay: Option<Relay>,
+}
+
+/// The sums that a worker contributes which is one of an aggregator: those of one of its shards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Relay {
+    /// The shard, and the only one of the parent that the worker speaks to.
+    pub shard: u8,
+    /// The slots of each stream of the ranks: sums are there no further ahead of the results.
+    pub slots: u32,
 }
 
 impl Config {
     /// The shards that the worker speaks to.
     pub(super) fn own_shards(&self) -> Range<u8> {
-        self.only_shard.map_or(0..self.shards, |shard| shard..shard + 1)
+        self.relay.map_or(0..self.shards, |Relay { shard, .. }| shard..shard + 1)
     }
 
     pub(super) fn streams(&self, now: Time) -> Box<[Stream]> {

@@ -25,7 +25,7 @@ use alloc::vec;
 use alloc::vec::Vec;
 use core::ops::Range;
 
-pub use config::Config;
+pub use config::{Config, Relay};
 use op::{Lacked, Op};
 pub use receive::{Delivery, Verdict};
 use resume::FAILED_BEFORE;

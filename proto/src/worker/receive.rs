@@ -435,7 +435,7 @@ impl Worker {
         let gone: Vec<Rank> = gone.map(|(rank, _)| *rank).collect();
         // wire: W-61
         // What that means for the ranks below is theirs to say.
-        if waits && !gone.is_empty() && self.config.only_shard.is_none() {
+        if waits && !gone.is_empty() && self.config.relay.is_none() {
             self.handle_peers_lost(&gone, Loss::Left, observer);
         }
         Ok(Verdict::Control)

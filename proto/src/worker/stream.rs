@@ -168,9 +168,8 @@ impl Stream {
         let pool = u64::from(config.pool_slots.max(1));
         // All shards together scan no further ahead than this allows each of them.
         let stretch = (Self::MAX_STRETCH / u64::from(config.shards.max(1))).max(1);
-        // Sums of ranks below are there as far as the pool reaches, and no further.
-        let stretch =
-            if config.only_shard.is_some() { stretch.min(pool / 4).max(1) } else { stretch };
+        let reach = config.relay.map_or(u64::MAX, |relay| u64::from(relay.slots));
+        let stretch = stretch.min(reach / 4).max(1);
         let slots = config.pool_slots.max(1) as usize;
         Self {
             lane,

@@ -4,7 +4,7 @@
 use alloc::vec;
 use alloc::vec::Vec;
 
-use super::{Op, Transmit, Worker};
+use super::{Op, Relay, Transmit, Worker};
 use crate::descriptor::Descriptor;
 use crate::error::{OpError, SubmitError};
 use crate::ids::{OpId, Rank, WindowId};
@@ -93,7 +93,7 @@ impl Worker {
 
     /// Says that an op failed below.
     pub(super) fn write_failure(&mut self, now: Time, out: &mut [u8]) -> Option<Transmit> {
-        let shard = self.config.only_shard?;
+        let Relay { shard, .. } = self.config.relay?;
         let failure = self.failures.iter_mut().find(|failure| failure.due() <= now)?;
         failure.said_at = Some(now);
         let Failure { op, lane, why, .. } = *failure;
@@ -126,7 +126,7 @@ impl Worker {
 
     /// When it is time to say whom ops wait for below.
     pub(super) fn waits_due(&self) -> Time {
-        let any = self.config.only_shard.is_some() && self.sums().next().is_some();
+        let any = self.config.relay.is_some() && self.sums().next().is_some();
         if any { self.waits.said_at + Waits::PATIENCE } else { Time::NEVER }
     }
 
@@ -139,7 +139,7 @@ impl Worker {
 
     /// Says whom ops wait for below.
     pub(super) fn write_waits(&mut self, out: &mut [u8]) -> Option<Transmit> {
-        let (shard, lane) = (self.config.only_shard?, self.waits.of.take()?);
+        let (Relay { shard, .. }, lane) = (self.config.relay?, self.waits.of.take()?);
         let at = self.config.stream(lane, shard);
         let len =
             MissingRanks::encode(self.waits.said.iter().copied(), out.get_mut(Header::LEN..)?);

@@ -21,7 +21,7 @@ fn config() -> Config {
         first_op: OpId(0),
         may_move: false,
         acks_at_rest: false,
-        only_shard: None,
+        relay: None,
     }
 }
 

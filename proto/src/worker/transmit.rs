@@ -91,7 +91,9 @@ impl Worker {
                 // wire: W-35
                 let reach = stream.low + crate::aggregator::OPEN_AHEAD;
                 let to = stream.scanned.min(entry.end()).min(reach);
-                let short = to < entry.end() && to < from + stream.stretch;
+                // Sums below may stop to come until there is a result of those before.
+                let waits = self.config.relay.is_none() || stream.awaits();
+                let short = waits && to < entry.end() && to < from + stream.stretch;
                 if short || to <= from {
                     return None;
                 }

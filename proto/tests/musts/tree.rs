@@ -12,6 +12,8 @@ use racksum_proto::worker::{self, Transmit, Worker};
 use crate::shard::{Shard, ack, ask, block, everything_from, names, sum};
 use crate::support::{TIMEOUT, datagram, header, open, shard, window, worker};
 
+const RELAY: worker::Relay = worker::Relay { shard: 0, slots: 8 };
+
 fn with_parent() -> Shard {
     Shard::of(Aggregation::new(Config { has_parent: true, ..shard(0, 1) }, Time(0)))
 }
@@ -92,7 +94,7 @@ fn a_parent_takes_that_an_op_failed_below_and_tells_all() {
 #[test]
 fn an_aggregator_says_that_an_op_failed_until_its_parent_does() {
     // wire: W-65
-    let config = worker::Config { only_shard: Some(0), ..*worker(0).config() };
+    let config = worker::Config { relay: Some(RELAY), ..*worker(0).config() };
     let mut above = Worker::new(config, Time(0));
     above.submit_sum(Time(0), OpId(0), sum(1), TIMEOUT).unwrap();
     above.fail_sum(OpId(0), disagreement(), &mut ());
@@ -165,7 +167,7 @@ fn a_parent_names_those_whom_an_aggregator_waits_for_and_for_a_while_only() {
 #[test]
 fn an_aggregator_says_whom_it_waits_for_again_and_again_in_each_lane() {
     // wire: W-66
-    let config = worker::Config { only_shard: Some(0), lanes: 2, ..*worker(0).config() };
+    let config = worker::Config { relay: Some(RELAY), lanes: 2, ..*worker(0).config() };
     let mut above = Worker::new(config, Time(0));
     assert_eq!(above.poll_timeout(), Time::NEVER);
     above.submit_sum(Time(0), OpId(0), sum(1), TIMEOUT).unwrap();

@@ -57,7 +57,7 @@ pub(crate) fn worker(rank: u16) -> Worker {
         first_op: OpId(0),
         may_move: false,
         acks_at_rest: false,
-        only_shard: None,
+        relay: None,
     };
     Worker::new(config, Time(0))
 }

@@ -2,6 +2,7 @@
 
 use super::*;
 use racksum_proto::aggregator::{Aggregation, Failed};
+use racksum_proto::geometry::WINDOW_BYTES;
 
 use crate::inputs::{Inputs, Values};
 use crate::relay::RelayNode;
@@ -38,7 +39,8 @@ impl Tree {
     fn new(racks: &[u16], shards: u8, lanes: u8, seed: u64, faults: Faults) -> Self {
         let total: u16 = racks.iter().sum();
         let first = |rack: usize| Rank(racks[..rack].iter().sum());
-        let grant = |world| Grant { world, shards, lanes, pool_slots: 8, moved_at: None };
+        let pool_slots = [8, 64][usize::try_from(seed % 2).unwrap()];
+        let grant = |world| Grant { world, shards, lanes, pool_slots, moved_at: None };
         let top = grant(u16::try_from(racks.len()).unwrap());
         let mut root = top.shards(Time(0));
         for shard in &mut root {
@@ -50,10 +52,14 @@ impl Tree {
             );
             name(&mut shard.machine, (0..racks.len()).map(first));
         }
+        // A rack may have fewer slots than the root, and ranks may send little ahead.
+        let rack_slots = [8, 64, 2, 3][usize::try_from(seed % 4).unwrap()];
+        let in_flight = [1 << 18, 2 * WINDOW_BYTES][usize::try_from(seed / 4 % 2).unwrap()];
+        let grant = |world| Grant { pool_slots: rack_slots, ..grant(world) };
         let relay = |rack: usize, below: ShardNode| {
             let config = aggregator::Config { has_parent: true, ..*below.machine.config() };
             let above = worker::Config {
-                only_shard: Some(config.shard),
+                relay: Some(worker::Relay { shard: config.shard, slots: rack_slots }),
                 may_move: false,
                 ..top.worker(u16::try_from(rack).unwrap())
             };
@@ -65,7 +71,8 @@ impl Tree {
             grant(*world).shards(Time(0)).into_iter().map(|below| relay(i, below)).collect()
         };
         let ranks = |world: &u16| {
-            let config = |rank| worker::Config { may_move: false, ..grant(*world).worker(rank) };
+            let config =
+                |rank| worker::Config { may_move: false, in_flight, ..grant(*world).worker(rank) };
             (0..*world).map(|rank| WorkerNode::new(config(rank), total, Time(0))).collect()
         };
         Self {
@@ -423,5 +430,25 @@ fn what_is_changed_on_the_way_makes_no_half_panic_or_go_on_for_ever() {
         // Datagrams that nothing authenticates may spoil any sum, and end any op.
         let done = |worker: &WorkerNode| worker.done.len() >= descriptors.len();
         tree.run_until(|tree| tree.workers.iter().flatten().all(done));
+    }
+}
+
+#[test]
+fn ranks_that_send_little_ahead_wait_for_no_probe() {
+    // wire: W-64
+    // Seeds of many slots and of few, and of a path that takes two windows.
+    for seed in [5, 4, 6, 7] {
+        let mut tree = Tree::new(&[8, 1], 1, 1, seed, Faults::default());
+        let windows = 100;
+        let descriptor = Descriptor::sum(60 * 256 * windows, DType::I32);
+        let ones = bytes(&vec![1; usize::try_from(descriptor.elements).unwrap()]);
+        for worker in tree.workers.iter_mut().flatten() {
+            worker.submit(Time(0), descriptor, ones.clone(), TIMEOUT).unwrap();
+        }
+        tree.run_until(|tree| tree.workers.iter().flatten().all(|worker| !worker.done.is_empty()));
+        // A window takes four hops of 50 us each.
+        println!("seed {seed}: {} us", tree.now.0 / 1000);
+        let most = Time(windows * 4 * 50_000 + 10_000_000);
+        assert!(tree.now < most, "seed {seed}: {:?} of {most:?}", tree.now);
     }
 }

@@ -64,7 +64,7 @@ impl Bench {
             first_op: OpId(0),
             may_move,
             acks_at_rest: false,
-            only_shard: None,
+            relay: None,
         };
         let link = |shard: &UdpSocket| Link { addr: shard.local_addr(), job: JobId(1), auth: None };
         let links = Links {

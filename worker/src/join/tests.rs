@@ -17,6 +17,7 @@ fn route(to: &str, from: &str) -> Route {
 pub(crate) fn welcome() -> Welcome {
     Welcome {
         job: JobId(7),
+        rack: Vec::new(),
         data_ports: vec![5001, 5002],
         rank: Rank(0),
         pool_slots: 8,

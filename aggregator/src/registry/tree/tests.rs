@@ -20,10 +20,15 @@ fn relayed(job: &str, rank: u16, world: u16) -> Join {
     Join { relays: true, multicast: false, ..wish(job, rank, world) }
 }
 
+fn also(registry: &mut Registry, seat: &Seat, join: Join) -> Option<Joined> {
+    registry.also(seat, join, Instant::now())
+}
+
 fn welcome() -> Welcome {
     Welcome {
         job: JobId(70),
         rank: Rank(1),
+        rack: vec![1, 3],
         data_ports: vec![5001],
         pool_slots: 4,
         max_ops: 64,
@@ -83,7 +88,8 @@ fn a_rack_is_granted_what_the_parent_grants_once_it_does() {
     let job = &registry.jobs["job"];
     let above = job.above_of(&Config { shard: 0, ..config(job) }).unwrap();
     assert_eq!(above.addr, "127.0.0.1:5001".parse().unwrap());
-    assert_eq!((above.config.rank, above.config.only_shard), (Rank(1), Some(0)));
+    let relay = Some(worker::Relay { shard: 0, slots: 4 });
+    assert_eq!((above.config.rank, above.config.relay), (Rank(1), relay));
     assert_eq!(job.names(), [Rank(1), Rank(3)]);
 }
 
@@ -113,9 +119,9 @@ fn a_rank_that_goes_while_ranks_are_gathered_is_not_called_for_the_next_time() {
     let mut registry = leaf();
     let (mut call, [(first, _three), (second, _one)]) = rack(&mut registry);
     registry.leave(&first, Loss::Died, Instant::now());
-    // The end of the words is the end of the conversation.
-    assert_eq!(said(&mut call), [""; 0]);
-    assert!(call.words.is_closed() || call.words.blocking_recv().is_none());
+    // The end of the words is the end of the conversation; the job may run there by now.
+    assert_eq!(said(&mut call), ["parted 3 Died"]);
+    assert!(call.words.blocking_recv().is_none());
     let late = FromAggregator::Welcome(welcome());
     assert_eq!(registry.hear_from_parent(&first, parent(), late), Joined::Ready);
     assert_eq!(registry.jobs["job"].state, State::Gathering);
@@ -168,11 +174,13 @@ fn a_parent_that_cannot_be_had_is_named_to_every_rank() {
     assert!(!registry.hung_up(&seat, PARENT, "nobody answers"));
     assert_eq!(told(&mut three), Some(FromAggregator::ParentLost { reason }));
     // One that authenticates otherwise is no parent.
-    let (_call, [(seat, mut three), _]) = rack(&mut registry);
+    let (mut call, [(seat, mut three), _]) = rack(&mut registry);
     let other = Welcome { data_auth: DataAuth::Mac, ..welcome() };
     registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(other));
     let Some(FromAggregator::Refused { reason }) = told(&mut three) else { panic!() };
     assert!(reason.contains("start both with the same --data-auth"), "{reason}");
+    // The others must not take it for a rank that has left.
+    assert_eq!(said(&mut call), ["Stop"]);
 }
 
 /// A root at which an aggregator has joined for ranks 2 and 0 of four, and another for 3 and 1.
@@ -180,9 +188,9 @@ fn root() -> (Registry, [(Seat, Inbox); 2]) {
     let mut registry = registry(Fanout::Unicast, 0);
     let (one, joined, first) = join(&mut registry, relayed("job", 2, 4)).unwrap();
     assert_eq!(joined, Joined::Waiting(vec![0, 1, 3]));
-    assert_eq!(registry.also(&one, wish("job", 0, 4)), Joined::Waiting(vec![1, 3]));
+    assert_eq!(also(&mut registry, &one, wish("job", 0, 4)), Some(Joined::Waiting(vec![1, 3])));
     let (two, _, second) = join(&mut registry, relayed("job", 3, 4)).unwrap();
-    assert_eq!(registry.also(&two, wish("job", 1, 4)), Joined::Ready);
+    assert_eq!(also(&mut registry, &two, wish("job", 1, 4)), Some(Joined::Ready));
     (registry, [(one, first), (two, second)])
 }
 
@@ -256,16 +264,76 @@ fn a_rank_that_has_joined_elsewhere_is_refused_with_the_aggregator_that_brings_i
     let mut registry = registry(Fanout::Unicast, 0);
     let (_, _, _direct) = join(&mut registry, wish("job", 0, 4)).unwrap();
     let (rack, _, mut inbox) = join(&mut registry, relayed("job", 2, 4)).unwrap();
-    registry.also(&rack, wish("job", 1, 4));
+    also(&mut registry, &rack, wish("job", 1, 4));
     let told_direct = join(&mut registry, wish("job", 1, 4)).unwrap_err();
     assert!(told_direct.contains("through the aggregator at 127.0.0.1"), "{told_direct}");
     assert_eq!(told(&mut inbox), None);
-    registry.also(&rack, wish("job", 0, 4));
-    let Some(FromAggregator::Refused { reason }) = told(&mut inbox) else { panic!() };
+    // What it brings cannot be, so it is to call again for the others.
+    also(&mut registry, &rack, wish("job", 0, 4));
+    let Some(FromAggregator::RefusedRank { rank: 0, reason }) = told(&mut inbox) else { panic!() };
     assert!(reason.contains("rank 0 of job \"job\" has already joined from"), "{reason}");
     assert_eq!(registry.jobs["job"].missing(), [1, 2, 3]);
-    // Only an aggregator brings others.
-    let (direct, _, mut inbox) = join(&mut registry, wish("job", 3, 4)).unwrap();
-    registry.also(&direct, wish("job", 1, 4));
-    assert!(matches!(told(&mut inbox), Some(FromAggregator::Refused { .. })));
+    registry.leave(&rack, Loss::Broke, Instant::now());
+    // Only an aggregator brings others: whoever else says so is gone, and what it held is free.
+    let (direct, ..) = join(&mut registry, wish("other", 3, 4)).unwrap();
+    assert_eq!(also(&mut registry, &direct, wish("other", 1, 4)), None);
+    registry.leave(&direct, Loss::Broke, Instant::now());
+    assert_eq!(registry.jobs.keys().collect::<Vec<_>>(), ["job"]);
+}
+
+#[test]
+fn a_rank_that_the_parent_refuses_costs_no_other_its_place() {
+    let mut registry = leaf();
+    let (_call, [(seat, mut three), (_, mut one)]) = rack(&mut registry);
+    let reason = "it is there already".to_owned();
+    registry.hear_from_parent(&seat, parent(), FromAggregator::RefusedRank { rank: 1, reason });
+    let why = format!("its parent at {PARENT} refused: it is there already");
+    assert_eq!(told(&mut one), Some(FromAggregator::Refused { reason: why }));
+    assert_eq!(told(&mut three), None);
+    assert!(registry.hung_up(&seat, PARENT, "closed"));
+    let mut call = registry.call(&seat).unwrap();
+    assert_eq!((call.join.rank, said(&mut call).len()), (3, 0));
+    // The one that it is called for is the one that it refuses.
+    registry.hear_from_parent(&seat, parent(), FromAggregator::Refused { reason: "no".into() });
+    assert!(matches!(told(&mut three), Some(FromAggregator::Refused { .. })));
+    assert!(!registry.hung_up(&seat, PARENT, "closed"));
+    assert_eq!(registry.jobs(), 0);
+}
+
+#[test]
+fn a_rank_that_came_after_the_world_was_complete_is_none_of_it() {
+    let mut registry = leaf();
+    let (_call, [(seat, mut three), (_, mut one)]) = rack(&mut registry);
+    let counted = Welcome { rack: vec![3], ..welcome() };
+    registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(counted.clone()));
+    assert!(matches!(told(&mut one), Some(FromAggregator::Refused { .. })));
+    assert_eq!(told(&mut three), Some(FromAggregator::Ready { multicast: false }));
+    assert_eq!(registry.jobs["job"].names(), [Rank(3)]);
+    // A second welcome begins nothing anew.
+    assert_eq!(
+        registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(counted)),
+        Joined::Ready
+    );
+    assert_eq!(told(&mut three), None);
+    // At the root what comes then is of no job.
+    let (mut registry, [(first, mut inbox), _]) = root();
+    told(&mut inbox);
+    assert_eq!(also(&mut registry, &first, wish("job", 1, 4)), Some(Joined::Ready));
+    assert_eq!((told(&mut inbox), registry.jobs()), (None, 1));
+}
+
+#[test]
+fn a_rank_that_is_refused_at_the_second_of_three_levels_is_known_to_none() {
+    let mut registry = leaf();
+    let (below, _, mut inbox) = join(&mut registry, relayed("job", 0, 4)).unwrap();
+    let mut call = registry.call(&below).unwrap();
+    let (own, _, mut direct) = join(&mut registry, wish("job", 3, 4)).unwrap();
+    assert_eq!(said(&mut call), ["also 3"]);
+    also(&mut registry, &below, wish("job", 3, 4));
+    assert!(matches!(told(&mut inbox), Some(FromAggregator::RefusedRank { rank: 3, .. })));
+    // The parent had been called for what is gone now.
+    assert_eq!(said(&mut call), ["parted 0 Relay"]);
+    assert!(registry.hung_up(&own, PARENT, "closed"));
+    assert_eq!(registry.call(&own).unwrap().join.rank, 3);
+    assert_eq!(told(&mut direct), None);
 }
