@@ -312,8 +312,10 @@ impl Registry {
         check_room(&self.config, &self.held_beside(&join.job), &wanted)?;
         let share = wanted.share(&self.config);
         let before = self.before_in_queue(&join.job);
+        let mut above = self.config.parent.is_some().then(Above::default);
         if self.jobs.contains_key(&join.job) {
-            self.supersede(&join.job, join.generation);
+            let before = self.supersede(&join.job, join.generation);
+            above = above.map(|_| Above::after(before));
         } else if before > 0 {
             let why = format!("{before} jobs wait for room and were there before; --wait as well");
             return Err(Refusal::NoRoom(why));
@@ -337,7 +339,7 @@ impl Registry {
             stripe: join.stripe,
             members: (0..join.world).map(|_| None).collect(),
             order: Vec::new(),
-            above: self.config.parent.is_some().then(Above::default),
+            above,
             state: State::Gathering,
             opened: now,
         };
@@ -555,12 +557,13 @@ impl Registry {
         }
     }
 
-    /// Ends a life of a job because the next begins.
-    fn supersede(&mut self, name: &str, by: Generation) {
-        let Some(job) = self.remove(name) else { return };
+    /// Ends a life of a job because the next begins. Returns the way that it had to the parent.
+    fn supersede(&mut self, name: &str, by: Generation) -> Option<Above> {
+        let mut job = self.remove(name)?;
         job.tell(&FromAggregator::Superseded { by });
         let (from, to) = (job.generation.0, by.0);
         tracing::info!(job = name, from, to, "a new generation begins");
+        job.above.take()
     }
 
     fn tell_shards(&self, command: impl Fn() -> Command) {

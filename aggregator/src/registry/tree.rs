@@ -26,6 +26,9 @@ pub(super) struct Above {
     called: bool,
     /// What is said to the parent goes here, while it is called.
     words: Option<UnboundedSender<FromWorker>>,
+    /// The same of the job's life before, until the parent ends that one by itself: a last word
+    /// would say to the other racks that a rank of this one has left.
+    before: Option<UnboundedSender<FromWorker>>,
     /// The rank that it was called for first.
     first: u16,
     /// The ranks that have joined nowhere, as the parent says.
@@ -34,6 +37,13 @@ pub(super) struct Above {
     pub(super) queued: Option<String>,
     /// The parent's address, and what it granted.
     pub(super) granted: Option<(SocketAddr, Welcome)>,
+}
+
+impl Above {
+    /// The way of a job whose life before had this one.
+    pub(super) fn after(before: Option<Self>) -> Self {
+        Self { before: before.and_then(|above| above.words), ..Self::default() }
+    }
 }
 
 /// A call of the parent: what is said first, and whatever is said then.
@@ -77,8 +87,10 @@ impl Registry {
         let first = joins.next()?;
         // The receiver is here.
         joins.for_each(|join| drop(tell.send(FromWorker::Also(join))));
-        job.above =
-            Some(Above { called: true, words: Some(tell), first: first.rank, ..Above::default() });
+        let before = job.above.as_mut().and_then(|above| above.before.take());
+        let mut above = Above { called: true, before, ..Above::default() };
+        (above.words, above.first) = (Some(tell), first.rank);
+        job.above = Some(above);
         let join = Join { data_ports, receive_buffer, multicast: false, relays: true, ..first };
         Some(Call { join, words })
     }
@@ -133,6 +145,7 @@ impl Registry {
                 self.refuse_all(name, &reason);
             }
             FromAggregator::Welcome(granted) => {
+                above.before = None;
                 let rack = granted.rack.clone();
                 (above.missing, above.granted) = (Some(Vec::new()), Some((parent, granted)));
                 job.keep_only(&rack);

@@ -1,5 +1,6 @@
 use racksum_proto::auth::DataAuth;
 use racksum_proto::ids::{Generation, JobId};
+use tokio::sync::mpsc::error::TryRecvError;
 use tokio::time::Instant;
 
 use super::*;
@@ -157,6 +158,23 @@ fn what_becomes_of_a_rank_is_said_above_and_what_is_said_above_becomes_of_the_ra
         assert_eq!(registry.jobs(), 0);
         assert!(!registry.hung_up(&seat, PARENT, "closed"));
     }
+}
+
+#[test]
+fn the_next_life_of_a_job_has_the_one_before_end_above_by_itself() {
+    let mut registry = leaf();
+    let (mut call, [(seat, mut three), _]) = rack(&mut registry);
+    registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(welcome()));
+    let next = Join { generation: Generation(1), ..wish("job", 1, 4) };
+    let (seat, joined, _one) = join(&mut registry, next).unwrap();
+    assert_eq!(joined, Joined::Call);
+    let by = Generation(1);
+    assert_eq!(told(&mut three), Some(FromAggregator::Superseded { by }));
+    let _next = registry.call(&seat).unwrap();
+    // Nothing is said, and the conversation goes on.
+    assert_eq!(call.words.try_recv(), Err(TryRecvError::Empty));
+    registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(welcome()));
+    assert_eq!(call.words.try_recv(), Err(TryRecvError::Disconnected));
 }
 
 #[test]
