@@ -197,6 +197,8 @@ async fn drained(aggregator: &Aggregator) -> std::io::Result<Stop> {
         while aggregator.jobs() > 0 {
             tokio::time::sleep(DRAIN_POLL).await;
         }
+        // Ranks of jobs that had not begun are told so, by a word that must still be sent.
+        tokio::time::sleep(LAST_WORDS).await;
     };
     tokio::select! {
         () = over => Ok(Stop::Told),
@@ -206,6 +208,9 @@ async fn drained(aggregator: &Aggregator) -> std::io::Result<Stop> {
 
 /// How often a draining aggregator looks whether its jobs are gone.
 const DRAIN_POLL: Duration = Duration::from_millis(20);
+
+/// How long ranks may take to hear that nothing comes of their job here.
+const LAST_WORDS: Duration = Duration::from_millis(100);
 
 /// Says that all is ready; returns at SIGINT or SIGTERM, which it heeds from before it says so,
 /// or when the aggregator has failed. At SIGHUP it reloads.

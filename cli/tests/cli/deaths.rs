@@ -164,6 +164,21 @@ fn an_aggregator_that_is_told_twice_to_stop_ends_its_ranks_at_once() {
 }
 
 #[test]
+fn an_aggregator_that_stops_while_ranks_are_gathered_says_so_to_those_that_came() {
+    for through_a_rack in [false, true] {
+        let root = Serving::start(&[]);
+        let rack = through_a_rack.then(|| Serving::start(&["--parent", &root.addr]));
+        let at = rack.as_ref().unwrap_or(&root);
+        let first = bench_rank(&at.addr, 0, 2, &[]);
+        // It says nothing while it waits.
+        std::thread::sleep(Duration::from_millis(1500));
+        root.end().ok();
+        let ended = first.end(20);
+        assert!(ended.err.contains("is about to stop"), "{ended:?}");
+    }
+}
+
+#[test]
 fn an_aggregator_that_is_killed_is_missed_by_its_ranks() {
     let serving = Serving::start(&[]);
     let ranks = busy(&serving, 2, "60");
