@@ -83,19 +83,20 @@ pub fn fixed32_counting_exponent(block: &[u8]) -> Option<i32> {
 }
 
 /// Rescales a block to a greater exponent, as a fold of blocks does of which one has it. One that
-/// is marked stays so.
+/// is marked stays so, and one that has a greater exponent, which none should, stays as it is.
 ///
 /// # Panics
 ///
 /// If the block is too short to have an exponent.
 pub fn fixed32_rescale(block: &mut [u8], exponent: i32) {
-    if fixed32_overflowed(block) {
+    let shift = i64::from(exponent) - i64::from(exponent_of(block));
+    // Integers of a smaller exponent would be worth something else.
+    if fixed32_overflowed(block) || shift <= 0 {
         return;
     }
-    let shift = i64::from(exponent) - i64::from(exponent_of(block));
     let (head, data) = block.split_at_mut(SCALE_LEN);
     head.copy_from_slice(&exponent.to_le_bytes());
-    for q in data.as_chunks_mut().0.iter_mut().filter(|_| shift > 0) {
+    for q in data.as_chunks_mut().0 {
         // A quotient is no greater.
         *q = i32::try_from(rescale(i32::from_le_bytes(*q), shift)).unwrap_or(0).to_le_bytes();
     }

@@ -367,6 +367,9 @@ fn fixed32_sums_of_agreed_exponents_do_not_depend_on_where_they_are_made() {
             assert_eq!(fold(reduction, false, &racks), flat, "{reduction:?} cut at {cut}");
         }
     }
+    let mut greater = own[0].clone();
+    fixed32_rescale(&mut greater, 2);
+    assert_eq!(greater, own[0]);
     let mut marked = fixed_block(FIXED32_OVERFLOW, &[0; 4]);
     assert_eq!(fixed32_counting_exponent(&marked), None);
     fixed32_rescale(&mut marked, 5);
