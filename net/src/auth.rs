@@ -117,6 +117,12 @@ impl Sealer {
         self.next
     }
 
+    /// How it seals them.
+    #[must_use]
+    pub const fn auth(&self) -> DataAuth {
+        self.lock.auth
+    }
+
     /// Appends the datagrams of a transmit to `out`, each with its number and its tag. Returns how
     /// far they are apart there.
     pub fn seal(&mut self, transmit: &Transmit<'_>, out: &mut Vec<u8>) -> usize {
@@ -124,9 +130,9 @@ impl Sealer {
         let trailer = self.lock.auth.trailer();
         for datagram in contents.chunks(stride.max(1)) {
             let start = out.len();
-            out.extend_from_slice(datagram);
+            append(out, datagram);
             // A transmit with a tail is a single datagram.
-            out.extend_from_slice(tail);
+            append(out, tail);
             let tag = self.seal_one(&mut out[start..]);
             out.extend_from_slice(&tag[..trailer]);
         }
@@ -144,7 +150,7 @@ impl Sealer {
     ) -> &'a mut [u8] {
         let contents = if self.lock.auth == DataAuth::Aead {
             out.clear();
-            out.extend_from_slice(contents);
+            append(out, contents);
             &mut out[..]
         } else {
             contents
@@ -157,6 +163,12 @@ impl Sealer {
             place.copy_from_slice(&tag[..place.len()]);
         }
         contents
+    }
+
+    /// Seals one datagram where it lies, and appends what is to follow it to `trailer`.
+    pub fn seal_in_place(&mut self, datagram: &mut [u8], trailer: &mut Vec<u8>) {
+        let tag = self.seal_one(datagram);
+        trailer.extend_from_slice(&tag[..self.lock.auth.trailer()]);
     }
 
     /// Numbers one datagram and returns its tag, which is that of nobody if there is none.
@@ -234,6 +246,15 @@ impl Opener {
         Header::put_number(messages, self.generation.0);
         Ok(messages)
     }
+}
+
+/// Appends a copy, in pieces too short for glibc to use `rep movsb` (2,112 bytes with AVX-512): on
+/// AMD's Zen 4 that takes up to eight times as long where a copy begins less than 32 bytes behind
+/// its source, modulo a page.
+fn append(out: &mut Vec<u8>, bytes: &[u8]) {
+    const PIECE: usize = 2048;
+    out.reserve(bytes.len());
+    bytes.chunks(PIECE).for_each(|piece| out.extend_from_slice(piece));
 }
 
 /// What a datagram carries of its number.

@@ -48,6 +48,23 @@ impl Data {
             Self::Blocks(_) | Self::Returned => &mut [],
         }
     }
+
+    /// Shows `head` and a stretch of the tensor as one, `head` where what lies before the stretch
+    /// will be again. Returns whether it did: before the stretch there may be too little.
+    pub(crate) fn show_behind(
+        &mut self,
+        head: &mut [u8],
+        range: Range<usize>,
+        to: impl FnOnce(&mut [u8]),
+    ) -> bool {
+        let Some(start) = range.start.checked_sub(head.len()) else { return false };
+        let whole = self.bytes_mut(start..range.end);
+        let Some(before) = whole.get_mut(..head.len()) else { return false };
+        before.swap_with_slice(head);
+        to(&mut *whole);
+        whole[..head.len()].swap_with_slice(head);
+        true
+    }
 }
 
 /// An op's data, and packed results beside it.

@@ -78,7 +78,7 @@ fn one_that_begins_late_takes_what_comes_then_and_nothing_from_before() {
 }
 
 #[test]
-fn trains_are_sealed_datagram_by_datagram_and_so_is_what_lies_in_two_places() {
+fn trains_are_sealed_datagram_by_datagram_and_so_is_what_lies_in_parts() {
     for auth in WAYS {
         let (mut sealer, mut opener) = ends(auth);
         let to = SocketAddr::from(([127, 0, 0, 1], 9));
@@ -92,8 +92,12 @@ fn trains_are_sealed_datagram_by_datagram_and_so_is_what_lies_in_two_places() {
 
         let (head, tail) = one.split_at(Header::LEN);
         let mut out = Vec::new();
-        sealer.seal(&Transmit::in_two(to, head, tail), &mut out);
+        sealer.seal(&Transmit::in_parts(to, [head, tail, &[]]), &mut out);
         assert_eq!(opener.open(&mut out).unwrap(), one);
+
+        let (mut there, mut tag) = (one.clone(), Vec::new());
+        sealer.seal_in_place(&mut there, &mut tag);
+        assert_eq!(opener.open(&mut [there, tag].concat()).unwrap(), one);
     }
 }
 

@@ -21,29 +21,38 @@ pub struct Transmit<'a> {
     /// The datagrams, one behind the other: 1 to 65,507 bytes.
     pub contents: &'a [u8],
     /// What follows `contents` in their last datagram, from where it lies: a transmit that has a
-    /// tail is a single datagram.
+    /// tail or a trailer is a single datagram.
     pub tail: &'a [u8],
+    /// What follows the tail, likewise.
+    pub trailer: &'a [u8],
     /// The length of each datagram but the last, which may be shorter. At most 64 datagrams.
     pub stride: usize,
 }
 
 impl<'a> Transmit<'a> {
-    /// A transmit without a tail.
+    /// A transmit whose bytes lie in one place.
     #[must_use]
     pub const fn new(to: SocketAddr, contents: &'a [u8], stride: usize) -> Self {
-        Self { to, contents, tail: &[], stride }
+        Self { to, contents, tail: &[], trailer: &[], stride }
     }
 
-    /// One datagram whose bytes lie in two places.
+    /// One datagram whose bytes lie in up to three places.
     #[must_use]
-    pub const fn in_two(to: SocketAddr, contents: &'a [u8], tail: &'a [u8]) -> Self {
-        Self { to, contents, tail, stride: contents.len() + tail.len() }
+    pub const fn in_parts(to: SocketAddr, parts: [&'a [u8]; 3]) -> Self {
+        let [contents, tail, trailer] = parts;
+        let stride = contents.len() + tail.len() + trailer.len();
+        Self { to, contents, tail, trailer, stride }
+    }
+
+    /// Whether all of its bytes are its contents.
+    const fn is_in_one(&self) -> bool {
+        self.tail.is_empty() && self.trailer.is_empty()
     }
 
     /// Bytes in all.
     #[must_use]
     pub const fn len(&self) -> usize {
-        self.contents.len() + self.tail.len()
+        self.contents.len() + self.tail.len() + self.trailer.len()
     }
 
     /// Whether there are none, so that it cannot be sent.
@@ -59,7 +68,7 @@ impl<'a> Transmit<'a> {
             return None;
         }
         let count = self.len().div_ceil(self.stride);
-        let most = if self.tail.is_empty() { MAX_SEGMENTS } else { 1 };
+        let most = if self.is_in_one() { MAX_SEGMENTS } else { 1 };
         if count > most { None } else { Some(count) }
     }
 }
@@ -107,7 +116,7 @@ pub struct SendRing {
 
 struct Storage {
     headers: [libc::mmsghdr; SEND_BATCH],
-    iovecs: [[libc::iovec; 2]; SEND_BATCH],
+    iovecs: [[libc::iovec; 3]; SEND_BATCH],
     names: [SockAddr; SEND_BATCH],
     controls: [Control; SEND_BATCH],
 }
@@ -230,14 +239,15 @@ impl SendRing {
             used = control.push(used, libc::SOL_UDP, libc::UDP_SEGMENT, &stride.to_ne_bytes());
         }
         if let Some(tos) = self.tos {
-            let (level, kind) = match piece.to {
+            let (level, kind) = match piece.of.to {
                 SocketAddr::V4(_) => (libc::IPPROTO_IP, libc::IP_TOS),
                 SocketAddr::V6(_) => (libc::IPPROTO_IPV6, libc::IPV6_TCLASS),
             };
             used = control.push(used, level, kind, &c_int::from(tos).to_ne_bytes());
         }
-        names[slot] = SockAddr::from(piece.to);
-        iovecs[slot] = [piece.contents, piece.tail].map(|part| libc::iovec {
+        names[slot] = SockAddr::from(piece.of.to);
+        let Transmit { tail, trailer, .. } = *piece.of;
+        iovecs[slot] = [piece.contents, tail, trailer].map(|part| libc::iovec {
             iov_base: part.as_ptr().cast_mut().cast(),
             iov_len: part.len(),
         });
@@ -245,7 +255,7 @@ impl SendRing {
         header.msg_name = names[slot].as_ptr().cast_mut().cast();
         header.msg_namelen = names[slot].len();
         header.msg_iov = iovecs[slot].as_mut_ptr();
-        header.msg_iovlen = if piece.tail.is_empty() { 1 } else { 2 };
+        header.msg_iovlen = if piece.of.is_in_one() { 1 } else { iovecs[slot].len() };
         header.msg_control = if used > 0 { control.as_mut_ptr().cast() } else { ptr::null_mut() };
         header.msg_controllen = used;
     }
@@ -327,16 +337,16 @@ struct Cursor {
 
 /// What one message holds.
 struct Piece<'a> {
-    to: SocketAddr,
+    of: &'a Transmit<'a>,
+    /// What it takes of the transmit's contents.
     contents: &'a [u8],
-    tail: &'a [u8],
     /// The datagrams' length, if the kernel is to cut.
     segment: Option<u16>,
 }
 
 impl Cursor {
     /// The next message and a step past it; none at the end and at a transmit that breaks a bound.
-    fn step<'a>(&mut self, batch: &[Transmit<'a>], gso: bool) -> Option<Piece<'a>> {
+    fn step<'a>(&mut self, batch: &'a [Transmit<'a>], gso: bool) -> Option<Piece<'a>> {
         let transmit = batch.get(self.index)?;
         transmit.datagrams()?;
         let rest = transmit.contents.get(self.offset..)?;
@@ -349,7 +359,7 @@ impl Cursor {
         };
         let segment =
             if len > transmit.stride { u16::try_from(transmit.stride).ok() } else { None };
-        Some(Piece { to: transmit.to, contents, tail: transmit.tail, segment })
+        Some(Piece { of: transmit, contents, segment })
     }
 }
 

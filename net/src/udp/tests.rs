@@ -157,15 +157,17 @@ fn what_the_kernel_refuses_is_counted() {
 }
 
 #[test]
-fn a_datagram_from_two_places_arrives_as_one() {
+fn a_datagram_from_three_places_arrives_as_one() {
     let (sender, receiver) = (loopback(), loopback());
     let to = receiver.local_addr();
     let contents = pattern(60_000);
-    for (head, gso) in [(48, true), (48, false), (0, true), (60_000, true)] {
+    let cuts = [(48, 59_940), (48, 59_952), (0, 60_000), (60_000, 0), (59_988, 0), (0, 0)];
+    for ((head, tail), gso) in cuts.into_iter().zip([true, false].into_iter().cycle()) {
         sender.set_gso(gso);
-        let (contents, tail) = contents.split_at(head);
+        let (contents, rest) = contents.split_at(head);
+        let (tail, trailer) = rest.split_at(tail);
         let before = Transmit::new(to, b"before", 6);
-        send_all(&sender, &[before, Transmit::in_two(to, contents, tail), before]);
+        send_all(&sender, &[before, Transmit::in_parts(to, [contents, tail, trailer]), before]);
         let got: Vec<_> = receive(&receiver, 60_012).into_iter().map(|(_, bytes)| bytes).collect();
         assert_eq!(got, [b"before".to_vec(), pattern(60_000), b"before".to_vec()]);
     }
@@ -182,8 +184,10 @@ fn a_transmit_that_breaks_a_bound_is_reported_and_passed_over() {
         Transmit::new(to, &contents[..10], 0),
         Transmit::new(to, &contents[..65], 1),
         Transmit::new(to, &contents, MAX_DATAGRAM),
-        Transmit { stride: 10, ..Transmit::in_two(to, &contents[..10], &contents[10..20]) },
-        Transmit::in_two(to, &contents[..1], &contents),
+        Transmit { stride: 10, ..Transmit::in_parts(to, [&contents[..10], &contents[..10], &[]]) },
+        Transmit { stride: 10, ..Transmit::in_parts(to, [&contents[..10], &[], &contents[..10]]) },
+        Transmit::in_parts(to, [&contents[..1], &contents, &[]]),
+        Transmit::in_parts(to, [&contents[..1], &[], &contents]),
     ];
     for bad in bad {
         assert_eq!(bad.datagrams(), None);

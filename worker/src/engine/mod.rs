@@ -2,6 +2,7 @@
 
 mod moving;
 mod receive;
+mod seal;
 mod send;
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! Datagrams out: windows are sent from the tensor, or gathered from it into a small staging buffer
 //! and sent as trains of datagrams; several trains a system call.
 
+use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::ops::Range;
 
@@ -10,8 +11,10 @@ use racksum_proto::time::Time;
 use racksum_proto::wire::Header;
 use racksum_proto::worker::{DataFragments, Transmit};
 
+use super::seal::SEALED;
 use super::{Engine, Links};
 use crate::fault::{Dice, Fate};
+use crate::payload::Payload;
 
 /// Messages that wait to be sent, and their bytes.
 pub(super) struct Staging {
@@ -29,19 +32,47 @@ pub(super) struct Staging {
 
 /// What goes out as one: where its bytes are, and of which stream.
 #[derive(Debug, Clone)]
-struct Staged {
+pub(super) struct Staged {
     start: usize,
     train: Train,
-    stream: Stream,
+    pub(super) stream: Stream,
     /// What follows in the datagram, and lies in a tensor.
-    tail: Option<(OpId, Range<usize>)>,
+    pub(super) tail: Option<(OpId, Range<usize>)>,
 }
 
 /// The stream of a message: its shard says where it goes, its lane how it is marked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Stream {
+pub(super) struct Stream {
     lane: u8,
-    shard: u8,
+    pub(super) shard: u8,
+}
+
+impl Staged {
+    /// What it has in the staging buffer.
+    pub(super) fn contents<'a>(&self, bytes: &'a [u8]) -> &'a [u8] {
+        &bytes[self.start..self.start + self.train.len()]
+    }
+
+    /// What it has in a tensor.
+    pub(super) fn tail<'a>(&self, payloads: &'a BTreeMap<OpId, Payload>) -> &'a [u8] {
+        let payload = |op| payloads.get(op).map(|payload| &payload.data);
+        let tail = self.tail.as_ref().and_then(|(op, range)| Some((payload(op)?, range.clone())));
+        tail.map_or(&[], |(data, range)| data.bytes(range))
+    }
+
+    /// What goes out of it, if it is not authenticated.
+    pub(super) fn message<'a>(
+        &self,
+        to: SocketAddr,
+        bytes: &'a [u8],
+        payloads: &'a BTreeMap<OpId, Payload>,
+    ) -> Message<'a> {
+        let contents = self.contents(bytes);
+        match self.tail {
+            None => Message::new(to, contents, self.train.stride()),
+            Some(_) => Message::in_parts(to, [contents, self.tail(payloads), &[]]),
+        }
+    }
 }
 
 impl Staging {
@@ -135,82 +166,36 @@ impl Engine {
     pub(super) fn flush(&mut self) {
         let Self { links, staging, payloads, stats, faults, .. } = self;
         let Staging { ring, bytes, sealed, messages, lanes, held, used, .. } = staging;
-        let mut batch = [Message::new(NOWHERE, &[], 1); SEND_BATCH];
-        for (message, staged) in batch.iter_mut().zip(messages.iter()) {
-            let to = links.shards[usize::from(staged.stream.shard)].addr;
-            let Staged { start, train, ref tail, .. } = *staged;
-            let contents = &bytes[start..start + train.len()];
-            *message = match tail {
-                None => Message::new(to, contents, train.stride()),
-                Some((op, range)) => {
-                    let tensor =
-                        payloads.get(op).map_or(&[][..], |op| op.data.bytes(range.clone()));
-                    Message::in_two(to, contents, tensor)
+        let most = if links.are_sealed() { SEALED } else { SEND_BATCH };
+        for lane in messages.chunk_by(|one, other| one.stream.lane == other.stream.lane) {
+            ring.set_tos(udp::tos_of_lane(lane[0].stream.lane, *lanes));
+            for run in lane.chunks(most) {
+                let mut batch = [Message::new(NOWHERE, &[], 1); SEND_BATCH];
+                let batch = &mut batch[..run.len()];
+                if links.are_sealed() {
+                    links.seal(run, bytes, payloads, sealed, batch);
+                } else {
+                    for (message, staged) in batch.iter_mut().zip(run) {
+                        let to = links.shards[usize::from(staged.stream.shard)].addr;
+                        *message = staged.message(to, bytes, payloads);
+                    }
                 }
-            };
-        }
-        let mut batch = &batch[..messages.len()];
-        for run in messages.chunk_by(|one, other| one.stream.lane == other.stream.lane) {
-            ring.set_tos(udp::tos_of_lane(run[0].stream.lane, *lanes));
-            let (now, later) = batch.split_at(run.len());
-            batch = later;
-            let mut send = |links: &Links, run: &[Staged], now: &[Message<'_>]| {
-                for message in now {
+                for message in &*batch {
                     stats.tx_bytes += message.len() as u64;
                     stats.tx_datagrams += message.datagrams().unwrap_or(0) as u64;
                 }
                 match faults {
-                    None => links.socket.send_patiently(ring, now, MAX_SEND_WAITS),
+                    None => links.socket.send_patiently(ring, batch, MAX_SEND_WAITS),
                     Some([dice, _]) => {
-                        for (message, staged) in now.iter().zip(run) {
+                        for (message, staged) in batch.iter().zip(run) {
                             send_by_chance(links, ring, dice, held, staged.stream, message);
                         }
                     }
                 }
-            };
-            if links.are_sealed() {
-                for (run, now) in run.chunks(SEALED).zip(now.chunks(SEALED)) {
-                    let messages = links.seal(run, now, sealed);
-                    send(links, run, &messages[..run.len()]);
-                }
-            } else {
-                send(links, run, now);
             }
         }
         messages.clear();
         *used = 0;
-    }
-}
-
-impl Links {
-    /// Whether datagrams are authenticated.
-    pub(super) fn are_sealed(&self) -> bool {
-        // All are or none is: the aggregators of a job authenticate alike.
-        self.shards.first().is_some_and(|link| link.auth.is_some())
-    }
-
-    /// Seals a few messages: what goes out in their place.
-    fn seal<'a>(
-        &mut self,
-        run: &[Staged],
-        now: &[Message<'_>],
-        sealed: &'a mut Vec<u8>,
-    ) -> [Message<'a>; SEALED] {
-        sealed.clear();
-        let mut cuts = [(0, 1); SEALED];
-        for ((staged, message), cut) in run.iter().zip(now).zip(&mut cuts) {
-            let link = &mut self.shards[usize::from(staged.stream.shard)];
-            // wire: W-57
-            let stride = link.auth.as_mut().map(|(sealer, _)| sealer.seal(message, sealed));
-            *cut = (sealed.len(), stride.unwrap_or(message.stride));
-        }
-        let mut start = 0;
-        std::array::from_fn(|i| {
-            let (end, stride) = cuts[i];
-            let contents = &sealed[start..end.max(start)];
-            start = end.max(start);
-            Message::new(now.get(i).map_or(NOWHERE, |message| message.to), contents, stride)
-        })
     }
 }
 
@@ -224,10 +209,10 @@ fn send_by_chance(
     stream: Stream,
     train: &Message<'_>,
 ) {
-    let Message { contents, tail, stride, .. } = *train;
+    let Message { contents, tail, trailer, stride, .. } = *train;
     // Faults strike at datagrams that lie in one place.
-    let whole = if tail.is_empty() { Vec::new() } else { [contents, tail].concat() };
-    let contents = if tail.is_empty() { contents } else { &whole };
+    let whole = [contents, tail, trailer].concat();
+    let contents = &whole[..];
     let mut post = |stream: Stream, contents: &[u8], stride: usize| {
         if !contents.is_empty() {
             let to = links.shards[usize::from(stream.shard)].addr;
@@ -258,9 +243,7 @@ fn send_by_chance(
 }
 
 /// Where nothing is sent.
-const NOWHERE: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
-/// Messages sealed at a time: a few windows, so that they stay in the processor's cache.
-const SEALED: usize = 4;
+pub(super) const NOWHERE: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
 /// Bytes staged at a time: a few windows, so that they stay in the processor's cache.
 const STAGING: usize = 4 * RECV_CAPACITY;
 /// How often a full send buffer is waited for before a batch is given up.

@@ -373,9 +373,10 @@ fn what_is_sent_is_sealed_wherever_it_lies() {
             let keys = Keys { up: Key([1; Key::LEN]), down: Key([2; Key::LEN]) };
             let life = Generation(0);
             let mut opener = Opener::of_rank(auth, &keys.up, life, Rank(0), 0).unwrap();
-            let tensor = 1f32.to_le_bytes().repeat(8 * WINDOW);
-            let descriptor = Descriptor::sum(8 * WINDOW as u64, DType::F32);
-            bench.engine.start(descriptor, Data::Owned(tensor), LONG).unwrap();
+            let elements = 0..8 * WINDOW as u64;
+            let descriptor = Descriptor::sum(elements.end, DType::F32);
+            let tensor: Vec<u8> = elements.flat_map(|i| (i as f32).to_le_bytes()).collect();
+            let op = bench.engine.start(descriptor, Data::Owned(tensor.clone()), LONG).unwrap();
             let mut ring = RecvRing::new();
             let mut buffers: Vec<_> =
                 (0..RECV_BATCH).map(|_| BytesMut::with_capacity(RECV_CAPACITY)).collect();
@@ -387,14 +388,20 @@ fn what_is_sent_is_sealed_wherever_it_lies() {
                     for datagram in buffer.chunks_mut(meta.stride) {
                         for message in wire::messages(opener.open(datagram).unwrap()) {
                             let (header, body) = message.unwrap();
-                            let data = header.kind == Kind::Data;
-                            let ones = body.chunks(4).all(|x| x == 1f32.to_le_bytes());
-                            assert!(!data || ones, "{auth}: {header:?}");
-                            windows += usize::from(data && header.fragment == 0);
+                            if header.kind == Kind::Data {
+                                let first = header.window.index as usize * 4 * WINDOW;
+                                let start = first + usize::from(header.fragment) * payload;
+                                let expected = &tensor[start..start + body.len()];
+                                assert!(body == expected, "{auth}: {header:?}");
+                                windows += usize::from(header.fragment == 0);
+                            }
                         }
                     }
                 }
             }
+            // Headers lay in it for a moment.
+            let after = bench.engine.payloads[&op].data.bytes(0..tensor.len());
+            assert!(after == tensor, "{auth}");
         }
     }
 }
