@@ -166,14 +166,16 @@ fn run_all<T: Send>(world: u16, run: impl Fn(u16) -> T + Sync) -> Vec<T> {
     })
 }
 
-/// Runs a test by itself: in another process, that is told so by the environment.
+/// Runs a test by itself: in another process, that is told so by the environment, and may open as
+/// many files as the system lets it.
 pub(crate) fn in_a_process_of_its_own(name: &str, test: impl FnOnce() + Send + 'static) {
     const ALONE: &str = "RACKSUM_TEST_ALONE";
     if std::env::var_os(ALONE).is_some() {
         return bounded(120, test);
     }
     let program = std::env::current_exe().unwrap();
-    let mut alone = std::process::Command::new(program);
+    let mut alone = std::process::Command::new("sh");
+    alone.args(["-c", "ulimit -S -n $(ulimit -H -n) && exec \"$@\"", "sh"]).arg(program);
     let ended = alone.args([name, "--exact", "--nocapture"]).env(ALONE, "1").output().unwrap();
     let [out, err] = [ended.stdout, ended.stderr].map(|text| String::from_utf8(text).unwrap());
     println!("{out}{err}");

@@ -10,7 +10,7 @@ use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::{Generation, Rank};
 use racksum_worker::{Client, ConnectError, ConnectOptions, Error};
 
-use crate::rig::{Rig, Shape, Tree, bounded};
+use crate::rig::{Rig, Shape, Tree, bounded, in_a_process_of_its_own};
 use crate::waits::{await_that, timed};
 
 /// Two racks of two ranks.
@@ -63,6 +63,34 @@ fn a_rank_that_leaves_is_named_in_every_rack() {
             );
             tree.await_peace();
         }
+    });
+}
+
+#[test]
+fn the_largest_job_is_summed_through_racks_and_names_whom_it_loses() {
+    const WORLD: u16 = 256;
+    const NAME: &str = "tree::the_largest_job_is_summed_through_racks_and_names_whom_it_loses";
+    // For its thousands of files.
+    in_a_process_of_its_own(NAME, || {
+        // Seven racks below one, eight below the root, and some ranks at the root itself.
+        let parents = [[0; 9].as_slice(), &[1; 7]].concat();
+        let racks = parents.len() + 1;
+        let at: Vec<_> = (0..usize::from(WORLD)).map(|rank| rank * 7 % racks).collect();
+        let tree = Tree::start(&Shape::new(&parents, &at), |_| {});
+        let told = std::sync::Barrier::new(usize::from(WORLD) - 1);
+        tree.ranks(
+            "largest",
+            |_| {},
+            |client, rank| {
+                assert_eq!(ones(client, 40_000).unwrap(), [0, 1, 1, 1].repeat(10_000));
+                if rank != WORLD - 1 {
+                    let error = until_the_end(client);
+                    assert_eq!(lost(&error), (vec![WORLD - 1], Loss::Left), "rank {rank}: {error}");
+                    told.wait();
+                }
+            },
+        );
+        tree.await_peace();
     });
 }
 
