@@ -189,3 +189,45 @@ fn a_run_on_one_host_needs_no_identity_although_the_environment_names_one() {
     command.args(["bench", "--workers", "2"]).args(SHORT).env("RACKSUM_IDENTITY", &node);
     Process::spawn(&mut command).end(60).ok();
 }
+
+#[test]
+fn each_aggregator_of_a_tree_admits_by_its_own_rules_also_once_they_are_reloaded() {
+    let (folder, ours) = authority("tree", "site");
+    let [root, rack] = ["root", "rack-1"].map(|name| issue(&folder, &ours, name, "aggregator"));
+    let node = issue(&folder, &ours, "node", "worker");
+    let [above, below] = ["root.toml", "rack.toml"].map(|name| folder.path(name));
+    let rule = |identity: &str, jobs: &[&str]| {
+        format!("[[admit]]\nidentity = {identity:?}\njobs = {jobs:?}\n")
+    };
+    std::fs::write(&above, rule("rack-*", &["vision"])).unwrap();
+    std::fs::write(&below, rule("node", &["vision", "speech"])).unwrap();
+    let root = Serving::start(&["--identity", &root, "--config", &above]);
+    let flags = ["--identity", &rack, "--config", &below, "--parent", &root.addr];
+    let rack = Serving::start(&flags);
+    let flags = |job| [&SHORT[..], &["--identity", &node, "--job", job]].concat();
+    let join = |at: &Serving, job| bench_rank(&at.addr, 0, 1, &flags(job)).end(40);
+
+    let long = ["-b", "4K", "-e", "4K", "-n", "100000000", "--identity", &node, "--job", "vision"];
+    let mut running = bench_rank(&rack.addr, 0, 1, &long);
+    await_that("it runs", || running.out().contains('#'));
+    let told = join(&root, "vision");
+    assert!(told.failed(3).contains("may not join a job of the name \"vision\""), "{told:?}");
+    let told = join(&rack, "other");
+    assert!(told.failed(3).contains("may not join a job of the name \"other\""), "{told:?}");
+    let told = join(&rack, "speech");
+    let told = told.failed(3);
+    assert!(told.contains("may not join a job of the name \"speech\""), "{told}");
+    assert!(told.contains(&root.addr), "it says who refused: {told}");
+
+    std::fs::write(&above, rule("rack-*", &["vision", "speech"])).unwrap();
+    signal(root.process.id(), "HUP");
+    await_that("it is reloaded", || root.process.out().contains("configuration reloaded"));
+    join(&rack, "speech").ok();
+    let elsewhere = rule("node", &["vision", "speech"]);
+    std::fs::write(&below, format!("shards = 2\n{elsewhere}")).unwrap();
+    signal(rack.process.id(), "HUP");
+    let shards = "what has changed of shards takes a restart";
+    await_that("the rest is named", || rack.process.err().contains(shards));
+    join(&rack, "speech").ok();
+    assert!(running.runs(), "a job that runs is left alone");
+}
