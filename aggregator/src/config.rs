@@ -4,6 +4,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 
 use racksum_proto::auth::DataAuth;
+use racksum_proto::control::POOL_SLOTS;
 use serde::Deserialize;
 
 use crate::admission::Admit;
@@ -157,9 +158,11 @@ impl Config {
     /// The first that is not.
     fn check_ranges(&self) -> Result<(), ConfigError> {
         let ports = u64::from(u16::MAX) - 1 - u64::from(self.shards);
+        let [least_slots, most_slots] =
+            [POOL_SLOTS.start(), POOL_SLOTS.end()].map(|n| u64::from(*n));
         for (key, value, min, max) in [
             ("shards", u64::from(self.shards), 1, u64::from(MAX_SHARDS)),
-            ("pool_slots", u64::from(self.pool_slots), 2, 4096),
+            ("pool_slots", u64::from(self.pool_slots), least_slots, most_slots),
             ("pool_mib", u64::from(self.pool_mib), 1, 1 << 20),
             ("max_jobs", u64::from(self.max_jobs), 1, 1024),
             ("max_ranks", u64::from(self.max_ranks), 1, 1 << 18),
@@ -175,7 +178,7 @@ impl Config {
             for (key, value, min, max) in [
                 ("max_jobs of [[admit]]", max_jobs.map(u64::from), 1, 1024),
                 ("max_ranks of [[admit]]", max_ranks.map(u64::from), 1, 1 << 18),
-                ("pool_slots of [[admit]]", pool_slots.map(u64::from), 2, 4096),
+                ("pool_slots of [[admit]]", pool_slots.map(u64::from), least_slots, most_slots),
                 ("share_percent of [[admit]]", share_percent.map(u64::from), 1, 100),
             ] {
                 if let Some(value) = value.filter(|value| !(min..=max).contains(value)) {

@@ -95,15 +95,12 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared, lifelines: 
     };
     let (tell, mut inbox) = channel(QUEUE);
     let addr = connection.remote_address();
-    let (name, rank) = (join.job.clone(), join.rank);
+    let (name, rank, relays) = (join.job.clone(), join.rank, join.relays);
     let Ok(lifeline) = offer(&lifelines, &mut send).await else { return };
     let mut dead = std::pin::pin!(dead(&connection, lifeline));
     let knows = lock(&registry).knows_identities();
     let certificate = knows.then(|| Certificate::of_peer(&connection)).flatten();
-    let stranger = certificate.as_ref().filter(|it| join.relays && it.role != Role::Aggregator);
-    let stranger = stranger.map(|it| {
-        format!("{:?} is no aggregator but a {}, and joins for others", it.name, it.role)
-    });
+    let stranger = if join.relays && knows { no_aggregator(certificate.as_ref()) } else { None };
     let identity = certificate.map(|it| it.name);
     let joined = match stranger.or_else(|| answers_elsewhere(&registry, &connection)) {
         Some(reason) => Err(Refusal::Never(reason)),
@@ -121,7 +118,11 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared, lifelines: 
             let drains = refusal == Refusal::Draining;
             let reason = refusal.why();
             tracing::warn!(job = name, rank, %addr, identity, reason, "join refused");
-            let refused = FromAggregator::Refused { reason };
+            // An aggregator may call again for its other ranks.
+            let refused = match relays {
+                true => FromAggregator::RefusedRank { rank, reason },
+                false => FromAggregator::Refused { reason },
+            };
             if say(&mut send, if drains { &FromAggregator::Drain } else { &refused }).await {
                 end(&connection, send).await;
             }
@@ -156,6 +157,15 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared, lifelines: 
             }
         }
     }
+}
+
+/// Why somebody may not join for others, if so.
+fn no_aggregator(certificate: Option<&Certificate>) -> Option<String> {
+    let Some(Certificate { name, role, .. }) = certificate else {
+        return Some("what joins for others must show that it is an aggregator".into());
+    };
+    let it = (*role != Role::Aggregator).then_some(role)?;
+    Some(format!("{name:?} is no aggregator but a {it}, and joins for others"))
 }
 
 /// Offers a rank to lay a lifeline. The error says that the rank is gone.

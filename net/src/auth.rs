@@ -127,6 +127,7 @@ impl Sealer {
     /// far they are apart there.
     pub fn seal(&mut self, transmit: &Transmit<'_>, out: &mut Vec<u8>) -> usize {
         let Transmit { contents, tail, stride, .. } = *transmit;
+        debug_assert!(transmit.trailer.is_empty(), "what is sealed has none yet");
         let trailer = self.lock.auth.trailer();
         for datagram in contents.chunks(stride.max(1)) {
             let start = out.len();

@@ -8,14 +8,20 @@
 use alloc::string::String;
 use alloc::vec::Vec;
 use core::net::SocketAddr;
+use core::ops::RangeInclusive;
 
 use serde::{Deserialize, Serialize};
 
 use crate::auth::{DataAuth, Key, Keys};
+use crate::geometry::Fragmentation;
 use crate::ids::{Generation, JobId, OpId, Rank};
 
 /// The control protocol's version: a join of another is refused.
 pub const CONTROL_VERSION: u16 = 1;
+/// The least and the most slots of a stream.
+pub const POOL_SLOTS: RangeInclusive<u32> = 2..=4096;
+/// Ops in flight that a rank may have.
+pub const MAX_OPS: u16 = 64;
 
 /// What a worker says.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -282,4 +288,17 @@ pub struct Welcome {
     pub may_move: bool,
     /// Whether sums go through several aggregators, one after the other.
     pub in_tree: bool,
+}
+
+impl Welcome {
+    /// Whether it keeps to what an aggregator may grant. What does not might have its receiver use
+    /// any amount of memory, or believe what nobody has authenticated.
+    #[must_use]
+    pub fn is_sound(&self) -> bool {
+        let ports = !self.data_ports.is_empty() && !self.data_ports.contains(&0);
+        let keys = self.keys.is_some() == (self.data_auth != DataAuth::None);
+        let cut = Fragmentation::new(usize::from(self.fragment_payload)).is_some();
+        let window = POOL_SLOTS.contains(&self.pool_slots) && self.in_flight > 0;
+        ports && keys && cut && window && (1..=MAX_OPS).contains(&self.max_ops)
+    }
 }

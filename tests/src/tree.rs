@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use racksum_aggregator::Fanout;
 use racksum_proto::control::{Loss, OnRankLoss};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
@@ -138,6 +139,59 @@ fn ranks_that_have_not_joined_are_named_wherever_they_would() {
         // Those that gave up may come again, with all others.
         let sums = tree.ranks("absent", |_| {}, |client, _| ones(client, 40).unwrap());
         assert!(sums.iter().all(|sum| *sum == [4; 40]));
+        tree.await_peace();
+    });
+}
+
+/// Has ranks of a job in a tree connect; how each was refused, and after how many milliseconds.
+fn refusals(tree: &Tree, ranks: u16, late: impl Fn(u16) -> Duration) -> Vec<(String, u64)> {
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..ranks)
+            .map(|rank| {
+                let (options, late) = (tree.options("refused", rank), late(rank));
+                scope.spawn(move || {
+                    std::thread::sleep(late);
+                    timed(|| Client::connect(&options).unwrap_err().to_string())
+                })
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn a_job_that_is_refused_above_is_refused_to_all_ranks_with_the_reason() {
+    bounded(60, || {
+        let at_once = |_| Duration::ZERO;
+        // The root sends to groups only, which racks are not in: it sees so once all are there.
+        let two = Shape::new(&[0, 0], &[1, 1, 1, 2, 2, 2]);
+        let tree = Tree::start(&two, |config| config.fanout = Fanout::Multicast);
+        for (sentence, _) in refusals(&tree, 6, at_once) {
+            assert!(
+                sentence.contains("start the parent with --fanout auto or unicast"),
+                "{sentence}"
+            );
+        }
+        tree.await_peace();
+        // One rack comes later than the other, and rank 4 never does: the root waits for all alike.
+        let tree = Tree::start(&Shape::new(&[0, 0], &[1, 1, 2, 2, 2]), |config| {
+            config.join_timeout_s = 3;
+        });
+        let late = |rank| if rank < 2 { Duration::ZERO } else { Duration::from_secs(2) };
+        for (sentence, after) in refusals(&tree, 4, late) {
+            assert!(sentence.contains("has waited 3 s for rank 4;"), "{sentence}");
+            assert!(after < 5000, "{after} ms: {sentence}");
+        }
+        tree.await_peace();
+        // Nobody is where the middle of three looks for the root.
+        let mut tree = Tree::start(&Shape::new(&[0, 1], &[2, 2, 2, 2]), |_| {});
+        drop(tree.rigs.remove(0));
+        tree.rigs.insert(0, Rig::start(|_| {}));
+        for (sentence, after) in refusals(&tree, 4, at_once) {
+            assert!(sentence.contains("parent at 127.0.0.1:"), "{sentence}");
+            assert!(sentence.contains("cannot be had"), "{sentence}");
+            assert!(after < 9000, "{after} ms: {sentence}");
+        }
         tree.await_peace();
     });
 }

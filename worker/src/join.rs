@@ -319,6 +319,10 @@ impl<'a> Joining<'a> {
                 }
                 self.missing = missing;
             }
+            FromAggregator::Welcome(granted) if !granted.is_sound() => {
+                let why = "the aggregator grants what no aggregator may";
+                return Err(ConnectError::Protocol(why.into()));
+            }
             FromAggregator::Welcome(granted) => {
                 check_auth(&granted, self.options.data_auth)?;
                 self.queued = None;

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use racksum_proto::aggregator::Config;
 use racksum_proto::auth::DataAuth;
-use racksum_proto::control::{Absent, FromAggregator, Join, OnRankLoss, Welcome};
+use racksum_proto::control::{Absent, FromAggregator, Join, MAX_OPS, OnRankLoss, Welcome};
 use racksum_proto::geometry::{Fragmentation, WINDOW_BYTES};
 use racksum_proto::ids::{Generation, JobId, OpId, Rank};
 use racksum_proto::wire::{Flags, Header};
@@ -342,5 +342,3 @@ pub(super) fn group_of(id: JobId, shard: SocketAddr) -> SocketAddr {
 /// should stay in the processor's cache. On slower links, whose datagrams are small, more in
 /// flight mends losses sooner.
 const MAX_LOCAL_IN_FLIGHT: usize = 1 << 19;
-/// Ops that each rank may have in flight.
-const MAX_OPS: u16 = 64;

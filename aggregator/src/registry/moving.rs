@@ -12,6 +12,9 @@ use super::{Joined, Registry, Seat};
 
 /// How long the ranks of a job that moves are waited for: as long as one may be silent.
 const PATIENCE: Duration = Duration::from_secs(20);
+/// How much later than its parent an aggregator gives up, if both wait equally long: what gives up
+/// first is missed by the others.
+const PARENT_FIRST: Duration = Duration::from_secs(2);
 
 impl Registry {
     /// Looks after a job whose ranks come or go: what there is to wait for. One that has gathered
@@ -24,7 +27,11 @@ impl Registry {
         match job.state {
             State::Gathering => {
                 let missing = job.missing();
-                let patience = if job.moved_at.is_some() { PATIENCE } else { patience };
+                let patience = match (&job.above, job.moved_at) {
+                    (Some(_), _) => patience + PARENT_FIRST,
+                    (None, Some(_)) => PATIENCE,
+                    (None, None) => patience,
+                };
                 if now.saturating_duration_since(job.opened) < patience {
                     return Joined::Waiting(missing);
                 }
@@ -103,6 +110,7 @@ impl Registry {
             self.jobs.iter().filter(|(_, job)| gathering(job)).map(|(name, _)| name.clone());
         for name in names.collect::<Vec<_>>() {
             if let Some(job) = self.remove(&name) {
+                job.tell_parent_of_stop();
                 job.tell(&FromAggregator::Drain);
             }
         }
@@ -112,6 +120,9 @@ impl Registry {
     /// A rank goes on with its job at another aggregator, and so do the others, soon.
     pub(crate) fn depart(&mut self, seat: &Seat, now: Instant) {
         let Some(job) = self.job(seat) else { return };
+        if !job.may_move {
+            return self.leave(seat, Loss::Broke, now);
+        }
         let member = job.members[usize::from(seat.rank)].take();
         // One that has only tried to come here was never part of what runs.
         if member.is_some() && job.state == State::Running {

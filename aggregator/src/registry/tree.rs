@@ -26,11 +26,9 @@ pub(super) struct Above {
     called: bool,
     /// What is said to the parent goes here, while it is called.
     words: Option<UnboundedSender<FromWorker>>,
-    /// The same of the job's life before, until the parent ends that one by itself: a last word
-    /// would say to the other racks that a rank of this one has left.
-    before: Option<UnboundedSender<FromWorker>>,
-    /// The rank that it was called for first.
-    first: u16,
+    /// The same of the job's lives before, until the parent ends those by itself: a last word would
+    /// say to the other racks that a rank of this one has left.
+    before: Vec<UnboundedSender<FromWorker>>,
     /// The ranks that have joined nowhere, as the parent says.
     pub(super) missing: Option<Vec<u16>>,
     /// What there is no room for at the parent, as it says.
@@ -42,7 +40,9 @@ pub(super) struct Above {
 impl Above {
     /// The way of a job whose life before had this one.
     pub(super) fn after(before: Option<Self>) -> Self {
-        Self { before: before.and_then(|above| above.words), ..Self::default() }
+        let Self { mut before, words, .. } = before.unwrap_or_default();
+        before.extend(words);
+        Self { before, ..Self::default() }
     }
 }
 
@@ -87,10 +87,8 @@ impl Registry {
         let first = joins.next()?;
         // The receiver is here.
         joins.for_each(|join| drop(tell.send(FromWorker::Also(join))));
-        let before = job.above.as_mut().and_then(|above| above.before.take());
-        let mut above = Above { called: true, before, ..Above::default() };
-        (above.words, above.first) = (Some(tell), first.rank);
-        job.above = Some(above);
+        let before = std::mem::take(&mut job.above.get_or_insert_default().before);
+        job.above = Some(Above { called: true, words: Some(tell), before, ..Above::default() });
         let join = Join { data_ports, receive_buffer, multicast: false, relays: true, ..first };
         Some(Call { join, words })
     }
@@ -116,11 +114,10 @@ impl Registry {
                 self.remove(name);
             }
             FromAggregator::Refused { reason } => {
-                let rank = above.first;
-                self.refuse_rank(seat, rank, &format!("its parent at {parent} refused: {reason}"));
+                self.refuse_all(name, &format!("its parent at {parent} refused: {reason}"));
             }
             FromAggregator::RefusedRank { rank, reason } => {
-                self.refuse_rank(seat, rank, &format!("its parent at {parent} refused: {reason}"));
+                self.refuse_rank(seat, parent, rank, &reason);
             }
             FromAggregator::Waiting { missing, .. } => {
                 above.missing = Some(missing);
@@ -131,9 +128,8 @@ impl Registry {
                 job.tell(&message);
             }
             FromAggregator::Welcome(_) if job.state != State::Gathering => {}
-            FromAggregator::Welcome(granted) if granted.data_ports.len() != shards => {
-                let reason = format!("its parent at {parent} does not keep to the protocol");
-                self.refuse_all(name, &reason);
+            FromAggregator::Welcome(granted) if !may_grant(&granted, shards) => {
+                self.refuse_all(name, &strange(parent));
             }
             FromAggregator::Welcome(granted) if granted.data_auth != auth => {
                 let reason = format!(
@@ -145,7 +141,7 @@ impl Registry {
                 self.refuse_all(name, &reason);
             }
             FromAggregator::Welcome(granted) => {
-                above.before = None;
+                above.before.clear();
                 let rack = granted.rack.clone();
                 (above.missing, above.granted) = (Some(Vec::new()), Some((parent, granted)));
                 job.keep_only(&rack);
@@ -191,21 +187,21 @@ impl Registry {
 
     /// Refuses one rank of a job that gathers ranks, wherever below it has joined; the parent is
     /// called anew for the others.
-    fn refuse_rank(&mut self, seat: &Seat, rank: u16, reason: &str) {
+    fn refuse_rank(&mut self, seat: &Seat, parent: SocketAddr, rank: u16, reason: &str) {
         let Some(job) = self.job(seat).filter(|job| job.state == State::Gathering) else { return };
         let with = |member: &Option<Member>| {
             member.as_ref().is_some_and(|member| member.ranks().any(|other| other == rank))
         };
         let member = job.members.iter_mut().find(|member| with(member)).and_then(Option::take);
+        // Of ranks that are gone nothing is heard any more.
+        let Some(member) = member else { return self.refuse_all(&seat.job, &strange(parent)) };
         job.hang_up();
+        let reason = format!("its parent at {parent} refused: {reason}");
         tracing::warn!(job = seat.job, rank, reason, "join refused");
-        let reason = reason.to_owned();
-        match member {
-            Some(member) if member.join.relays => {
-                member.tell(FromAggregator::RefusedRank { rank, reason });
-            }
-            Some(member) => member.tell(FromAggregator::Refused { reason }),
-            None => {}
+        if member.join.relays {
+            member.tell(FromAggregator::RefusedRank { rank, reason });
+        } else {
+            member.tell(FromAggregator::Refused { reason });
         }
         if job.members.iter().all(Option::is_none) {
             self.remove(&seat.job);
@@ -215,8 +211,9 @@ impl Registry {
     /// Another rank has joined an aggregator that is a member. One that cannot be is refused, and
     /// the aggregator calls anew for its others. None if it is no aggregator that says so.
     pub(crate) fn also(&mut self, seat: &Seat, join: Join, now: Instant) -> Option<Joined> {
+        let place = usize::from(seat.rank);
         let Some(job) = self.job(seat) else { return Some(Joined::Ready) };
-        let member = job.members[usize::from(seat.rank)].as_ref();
+        let member = job.members[place].as_ref();
         if !member.is_some_and(|member| member.join.relays) {
             return None;
         }
@@ -228,7 +225,9 @@ impl Registry {
         match self.admit_also(seat, join) {
             Ok(joined) => Some(joined),
             Err(reason) => {
-                if let Some(member) = self.job(seat)?.members[usize::from(seat.rank)].as_ref() {
+                // If it is the job that cannot be served, its members have been told so.
+                let job = self.job(seat);
+                if let Some(member) = job.and_then(|job| job.members[place].as_ref()) {
                     tracing::warn!(job = seat.job, rank, reason, "join refused");
                     member.tell(FromAggregator::RefusedRank { rank, reason });
                 }
@@ -244,6 +243,13 @@ impl Registry {
         let Some(member) = job.members[place].as_ref() else { return Ok(Joined::Ready) };
         Self::check(&join, member.data_addr(0).ip())?;
         check_wish(&join)?;
+        if (&join.job, join.generation) != (&seat.job, job.generation) {
+            return Err(format!(
+                "rank {} is of job {:?} in generation {}, and was brought into job {:?} in \
+                 generation {}",
+                join.rank, join.job, join.generation.0, seat.job, job.generation.0
+            ));
+        }
         job.check(&join)?;
         job.check_place(&join)?;
         if let Some(member) = &mut job.members[place] {
@@ -411,6 +417,16 @@ impl Job {
         };
         Some(NewAbove { config, addr, sealer, opener })
     }
+}
+
+/// Whether a parent may grant this to an aggregator of so many shards.
+fn may_grant(granted: &Welcome, shards: usize) -> bool {
+    granted.is_sound() && granted.data_ports.len() == shards && !granted.rack.is_empty()
+}
+
+/// Why a parent is none.
+fn strange(parent: SocketAddr) -> String {
+    format!("its parent at {parent} does not keep to the protocol")
 }
 
 /// Checks that a rank wants nothing that a tree of aggregators does not have.

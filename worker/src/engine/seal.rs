@@ -46,7 +46,10 @@ impl Links {
         let mut places = [Place::default(); SEALED];
         for (staged, place) in run.iter().zip(&mut places) {
             let link = &mut self.shards[usize::from(staged.stream.shard)];
-            let Some((sealer, _)) = &mut link.auth else { continue };
+            let Some((sealer, _)) = &mut link.auth else {
+                debug_assert!(false, "all links are sealed, or none is");
+                continue;
+            };
             // wire: W-57
             let start = sealed.len();
             let in_tensor = staged.seal_in_tensor(sealer, bytes, payloads, sealed);
@@ -81,7 +84,9 @@ impl Staged {
         payloads: &mut BTreeMap<OpId, Payload>,
         sealed: &mut Vec<u8>,
     ) -> bool {
-        let (DataAuth::Mac, Some((op, range))) = (sealer.auth(), &self.tail) else { return false };
+        let (DataAuth::Mac, Some((op, range))) = (sealer.auth(), &self.in_tensor) else {
+            return false;
+        };
         let Some(payload) = payloads.get_mut(op) else { return false };
         let mut header = [0; Header::LEN];
         header.copy_from_slice(self.contents(bytes));

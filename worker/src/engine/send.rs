@@ -37,7 +37,7 @@ pub(super) struct Staged {
     train: Train,
     pub(super) stream: Stream,
     /// What follows in the datagram, and lies in a tensor.
-    pub(super) tail: Option<(OpId, Range<usize>)>,
+    pub(super) in_tensor: Option<(OpId, Range<usize>)>,
 }
 
 /// The stream of a message: its shard says where it goes, its lane how it is marked.
@@ -56,7 +56,8 @@ impl Staged {
     /// What it has in a tensor.
     pub(super) fn tail<'a>(&self, payloads: &'a BTreeMap<OpId, Payload>) -> &'a [u8] {
         let payload = |op| payloads.get(op).map(|payload| &payload.data);
-        let tail = self.tail.as_ref().and_then(|(op, range)| Some((payload(op)?, range.clone())));
+        let tail =
+            self.in_tensor.as_ref().and_then(|(op, range)| Some((payload(op)?, range.clone())));
         tail.map_or(&[], |(data, range)| data.bytes(range))
     }
 
@@ -68,7 +69,7 @@ impl Staged {
         payloads: &'a BTreeMap<OpId, Payload>,
     ) -> Message<'a> {
         let contents = self.contents(bytes);
-        match self.tail {
+        match self.in_tensor {
             None => Message::new(to, contents, self.train.stride()),
             Some(_) => Message::in_parts(to, [contents, self.tail(payloads), &[]]),
         }
@@ -95,7 +96,7 @@ impl Staging {
         debug_assert!(first, "an empty train takes any message");
         let start = self.used;
         self.used += Header::LEN;
-        self.messages.push(Staged { start, train, stream, tail: Some((op, tail)) });
+        self.messages.push(Staged { start, train, stream, in_tensor: Some((op, tail)) });
     }
 
     /// Forgets all that waits.
@@ -114,13 +115,15 @@ impl Staging {
         let start = self.used;
         self.used += len;
         let before = self.messages.last_mut().filter(|last| {
-            last.stream == stream && last.start + last.train.len() == start && last.tail.is_none()
+            last.stream == stream
+                && last.start + last.train.len() == start
+                && last.in_tensor.is_none()
         });
         if !before.is_some_and(|last| last.train.couple(len, stride, max_datagram)) {
             let mut train = Train::default();
             let first = train.couple(len, stride, max_datagram);
             debug_assert!(first, "an empty train takes any message");
-            self.messages.push(Staged { start, train, stream, tail: None });
+            self.messages.push(Staged { start, train, stream, in_tensor: None });
         }
     }
 }
@@ -211,8 +214,7 @@ fn send_by_chance(
 ) {
     let Message { contents, tail, trailer, stride, .. } = *train;
     // Faults strike at datagrams that lie in one place.
-    let whole = [contents, tail, trailer].concat();
-    let contents = &whole[..];
+    let contents = [contents, tail, trailer].concat();
     let mut post = |stream: Stream, contents: &[u8], stride: usize| {
         if !contents.is_empty() {
             let to = links.shards[usize::from(stream.shard)].addr;

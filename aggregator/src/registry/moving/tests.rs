@@ -138,7 +138,8 @@ fn ranks_of_which_some_never_heard_that_ops_may_start_come_together() {
 #[test]
 fn a_rank_that_goes_on_elsewhere_alone_is_lost() {
     let mut registry = registry(Fanout::Unicast, 0);
-    let mut ranks = all(&mut registry, [0, 1].map(|rank| wish("job", rank, 2)));
+    let joins = [0, 1].map(|rank| Join { may_move: true, ..wish("job", rank, 2) });
+    let mut ranks = all(&mut registry, joins);
     let now = Instant::now();
     registry.depart(&ranks[1].0, now);
     registry.look_after(&ranks[0].0, now + PATIENCE / 2);

@@ -1,4 +1,4 @@
-use racksum_proto::auth::DataAuth;
+use racksum_proto::auth::{DataAuth, Key, Keys};
 use racksum_proto::ids::{Generation, JobId};
 use tokio::sync::mpsc::error::TryRecvError;
 use tokio::time::Instant;
@@ -43,6 +43,10 @@ fn welcome() -> Welcome {
         may_move: false,
         in_tree: true,
     }
+}
+
+fn keys() -> Option<Keys> {
+    Some(Keys { up: Key([1; Key::LEN]), down: Key([2; Key::LEN]) })
 }
 
 fn parent() -> SocketAddr {
@@ -173,6 +177,11 @@ fn the_next_life_of_a_job_has_the_one_before_end_above_by_itself() {
     let _next = registry.call(&seat).unwrap();
     // Nothing is said, and the conversation goes on.
     assert_eq!(call.words.try_recv(), Err(TryRecvError::Empty));
+    // Nor does a life that ends before it runs.
+    let last = Join { generation: Generation(2), ..wish("job", 1, 4) };
+    let (seat, _, _last) = join(&mut registry, last).unwrap();
+    let _last = registry.call(&seat).unwrap();
+    assert_eq!(call.words.try_recv(), Err(TryRecvError::Empty));
     registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(welcome()));
     assert_eq!(call.words.try_recv(), Err(TryRecvError::Disconnected));
 }
@@ -193,7 +202,7 @@ fn a_parent_that_cannot_be_had_is_named_to_every_rank() {
     assert_eq!(told(&mut three), Some(FromAggregator::ParentLost { reason }));
     // One that authenticates otherwise is no parent.
     let (mut call, [(seat, mut three), _]) = rack(&mut registry);
-    let other = Welcome { data_auth: DataAuth::Mac, ..welcome() };
+    let other = Welcome { data_auth: DataAuth::Mac, keys: keys(), ..welcome() };
     registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(other));
     let Some(FromAggregator::Refused { reason }) = told(&mut three) else { panic!() };
     assert!(reason.contains("start both with the same --data-auth"), "{reason}");
@@ -291,6 +300,10 @@ fn a_rank_that_has_joined_elsewhere_is_refused_with_the_aggregator_that_brings_i
     let Some(FromAggregator::RefusedRank { rank: 0, reason }) = told(&mut inbox) else { panic!() };
     assert!(reason.contains("rank 0 of job \"job\" has already joined from"), "{reason}");
     assert_eq!(registry.jobs["job"].missing(), [1, 2, 3]);
+    let (rack, _, mut inbox) = join(&mut registry, relayed("job", 2, 4)).unwrap();
+    also(&mut registry, &rack, Join { generation: Generation(9), ..wish("secret", 1, 4) });
+    let Some(FromAggregator::RefusedRank { rank: 1, reason }) = told(&mut inbox) else { panic!() };
+    assert!(reason.contains("was brought into job \"job\" in generation 0"), "{reason}");
     registry.leave(&rack, Loss::Broke, Instant::now());
     // Only an aggregator brings others: whoever else says so is gone, and what it held is free.
     let (direct, ..) = join(&mut registry, wish("other", 3, 4)).unwrap();
@@ -311,11 +324,76 @@ fn a_rank_that_the_parent_refuses_costs_no_other_its_place() {
     assert!(registry.hung_up(&seat, PARENT, "closed"));
     let mut call = registry.call(&seat).unwrap();
     assert_eq!((call.join.rank, said(&mut call).len()), (3, 0));
-    // The one that it is called for is the one that it refuses.
-    registry.hear_from_parent(&seat, parent(), FromAggregator::Refused { reason: "no".into() });
+    let last = FromAggregator::RefusedRank { rank: 3, reason: "no".into() };
+    registry.hear_from_parent(&seat, parent(), last);
     assert!(matches!(told(&mut three), Some(FromAggregator::Refused { .. })));
     assert!(!registry.hung_up(&seat, PARENT, "closed"));
     assert_eq!(registry.jobs(), 0);
+}
+
+#[test]
+fn a_job_that_the_parent_refuses_is_refused_to_all_at_once() {
+    let mut leaf = leaf();
+    let (mut call, [(seat, mut three), (_, mut one)]) = rack(&mut leaf);
+    leaf.hear_from_parent(&seat, parent(), FromAggregator::Refused { reason: "no".into() });
+    let reason = format!("its parent at {PARENT} refused: no");
+    for inbox in [&mut three, &mut one] {
+        assert_eq!(told(inbox), Some(FromAggregator::Refused { reason: reason.clone() }));
+    }
+    assert_eq!((said(&mut call), leaf.jobs()), (vec!["Stop".to_owned()], 0));
+    assert!(!leaf.hung_up(&seat, PARENT, "closed"), "it is not called again");
+    // The one that completes the world hears why it cannot be served, as the others do.
+    let mut root = registry(Fanout::Multicast, 0);
+    let (rack, _, mut inbox) = join(&mut root, relayed("job", 0, 2)).unwrap();
+    assert_eq!(also(&mut root, &rack, wish("job", 1, 2)), Some(Joined::Ready));
+    let Some(FromAggregator::Refused { reason }) = told(&mut inbox) else { panic!() };
+    assert!(reason.contains("with --fanout auto or unicast"), "{reason}");
+}
+
+#[test]
+fn a_parent_that_does_not_keep_to_the_protocol_is_refused_and_not_called_again() {
+    let bad = [
+        Welcome { rack: Vec::new(), ..welcome() },
+        Welcome { data_ports: vec![5001, 5002], ..welcome() },
+        Welcome { data_ports: vec![0], ..welcome() },
+        Welcome { pool_slots: u32::MAX, ..welcome() },
+        Welcome { pool_slots: 1, ..welcome() },
+        Welcome { max_ops: 0, ..welcome() },
+        Welcome { max_ops: u16::MAX, ..welcome() },
+        Welcome { fragment_payload: 0, ..welcome() },
+        Welcome { in_flight: 0, ..welcome() },
+        Welcome { data_auth: DataAuth::Mac, ..welcome() },
+        Welcome { keys: keys(), ..welcome() },
+    ];
+    let bad = bad.into_iter().map(FromAggregator::Welcome);
+    let nobody = FromAggregator::RefusedRank { rank: 2, reason: "no".into() };
+    for word in bad.chain([nobody]) {
+        let mut registry = leaf();
+        let (mut call, [(seat, mut three), _]) = rack(&mut registry);
+        registry.hear_from_parent(&seat, parent(), word.clone());
+        let reason = format!("its parent at {PARENT} does not keep to the protocol");
+        assert_eq!(told(&mut three), Some(FromAggregator::Refused { reason }), "{word:?}");
+        assert_eq!((said(&mut call), registry.jobs()), (vec!["Stop".to_owned()], 0));
+    }
+}
+
+#[test]
+fn an_aggregator_that_drains_stops_for_its_parent_and_no_rank_of_a_tree_moves() {
+    let mut registry = leaf();
+    let (mut call, [(_, mut three), _]) = rack(&mut registry);
+    registry.drain();
+    assert_eq!(told(&mut three), Some(FromAggregator::Drain));
+    assert_eq!(said(&mut call), ["Stop"], "no rank has left");
+    for runs in [false, true] {
+        let mut registry = leaf();
+        let (mut call, [(seat, _three), _]) = rack(&mut registry);
+        if runs {
+            registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(welcome()));
+        }
+        registry.depart(&seat, Instant::now());
+        assert_eq!(said(&mut call), ["parted 3 Broke"]);
+        assert_eq!(registry.jobs(), usize::from(!runs), "it is over if it ran");
+    }
 }
 
 #[test]
