@@ -184,6 +184,11 @@ impl Aggregator {
         server::lock(&self.registry).drain();
     }
 
+    /// Waits until nobody is connected.
+    pub async fn idle(&self) {
+        self.endpoint.wait_idle().await;
+    }
+
     /// Why the aggregator serves no more, if a thread of it has failed: a sentence. Its ranks have
     /// been told that it is gone.
     #[must_use]

@@ -57,12 +57,13 @@ async fn resolve(registry: &Shared, parent: &str) -> Result<SocketAddr, String> 
 /// Joins the parent at `to`; returns why the conversation is over.
 async fn speak(registry: &Shared, seat: &Seat, to: SocketAddr, call: Call) -> String {
     let Call { mut join, words } = call;
-    let (bind, credentials) = {
+    let (bind, identity, insecure) = {
         let registry = lock(registry);
         let config = registry.config();
-        (config.bind, Credentials::new(config.identity.as_deref(), config.insecure))
+        (config.bind, config.identity.clone(), config.insecure)
     };
-    let credentials = match credentials {
+    // Read again for each call: it may have been renewed.
+    let credentials = match Credentials::new(identity.as_deref(), insecure) {
         Ok(credentials) => credentials,
         Err(why) => return why.to_string(),
     };

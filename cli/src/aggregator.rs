@@ -197,8 +197,8 @@ async fn drained(aggregator: &Aggregator) -> std::io::Result<Stop> {
         while aggregator.jobs() > 0 {
             tokio::time::sleep(DRAIN_POLL).await;
         }
-        // Ranks of jobs that had not begun are told so, by a word that must still be sent.
-        tokio::time::sleep(LAST_WORDS).await;
+        // Ranks of jobs that had not begun are told so, and hang up then.
+        drop(tokio::time::timeout(LAST_WORDS, aggregator.idle()).await);
     };
     tokio::select! {
         () = over => Ok(Stop::Told),
@@ -210,7 +210,7 @@ async fn drained(aggregator: &Aggregator) -> std::io::Result<Stop> {
 const DRAIN_POLL: Duration = Duration::from_millis(20);
 
 /// How long ranks may take to hear that nothing comes of their job here.
-const LAST_WORDS: Duration = Duration::from_millis(100);
+const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// Says that all is ready; returns at SIGINT or SIGTERM, which it heeds from before it says so,
 /// or when the aggregator has failed. At SIGHUP it reloads.
