@@ -100,8 +100,7 @@ impl Registry {
         parent: SocketAddr,
         message: FromAggregator,
     ) -> Joined {
-        let (name, auth) = (&seat.job, self.config.data_auth());
-        let shards = self.shards.len();
+        let name = &seat.job;
         let Some(job) = self.job(seat) else { return Joined::Ready };
         // What is said after this side has hung up is about ranks of which one is gone.
         let Some(above) = job.above.as_mut().filter(|above| above.words.is_some()) else {
@@ -128,26 +127,7 @@ impl Registry {
                 job.tell(&message);
             }
             FromAggregator::Welcome(_) if job.state != State::Gathering => {}
-            FromAggregator::Welcome(granted) if !may_grant(&granted, shards) => {
-                self.refuse_all(name, &strange(parent));
-            }
-            FromAggregator::Welcome(granted) if granted.data_auth != auth => {
-                let reason = format!(
-                    "its parent at {parent} authenticates data with {:?}, and this aggregator with \
-                     {:?}; start both with the same --data-auth",
-                    granted.data_auth.name(),
-                    auth.name()
-                );
-                self.refuse_all(name, &reason);
-            }
-            FromAggregator::Welcome(granted) => {
-                above.before.clear();
-                let rack = granted.rack.clone();
-                (above.missing, above.granted) = (Some(Vec::new()), Some((parent, granted)));
-                job.keep_only(&rack);
-                // If it cannot be served, all have been told so.
-                return self.start(name).unwrap_or(Joined::Ready);
-            }
+            FromAggregator::Welcome(granted) => return self.welcomed(seat, parent, granted),
             FromAggregator::Drain if job.state == State::Gathering => {
                 self.refuse_all(name, &format!("its parent at {parent} is about to stop"));
             }
@@ -165,6 +145,37 @@ impl Registry {
             | FromAggregator::Without(_) => {}
         }
         Joined::Ready
+    }
+
+    /// Starts a job as its parent grants it.
+    fn welcomed(&mut self, seat: &Seat, parent: SocketAddr, granted: Welcome) -> Joined {
+        let (name, auth) = (&seat.job, self.config.data_auth());
+        if !may_grant(&granted, self.shards.len()) {
+            self.refuse_all(name, &strange(parent));
+            return Joined::Ready;
+        }
+        if granted.data_auth != auth {
+            let reason = format!(
+                "its parent at {parent} authenticates data with {:?}, and this aggregator with \
+                 {:?}; start both with the same --data-auth",
+                granted.data_auth.name(),
+                auth.name()
+            );
+            self.refuse_all(name, &reason);
+            return Joined::Ready;
+        }
+        let Some(job) = self.job(seat) else { return Joined::Ready };
+        job.keep_only(&granted.rack);
+        if job.members.iter().all(Option::is_none) {
+            self.refuse_all(name, &strange(parent));
+            return Joined::Ready;
+        }
+        if let Some(above) = &mut job.above {
+            above.before.clear();
+            (above.missing, above.granted) = (Some(Vec::new()), Some((parent, granted)));
+        }
+        // If it cannot be served, all have been told so.
+        self.start(name).unwrap_or(Joined::Ready)
     }
 
     /// The conversation with the parent is over. Returns whether it is to be called again, since a

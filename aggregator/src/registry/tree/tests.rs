@@ -411,6 +411,12 @@ fn a_rank_that_came_after_the_world_was_complete_is_none_of_it() {
         Joined::Ready
     );
     assert_eq!(told(&mut three), None);
+    // Of nobody there is no job.
+    let mut other = leaf();
+    let (mut call, [(seat, _three), _]) = rack(&mut other);
+    let nobody = Welcome { rack: vec![0, 2], ..welcome() };
+    other.hear_from_parent(&seat, parent(), FromAggregator::Welcome(nobody));
+    assert_eq!((said(&mut call), other.jobs()), (vec!["Stop".to_owned()], 0));
     // At the root what comes then is of no job.
     let (mut registry, [(first, mut inbox), _]) = root();
     told(&mut inbox);
