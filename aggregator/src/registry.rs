@@ -401,8 +401,7 @@ impl Registry {
             let Some(member) = member else { continue };
             let group = group.filter(|_| member.join.multicast);
             let (rank, keys) = (number, locks.keys_of(number));
-            let rack = if member.join.relays { member.sorted_ranks() } else { Vec::new() };
-            let welcome = Welcome { group, rank, rack, keys, ..welcome.clone() };
+            let welcome = Welcome { group, rank, rack: member.rack(), keys, ..welcome.clone() };
             member.tell(FromAggregator::Welcome(welcome));
         }
         let buffers = job.members.iter().flatten().map(|member| member.join.receive_buffer);

@@ -204,7 +204,7 @@ impl Job {
         let rank = |member: &Member| RankStatus {
             rank: member.join.rank,
             number: self.number_of(member.join.rank).map_or(0, |number| number.0),
-            rack: if member.join.relays { member.sorted_ranks() } else { Vec::new() },
+            rack: member.rack(),
             addr: member.data_addr(0).to_string(),
             identity: member.identity.clone(),
             next_op: 0,

@@ -51,6 +51,11 @@ impl Member {
         ranks
     }
 
+    /// The ranks that it has joined for, where it is an aggregator.
+    pub(super) fn rack(&self) -> Vec<u16> {
+        if self.join.relays { self.sorted_ranks() } else { Vec::new() }
+    }
+
     /// What people call it: an aggregator by the first of its ranks.
     pub(super) fn name(&self) -> u16 {
         self.ranks().min().unwrap_or(self.join.rank)
