@@ -22,8 +22,10 @@ mod slots;
 mod status;
 mod tenancy;
 mod turn;
+mod wall_clock;
 mod ways;
 
+use std::collections::BTreeSet;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::net::SocketAddr;
@@ -136,8 +138,9 @@ impl Aggregator {
         );
         let telling = status.map(|status| status.serve(Arc::clone(&registry), addr));
         let control = failure.spawn("control".into(), move || {
-            // It tells until the serving ends, and the runtime with it.
+            // Both go on until the serving ends, and the runtime with it.
             let _telling = telling.map(|telling| runtime.spawn(telling));
+            let _watching = runtime.spawn(wall_clock::watch(clock));
             runtime.block_on(serving);
         })?;
         Ok(Self { addr, registry, endpoint, control: Some(control), failure })
@@ -212,11 +215,13 @@ impl Aggregator {
         server::lock(&self.registry).jobs()
     }
 
-    /// Sentences about what is less than it should be: receive buffers, say.
+    /// Sentences about what is less than it should be: receive buffers, say. What is so of
+    /// several shards is said once.
     #[must_use]
     pub fn warnings(&self) -> Vec<String> {
         let registry = server::lock(&self.registry);
-        registry.shards().iter().filter_map(|shard| shard.shortfall.clone()).collect()
+        let all = registry.shards().iter().filter_map(|shard| shard.shortfall.clone());
+        all.collect::<BTreeSet<_>>().into_iter().collect()
     }
 }
 

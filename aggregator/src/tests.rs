@@ -44,6 +44,6 @@ fn multicast_is_refused_where_it_cannot_be_and_passed_over_where_it_need_not() {
 
 #[test]
 fn lives_of_an_aggregator_begin_their_jobs_at_numbers_of_their_own() {
-    let numbers: std::collections::BTreeSet<_> = (0..100).map(|_| any_number()).collect();
+    let numbers: BTreeSet<_> = (0..100).map(|_| any_number()).collect();
     assert!(numbers.len() > 90, "{numbers:?}");
 }

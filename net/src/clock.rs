@@ -1,4 +1,5 @@
-//! The one clock of the project. Everything else takes time as an argument.
+//! The clocks of the host. Whatever waits goes by the monotonic one; everything else takes time
+//! as an argument.
 #![expect(unsafe_code, reason = "std hides the epoch of its monotonic clock; libc does not")]
 
 use racksum_proto::time::Time;
@@ -20,15 +21,25 @@ impl Clock {
     /// The present instant; never earlier than an earlier answer.
     #[must_use]
     pub fn now(&self) -> Time {
-        let mut spec = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // SAFETY: `spec` is a valid timespec to write to for the whole call.
-        let rc = unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut spec) };
-        // It fails only for an unknown clock or a bad pointer, and neither can be here.
-        debug_assert_eq!(rc, 0, "CLOCK_MONOTONIC is always there");
-        let seconds = u64::try_from(spec.tv_sec).unwrap_or(0);
-        let nanos = u64::try_from(spec.tv_nsec).unwrap_or(0);
-        Time(seconds.saturating_mul(1_000_000_000).saturating_add(nanos))
+        Time(u64::try_from(nanos_of(libc::CLOCK_MONOTONIC)).unwrap_or(0))
     }
+
+    /// By how many nanoseconds the host's wall clock is ahead of this one. A lead that changes
+    /// means that the wall clock was set or slewed, or that the host was suspended.
+    #[must_use]
+    pub fn wall_lead(&self) -> i64 {
+        nanos_of(libc::CLOCK_REALTIME).saturating_sub(nanos_of(libc::CLOCK_MONOTONIC))
+    }
+}
+
+/// What a clock of the host shows, in nanoseconds since its epoch.
+fn nanos_of(clock: libc::clockid_t) -> i64 {
+    let mut spec = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `spec` is a valid timespec to write to for the whole call.
+    let rc = unsafe { libc::clock_gettime(clock, &raw mut spec) };
+    // It fails only for an unknown clock or a bad pointer, and neither can be here.
+    debug_assert_eq!(rc, 0, "both clocks are always there");
+    spec.tv_sec.saturating_mul(1_000_000_000).saturating_add(spec.tv_nsec)
 }
 
 #[cfg(test)]

@@ -17,7 +17,7 @@ enum MayImport {
 }
 
 /// The table of ARCHITECTURE.md. A crate without a row is a mistake.
-const ARROWS: [(&str, MayImport); 9] = [
+const ARROWS: [(&str, MayImport); 10] = [
     ("racksum-proto", MayImport::Only(&[])),
     ("racksum-net", MayImport::Only(&["racksum-proto"])),
     ("racksum-aggregator", MayImport::Only(&["racksum-proto", "racksum-net"])),
@@ -31,8 +31,10 @@ const ARROWS: [(&str, MayImport); 9] = [
             "racksum-aggregator",
             "racksum-worker",
             "racksum-sim",
+            "racksum-preload",
         ]),
     ),
+    ("racksum-preload", MayImport::Only(&[])),
     ("racksum-benches", MayImport::Any),
     ("racksum-tests", MayImport::Any),
     ("racksum-xtask", MayImport::Only(&[])),

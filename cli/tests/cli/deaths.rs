@@ -1,11 +1,8 @@
 //! Processes that die, or stop answering, in the middle of a job: the others end, and say why.
 
-use std::fs::File;
-use std::io::{BufRead, BufReader, Write};
-use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use crate::process::{Process, RACKSUM, Serving, bench_rank, signal};
+use crate::process::{Process, Serving, bench_rank, signal};
 use crate::waits::{await_that, timed};
 
 /// Ranks of a benchmark that would take for ever.
@@ -68,49 +65,6 @@ fn ranks_end_with_the_parent_that_started_them() {
     };
     await_that("the ranks end", || !ranks.iter().any(runs));
     drop(bench);
-}
-
-#[test]
-fn an_aggregator_serves_on_when_nobody_reads_what_it_says() {
-    let full = File::options().write(true).open("/dev/full").unwrap();
-    let mut command = Command::new(RACKSUM);
-    command.args(["aggregator", "--port", "0", "--pool-mib", "16"]).stdout(full);
-    command.stderr(Stdio::piped());
-    let mut aggregator = command.spawn().unwrap();
-    std::thread::sleep(Duration::from_millis(500));
-    assert!(aggregator.try_wait().unwrap().is_none(), "it serves");
-    signal(aggregator.id(), "TERM");
-    let ended = aggregator.wait_with_output().unwrap();
-    let err = String::from_utf8(ended.stderr).unwrap();
-    assert_eq!(ended.status.code(), Some(0), "{err}");
-    assert!(err.contains("warning: cannot write to standard output"), "{err}");
-}
-
-#[test]
-fn an_aggregator_serves_on_when_its_log_is_full_or_nobody_reads_it() {
-    let full = Stdio::from(File::options().write(true).open("/dev/full").unwrap());
-    let (reader, unread) = std::io::pipe().unwrap();
-    drop(reader);
-    // One that lives and does not read, with no room left.
-    let (idle, mut stuck) = std::io::pipe().unwrap();
-    stuck.write_all(&vec![b'.'; 65_536]).unwrap();
-    for log in [full, Stdio::from(unread), Stdio::from(stuck)] {
-        let mut command = Command::new(RACKSUM);
-        command.args(["aggregator", "--port", "0", "--pool-mib", "16", "--log", "debug"]);
-        let mut aggregator = command.stdout(Stdio::piped()).stderr(log).spawn().unwrap();
-        let mut line = String::new();
-        BufReader::new(aggregator.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
-        let addr = line.split([' ', ',']).find(|word| word.starts_with("127.")).unwrap();
-        let addr = addr.trim_end_matches(':');
-        for generation in ["0", "1"] {
-            let flags = ["-b", "64K", "-e", "64K", "-n", "3", "--generation", generation];
-            let ranks: Vec<_> = (0..2).map(|rank| bench_rank(addr, rank, 2, &flags)).collect();
-            ranks.into_iter().for_each(|rank| drop(rank.end(30).ok()));
-        }
-        signal(aggregator.id(), "TERM");
-        assert!(aggregator.wait().unwrap().success());
-    }
-    drop(idle);
 }
 
 #[test]
@@ -189,27 +143,4 @@ fn an_aggregator_that_is_killed_is_missed_by_its_ranks() {
     }
     // Its ranks say goodbye to it for a second, in vain.
     assert!(ms < 4000, "{ms} ms");
-}
-
-#[test]
-fn an_aggregator_with_no_files_to_spare_serves_on_and_says_so_once() {
-    let mut idle = 0;
-    // As many as it has open when nobody has come, and too few for the lifelines of four ranks.
-    let probe = Serving::start(&[]);
-    await_that("it has opened its files", || {
-        let files = std::fs::read_dir(format!("/proc/{}/fd", probe.process.id())).unwrap().count();
-        std::mem::replace(&mut idle, files) == files
-    });
-    drop(probe);
-    let limited =
-        format!("ulimit -n {}; exec {RACKSUM} aggregator --port 0 --pool-mib 64", idle + 1);
-    let serving = Serving::of(Process::spawn(Command::new("sh").args(["-c", &limited])));
-    let flags = ["-b", "64K", "-e", "1M", "-n", "20"];
-    let ranks: Vec<_> = (0..4).map(|rank| bench_rank(&serving.addr, rank, 4, &flags)).collect();
-    for rank in ranks {
-        rank.end(60).ok();
-    }
-    let ended = serving.end();
-    assert_eq!(ended.err.matches("a lifeline cannot be taken").count(), 1, "{}", ended.err);
-    assert!(ended.err.contains("raise the limit (ulimit -n)"), "{}", ended.err);
 }

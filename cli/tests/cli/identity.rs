@@ -7,7 +7,7 @@ use crate::process::{Process, Serving, bench_rank, run, signal};
 use crate::waits::await_that;
 
 /// A folder of a test's own, with an authority of a name.
-fn authority(test: &str, name: &str) -> (Folder, String) {
+pub(crate) fn authority(test: &str, name: &str) -> (Folder, String) {
     let folder = Folder::new(&format!("identity-{test}-{name}"));
     let file = folder.path("authority.pem");
     run(&["identity", "init", "--name", name, "--out", &file]).ok();
@@ -15,7 +15,7 @@ fn authority(test: &str, name: &str) -> (Folder, String) {
 }
 
 /// Issues an identity; returns its file.
-fn issue(folder: &Folder, authority: &str, name: &str, role: &str) -> String {
+pub(crate) fn issue(folder: &Folder, authority: &str, name: &str, role: &str) -> String {
     let file = folder.path(&format!("{name}.pem"));
     run(&["identity", "issue", name, "--role", role, "--authority", authority, "--out", &file])
         .ok();

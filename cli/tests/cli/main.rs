@@ -22,6 +22,8 @@ mod deaths;
 #[cfg(test)]
 mod failover;
 #[cfg(test)]
+mod host;
+#[cfg(test)]
 mod identity;
 #[cfg(test)]
 mod namespaces;

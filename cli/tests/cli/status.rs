@@ -11,7 +11,7 @@ use crate::process::{Ended, Process, RACKSUM, Serving, bench_rank, run, signal};
 use crate::waits::await_that;
 
 /// What is told as JSON.
-fn told(socket: &str) -> Value {
+pub(crate) fn told(socket: &str) -> Value {
     serde_json::from_str(&run(&["status", socket, "--format", "json"]).ok().out).unwrap()
 }
 

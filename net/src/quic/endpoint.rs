@@ -118,7 +118,9 @@ pub fn not_connected(addr: SocketAddr, cause: ConnectionError) -> NetError {
         _ => (false, None),
     };
     let why = match said {
-        Some(AlertDescription::CertificateExpired) => "has expired, or its host's clock is wrong",
+        Some(AlertDescription::CertificateExpired) => {
+            "has expired, or the clock of one of the two hosts is wrong"
+        }
         Some(
             AlertDescription::UnknownCA
             | AlertDescription::BadCertificate

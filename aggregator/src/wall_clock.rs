@@ -1,0 +1,54 @@
+//! Saying so when the host's wall clock is set.
+//!
+//! Nothing here waits by that clock, so jobs do not notice. Operators do: their log jumps, and
+//! certificates expire or are not valid yet.
+
+use std::time::Duration;
+
+use racksum_net::clock::Clock;
+
+/// Looks for steps of the wall clock for as long as it is polled, and warns of each, once.
+pub(crate) async fn watch(clock: Clock) {
+    let mut lead = clock.wall_lead();
+    loop {
+        tokio::time::sleep(PERIOD).await;
+        let now = clock.wall_lead();
+        if let Some(step) = step(lead, now) {
+            tracing::warn!(
+                "the wall clock of this host was set {step}; jobs go on, timed by another clock, \
+                 but certificates are valid by this one"
+            );
+        }
+        // What a clock is slewed by adds up, and is no step.
+        lead = now;
+    }
+}
+
+/// By how much the wall clock was set between two readings of its lead, in words.
+fn step(before: i64, now: i64) -> Option<String> {
+    let seconds = now.abs_diff(before).saturating_add(SECOND / 2) / SECOND;
+    let way = if now > before { "forward" } else { "back" };
+    (seconds > 0).then(|| format!("{way} by {seconds} s"))
+}
+
+/// In nanoseconds.
+const SECOND: u64 = 1_000_000_000;
+
+/// How often it is looked.
+const PERIOD: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_clock_is_slewed_by_is_no_step() {
+        let step_to = |now| step(5_000_000_000, now);
+        assert_eq!(step_to(5_001_000_000), None);
+        assert_eq!(step_to(5_499_999_999), None);
+        assert_eq!(step_to(5_500_000_000).unwrap(), "forward by 1 s");
+        assert_eq!(step_to(5_999_999_999).unwrap(), "forward by 1 s");
+        assert_eq!(step_to(-3_595_000_001_000).unwrap(), "back by 3600 s");
+        assert!(step(i64::MIN, i64::MAX).is_some());
+    }
+}

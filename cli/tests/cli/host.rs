@@ -1,0 +1,176 @@
+//! A host that is not as it should be: full disks, closed pipes, too few files, small buffers, and
+//! a wall clock that is set. An aggregator serves on, and says so once.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use crate::files::Folder;
+use crate::identity::{authority, issue};
+use crate::process::{Process, RACKSUM, Serving, bench_rank, signal};
+use crate::status::told;
+use crate::waits::await_that;
+
+#[test]
+fn an_aggregator_serves_on_when_nobody_reads_what_it_says() {
+    let full = File::options().write(true).open("/dev/full").unwrap();
+    let mut command = Command::new(RACKSUM);
+    command.args(["aggregator", "--port", "0", "--pool-mib", "16"]).stdout(full);
+    command.stderr(Stdio::piped());
+    let mut aggregator = command.spawn().unwrap();
+    std::thread::sleep(Duration::from_millis(500));
+    assert!(aggregator.try_wait().unwrap().is_none(), "it serves");
+    signal(aggregator.id(), "TERM");
+    let ended = aggregator.wait_with_output().unwrap();
+    let err = String::from_utf8(ended.stderr).unwrap();
+    assert_eq!(ended.status.code(), Some(0), "{err}");
+    assert!(err.contains("warning: cannot write to standard output"), "{err}");
+}
+
+#[test]
+fn an_aggregator_serves_on_when_its_log_is_full_or_nobody_reads_it() {
+    let full = Stdio::from(File::options().write(true).open("/dev/full").unwrap());
+    let (reader, unread) = std::io::pipe().unwrap();
+    drop(reader);
+    // One that lives and does not read, with no room left.
+    let (idle, mut stuck) = std::io::pipe().unwrap();
+    stuck.write_all(&vec![b'.'; 65_536]).unwrap();
+    for log in [full, Stdio::from(unread), Stdio::from(stuck)] {
+        let mut command = Command::new(RACKSUM);
+        command.args(["aggregator", "--port", "0", "--pool-mib", "16", "--log", "debug"]);
+        let mut aggregator = command.stdout(Stdio::piped()).stderr(log).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(aggregator.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        let addr = line.split([' ', ',']).find(|word| word.starts_with("127.")).unwrap();
+        let addr = addr.trim_end_matches(':');
+        for generation in ["0", "1"] {
+            let flags = ["-b", "64K", "-e", "64K", "-n", "3", "--generation", generation];
+            let ranks: Vec<_> = (0..2).map(|rank| bench_rank(addr, rank, 2, &flags)).collect();
+            ranks.into_iter().for_each(|rank| drop(rank.end(30).ok()));
+        }
+        signal(aggregator.id(), "TERM");
+        assert!(aggregator.wait().unwrap().success());
+    }
+    drop(idle);
+}
+
+#[test]
+fn an_aggregator_with_no_files_to_spare_serves_on_and_says_so_once() {
+    let mut idle = 0;
+    // As many as it has open when nobody has come, and too few for the lifelines of four ranks.
+    let probe = Serving::start(&[]);
+    await_that("it has opened its files", || {
+        let files = std::fs::read_dir(format!("/proc/{}/fd", probe.process.id())).unwrap().count();
+        std::mem::replace(&mut idle, files) == files
+    });
+    drop(probe);
+    let limited =
+        format!("ulimit -n {}; exec {RACKSUM} aggregator --port 0 --pool-mib 64", idle + 1);
+    let serving = Serving::of(Process::spawn(Command::new("sh").args(["-c", &limited])));
+    let flags = ["-b", "64K", "-e", "1M", "-n", "20"];
+    let ranks: Vec<_> = (0..4).map(|rank| bench_rank(&serving.addr, rank, 4, &flags)).collect();
+    for rank in ranks {
+        rank.end(60).ok();
+    }
+    let ended = serving.end();
+    assert_eq!(ended.err.matches("a lifeline cannot be taken").count(), 1, "{}", ended.err);
+    assert!(ended.err.contains("raise the limit (ulimit -n)"), "{}", ended.err);
+}
+
+/// The program, with `tests/preload` between it and the C library.
+fn preloaded(args: &[&str], setting: (&str, &str)) -> Process {
+    // Cargo puts it beside this test.
+    let library = std::env::current_exe().unwrap().with_file_name("libracksum_preload.so");
+    assert!(library.exists(), "{}", library.display());
+    let mut command = Command::new(RACKSUM);
+    command.args(args).env("LD_PRELOAD", library).env(setting.0, setting.1);
+    Process::spawn(&mut command)
+}
+
+#[test]
+fn small_receive_buffers_are_told_once_and_cost_no_sum() {
+    let small = ("RACKSUM_PRELOAD_RMEM_MAX", "65536");
+    let aggregator = ["aggregator", "--port", "0", "--pool-mib", "64", "--shards", "2"];
+    let serving = Serving::of(preloaded(&aggregator, small));
+    let ranks = ["0", "1", "2", "3"].map(|rank| {
+        let args = ["bench", "--aggregator", &serving.addr, "--rank", rank, "--world", "4"];
+        preloaded(
+            &[&args[..], &["-b", "1M", "-e", "16M", "-n", "5", "--density", "1"]].concat(),
+            small,
+        )
+    });
+    let told =
+        "receive buffer is 64 KiB of the 4 MiB asked for; raise net.core.rmem_max to 4194304";
+    let ended = ranks.into_iter().map(|rank| rank.end(60).ok());
+    for ended in ended.collect::<Vec<_>>().into_iter().chain([serving.end().ok()]) {
+        assert_eq!(ended.err.matches(told).count(), 1, "{}", ended.err);
+    }
+}
+
+/// A wall clock that is off by what a file says.
+struct WallClock(PathBuf);
+
+impl WallClock {
+    fn new(folder: &Folder) -> Self {
+        let clock = Self(folder.path("wall-clock").into());
+        clock.set_off_by_days(0);
+        clock
+    }
+
+    fn set_off_by_days(&self, days: i64) {
+        // At once, so that nobody reads half of it.
+        let new = self.0.with_extension("new");
+        std::fs::write(&new, (days * 86_400).to_string()).unwrap();
+        std::fs::rename(new, &self.0).unwrap();
+    }
+
+    fn start(&self, args: &[&str]) -> Process {
+        preloaded(args, ("RACKSUM_PRELOAD_WALL_CLOCK", self.0.to_str().unwrap()))
+    }
+}
+
+#[test]
+fn jobs_go_on_when_the_wall_clock_is_set_and_only_certificates_go_by_it() {
+    let (folder, ours) = authority("wall-clock", "rack");
+    let served = issue(&folder, &ours, "agg", "aggregator");
+    let node = issue(&folder, &ours, "node", "worker");
+    let clock = WallClock::new(&folder);
+    let socket = folder.path("status.sock");
+    let args = ["aggregator", "--port", "0", "--pool-mib", "64", "--identity", &served];
+    let serving = Serving::of(clock.start(&[&args[..], &["--status-socket", &socket]].concat()));
+    let member = ["bench", "--aggregator", &serving.addr, "--identity", &node, "--timeout", "20"];
+    let long = ["--world", "2", "-b", "64K", "-e", "64K", "-n", "100000000"];
+    // The clocks of the aggregator and of one rank are set; that of the other is right.
+    let steady = Process::start(&[&member[..], &long, &["--rank", "0"]].concat());
+    let mut ranks = [steady, clock.start(&[&member[..], &long, &["--rank", "1"]].concat())];
+    await_that("the ranks run", || ranks.iter().all(|rank| rank.out().contains('#')));
+    let join = || {
+        let short = ["--rank", "0", "--world", "1", "-b", "4K", "-e", "4K", "-n", "2"];
+        Process::start(&[&member[..], &short, &["--job", "short"]].concat()).end(40)
+    };
+    let next_op = || told(&socket)["jobs"][0]["ranks"][0]["next_op"].as_u64().unwrap();
+    for (step, days, said, valid) in [
+        (1, 3650, "was set forward by 315360000 s;", false),
+        (2, 0, "was set back by 315360000 s;", true),
+        (3, -3650, "was set back by 315360000 s;", false),
+    ] {
+        clock.set_off_by_days(days);
+        await_that(said, || serving.process.err().matches("the wall clock").count() == step);
+        assert!(serving.process.err().lines().last().unwrap().contains(said));
+        let before = next_op();
+        await_that("ops go on", || next_op() > before + 100);
+        let ended = join();
+        if valid {
+            ended.ok();
+        } else {
+            let why = "has expired, or the clock of one of the two hosts is wrong";
+            assert!(ended.failed(3).contains(why), "{ended:?}");
+        }
+    }
+    assert!(ranks.iter_mut().all(Process::runs));
+    let err = serving.process.err();
+    assert_eq!(err.matches("the wall clock").count(), 3, "{err}");
+    assert!(!err.contains("lost"), "{err}");
+}
