@@ -118,7 +118,7 @@ fn watch(
     tally: &Mutex<Tally>,
     over: &AtomicBool,
 ) -> Result<Vec<Resources>> {
-    let resources = || steady.iter().map(Served::resources).collect();
+    let resources = || steady.iter().map(Served::resources).collect::<Result<Vec<_>>>();
     let mut started = None;
     while !run.is_over() && !interrupt::is_noted() {
         sleep(Duration::from_secs(5));
@@ -126,10 +126,11 @@ fn watch(
             started = Some(resources());
         }
         if run.elapsed().as_secs() % 60 < 5 {
+            let memory = resources().map_or_else(|why| format!("{why:#}"), in_mb);
             let tally = lock(tally);
             println!(
                 "{:>3} min: {} jobs, {} checked ops, {} ranks and {} aggregators killed, {} \
-                 drained, {} faults",
+                 drained, {} faults; memory of those in peace: {memory}",
                 run.elapsed().as_secs() / 60,
                 tally.jobs,
                 tally.ops,
@@ -142,6 +143,12 @@ fn watch(
     }
     over.store(true, Relaxed);
     started.unwrap_or_else(resources)
+}
+
+/// The memory of each.
+fn in_mb(all: Vec<Resources>) -> String {
+    let each: Vec<_> = all.iter().map(|one| one.resident_mb.to_string()).collect();
+    format!("{} MB", each.join(", "))
 }
 
 /// Kills one of two aggregators, or tells it to stop, and starts it again, over and over.
