@@ -1,6 +1,6 @@
 //! What an operator configures.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
 use racksum_proto::auth::DataAuth;
@@ -110,6 +110,12 @@ pub enum ConfigError {
     /// Rules that name identities, and none is shown.
     #[error("[[admit]] rules go by the names of identities: give --identity, or leave them out")]
     AdmitWithoutIdentity,
+    /// What is given as the parent is not the address of one aggregator.
+    #[error("parent is {parent:?}, but must be the HOST:PORT of another aggregator")]
+    Parent {
+        /// What is given.
+        parent: String,
+    },
     /// The pools are larger than this host's memory.
     #[error(
         "{shards} shard(s) with pools of {pool_mib} MiB need more than the {host_mib} MiB of \
@@ -149,7 +155,20 @@ impl Config {
         if !self.admit.is_empty() && self.identity.is_none() {
             return Err(ConfigError::AdmitWithoutIdentity);
         }
-        Ok(())
+        match &self.parent {
+            Some(parent) if !self.may_be_parent(parent) => {
+                Err(ConfigError::Parent { parent: parent.clone() })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether a text may be the address of one other aggregator; a name need not be known yet.
+    fn may_be_parent(&self, parent: &str) -> bool {
+        let Some((host, port)) = parent.rsplit_once(':') else { return false };
+        let is_self = parent.parse() == Ok(SocketAddr::new(self.bind, self.port));
+        let is_one = !host.is_empty() && !host.contains([',', '+', ' ']);
+        is_one && port.parse::<u16>().is_ok_and(|port| port > 0) && !is_self
     }
 
     /// Checks that the numbers are in their ranges.
@@ -303,6 +322,21 @@ mod tests {
         assert_eq!(bare.validate(), Err(ConfigError::AdmitWithoutIdentity));
         let wrong = Config::from_toml("[[admit]]\nidentity = \"x\"\n").unwrap_err().to_string();
         assert!(wrong.contains("line 1: missing field `jobs`"), "{wrong}");
+    }
+
+    #[test]
+    fn a_parent_is_one_other_aggregator() {
+        let check = |parent: &str| {
+            Config { parent: Some(parent.into()), ..Config::default() }.validate().is_ok()
+        };
+        for parent in ["root:7177", "10.0.0.1:7177", "[fd00::1]:7177", "127.0.0.1:7178"] {
+            assert!(check(parent), "{parent}");
+        }
+        for parent in
+            ["", "root", ":7177", "root:x", "root:0", "a:1,b:1", "a:1+b:1", "127.0.0.1:7177"]
+        {
+            assert!(!check(parent), "{parent}");
+        }
     }
 
     #[test]

@@ -103,7 +103,7 @@ impl Aggregator {
             return Err(StartError::NoMulticast(config.bind));
         }
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let credentials = Credentials::new(config.identity.as_deref(), config.insecure)?;
+        let credentials = Credentials::to_serve(config.identity.as_deref(), config.insecure)?;
         let bind = SocketAddr::new(config.bind, config.port);
         let endpoint = {
             let _entered = runtime.enter();
@@ -175,7 +175,7 @@ impl Aggregator {
         let running = server::lock(&self.registry).config().clone();
         let fixed = config.fixed_changes(&running);
         let config = config.with_fixed_of(&running);
-        let credentials = Credentials::new(config.identity.as_deref(), config.insecure)?;
+        let credentials = Credentials::to_serve(config.identity.as_deref(), config.insecure)?;
         change_credentials(&self.endpoint, &credentials)?;
         server::lock(&self.registry).reconfigure(config);
         Ok(fixed)

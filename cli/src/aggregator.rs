@@ -1,11 +1,14 @@
 //! `racksum aggregator`: serve jobs until told to stop.
 
+use std::fs::File;
+use std::io::Read;
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use racksum_aggregator::{Aggregator, Config, StartError};
 use racksum_proto::auth::DataAuth;
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::args::{self, Fanout};
 use crate::exit::{Failure, say};
@@ -68,7 +71,7 @@ impl Args {
         let mut config = match &self.config {
             None => Config::default(),
             Some(path) => {
-                let text = std::fs::read_to_string(path).map_err(|error| {
+                let text = read(path).map_err(|error| {
                     Failure::usage(format!("cannot read {}: {error}", path.display()))
                 })?;
                 Config::from_toml(&text)
@@ -91,6 +94,19 @@ impl Args {
         Ok(config)
     }
 }
+
+/// The text of a configuration file, which is none if it goes on and on.
+fn read(path: &Path) -> std::io::Result<String> {
+    let mut text = String::new();
+    File::open(path)?.take(MAX_CONFIG + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > MAX_CONFIG {
+        return Err(std::io::Error::other("it is no configuration, being larger than 1 MiB"));
+    }
+    Ok(text)
+}
+
+/// Bytes of the largest configuration file.
+const MAX_CONFIG: u64 = 1 << 20;
 
 /// Serves until a signal ends the process, or a bug of ours.
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
@@ -121,8 +137,12 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         .and_then(|runtime| {
             let reload = || reload(args, &aggregator);
             runtime.block_on(async {
-                match stopped(&ready, aggregator.failed(), reload).await? {
-                    Stop::Told if aggregator.jobs() > 0 => drained(&aggregator).await,
+                let mut signals = Signals::listen()?;
+                tell(&ready);
+                match signals.stopped(aggregator.failed(), reload).await {
+                    Stop::Told if aggregator.jobs() > 0 => {
+                        Ok(drained(&aggregator, &mut signals).await)
+                    }
                     stop => Ok(stop),
                 }
             })
@@ -187,12 +207,12 @@ fn reload(args: &Args, aggregator: &Aggregator) {
 }
 
 /// Takes no more jobs, and returns once those that run have ended or moved, or at the next signal.
-async fn drained(aggregator: &Aggregator) -> std::io::Result<Stop> {
+async fn drained(aggregator: &Aggregator, signals: &mut Signals) -> Stop {
     let jobs = aggregator.jobs();
     aggregator.drain();
-    let draining = format!(
+    tell(&format!(
         "racksum aggregator drains: {jobs} jobs are to end or to move; another signal stops it"
-    );
+    ));
     let over = async {
         while aggregator.jobs() > 0 {
             tokio::time::sleep(DRAIN_POLL).await;
@@ -200,9 +220,10 @@ async fn drained(aggregator: &Aggregator) -> std::io::Result<Stop> {
         // Ranks of jobs that had not begun are told so, and hang up then.
         drop(tokio::time::timeout(LAST_WORDS, aggregator.idle()).await);
     };
+    let reload = || stderr::warn("nothing is reloaded: the aggregator drains");
     tokio::select! {
-        () = over => Ok(Stop::Told),
-        stop = stopped(&draining, aggregator.failed(), || {}) => stop,
+        () = over => Stop::Told,
+        stop = signals.stopped(aggregator.failed(), reload) => stop,
     }
 }
 
@@ -212,25 +233,32 @@ const DRAIN_POLL: Duration = Duration::from_millis(20);
 /// How long ranks may take to hear that nothing comes of their job here.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// Says that all is ready; returns at SIGINT or SIGTERM, which it heeds from before it says so,
-/// or when the aggregator has failed. At SIGHUP it reloads.
-async fn stopped(
-    ready: &str,
-    failed: impl Future<Output = String>,
-    reload: impl Fn(),
-) -> std::io::Result<Stop> {
-    use tokio::signal::unix::{SignalKind, signal};
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut hangup = signal(SignalKind::hangup())?;
-    tell(ready);
-    let mut failed = std::pin::pin!(failed);
-    loop {
-        tokio::select! {
-            _ = interrupt.recv() => return Ok(Stop::Told),
-            _ = terminate.recv() => return Ok(Stop::Told),
-            _ = hangup.recv() => reload(),
-            why = &mut failed => return Ok(Stop::Failed(why)),
+/// The signals that an aggregator heeds, none of which is missed once it listens.
+struct Signals {
+    interrupt: Signal,
+    terminate: Signal,
+    hangup: Signal,
+}
+
+impl Signals {
+    fn listen() -> std::io::Result<Self> {
+        Ok(Self {
+            interrupt: signal(SignalKind::interrupt())?,
+            terminate: signal(SignalKind::terminate())?,
+            hangup: signal(SignalKind::hangup())?,
+        })
+    }
+
+    /// Returns at SIGINT or SIGTERM, or when the aggregator has failed. At SIGHUP it reloads.
+    async fn stopped(&mut self, failed: impl Future<Output = String>, reload: impl Fn()) -> Stop {
+        let mut failed = std::pin::pin!(failed);
+        loop {
+            tokio::select! {
+                _ = self.interrupt.recv() => return Stop::Told,
+                _ = self.terminate.recv() => return Stop::Told,
+                _ = self.hangup.recv() => reload(),
+                why = &mut failed => return Stop::Failed(why),
+            }
         }
     }
 }
@@ -243,7 +271,8 @@ mod tests {
     fn an_aggregator_that_fails_is_not_waited_for() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let failed = std::future::ready("a shard failed".to_owned());
-        let stop = runtime.block_on(stopped("ready", failed, || {})).unwrap();
+        let stop =
+            runtime.block_on(async { Signals::listen().unwrap().stopped(failed, || {}).await });
         assert_eq!(stop, Stop::Failed("a shard failed".into()));
     }
 

@@ -104,7 +104,10 @@ fn ask(socket: &Path) -> std::io::Result<String> {
     let mut stream = UnixStream::connect(socket)?;
     stream.set_read_timeout(Some(Duration::from_secs(5)))?;
     let mut json = String::new();
-    stream.read_to_string(&mut json)?;
+    stream.read_to_string(&mut json).map_err(|error| match error.kind() {
+        ErrorKind::WouldBlock => std::io::Error::other("it did not answer within 5 s"),
+        _ => error,
+    })?;
     Ok(json)
 }
 

@@ -243,7 +243,7 @@ impl Loss {
     pub const fn name(self) -> &'static str {
         match self {
             Self::Died => "its process ended without a word; see what it said last",
-            Self::Silent => "nothing is heard of it; its host is down or cut off",
+            Self::Silent => "nothing is heard of it; it is stopped, or its host is down or cut off",
             Self::Broke => "it broke the connection; see what it said last",
             Self::Left => "it left the job, and this op needs it",
             Self::Relay => {

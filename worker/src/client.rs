@@ -480,6 +480,11 @@ impl Shared {
                 drop(state);
                 std::thread::yield_now();
             }
+            Next::Sleep(patience) => {
+                drop(state);
+                drop(udp::wait(&[self.waker.as_fd()], patience));
+                self.waker.drain();
+            }
             Next::Wait(patience) => {
                 let (socket, groups) = state.engine.sockets();
                 drop(state);

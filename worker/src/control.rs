@@ -127,8 +127,10 @@ impl Control {
         mailbox: &Mailbox,
     ) -> Result<Self, ConnectError> {
         let credentials = Credentials::new(options.identity.as_deref(), options.insecure)?;
-        // Less than the time to join: that nobody answers is the better reason.
-        let patience = Span::from_millis(span(options.join_timeout).as_millis() * 9 / 10);
+        // Less than the time to join: that nobody answers is the better reason. And others may be
+        // there in its place.
+        let sets = 1 + options.standbys.len() as u64;
+        let patience = Span::from_millis(span(options.join_timeout).as_millis() * 9 / 10 / sets);
         let moves = join.resume.is_some();
         // Until all that takes part in a session is there, it is as if nothing had begun.
         let parting = match (moves, join.rejoin) {
@@ -150,7 +152,10 @@ impl Control {
                 // Nobody listens any more once the worker is gone.
                 events.send(Event::Closed(match ended {
                     Ended::Unconnected(error) => error.into(),
-                    ended => ConnectError::Closed(ended.to_string()),
+                    Ended::Silent => ConnectError::Silent,
+                    ended @ (Ended::Closed(_) | Ended::Parted) => {
+                        ConnectError::Closed(ended.to_string())
+                    }
                 }));
             });
         })?;

@@ -1,9 +1,11 @@
 //! What can go wrong for a caller, one enum per call.
 
 use std::io;
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use racksum_net::NetError;
+use racksum_net::quic::SILENT;
 use racksum_proto::control::Loss;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::Rank;
@@ -21,6 +23,14 @@ pub enum ConnectError {
         /// What was given.
         host: String,
         /// Why not.
+        why: String,
+    },
+    /// The host has no way to an aggregator.
+    #[error("nothing leads from this host to {to}: {why}; check the address and the routes")]
+    NoWay {
+        /// The aggregator's address.
+        to: SocketAddr,
+        /// What the kernel said.
         why: String,
     },
     /// A socket could not be had, or nobody is there.
@@ -48,6 +58,9 @@ pub enum ConnectError {
         /// How long room was waited for.
         waited: Duration,
     },
+    /// Nothing was heard of the aggregator for too long.
+    #[error("{SILENT}")]
+    Silent,
     /// The connection broke before the job was complete.
     #[error("the aggregator closed the connection: {0}")]
     Closed(String),

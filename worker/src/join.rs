@@ -50,7 +50,8 @@ struct Route {
 
 impl Route {
     fn find(to: SocketAddr) -> Result<Self, ConnectError> {
-        let local = local_addr_towards(to)?;
+        let local = local_addr_towards(to)
+            .map_err(|cause| ConnectError::NoWay { to, why: cause.to_string() })?;
         // Not a new address: one of a link means nothing without the scope that `to` has.
         let mut from = to;
         from.set_ip(local);
@@ -247,7 +248,11 @@ pub(crate) fn shard_addrs(
 fn resolve(host: &str) -> Result<SocketAddr, ConnectError> {
     let unknown = |why| ConnectError::NoAddress { host: host.into(), why };
     let mut addrs = host.to_socket_addrs().map_err(|error| unknown(error.to_string()))?;
-    addrs.next().ok_or_else(|| unknown("the name has no address".into()))
+    match addrs.next() {
+        Some(addr) if addr.port() == 0 => Err(unknown("0 is no port".into())),
+        Some(addr) => Ok(addr),
+        None => Err(unknown("the name has no address".into())),
+    }
 }
 
 /// One aggregator's part of joining.

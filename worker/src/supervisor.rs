@@ -1,10 +1,12 @@
 //! The session of a client: what its aggregators say while ops run, and where the job goes on when
 //! one of them is gone.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
+use racksum_net::quic::SILENT;
 use racksum_proto::control::{Absent, FromAggregator, Loss, Resume};
 use racksum_proto::ids::Rank;
 
@@ -29,6 +31,10 @@ pub(crate) fn join_first(
     mailbox: &mut Mailbox,
 ) -> Result<(usize, Session), ConnectError> {
     let (clock, mut words) = (Clock::start(), Words::new(options));
+    let mut seen = BTreeSet::new();
+    if let Some((name, _)) = words.0.iter().find(|(name, _)| !seen.insert(name)) {
+        return Err(ConnectError::Arguments(format!("the aggregator {name} is named twice")));
+    }
     let end = clock.now() + span(options.join_timeout);
     loop {
         let mut gone = false;
@@ -47,7 +53,10 @@ pub(crate) fn join_first(
                 Err(error) if options.standbys.is_empty() => return Err(error),
                 Err(error) => {
                     tracing::warn!(aggregator = words.name(at), %error, "not joined");
-                    gone |= matches!(error, ConnectError::Closed(_) | ConnectError::Draining);
+                    gone |= matches!(
+                        error,
+                        ConnectError::Closed(_) | ConnectError::Silent | ConnectError::Draining
+                    );
                     words.set(at, error.to_string());
                 }
             }
@@ -119,6 +128,7 @@ impl Supervisor {
                     self.move_on("it is about to stop".into());
                 }
                 Event::Closed(error) if self.may_move() => self.move_on(error.to_string()),
+                Event::Closed(ConnectError::Silent) => self.end(SILENT),
                 Event::Closed(_) => self.end("the aggregator is gone"),
                 Event::Said(_) => {}
             }

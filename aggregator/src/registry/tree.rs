@@ -329,9 +329,11 @@ impl Job {
         let there = member.data_addr(0);
         let (ip, port) = (there.ip(), there.port());
         let by = if member.join.relays { "through the aggregator at" } else { "from" };
+        let round =
+            if self.is_of_tree() { ", and let no parents go round in a circle" } else { "" };
         Err(format!(
             "rank {rank} of job {:?} has already joined {by} {ip} (data port {port}); give each \
-             worker its own --rank",
+             worker its own --rank{round}",
             join.job
         ))
     }

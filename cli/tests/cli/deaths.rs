@@ -118,6 +118,16 @@ fn an_aggregator_that_is_told_twice_to_stop_ends_its_ranks_at_once() {
 }
 
 #[test]
+fn two_signals_right_after_each_other_are_both_heard() {
+    let serving = Serving::start(&[]);
+    let ranks = busy(&serving, 2, "60");
+    signal(serving.process.id(), "TERM");
+    signal(serving.process.id(), "INT");
+    serving.process.end(10).ok();
+    ranks.into_iter().for_each(|rank| drop(rank.end(30).failed(1).to_owned()));
+}
+
+#[test]
 fn an_aggregator_that_stops_while_ranks_are_gathered_says_so_to_those_that_came() {
     for through_a_rack in [false, true] {
         let root = Serving::start(&[]);

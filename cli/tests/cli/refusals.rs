@@ -136,6 +136,38 @@ fn a_rank_that_finds_no_aggregator_says_so() {
         assert_eq!(ended.code, Some(2), "{ended:?}");
         assert!(ended.err.contains("between + and , has no name; give each as"), "{ended:?}");
     }
+    for (wrong, code, why) in [
+        (
+            "127.0.0.1:0",
+            2,
+            "\"127.0.0.1:0\" is no address of an aggregator (HOST:PORT): 0 is no port",
+        ),
+        ("127.0.0.1:7,127.0.0.1:7", 2, "the aggregator 127.0.0.1:7 is named twice"),
+        ("255.255.255.255:7", 3, "nothing leads from this host to 255.255.255.255:7: "),
+    ] {
+        let ended = bench_rank(wrong, 0, 1, &[]).end(30);
+        assert!(ended.failed(code).starts_with(why), "{ended:?}");
+    }
+}
+
+#[test]
+fn the_next_aggregator_has_its_share_of_a_short_time() {
+    let nobody = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let serving = Serving::start(&[]);
+    let both = format!("{nobody},{}", serving.addr);
+    bench_rank(&both, 0, 1, &["-e", "4K", "--timeout", "2"]).end(30).ok();
+}
+
+#[test]
+fn a_configuration_that_nobody_could_use_is_refused_at_the_start() {
+    for parent in ["here", "127.0.0.1:7177"] {
+        let ended = run(&["aggregator", "--parent", parent]);
+        let why = format!("parent is {parent:?}, but must be the HOST:PORT of another aggregator");
+        assert_eq!(ended.failed(2), why);
+    }
+    let ended = run(&["aggregator", "--config", "/dev/zero"]);
+    let why = "cannot read /dev/zero: it is no configuration, being larger than 1 MiB";
+    assert_eq!(ended.failed(2), why);
 }
 
 #[test]

@@ -104,3 +104,14 @@ fn all_aggregators_of_a_user_are_found() {
     assert_eq!(left.lines().count(), 1);
     assert!(left.contains(&two.addr), "{left}");
 }
+
+#[test]
+fn an_aggregator_that_does_not_answer_is_not_waited_for() {
+    let folder = Folder::new("status-silent");
+    let socket = folder.path("status.sock");
+    let serving = Serving::start(&["--status-socket", &socket]);
+    signal(serving.process.id(), "STOP");
+    let ended = run(&["status", &socket]);
+    signal(serving.process.id(), "CONT");
+    assert!(ended.failed(3).contains("it did not answer within 5 s"), "{ended:?}");
+}

@@ -4,6 +4,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
+use quinn::ConnectionError;
 use racksum_proto::control::{FromAggregator, FromWorker, Join};
 use racksum_proto::time::Span;
 use tokio::sync::mpsc::UnboundedReceiver;
@@ -30,6 +31,9 @@ pub enum Ended {
     /// It never began: nobody is there, or one side does not believe the other.
     #[error("{0}")]
     Unconnected(#[from] NetError),
+    /// Nothing was heard of the aggregator for too long.
+    #[error("{SILENT}")]
+    Silent,
     /// The aggregator ended it, or is gone: a sentence.
     #[error("{0}")]
     Closed(String),
@@ -37,6 +41,12 @@ pub enum Ended {
     #[error("left")]
     Parted,
 }
+
+/// What is said of an aggregator of which nothing was heard for [`IDLE_TIMEOUT`].
+///
+/// [`IDLE_TIMEOUT`]: super::IDLE_TIMEOUT
+pub const SILENT: &str = "nothing is heard of the aggregator; it is stopped, down or cut off, or \
+                          this process was stopped itself";
 
 /// Calls the aggregator at `to`, and joins; hands on what it says by
 /// `hear`, which returns false once nobody listens any more, and says to it what comes of `words`:
@@ -59,13 +69,13 @@ pub async fn converse(
         Err(error) => return error.into(),
     };
     // An aggregator looks at this side's certificate last, when the connection seems made.
-    let closed = |why: String| match connection
-        .quic()
-        .close_reason()
-        .map(|cause| not_connected(to, cause))
-    {
-        Some(error @ NetError::NotBelieved { .. }) => error.into(),
-        _ => Ended::Closed(why),
+    let closed = |why: String| match connection.quic().close_reason() {
+        Some(ConnectionError::TimedOut) => Ended::Silent,
+        Some(cause) => match not_connected(to, cause) {
+            error @ NetError::NotBelieved { .. } => error.into(),
+            _ => Ended::Closed(why),
+        },
+        None => Ended::Closed(why),
     };
     let (mut send, recv) = match connection.quic().open_bi().await {
         Ok(streams) => streams,

@@ -10,7 +10,7 @@ use rcgen::{CertificateParams, KeyPair};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 
-use super::Certificate;
+use super::{Certificate, Role};
 use crate::NetError;
 
 /// The name in every aggregator's certificate and the one that clients ask for. Addresses say where
@@ -73,6 +73,11 @@ impl Identity {
     /// The certificate, for the handshake: authorities are known to both sides.
     pub(super) fn chain(&self) -> Vec<CertificateDer<'static>> {
         vec![self.certificate.clone()]
+    }
+
+    /// What its holder may be.
+    pub(super) fn role(&self) -> Option<Role> {
+        Certificate::parse(&self.certificate).ok().map(|certificate| certificate.role)
     }
 
     pub(super) fn key(&self) -> PrivateKeyDer<'static> {

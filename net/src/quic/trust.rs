@@ -15,7 +15,7 @@ use rustls::{
     SignatureScheme,
 };
 
-use super::Identity;
+use super::{Identity, Role};
 use crate::NetError;
 
 /// Who we are, and whom we believe.
@@ -56,6 +56,25 @@ impl Credentials {
                 let trust = if insecure { Trust::Insecure } else { Trust::Loopback };
                 Ok(Self { identity: Identity::ephemeral()?, trust })
             }
+        }
+    }
+
+    /// The same for who is called: a worker's identity will not do.
+    ///
+    /// # Errors
+    ///
+    /// [`NetError`] if the file holds no identity, or one that nobody would call.
+    pub fn to_serve(identity: Option<&Path>, insecure: bool) -> Result<Self, NetError> {
+        let credentials = Self::new(identity, insecure)?;
+        match identity {
+            Some(path) if credentials.identity.role() != Some(Role::Aggregator) => {
+                let why =
+                    "it is no aggregator's, so that no rank would join; have one issued with \
+                           `racksum identity issue NAME --role aggregator`"
+                        .to_owned();
+                Err(NetError::IdentityFile { path: path.into(), why })
+            }
+            _ => Ok(credentials),
         }
     }
 

@@ -91,6 +91,8 @@ pub(crate) enum Next {
     Gather(u64),
     /// Wait for datagrams, but not longer than this.
     Wait(Option<Span>),
+    /// Wait to be told something, but not longer than this: datagrams are not looked at.
+    Sleep(Option<Span>),
 }
 
 /// An op that has ended.

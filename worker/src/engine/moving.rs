@@ -45,7 +45,7 @@ impl Engine {
         self.collect();
     }
 
-    /// A step while there is no aggregator: only time passes.
+    /// A step while there is no aggregator: only time passes, whatever late datagrams there are.
     pub(super) fn wait_for_aggregator(&mut self) -> Progress {
         let (now, deadline) = (self.clock.now(), self.machine.deadline());
         if deadline <= now
@@ -56,7 +56,7 @@ impl Engine {
         }
         let ended = self.collect();
         let patience = (deadline < Time::NEVER).then(|| deadline.since(now));
-        Progress { ended, next: if ended { Next::Step } else { Next::Wait(patience) } }
+        Progress { ended, next: if ended { Next::Step } else { Next::Sleep(patience) } }
     }
 
     /// Drops sums that no rank can lack any more.
