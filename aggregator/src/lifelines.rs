@@ -112,10 +112,14 @@ mod tests {
         let lifelines = Lifelines::serve(&endpoint, 8).await;
         let (token, port, come) = lifelines.offer().unwrap();
         assert_ne!(port, to.port());
-        let mut stranger = lifeline::lay(to, port, Key([9; Key::LEN])).await.unwrap();
+        let laid = |lifeline| match lifeline {
+            lifeline::Lifeline::Laid(stream) => stream,
+            none => panic!("{none:?}"),
+        };
+        let mut stranger = laid(lifeline::lay(to, port, Key([9; Key::LEN])).await);
         let end = timeout(Duration::from_secs(5), stranger.read(&mut [0; 8])).await;
         assert!(matches!(end, Ok(Ok(0) | Err(_))), "what nobody waits for is closed: {end:?}");
-        let own = lifeline::lay(to, port, token).await.unwrap();
+        let own = laid(lifeline::lay(to, port, token).await);
         let came = timeout(Duration::from_secs(5), come).await.unwrap().unwrap();
         assert_eq!(came.peer_addr().unwrap(), own.local_addr().unwrap());
         // Offers that nobody waits for are forgotten.

@@ -4,12 +4,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use racksum_net::interface::local_addr_towards;
-use racksum_net::quic::lifeline::dead;
+use racksum_net::quic::lifeline::{Lifeline, dead};
 use racksum_net::quic::{Certificate, Role, frames, not_connected, quinn};
 use racksum_proto::control::{FromAggregator, FromWorker, Join, Loss};
 use racksum_proto::ids::OpId;
-use tokio::net::TcpStream;
-use tokio::sync::mpsc::{Receiver, channel};
+use tokio::sync::mpsc::{UnboundedReceiver, channel, unbounded_channel};
 use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
@@ -31,7 +30,7 @@ const READ_TIMEOUT: Duration = Duration::from_secs(10);
 const WAITING_PERIOD: Duration = Duration::from_millis(500);
 /// How often a multicast group is probed.
 const PROBE_PERIOD: Duration = Duration::from_millis(20);
-/// Messages that may wait for a rank to read them.
+/// Words of a rank that may wait to be heeded.
 const QUEUE: usize = 16;
 
 /// The registry, shared by the connections. No lock is held across a wait.
@@ -93,7 +92,8 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared, lifelines: 
     else {
         return;
     };
-    let (tell, mut inbox) = channel(QUEUE);
+    // None is ever dropped: one that does not read them is given up soon.
+    let (tell, mut inbox) = unbounded_channel();
     let addr = connection.remote_address();
     let (name, rank, relays) = (join.job.clone(), join.rank, join.relays);
     let Ok(lifeline) = offer(&lifelines, &mut send).await else { return };
@@ -172,7 +172,7 @@ fn no_aggregator(certificate: Option<&Certificate>) -> Option<String> {
 async fn offer(
     lifelines: &Lifelines,
     send: &mut quinn::SendStream,
-) -> Result<impl Future<Output = Option<TcpStream>> + use<>, ()> {
+) -> Result<impl Future<Output = Lifeline> + use<>, ()> {
     let offered = lifelines.offer();
     if let Some((token, port, _)) = &offered {
         let (token, port) = (*token, *port);
@@ -180,7 +180,13 @@ async fn offer(
             return Err(());
         }
     }
-    Ok(async move { offered?.2.await.ok() })
+    Ok(async move {
+        let laid = match offered {
+            Some((.., laid)) => laid.await.ok(),
+            None => None,
+        };
+        laid.map_or(Lifeline::Impossible, Lifeline::Laid)
+    })
 }
 
 /// A rank's place among those that wait for room, given up when it is dropped.
@@ -320,7 +326,7 @@ async fn attend(
     seat: &Seat,
     connection: &quinn::Connection,
     (send, mut recv): (&mut quinn::SendStream, quinn::RecvStream),
-    inbox: &mut Receiver<FromAggregator>,
+    inbox: &mut UnboundedReceiver<FromAggregator>,
 ) -> Parting {
     let (heard, mut words) = channel(QUEUE);
     // A task of its own, since reading a frame must not be cancelled half-way.

@@ -9,22 +9,22 @@ use racksum_net::clock::Clock;
 
 /// Looks for steps of the wall clock for as long as it is polled, and warns of each, once.
 pub(crate) async fn watch(clock: Clock) {
-    let mut lead = clock.wall_lead();
+    let mut before = clock.wall_at_boot();
     loop {
         tokio::time::sleep(PERIOD).await;
-        let now = clock.wall_lead();
-        if let Some(step) = step(lead, now) {
+        let now = clock.wall_at_boot();
+        if let Some(step) = step(before, now) {
             tracing::warn!(
                 "the wall clock of this host was set {step}; jobs go on, timed by another clock, \
                  but certificates are valid by this one"
             );
         }
         // What a clock is slewed by adds up, and is no step.
-        lead = now;
+        before = now;
     }
 }
 
-/// By how much the wall clock was set between two readings of its lead, in words.
+/// By how much the wall clock was set between two readings, in words.
 fn step(before: i64, now: i64) -> Option<String> {
     let seconds = now.abs_diff(before).saturating_add(SECOND / 2) / SECOND;
     let way = if now > before { "forward" } else { "back" };

@@ -24,13 +24,28 @@ impl Clock {
         Time(u64::try_from(nanos_of(libc::CLOCK_MONOTONIC)).unwrap_or(0))
     }
 
-    /// By how many nanoseconds the host's wall clock is ahead of this one. A lead that changes
-    /// means that the wall clock was set or slewed, or that the host was suspended.
+    /// The host's wall clock when it started, in nanoseconds since 1970. It changes when the wall
+    /// clock is set or slewed, and not while the host is suspended.
     #[must_use]
-    pub fn wall_lead(&self) -> i64 {
-        nanos_of(libc::CLOCK_REALTIME).saturating_sub(nanos_of(libc::CLOCK_MONOTONIC))
+    pub fn wall_at_boot(&self) -> i64 {
+        let (mut before, mut at_boot) = (nanos_of(libc::CLOCK_BOOTTIME), 0);
+        for _ in 0..MAX_READINGS {
+            at_boot = nanos_of(libc::CLOCK_REALTIME).saturating_sub(before);
+            let after = nanos_of(libc::CLOCK_BOOTTIME);
+            // Otherwise this process was stopped between the two.
+            if after.saturating_sub(before) < APART {
+                break;
+            }
+            before = after;
+        }
+        at_boot
     }
 }
+
+/// How often two clocks are read again that were not read together.
+const MAX_READINGS: u32 = 8;
+/// Nanoseconds between two readings that are not together.
+const APART: i64 = 10_000_000;
 
 /// What a clock of the host shows, in nanoseconds since its epoch.
 fn nanos_of(clock: libc::clockid_t) -> i64 {
@@ -38,7 +53,7 @@ fn nanos_of(clock: libc::clockid_t) -> i64 {
     // SAFETY: `spec` is a valid timespec to write to for the whole call.
     let rc = unsafe { libc::clock_gettime(clock, &raw mut spec) };
     // It fails only for an unknown clock or a bad pointer, and neither can be here.
-    debug_assert_eq!(rc, 0, "both clocks are always there");
+    debug_assert_eq!(rc, 0, "these clocks are always there");
     spec.tv_sec.saturating_mul(1_000_000_000).saturating_add(spec.tv_nsec)
 }
 

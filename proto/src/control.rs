@@ -13,7 +13,7 @@ use core::ops::RangeInclusive;
 use serde::{Deserialize, Serialize};
 
 use crate::auth::{DataAuth, Key, Keys};
-use crate::geometry::Fragmentation;
+use crate::geometry::{Fragmentation, WINDOW_BYTES};
 use crate::ids::{Generation, JobId, OpId, Rank};
 
 /// The control protocol's version: a join of another is refused.
@@ -297,7 +297,8 @@ impl Welcome {
     pub fn is_sound(&self) -> bool {
         let ports = !self.data_ports.is_empty() && !self.data_ports.contains(&0);
         let keys = self.keys.is_some() == (self.data_auth != DataAuth::None);
-        let cut = Fragmentation::new(usize::from(self.fragment_payload)).is_some();
+        let payload = usize::from(self.fragment_payload);
+        let cut = payload <= WINDOW_BYTES && Fragmentation::new(payload).is_some();
         let window = POOL_SLOTS.contains(&self.pool_slots) && self.in_flight > 0;
         ports && keys && cut && window && (1..=MAX_OPS).contains(&self.max_ops)
     }

@@ -1,5 +1,6 @@
 //! Jobs that go on when they lose a rank: the others' sums, and who contributed to them.
 
+use std::sync::Barrier;
 use std::time::Duration;
 
 use racksum_proto::control::{FromWorker, Join, OnRankLoss};
@@ -69,6 +70,43 @@ fn a_rank_may_leave_a_job_that_goes_on() {
             }
         });
         rig.await_peace();
+    });
+}
+
+#[test]
+fn whoever_is_left_of_many_goes_on_elsewhere_and_knows_whom_it_lacks() {
+    const WORLD: u16 = 40;
+    const LEFT: u16 = 3;
+    bounded(60, || {
+        let rigs = [(); 2].map(|()| Rig::start(|_| {}));
+        let options = |rank| ConnectOptions {
+            standbys: vec![vec![rigs[1].aggregator.addr().to_string()]],
+            on_rank_loss: GO_ON,
+            ..rigs[0].options("few", rank, WORLD)
+        };
+        let (gone, drained) = (Barrier::new(WORLD.into()), Barrier::new(usize::from(LEFT) + 1));
+        std::thread::scope(|scope| {
+            for rank in 0..WORLD {
+                let (options, gone, drained) = (options(rank), &gone, &drained);
+                scope.spawn(move || {
+                    let client = Client::connect(&options).unwrap();
+                    assert_eq!(average(&client, 1.0, 1), (floats([1.0]), vec![]));
+                    if rank >= LEFT {
+                        drop(client);
+                        gone.wait();
+                        return;
+                    }
+                    gone.wait();
+                    drained.wait();
+                    let ((_, absent), ms) = timed(|| average(&client, 1.0, 1));
+                    assert_eq!(absent, (LEFT..WORLD).map(Rank).collect::<Vec<_>>());
+                    assert!(ms < 5000, "{ms} ms");
+                });
+            }
+            drained.wait();
+            rigs[0].aggregator.drain();
+        });
+        rigs.iter().for_each(Rig::await_peace);
     });
 }
 

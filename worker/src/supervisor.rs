@@ -207,8 +207,12 @@ impl Supervisor {
             Ok(granted) => {
                 tracing::info!(aggregator = words.name(at), "moved");
                 self.at = at;
-                self.membership = granted.membership;
-                self.shared.tell(|engine| engine.resume(granted.config, granted.links));
+                let resumed =
+                    self.shared.tell(|engine| engine.resume(granted.config, granted.links));
+                // Otherwise it leaves at once, since the others would wait for it.
+                if resumed == Some(true) {
+                    self.membership = granted.membership;
+                }
                 true
             }
             Err(ConnectError::PeerLost { ranks, why }) => {

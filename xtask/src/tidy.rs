@@ -121,7 +121,7 @@ const MAX_LINES: usize = 600;
 /// Lines a file may have at all: room to finish a change before splitting.
 const HARD_MAX_LINES: usize = 700;
 
-/// The rooms that may hold unsafe code, behind safe types.
+/// The rooms that may hold unsafe code: behind safe types, or for tests only.
 const UNSAFE_ROOMS: [&str; 6] = [
     "net",
     "aggregator/src/kernel",

@@ -8,11 +8,11 @@ use racksum_proto::auth::DataAuth;
 use racksum_proto::control::{Absent, FromAggregator, Join, MAX_OPS, OnRankLoss, Welcome};
 use racksum_proto::geometry::{Fragmentation, WINDOW_BYTES};
 use racksum_proto::ids::{Generation, JobId, OpId, Rank};
-use racksum_proto::wire::{Flags, Header};
+use racksum_proto::wire::Header;
 use tokio::time::Instant;
 
 use super::member::Member;
-use super::moving::given_up;
+use super::moving::{given_up, too_many_absent};
 use super::tree::Above;
 use crate::locks::Locks;
 use crate::shard::ShardHandle;
@@ -130,7 +130,7 @@ impl Job {
         self.check_shape(join)?;
         self.check_tree(join)?;
         if join.resume.as_ref().is_some_and(|resume| !self.has_names_for(resume)) {
-            return Err(format!("a job goes on without {} ranks at most", Flags::MAX_ABSENT));
+            return Err(too_many_absent());
         }
         Ok(())
     }

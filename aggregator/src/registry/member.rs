@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 
 use racksum_proto::control::{FromAggregator, Join};
-use tokio::sync::mpsc::Sender;
+use tokio::sync::mpsc::UnboundedSender;
 use tokio::time::Instant;
 
 use super::Caller;
@@ -19,7 +19,7 @@ pub(super) struct Member {
     pub(super) identity: Option<String>,
     /// Where its data comes from: an address of a link means nothing without its scope.
     addr: SocketAddr,
-    tell: Sender<FromAggregator>,
+    tell: UnboundedSender<FromAggregator>,
     pub(super) hears: bool,
     /// When anything was last heard of it.
     pub(super) heard: Instant,
@@ -84,10 +84,9 @@ impl Member {
         )
     }
 
-    /// Tells it something. One that does not read is given up by its connection's task.
+    /// Tells it something.
     pub(super) fn tell(&self, message: FromAggregator) {
-        if self.tell.try_send(message).is_err() {
-            tracing::warn!(rank = self.join.rank, "the rank does not read its messages");
-        }
+        // Its connection's task ends when it is gone, or does not read, and says so.
+        drop(self.tell.send(message));
     }
 }

@@ -125,7 +125,7 @@ impl Registry {
         }
         let member = job.members[usize::from(seat.rank)].take();
         // One that has only tried to come here was never part of what runs.
-        if member.is_some() && job.state == State::Running {
+        if member.is_some() && job.state != State::Gathering {
             job.departed.push(seat.rank);
             job.departed_at.get_or_insert(now);
         }
@@ -187,6 +187,10 @@ pub(super) fn check_resume(join: &Join) -> Result<(), String> {
     let mut ranks: Vec<u16> = resume.absent.iter().map(|absent| absent.rank).collect();
     ranks.sort_unstable();
     ranks.dedup();
+    // Before a job is opened for it.
+    if ranks.len() > Flags::MAX_ABSENT {
+        return Err(too_many_absent());
+    }
     let aborts = join.on_rank_loss == OnRankLoss::Abort && !ranks.is_empty();
     let strange = |rank: &u16| *rank >= join.world || *rank == join.rank;
     if aborts || ranks.len() < resume.absent.len() || ranks.iter().any(strange) {
@@ -197,6 +201,11 @@ pub(super) fn check_resume(join: &Join) -> Result<(), String> {
         ));
     }
     Ok(())
+}
+
+/// Why a job cannot go on without so many ranks.
+pub(super) fn too_many_absent() -> String {
+    format!("a job goes on without {} ranks at most", Flags::MAX_ABSENT)
 }
 
 /// Why a rank that others have lost is none of the job's any more.

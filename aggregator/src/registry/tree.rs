@@ -224,8 +224,9 @@ impl Registry {
     pub(crate) fn also(&mut self, seat: &Seat, join: Join, now: Instant) -> Option<Joined> {
         let place = usize::from(seat.rank);
         let Some(job) = self.job(seat) else { return Some(Joined::Ready) };
-        let member = job.members[place].as_ref();
-        if !member.is_some_and(|member| member.join.relays) {
+        // One that was refused has said more before it could hear of that.
+        let Some(member) = job.members[place].as_ref() else { return Some(Joined::Ready) };
+        if !member.join.relays {
             return None;
         }
         // Once the job runs, the aggregator has been told which of its ranks do.

@@ -85,11 +85,8 @@ pub async fn converse(
         return closed(error.to_string());
     }
     let (offered, lifeline) = oneshot::channel();
-    let lifeline = async move {
-        let (port, token) = lifeline.await.ok()?;
-        lifeline::lay(to, port, token).await
-    };
     let quic = connection.quic().clone();
+    let lifeline = lifeline::lay_offered(&quic, to, async { lifeline.await.ok() });
     let mut dead = std::pin::pin!(lifeline::dead(&quic, lifeline));
     // A task of its own, since reading a frame must not be cancelled half-way.
     let mut reader = tokio::spawn(listen(recv, offered, hear));
@@ -130,6 +127,8 @@ async fn listen(
                 }
             }
             Ok(Some(message)) => {
+                // It would have come first.
+                offered = None;
                 if !hear(message) {
                     return "nobody listens any more".to_owned();
                 }

@@ -18,22 +18,48 @@ use tokio::time::{Instant, interval, timeout};
 
 use super::duration;
 
+/// A lifeline, or why there is none.
+#[derive(Debug)]
+pub enum Lifeline {
+    /// It is laid.
+    Laid(TcpStream),
+    /// Whoever offered it, or was to, is not there any more, as it seems.
+    Cut,
+    /// It cannot be had, which says nothing of the other side: a firewall may be between.
+    Impossible,
+}
+
 /// Waits until the other side of a connection is dead: its host has closed the lifeline, and
 /// nothing was heard on the connection for a moment. Never without a lifeline, nor once the other
 /// side has spoken on although it was closed.
 ///
 /// A closed lifeline alone would not do, since whoever can forge its end would end a connection.
-pub async fn dead(
-    connection: &quinn::Connection,
-    lifeline: impl Future<Output = Option<TcpStream>>,
-) {
-    if let Some(lifeline) = lifeline.await {
-        closed(lifeline).await;
-        if timeout(duration(DOUBT), silence(connection)).await.is_ok() {
-            return;
-        }
+pub async fn dead(connection: &quinn::Connection, lifeline: impl Future<Output = Lifeline>) {
+    match lifeline.await {
+        Lifeline::Laid(lifeline) => closed(lifeline).await,
+        Lifeline::Cut => {}
+        Lifeline::Impossible => pending().await,
     }
-    pending().await
+    if timeout(duration(DOUBT), silence(connection, SILENCE)).await.is_err() {
+        pending().await
+    }
+}
+
+/// Lays the lifeline that the aggregator at `to` offers first of all: it says at which port, and by
+/// which token it knows whose it is. One that dies before it has said so, and is silent then, could
+/// otherwise not be told from one that offers none.
+pub async fn lay_offered(
+    connection: &quinn::Connection,
+    to: SocketAddr,
+    offered: impl Future<Output = Option<(u16, Key)>>,
+) -> Lifeline {
+    tokio::select! {
+        offered = offered => match offered {
+            Some((port, token)) => lay(to, port, token).await,
+            None => Lifeline::Impossible,
+        },
+        () = silence(connection, FIRST_WORD) => Lifeline::Cut,
+    }
 }
 
 /// Where lifelines end: at `addr`, or at another port if that is not to be had.
@@ -51,9 +77,9 @@ pub async fn listen(mut addr: SocketAddr) -> io::Result<TcpListener> {
     }
 }
 
-/// Lays a lifeline to a port of the aggregator at `to`, which knows whose it is by `token`. None if
-/// it cannot be had within a moment: then death is only missed, late.
-pub async fn lay(mut to: SocketAddr, port: u16, token: Key) -> Option<TcpStream> {
+/// Lays a lifeline to a port of the aggregator at `to`, which knows whose it is by `token`. If it
+/// cannot be had within a moment, death is missed late.
+pub async fn lay(mut to: SocketAddr, port: u16, token: Key) -> Lifeline {
     // Not a new address: the scope of one of a link stays.
     to.set_port(port);
     let connect = async {
@@ -62,7 +88,12 @@ pub async fn lay(mut to: SocketAddr, port: u16, token: Key) -> Option<TcpStream>
         stream.write_all(&token.0).await?;
         Ok::<_, io::Error>(stream)
     };
-    timeout(duration(PATIENCE), connect).await.ok()?.ok()
+    match timeout(duration(PATIENCE), connect).await {
+        Ok(Ok(stream)) => Lifeline::Laid(stream),
+        // Its host says that nobody listens there.
+        Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused => Lifeline::Cut,
+        Ok(Err(_)) | Err(_) => Lifeline::Impossible,
+    }
 }
 
 /// Reads whose lifeline it is; none if that is not said within a moment.
@@ -85,8 +116,8 @@ async fn closed(mut lifeline: TcpStream) {
     while matches!(lifeline.read(&mut noise).await, Ok(1..)) {}
 }
 
-/// Waits until nothing was heard for a moment.
-async fn silence(connection: &quinn::Connection) {
+/// Waits until nothing was heard for so long.
+async fn silence(connection: &quinn::Connection, long: Span) {
     let mut tick = interval(duration(TICK));
     let mut heard = connection.stats().udp_rx.datagrams;
     let mut since = Instant::now();
@@ -95,7 +126,7 @@ async fn silence(connection: &quinn::Connection) {
         let datagrams = connection.stats().udp_rx.datagrams;
         if datagrams != heard {
             (heard, since) = (datagrams, now);
-        } else if now.saturating_duration_since(since) >= duration(SILENCE) {
+        } else if now.saturating_duration_since(since) >= duration(long) {
             return;
         }
     }
@@ -105,6 +136,8 @@ async fn silence(connection: &quinn::Connection) {
 const TICK: Span = Span::from_millis(100);
 /// How long a silence is before it is believed: more than two signs of life missed.
 const SILENCE: Span = Span::from_millis(1200);
+/// How long an aggregator may be silent before its first word.
+const FIRST_WORD: Span = Span::from_secs(2);
 /// How long a silence is waited for once the lifeline is closed.
 const DOUBT: Span = Span::from_secs(4);
 /// How long laying a lifeline may take.
@@ -133,7 +166,8 @@ mod tests {
         let accepted = own.spawn(async move { endpoint.accept().await.unwrap().await.unwrap() });
         let caller = callers.block_on(async {
             let connection = connect(to, &credentials(), Span::from_secs(5)).await.unwrap();
-            (connection, lay(to, port, token).await.unwrap())
+            let Lifeline::Laid(lifeline) = lay(to, port, token).await else { panic!("is laid") };
+            (connection, lifeline)
         });
         let (served, stream) = own.block_on(async {
             let (stream, _) = listener.accept().await.unwrap();
@@ -156,9 +190,36 @@ mod tests {
         let Caller { runtime, held: (connection, lifeline) } = caller;
         runtime.shutdown_background();
         drop(lifeline);
-        let dies = dead(&served, async { Some(stream) });
+        let dies = dead(&served, async { Lifeline::Laid(stream) });
         own.block_on(async { timeout(Duration::from_secs(4), dies).await }).unwrap();
         drop(connection);
+    }
+
+    #[test]
+    fn who_dies_before_it_has_said_anything_is_missed_soon() {
+        // Seen from the other side, the caller offers nothing and is gone.
+        let (own, served, stream, caller) = called();
+        let Caller { runtime, held } = caller;
+        runtime.shutdown_background();
+        let offered = lay_offered(&served, served.remote_address(), pending());
+        let dies = dead(&served, offered);
+        own.block_on(async { timeout(Duration::from_secs(6), dies).await }).unwrap();
+        drop((held, stream));
+    }
+
+    #[test]
+    fn who_offers_a_lifeline_and_dies_is_missed_soon() {
+        let (own, served, stream, caller) = called();
+        let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let laid = own.block_on(lay(nobody, nobody.port(), Key([7; Key::LEN])));
+        assert!(matches!(laid, Lifeline::Cut), "{laid:?}");
+        let Caller { runtime, held } = caller;
+        runtime.shutdown_background();
+        own.block_on(async {
+            timeout(Duration::from_secs(4), dead(&served, async { laid })).await
+        })
+        .unwrap();
+        drop((held, stream));
     }
 
     #[test]
@@ -166,7 +227,7 @@ mod tests {
         let (own, served, stream, caller) = called();
         let Caller { runtime, held: (connection, lifeline) } = caller;
         drop(lifeline);
-        let dies = dead(&served, async { Some(stream) });
+        let dies = dead(&served, async { Lifeline::Laid(stream) });
         let died = own.block_on(async { timeout(Duration::from_secs(6), dies).await });
         assert!(died.is_err());
         drop((connection, runtime));
@@ -178,7 +239,7 @@ mod tests {
         let Caller { runtime, held } = caller;
         // As if it were stopped: what it holds stays open.
         runtime.shutdown_background();
-        let dies = dead(&served, async { Some(stream) });
+        let dies = dead(&served, async { Lifeline::Laid(stream) });
         let died = own.block_on(async { timeout(Duration::from_secs(3), dies).await });
         assert!(died.is_err());
         drop(held);

@@ -25,11 +25,11 @@ impl Engine {
         self.machine.has_ended()
     }
 
-    /// Goes on at other aggregators.
-    pub(crate) fn resume(&mut self, config: Config, links: Links) {
+    /// Goes on at other aggregators. Returns false if the session has ended in the meantime, since
+    /// an op's time was over.
+    pub(crate) fn resume(&mut self, config: Config, links: Links) -> bool {
         if self.machine.has_ended() {
-            // An op's time was over in the meantime.
-            return;
+            return false;
         }
         self.moving = None;
         self.links = links;
@@ -43,6 +43,7 @@ impl Engine {
             self.machine.set_shard_job(shard, link.job);
         }
         self.collect();
+        true
     }
 
     /// A step while there is no aggregator: only time passes, whatever late datagrams there are.

@@ -1,4 +1,4 @@
-use racksum_proto::ids::OpId;
+use racksum_proto::ids::{Generation, OpId};
 
 use super::super::tests::{Inbox, join, registry, told, wish};
 use super::*;
@@ -176,4 +176,34 @@ fn ranks_that_only_tried_to_come_here_are_not_here() {
     }
     assert_eq!(registry.look_after(&ranks[3].0, now + PATIENCE), Joined::Ready);
     assert_eq!(registry.jobs(), 0, "one of five is no majority");
+}
+
+#[test]
+fn a_rank_that_lacks_too_many_others_opens_no_job_and_ends_none() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let (_running, _, mut inbox) = join(&mut registry, wish("job", 0, 100)).unwrap();
+    let many: Vec<_> = (1..=64).map(|rank| gone(rank, Loss::Died)).collect();
+    let moved = Join { generation: Generation(5), ..moved(0, 100, &many) };
+    for name in ["job", "another"] {
+        let wish = Join { job: name.into(), ..moved.clone() };
+        let why = join(&mut registry, wish).unwrap_err();
+        assert_eq!(why.to_string(), "a job goes on without 63 ranks at most");
+    }
+    assert_eq!((registry.jobs(), told(&mut inbox)), (1, None));
+}
+
+#[test]
+fn a_rank_that_goes_elsewhere_while_the_group_is_probed_is_missed_in_the_end() {
+    let mut registry = registry(Fanout::Auto, 0);
+    let mut ranks = all(&mut registry, [0, 1, 2].map(|rank| moved(rank, 3, &[])));
+    let now = Instant::now();
+    registry.depart(&ranks[1].0, now);
+    registry.end_probe(&ranks[0].0);
+    let then = now + PATIENCE;
+    for rank in [0, 2] {
+        registry.hear_from(&ranks[rank].0, then);
+    }
+    assert_eq!(registry.look_after(&ranks[0].0, then), Joined::Ready);
+    let without = FromAggregator::Without(gone(1, Loss::Broke));
+    assert!(words(&mut ranks[0].1).contains(&without));
 }

@@ -439,3 +439,15 @@ fn a_rank_that_is_refused_at_the_second_of_three_levels_is_known_to_none() {
     assert_eq!(registry.call(&own).unwrap().join.rank, 3);
     assert_eq!(told(&mut direct), None);
 }
+
+#[test]
+fn what_a_rack_says_before_it_hears_that_it_is_refused_does_not_hide_the_refusal() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let (_, _, _direct) = join(&mut registry, wish("job", 0, 4)).unwrap();
+    let (rack, _, mut inbox) = join(&mut registry, relayed("job", 2, 4)).unwrap();
+    also(&mut registry, &rack, wish("job", 0, 4));
+    // Said right behind it. None would be that it does not keep to the protocol.
+    assert_eq!(also(&mut registry, &rack, wish("job", 3, 4)), Some(Joined::Ready));
+    let refused = told(&mut inbox);
+    assert!(matches!(refused, Some(FromAggregator::RefusedRank { rank: 0, .. })), "{refused:?}");
+}
