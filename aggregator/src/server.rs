@@ -115,15 +115,15 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared, lifelines: 
     };
     match joined {
         Err(refusal) => {
-            let drains = refusal == Refusal::Draining;
-            let reason = refusal.why();
+            let reason = refusal.clone().why();
             tracing::warn!(job = name, rank, %addr, identity, reason, "join refused");
-            // An aggregator may call again for its other ranks.
-            let refused = match relays {
-                true => FromAggregator::RefusedRank { rank, reason },
-                false => FromAggregator::Refused { reason },
+            let refused = match refusal {
+                Refusal::Draining => FromAggregator::Drain,
+                // An aggregator may call again for its other ranks.
+                Refusal::Never(_) if relays => FromAggregator::RefusedRank { rank, reason },
+                Refusal::Never(_) | Refusal::NoRoom(_) => FromAggregator::Refused { reason },
             };
-            if say(&mut send, if drains { &FromAggregator::Drain } else { &refused }).await {
+            if say(&mut send, &refused).await {
                 end(&connection, send).await;
             }
         }

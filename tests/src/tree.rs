@@ -183,6 +183,15 @@ fn a_job_that_is_refused_above_is_refused_to_all_ranks_with_the_reason() {
             assert!(after < 5000, "{after} ms: {sentence}");
         }
         tree.await_peace();
+        // The root has no room, and says so of the whole job.
+        let one = Shape::new(&[0], &[1, 1, 1, 1]);
+        let tree = Tree::start(&one, |config| config.max_jobs = 1);
+        let other = Client::connect(&tree.rigs[0].options("other", 0, 1)).unwrap();
+        for (sentence, _) in refusals(&tree, 4, at_once) {
+            assert!(sentence.contains("refused: there are 1 jobs, and --max-jobs"), "{sentence}");
+        }
+        drop(other);
+        tree.await_peace();
         // Nobody is where the middle of three looks for the root.
         let mut tree = Tree::start(&Shape::new(&[0, 1], &[2, 2, 2, 2]), |_| {});
         drop(tree.rigs.remove(0));

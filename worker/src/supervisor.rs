@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use racksum_net::clock::Clock;
 use racksum_net::quic::SILENT;
-use racksum_proto::control::{Absent, FromAggregator, Loss, Resume};
+use racksum_proto::control::{Absent, FromAggregator, FromWorker, Loss, Resume};
 use racksum_proto::ids::Rank;
 
 use crate::client::{Shared, span};
-use crate::control::{Closed, Event, Mailbox};
+use crate::control::{Closed, Control, Event, Mailbox};
 use crate::error::ConnectError;
 use crate::grant::{Membership, grant};
 use crate::join::{Session, join};
@@ -175,7 +175,10 @@ impl Supervisor {
         words.set(self.at, why);
         let text = words.text();
         let first_op = self.shared.tell(|engine| (!engine.has_ended()).then(|| engine.leave(text)));
-        self.membership.controls.drain(..).for_each(|control| control.depart());
+        let controls = std::mem::take(&mut self.membership.controls);
+        // To all before any is waited for.
+        controls.iter().for_each(|control| control.say(FromWorker::Move));
+        controls.into_iter().for_each(Control::depart);
         let Some(Some(first_op)) = first_op else { return };
         let resume = Resume { first_op, absent: self.absent.clone() };
         let sets = 1 + self.options.standbys.len();
