@@ -316,7 +316,7 @@ impl Client {
 
 impl Drop for Client {
     fn drop(&mut self) {
-        let mut state = self.shared.lock();
+        let mut state = self.shared.linger();
         state.closed = true;
         tracing::debug!(stats = ?state.engine.stats(), "client closes");
         let next_op = state.run(|engine| engine.rests_at()).flatten();
@@ -446,6 +446,16 @@ impl Shared {
         told
     }
 
+    /// Waits until no other rank can lack a sum that this one has, in a job that may move: where it
+    /// goes on they would wait for this rank in vain. Not for long: another rank may be stopped, or
+    /// have left as the job moves, since it knew already that nobody lacks anything.
+    fn linger(&self) -> MutexGuard<'_, State> {
+        let state = self.lock();
+        let is_needed = |state: &mut State| !state.is_idle() && state.engine.rests_at().is_some();
+        let waited = self.changed.wait_timeout_while(state, LINGER, is_needed);
+        waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+
     /// Has all who sleep look whether what they wait for has come.
     fn wake_waiting(&self, state: &mut State) {
         state.woken = state.asleep;
@@ -547,6 +557,9 @@ pub(crate) fn span(duration: Duration) -> Span {
 const PANICKED: &str = "a thread of the client panicked";
 /// An op that was waited for, and is not there.
 const GONE: SubmitError = SubmitError::Ended { why: "the op is gone" };
+/// How long a client that closes is there for ranks that may lack its sums: longer than it takes to
+/// miss an aggregator, and to move.
+const LINGER: Duration = Duration::from_secs(5);
 /// Results come at most this much later, and in batches.
 const LONGEST_PAUSE: Span = Span::from_micros(200);
 
