@@ -57,6 +57,7 @@ impl Job {
     pub(super) fn new(name: &str, aggregators: Vec<String>, draw: &mut Draw) -> Self {
         let world = draw.between(2, 4);
         let wire = draw.one_of(&["f32", "f32", "bf16", "int8", "fixed32"]);
+        let victim = draw.between(0, 2) == 0;
         let faults = draw.one_of(&["0", "0", "0.01"]);
         let last = draw.one_of(&["64K", "1M", "4M"]);
         let flags = [
@@ -64,7 +65,8 @@ impl Job {
             ("min-bytes", "1K"),
             ("max-bytes", last),
             ("step-factor", "2"),
-            ("iters", "1"),
+            // One that is to lose a rank has not ended by itself before.
+            ("iters", if victim { "1000000" } else { "1" }),
             ("warmup-iters", "0"),
             ("timeout", "60"),
             ("format", "json"),
@@ -77,7 +79,6 @@ impl Job {
             flags.iter().map(|(flag, value)| format!("--{flag}={value}")).collect();
         flags.push(format!("--world={world}"));
         flags.push(format!("--seed={}", draw.between(1, 1_000_000)));
-        let victim = draw.between(0, 2) == 0;
         let at = Duration::from_millis(draw.between(50, 1_500));
         let whom = usize::try_from(draw.between(0, world - 1)).unwrap_or(0);
         let victim = victim.then_some((whom, at));
