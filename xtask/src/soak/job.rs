@@ -62,7 +62,7 @@ impl Job {
         let last = draw.one_of(&["64K", "1M", "4M"]);
         let flags = [
             ("job", name),
-            ("min-bytes", "1K"),
+            ("min-bytes", if victim { last } else { "1K" }),
             ("max-bytes", last),
             ("step-factor", "2"),
             // One that is to lose a rank has not ended by itself before.
