@@ -2,12 +2,12 @@
 //!
 //! A [`Sealer`] numbers the datagrams of one sender on their way to one receiver and puts a tag
 //! behind each; an [`Opener`] takes those whose tag is right and whose number is new. The tag is
-//! that of AES-128-GCM (NIST SP 800-38D), over the datagram as additional data, or with the first
-//! header as additional data and what follows it encrypted. The layout is `docs/wire.md`'s.
+//! that of AEGIS-128X2 (RFC 10032), over the datagram as associated data, or with the first header
+//! as associated data and what follows it encrypted. The layout is `docs/wire.md`'s.
 
 mod replay;
 
-use aws_lc_rs::aead::{AES_128_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, Tag, UnboundKey};
+use aegis::aegis128x2::{Aegis128X2, Nonce, Tag};
 use aws_lc_rs::constant_time::verify_slices_are_equal;
 use racksum_proto::auth::{DataAuth, Key, Keys};
 use racksum_proto::error::Reject;
@@ -30,11 +30,15 @@ pub fn new_key() -> Result<Key, NetError> {
     Ok(key)
 }
 
+/// The cipher of one datagram, whose tag is as long as the longest that a datagram bears.
+type Cipher = Aegis128X2<TAG>;
+const TAG: usize = DataAuth::MAX_TRAILER;
+
 /// A key, and whose datagrams it is for.
 #[derive(Debug)]
 struct Lock {
     auth: DataAuth,
-    key: LessSafeKey,
+    key: Key,
     sender: Rank,
     shard: u8,
 }
@@ -45,49 +49,45 @@ impl Lock {
         if auth == DataAuth::None {
             return None;
         }
-        // Not `ok()?`: without a lock everything would be believed.
-        let key = UnboundKey::new(&AES_128_GCM, &key.0).expect("a key has the algorithm's length");
-        Some(Self { auth, key: LessSafeKey::new(key), sender, shard })
+        Some(Self { auth, key: *key, sender, shard })
     }
 
-    /// A nonce is never used twice with one key: its sender and shard are in it, and the number,
-    /// which no sender uses twice towards a shard.
-    fn nonce(&self, number: u64) -> Nonce {
-        let mut nonce = [0; NONCE_LEN];
+    /// For one datagram. A nonce is never used twice with one key: its sender and shard are in it,
+    /// and the number, which no sender uses twice towards a shard.
+    fn cipher(&self, number: u64) -> Cipher {
+        let mut nonce = Nonce::default();
         nonce[0..2].copy_from_slice(&self.sender.0.to_be_bytes());
         nonce[2] = self.shard;
         nonce[4..12].copy_from_slice(&number.to_be_bytes());
-        Nonce::assume_unique_for_key(nonce)
+        Cipher::new(&self.key.0, &nonce)
+    }
+
+    /// What is authenticated of a datagram's messages as it is, and what is encrypted as well.
+    fn parts<'a>(&self, messages: &'a mut [u8]) -> (&'a [u8], &'a mut [u8]) {
+        let plain = match self.auth {
+            DataAuth::Aead => Header::LEN.min(messages.len()),
+            DataAuth::Mac | DataAuth::None => messages.len(),
+        };
+        let (plain, hidden) = messages.split_at_mut(plain);
+        (plain, hidden)
     }
 
     /// The tag of a datagram, which is encrypted if that is wanted.
-    fn seal(&self, number: u64, datagram: &mut [u8]) -> Option<Tag> {
-        let nonce = self.nonce(number);
-        match self.auth {
-            DataAuth::Aead => {
-                let (head, rest) = datagram.split_at_mut_checked(Header::LEN)?;
-                self.key.seal_in_place_separate_tag(nonce, Aad::from(&*head), rest).ok()
-            }
-            DataAuth::Mac | DataAuth::None => {
-                self.key.seal_in_place_separate_tag(nonce, Aad::from(&*datagram), &mut []).ok()
-            }
-        }
+    fn seal(&self, number: u64, messages: &mut [u8]) -> Tag<TAG> {
+        let (plain, hidden) = self.parts(messages);
+        self.cipher(number).encrypt_in_place(hidden, plain)
     }
 
     /// Whether a datagram ends with its tag; one that is encrypted is decrypted.
     fn open(&self, number: u64, datagram: &mut [u8]) -> bool {
-        if self.auth == DataAuth::Aead {
-            let Some((head, rest)) = datagram.split_at_mut_checked(Header::LEN) else {
-                return false;
-            };
-            return self.key.open_in_place(self.nonce(number), Aad::from(&*head), rest).is_ok();
-        }
-        let at = datagram.len() - self.auth.trailer().min(datagram.len());
+        let Some(at) = datagram.len().checked_sub(self.auth.trailer()) else { return false };
         let (messages, trailer) = datagram.split_at_mut(at);
-        self.seal(number, messages).is_some_and(|tag| {
-            let expected = tag.as_ref().get(..trailer.len());
-            expected.is_some_and(|tag| verify_slices_are_equal(tag, trailer).is_ok())
-        })
+        if let Ok(tag) = Tag::try_from(&*trailer) {
+            let (plain, hidden) = self.parts(messages);
+            return self.cipher(number).decrypt_in_place(hidden, &tag, plain).is_ok();
+        }
+        let tag = self.seal(number, messages);
+        verify_slices_are_equal(&tag[..trailer.len()], trailer).is_ok()
     }
 }
 
@@ -172,16 +172,12 @@ impl Sealer {
         trailer.extend_from_slice(&tag[..self.lock.auth.trailer()]);
     }
 
-    /// Numbers one datagram and returns its tag, which is that of nobody if there is none.
-    fn seal_one(&mut self, datagram: &mut [u8]) -> [u8; DataAuth::MAX_TRAILER] {
+    /// Numbers one datagram and returns its tag.
+    fn seal_one(&mut self, datagram: &mut [u8]) -> Tag<TAG> {
         let number = self.next;
         self.next += 1;
         Header::put_number(datagram, low_half(number));
-        let mut bytes = [0; DataAuth::MAX_TRAILER];
-        if let Some(tag) = self.lock.seal(number, datagram) {
-            bytes.copy_from_slice(&tag.as_ref()[..DataAuth::MAX_TRAILER]);
-        }
-        bytes
+        self.lock.seal(number, datagram)
     }
 }
 

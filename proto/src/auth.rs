@@ -14,9 +14,9 @@ use serde::{Deserialize, Serialize};
 pub enum DataAuth {
     /// Not at all: whoever can forge an address can forge sums.
     None,
-    /// Each carries a code that only a holder of the key can make: AES-128-GMAC.
+    /// Each carries a code that only a holder of the key can make: AEGIS-128X2 as a MAC.
     Mac,
-    /// Each is encrypted as well: AES-128-GCM.
+    /// Each is encrypted as well: AEGIS-128X2.
     Aead,
 }
 
@@ -32,8 +32,8 @@ impl DataAuth {
     pub const fn trailer(self) -> usize {
         match self {
             Self::None => 0,
-            // With the header's 48 it is within 6 % of a block of 1 KiB (invariant I3), and is the
-            // shortest tag that NIST SP 800-38D allows without a limit on what is sent.
+            // With the header's 48 it is within 6 % of a block of 1 KiB (invariant I3): a forger
+            // has one try in 2^96.
             Self::Mac => 12,
             Self::Aead => Self::MAX_TRAILER,
         }
@@ -56,7 +56,7 @@ impl fmt::Display for DataAuth {
     }
 }
 
-/// A key of AES-128. It is never shown.
+/// A key of AEGIS-128X2. It is never shown.
 #[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Key(pub [u8; Self::LEN]);

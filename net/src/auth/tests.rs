@@ -59,6 +59,23 @@ fn what_is_sealed_is_opened_as_it_was() {
 }
 
 #[test]
+fn a_tag_is_what_the_wire_says_that_it_is() {
+    // docs/wire.md, Authentication: sender 1, shard 2, and a number of eight bytes.
+    let nonce = [0, 1, 2, 0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0];
+    for auth in WAYS {
+        let (mut sealer, _) = ends(auth);
+        sealer.next = 3;
+        let sealed = sealed(&mut sealer, &message(b"some gradients"));
+        let mut messages = message(b"some gradients");
+        Header::put_number(&mut messages, 3);
+        let plain = if auth == DataAuth::Mac { messages.len() } else { Header::LEN };
+        let (plain, hidden) = messages.split_at(plain);
+        let (hidden, tag) = Aegis128X2::<16>::new(&[1; 16], &nonce).encrypt(hidden, plain);
+        assert_eq!(sealed, [plain, &hidden, &tag[..auth.trailer()]].concat(), "{auth}");
+    }
+}
+
+#[test]
 fn one_that_begins_late_takes_what_comes_then_and_nothing_from_before() {
     let keys = keys();
     for sent in [0, 1 << 31, (1 << 32) - 2, 1 << 32, 3 << 40] {
