@@ -62,12 +62,13 @@ pub(crate) fn run(root: &Path, args: &SoakArgs) -> Result<bool> {
     let program = root.join("target/release/racksum");
     let logs = root.join("target/soak");
     std::fs::create_dir_all(&logs)?;
-    let start = |name, parent| Served::start(&program, &logs, name, "0", parent);
-    let steady = start("steady", None)?;
-    let [left, right] = ["left", "right"].map(|name| start(name, Some(&steady.addr)));
-    let racks = vec![left?, right?];
-    let [first, second] = ["first", "second"].map(|name| start(name, None));
-    let mut pair = [first?, second?];
+    let start = |name, nth, parent| {
+        Served::start(&program, &logs, name, FIRST_PORT + nth * PORTS_EACH, parent)
+    };
+    let steady = start("steady", 0, None)?;
+    let above = Some(steady.addr.as_str());
+    let racks = vec![start("left", 1, above)?, start("right", 2, above)?];
+    let mut pair = [start("first", 3, None)?, start("second", 4, None)?];
     let both = format!("{},{}", pair[0].addr, pair[1].addr);
     let places = [
         vec![both.clone()],
@@ -216,6 +217,10 @@ fn lock(tally: &Mutex<Tally>) -> std::sync::MutexGuard<'_, Tally> {
     tally.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
+/// The first aggregator's port. Below those that the kernel gives to who asks for any: one of a
+/// rank must not be where an aggregator is about to start again.
+const FIRST_PORT: u16 = 17_170;
+const PORTS_EACH: u16 = 10;
 /// How long until memory that is touched for the first time has been.
 const WARM_UP: Duration = Duration::from_secs(45);
 /// What a steady aggregator's memory may grow by from then on.

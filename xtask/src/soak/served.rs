@@ -18,6 +18,7 @@ use crate::shell::Cmd;
 pub(super) struct Served {
     pub(super) addr: String,
     pub(super) name: String,
+    port: u16,
     parent: Option<String>,
     program: PathBuf,
     socket: PathBuf,
@@ -38,25 +39,25 @@ pub(super) struct Resources {
 }
 
 impl Served {
-    /// Starts one at a port of this host, 0 for any, and with a parent or not; returns once it
-    /// serves.
+    /// Starts one at a port of this host, and with a parent or not; returns once it serves.
     pub(super) fn start(
         program: &Path,
         logs: &Path,
         name: &str,
-        port: &str,
+        port: u16,
         parent: Option<&str>,
     ) -> Result<Self> {
         let socket = logs.join(format!("{name}.sock"));
-        let out = logs.join(format!("{name}.log"));
+        let [out, err] = ["log", "err"].map(|it| logs.join(format!("{name}.{it}")));
         let mut child = Command::new(program)
-            .args(["aggregator", "--port", port, "--pool-mib", "256", "--max-jobs", "40"])
+            .args(["aggregator", "--port", &port.to_string()])
+            .args(["--pool-mib", "256", "--max-jobs", "40"])
             .args(["--shards", "2", "--data-auth", "mac", "--status-socket"])
             .arg(&socket)
             .args(parent.iter().flat_map(|parent| ["--parent", parent]))
             .stdin(Stdio::null())
             .stdout(File::create(&out)?)
-            .stderr(File::create(logs.join(format!("{name}.err")))?)
+            .stderr(File::create(&err)?)
             .spawn()
             .context("cannot start an aggregator")?;
         let patience = Deadline::after(PATIENCE);
@@ -67,13 +68,15 @@ impl Served {
             {
                 break addr.to_owned();
             }
-            ensure!(child.try_wait()?.is_none(), "the aggregator ended; see {}", out.display());
+            if child.try_wait()?.is_some() {
+                bail!("the aggregator ended: {}", fs::read_to_string(&err)?.trim());
+            }
             ensure!(!patience.is_over(), "the aggregator does not serve");
             sleep(POLL);
         };
         let (name, parent) = (name.to_owned(), parent.map(str::to_owned));
         let program = program.to_owned();
-        let mut served = Self { addr, name, parent, program, socket, child, idle_files: 0 };
+        let mut served = Self { addr, name, port, parent, program, socket, child, idle_files: 0 };
         served.idle_files = served.files()?;
         Ok(served)
     }
@@ -102,9 +105,8 @@ impl Served {
 
     /// Starts it again at the same port.
     pub(super) fn again(&mut self, program: &Path, logs: &Path) -> Result<()> {
-        let port = self.addr.rsplit(':').next().unwrap_or("0").to_owned();
         let (name, parent) = (self.name.clone(), self.parent.clone());
-        *self = Self::start(program, logs, &name, &port, parent.as_deref())?;
+        *self = Self::start(program, logs, &name, self.port, parent.as_deref())?;
         Ok(())
     }
 
