@@ -93,7 +93,12 @@ pub async fn converse(
     loop {
         tokio::select! {
             why = &mut reader => return closed(why.unwrap_or_else(|error| error.to_string())),
-            () = &mut dead => return Ended::Closed(DEAD.into()),
+            () = &mut dead => {
+                reader.abort();
+                // Should it live, this lies behind what it has yet to read, and undoes it.
+                connection.close("gone").await;
+                return Ended::Closed(DEAD.into());
+            }
             word = words.recv() => {
                 let word = word.unwrap_or(LEAVE);
                 let last = word.is_last();
@@ -142,6 +147,50 @@ async fn listen(
 /// A rank's last word, unless it may come back or goes on elsewhere.
 pub const LEAVE: FromWorker = FromWorker::Leave { next_op: None };
 /// Why a conversation ends when the aggregator's host says that it serves no more.
-const DEAD: &str = "its process has ended, or is stopped";
+const DEAD: &str = "its process has ended";
 /// How long the aggregator may take to read the last word.
 const LAST_PATIENCE: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use super::super::server;
+    use super::*;
+
+    const JOIN: &str = r#"{"version":1,"job":"train","generation":0,"rank":1,"world":2,"lanes":1,
+        "data_ports":[40112],"receive_buffer":4194304,"max_datagram":1472,"multicast":true,
+        "stripe":[0,1],"pool_slots":0,"wait":false,"on_rank_loss":"abort","may_move":false,
+        "relays":false,"rejoin":false,"resume":null}"#;
+
+    #[test]
+    fn one_that_was_taken_for_dead_is_told_so() {
+        let credentials = || Credentials::new(None, false).unwrap();
+        let runtime =
+            || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
+        let (own, theirs) = (runtime().unwrap(), runtime().unwrap());
+        // Nobody takes lifelines there, and its only thread hears nothing for a while.
+        let endpoint =
+            theirs.block_on(async { server("127.0.0.1:0".parse().unwrap(), &credentials()) });
+        let endpoint = endpoint.unwrap();
+        let to = endpoint.local_addr().unwrap();
+        let served = theirs.spawn(async move {
+            let connection = endpoint.accept().await.unwrap().await.unwrap();
+            let (_send, mut recv) = connection.accept_bi().await.unwrap();
+            let joined = frames::recv::<FromWorker>(&mut recv).await.unwrap();
+            assert!(matches!(joined, Some(FromWorker::Join(_))), "{joined:?}");
+            std::thread::sleep(Duration::from_secs(6));
+            connection.closed().await
+        });
+        let (_words, words) = tokio::sync::mpsc::unbounded_channel();
+        let caller =
+            Caller { from: None, credentials: credentials(), patience: Span::from_secs(5) };
+        let join = serde_json::from_str(JOIN).unwrap();
+        let ended = own.block_on(converse(to, join, &caller, words, |_| true));
+        assert_eq!(ended.to_string(), DEAD);
+        own.shutdown_background();
+        let end = theirs.block_on(served).unwrap();
+        assert!(
+            matches!(&end, ConnectionError::ApplicationClosed(close) if close.reason == "gone"),
+            "{end:?}"
+        );
+    }
+}

@@ -14,7 +14,7 @@ use racksum_proto::time::Span;
 use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::time::{Instant, interval, timeout};
+use tokio::time::{MissedTickBehavior, interval, timeout};
 
 use super::duration;
 
@@ -46,19 +46,28 @@ pub async fn dead(connection: &quinn::Connection, lifeline: impl Future<Output =
 }
 
 /// Lays the lifeline that the aggregator at `to` offers first of all: it says at which port, and by
-/// which token it knows whose it is. One that dies before it has said so, and is silent then, could
-/// otherwise not be told from one that offers none.
+/// which token it knows whose it is. One that dies before it has said so, and could not be told from
+/// one that offers none, is silent, and nobody listens where it was called. For one that is only
+/// stopped, its host still takes connections.
 pub async fn lay_offered(
     connection: &quinn::Connection,
     to: SocketAddr,
     offered: impl Future<Output = Option<(u16, Key)>>,
 ) -> Lifeline {
-    tokio::select! {
-        offered = offered => match offered {
-            Some((port, token)) => lay(to, port, token).await,
-            None => Lifeline::Impossible,
-        },
-        () = silence(connection, FIRST_WORD) => Lifeline::Cut,
+    let mut offered = std::pin::pin!(offered);
+    loop {
+        tokio::select! {
+            offered = &mut offered => return match offered {
+                Some((port, token)) => lay(to, port, token).await,
+                None => Lifeline::Impossible,
+            },
+            () = silence(connection, FIRST_WORD) => {}
+        }
+        if let Ok(Err(error)) = timeout(duration(PATIENCE), TcpStream::connect(to)).await
+            && is_cut(&error)
+        {
+            return Lifeline::Cut;
+        }
     }
 }
 
@@ -90,10 +99,14 @@ pub async fn lay(mut to: SocketAddr, port: u16, token: Key) -> Lifeline {
     };
     match timeout(duration(PATIENCE), connect).await {
         Ok(Ok(stream)) => Lifeline::Laid(stream),
-        // Its host says that nobody listens there.
-        Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused => Lifeline::Cut,
+        Ok(Err(error)) if is_cut(&error) => Lifeline::Cut,
         Ok(Err(_)) | Err(_) => Lifeline::Impossible,
     }
+}
+
+/// Whether the host says that nobody listens there.
+fn is_cut(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::ConnectionRefused
 }
 
 /// Reads whose lifeline it is; none if that is not said within a moment.
@@ -116,19 +129,17 @@ async fn closed(mut lifeline: TcpStream) {
     while matches!(lifeline.read(&mut noise).await, Ok(1..)) {}
 }
 
-/// Waits until nothing was heard for so long.
+/// Waits until nothing was heard for so long, of which this process must have run all the time:
+/// while it was kept from that, it heard nothing of those who spoke.
 async fn silence(connection: &quinn::Connection, long: Span) {
     let mut tick = interval(duration(TICK));
-    let mut heard = connection.stats().udp_rx.datagrams;
-    let mut since = Instant::now();
-    loop {
-        let now = tick.tick().await;
+    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let (mut heard, mut silent) = (connection.stats().udp_rx.datagrams, 0);
+    while silent <= long.0 / TICK.0 {
+        tick.tick().await;
         let datagrams = connection.stats().udp_rx.datagrams;
-        if datagrams != heard {
-            (heard, since) = (datagrams, now);
-        } else if now.saturating_duration_since(since) >= duration(long) {
-            return;
-        }
+        silent = if datagrams == heard { silent + 1 } else { 0 };
+        heard = datagrams;
     }
 }
 
@@ -136,7 +147,7 @@ async fn silence(connection: &quinn::Connection, long: Span) {
 const TICK: Span = Span::from_millis(100);
 /// How long a silence is before it is believed: more than two signs of life missed.
 const SILENCE: Span = Span::from_millis(1200);
-/// How long an aggregator may be silent before its first word.
+/// How long an aggregator may be silent before its first word until it is looked whether it lives.
 const FIRST_WORD: Span = Span::from_secs(2);
 /// How long a silence is waited for once the lifeline is closed.
 const DOUBT: Span = Span::from_secs(4);
@@ -205,6 +216,36 @@ mod tests {
         let dies = dead(&served, offered);
         own.block_on(async { timeout(Duration::from_secs(6), dies).await }).unwrap();
         drop((held, stream));
+    }
+
+    #[test]
+    fn who_is_stopped_before_its_first_word_is_waited_for() {
+        let (own, served, stream, caller) = called();
+        let Caller { runtime, held } = caller;
+        runtime.shutdown_background();
+        // As for a process that is stopped, its host takes connections for it.
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let to = listener.local_addr().unwrap();
+        let word = async {
+            tokio::time::sleep(Duration::from_millis(5500)).await;
+            Some((to.port(), Key([7; Key::LEN])))
+        };
+        let laid = own.block_on(lay_offered(&served, to, word));
+        assert!(matches!(laid, Lifeline::Laid(_)), "{laid:?}");
+        drop((held, stream, listener));
+    }
+
+    #[test]
+    fn what_this_process_misses_while_it_is_stopped_itself_is_no_silence() {
+        let (own, served, stream, caller) = called();
+        let quiet = own.spawn(async move { silence(&served, FIRST_WORD).await });
+        // The only thread of the runtime, which the other side speaks to all the time.
+        for _ in 0..2 {
+            own.spawn(async { std::thread::sleep(Duration::from_millis(2200)) });
+            std::thread::sleep(Duration::from_millis(2450));
+            assert!(!quiet.is_finished());
+        }
+        drop((caller, stream));
     }
 
     #[test]
