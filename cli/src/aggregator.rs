@@ -1,7 +1,7 @@
 //! `racksum aggregator`: serve jobs until told to stop.
 
 use std::fs::File;
-use std::io::Read;
+use std::io::{self, Read};
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -11,7 +11,7 @@ use racksum_proto::auth::DataAuth;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::args::{self, Fanout};
-use crate::exit::{Failure, say};
+use crate::exit::{Failure, say, unheard};
 use crate::status;
 use crate::stderr;
 
@@ -96,11 +96,11 @@ impl Args {
 }
 
 /// The text of a configuration file, which is none if it goes on and on.
-fn read(path: &Path) -> std::io::Result<String> {
+fn read(path: &Path) -> io::Result<String> {
     let mut text = String::new();
     File::open(path)?.take(MAX_CONFIG + 1).read_to_string(&mut text)?;
     if text.len() as u64 > MAX_CONFIG {
-        return Err(std::io::Error::other("it is no configuration, being larger than 1 MiB"));
+        return Err(io::Error::other("it is no configuration, being larger than 1 MiB"));
     }
     Ok(text)
 }
@@ -174,9 +174,14 @@ fn start(config: &Config) -> Result<Aggregator, Failure> {
     Ok(Aggregator::start(config.clone())?)
 }
 
-/// Says something that nobody has to hear: an aggregator serves on when its log is closed.
+/// Says something that nobody has to hear: an aggregator serves on when its log is closed or full.
 fn tell(line: &str) {
-    if let Err(unheard) = say(line) {
+    let said = if stderr::has_room(io::stdout()) {
+        say(line)
+    } else {
+        Err(unheard(io::Error::other("nobody reads it")))
+    };
+    if let Err(unheard) = said {
         stderr::warn(unheard);
     }
 }
@@ -241,7 +246,7 @@ struct Signals {
 }
 
 impl Signals {
-    fn listen() -> std::io::Result<Self> {
+    fn listen() -> io::Result<Self> {
         Ok(Self {
             interrupt: signal(SignalKind::interrupt())?,
             terminate: signal(SignalKind::terminate())?,

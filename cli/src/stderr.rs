@@ -33,9 +33,14 @@ pub(crate) trait Room {
 
 impl Room for StderrLock<'_> {
     fn has_room(&self) -> bool {
-        // A pipe is writable when it has room for `PIPE_BUF` bytes, see pipe(7).
-        wait_writable(self.as_fd(), Some(Span::ZERO)).unwrap_or(true)
+        has_room(self)
     }
+}
+
+/// Whether [`ROOM`] bytes can be written at once. A pipe that nobody reads has none some day.
+pub(crate) fn has_room(at: impl AsFd) -> bool {
+    // A pipe is writable when it has room for `PIPE_BUF` bytes, see pipe(7).
+    wait_writable(at.as_fd(), Some(Span::ZERO)).unwrap_or(true)
 }
 
 /// Bytes that are written at a time.

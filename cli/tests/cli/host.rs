@@ -2,7 +2,7 @@
 //! a wall clock that is set. An aggregator serves on, and says so once.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{PipeReader, Write};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -13,47 +13,50 @@ use crate::process::{Process, RACKSUM, Serving, bench_rank, signal};
 use crate::status::told;
 use crate::waits::await_that;
 
+/// A disk without room.
+fn full_disk() -> Stdio {
+    File::options().write(true).open("/dev/full").unwrap().into()
+}
+
+/// A pipe without room, and its reader, which lives and does not read.
+fn full_pipe() -> (Stdio, PipeReader) {
+    let (idle, mut full) = std::io::pipe().unwrap();
+    full.write_all(&vec![b'.'; 65_536]).unwrap();
+    (full.into(), idle)
+}
+
 #[test]
 fn an_aggregator_serves_on_when_nobody_reads_what_it_says() {
-    let full = File::options().write(true).open("/dev/full").unwrap();
-    let mut command = Command::new(RACKSUM);
-    command.args(["aggregator", "--port", "0", "--pool-mib", "16"]).stdout(full);
-    command.stderr(Stdio::piped());
-    let mut aggregator = command.spawn().unwrap();
-    std::thread::sleep(Duration::from_millis(500));
-    assert!(aggregator.try_wait().unwrap().is_none(), "it serves");
-    signal(aggregator.id(), "TERM");
-    let ended = aggregator.wait_with_output().unwrap();
-    let err = String::from_utf8(ended.stderr).unwrap();
-    assert_eq!(ended.status.code(), Some(0), "{err}");
-    assert!(err.contains("warning: cannot write to standard output"), "{err}");
+    let (pipe, _idle) = full_pipe();
+    for full in [full_disk(), pipe] {
+        let mut command = Command::new(RACKSUM);
+        command.args(["aggregator", "--port", "0", "--pool-mib", "16"]);
+        let mut aggregator = Process::spawn_into(&mut command, full, Stdio::piped());
+        let said = || aggregator.err().matches("cannot write to standard output").count();
+        await_that("it says so", || said() == 1);
+        std::thread::sleep(Duration::from_millis(500));
+        assert!(aggregator.runs(), "it serves");
+        signal(aggregator.id(), "TERM");
+        aggregator.end(10).ok();
+    }
 }
 
 #[test]
 fn an_aggregator_serves_on_when_its_log_is_full_or_nobody_reads_it() {
-    let full = Stdio::from(File::options().write(true).open("/dev/full").unwrap());
     let (reader, unread) = std::io::pipe().unwrap();
     drop(reader);
-    // One that lives and does not read, with no room left.
-    let (idle, mut stuck) = std::io::pipe().unwrap();
-    stuck.write_all(&vec![b'.'; 65_536]).unwrap();
-    for log in [full, Stdio::from(unread), Stdio::from(stuck)] {
+    let (stuck, _idle) = full_pipe();
+    for log in [full_disk(), unread.into(), stuck] {
         let mut command = Command::new(RACKSUM);
         command.args(["aggregator", "--port", "0", "--pool-mib", "16", "--log", "debug"]);
-        let mut aggregator = command.stdout(Stdio::piped()).stderr(log).spawn().unwrap();
-        let mut line = String::new();
-        BufReader::new(aggregator.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
-        let addr = line.split([' ', ',']).find(|word| word.starts_with("127.")).unwrap();
-        let addr = addr.trim_end_matches(':');
+        let serving = Serving::of(Process::spawn_into(&mut command, Stdio::piped(), log));
         for generation in ["0", "1"] {
             let flags = ["-b", "64K", "-e", "64K", "-n", "3", "--generation", generation];
-            let ranks: Vec<_> = (0..2).map(|rank| bench_rank(addr, rank, 2, &flags)).collect();
+            let ranks = [0, 1].map(|rank| bench_rank(&serving.addr, rank, 2, &flags));
             ranks.into_iter().for_each(|rank| drop(rank.end(30).ok()));
         }
-        signal(aggregator.id(), "TERM");
-        assert!(aggregator.wait().unwrap().success());
+        serving.end().ok();
     }
-    drop(idle);
 }
 
 #[test]

@@ -72,6 +72,10 @@ impl Reader {
         Self { read, thread }
     }
 
+    fn of_nothing() -> Self {
+        Self::start(std::io::empty())
+    }
+
     fn so_far(&self) -> String {
         self.read.lock().unwrap().clone()
     }
@@ -85,16 +89,21 @@ impl Process {
 
     /// Starts a command.
     pub(crate) fn spawn(command: &mut Command) -> Self {
+        Self::spawn_into(command, Stdio::piped(), Stdio::piped())
+    }
+
+    /// Starts a command that prints elsewhere; what it prints is read only from pipes.
+    pub(crate) fn spawn_into(command: &mut Command, out: Stdio, err: Stdio) -> Self {
         let mut child = command
             .env_remove("RACKSUM_LOG")
             .env("RUST_BACKTRACE", "0")
             .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
+            .stdout(out)
+            .stderr(err)
             .spawn()
             .unwrap();
-        let out = Reader::start(child.stdout.take().unwrap());
-        let err = Reader::start(child.stderr.take().unwrap());
+        let out = child.stdout.take().map_or_else(Reader::of_nothing, Reader::start);
+        let err = child.stderr.take().map_or_else(Reader::of_nothing, Reader::start);
         Self { child, out, err }
     }
 

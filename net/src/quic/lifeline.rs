@@ -45,8 +45,8 @@ pub async fn dead(connection: &quinn::Connection, lifeline: impl Future<Output =
     }
 }
 
-/// Lays the lifeline that the aggregator at `to` offers first of all: it says at which port, and by
-/// which token it knows whose it is. One that dies before it has said so, and could not be told from
+/// Lays the lifeline that the aggregator at `to` offers first of all, with the port, and the token
+/// by which it knows whose it is. One that dies before it has said so, and could not be told from
 /// one that offers none, is silent, and nobody listens where it was called. For one that is only
 /// stopped, its host still takes connections.
 pub async fn lay_offered(
