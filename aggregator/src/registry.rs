@@ -12,10 +12,11 @@ use std::sync::Arc;
 
 use job::{Job, State, group_of};
 use member::Member;
+pub(crate) use member::WORDS;
 use moving::check_resume;
 use racksum_proto::control::{Absent, CONTROL_VERSION, FromAggregator, Join, Loss, Welcome};
 use racksum_proto::ids::{Generation, JobId, Rank};
-use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::mpsc::Sender;
 use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 
@@ -73,7 +74,7 @@ pub(crate) struct Caller {
     /// Where it calls from.
     pub(crate) addr: SocketAddr,
     /// How it is told of what becomes of its job.
-    pub(crate) tell: UnboundedSender<FromAggregator>,
+    pub(crate) tell: Sender<FromAggregator>,
 }
 
 /// What a join led to.

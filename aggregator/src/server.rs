@@ -8,13 +8,13 @@ use racksum_net::quic::lifeline::{Lifeline, dead};
 use racksum_net::quic::{Certificate, Role, frames, not_connected, quinn};
 use racksum_proto::control::{FromAggregator, FromWorker, Join, Loss};
 use racksum_proto::ids::OpId;
-use tokio::sync::mpsc::{UnboundedReceiver, channel, unbounded_channel};
+use tokio::sync::mpsc::{Receiver, channel};
 use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
 use crate::lifelines::Lifelines;
 use crate::parent::call;
-use crate::registry::{Caller, Joined, Registry, Seat};
+use crate::registry::{Caller, Joined, Registry, Seat, WORDS};
 use crate::tenancy::Refusal;
 
 /// Connections at a time that are no rank's: they have not joined yet, or are about to end. Twice
@@ -92,8 +92,7 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared, lifelines: 
     else {
         return;
     };
-    // None is ever dropped: one that does not read them is given up soon.
-    let (tell, mut inbox) = unbounded_channel();
+    let (tell, mut inbox) = channel(WORDS);
     let addr = connection.remote_address();
     let (name, rank, relays) = (join.job.clone(), join.rank, join.relays);
     let Ok(lifeline) = offer(&lifelines, &mut send).await else { return };
@@ -326,7 +325,7 @@ async fn attend(
     seat: &Seat,
     connection: &quinn::Connection,
     (send, mut recv): (&mut quinn::SendStream, quinn::RecvStream),
-    inbox: &mut UnboundedReceiver<FromAggregator>,
+    inbox: &mut Receiver<FromAggregator>,
 ) -> Parting {
     let (heard, mut words) = channel(QUEUE);
     // A task of its own, since reading a frame must not be cancelled half-way.

@@ -3,11 +3,16 @@
 use std::net::SocketAddr;
 
 use racksum_proto::control::{FromAggregator, Join};
-use tokio::sync::mpsc::UnboundedSender;
+use racksum_proto::wire::Flags;
+use tokio::sync::mpsc::Sender;
 use tokio::time::Instant;
 
 use super::Caller;
 use super::job::Left;
+
+/// Words to a member that may wait to be sent: more than twice a welcome, a start, each rank that
+/// the job can go on without, a drain and a last word.
+pub(crate) const WORDS: usize = 2 * (Flags::MAX_ABSENT + 8);
 
 /// A rank that has joined, or an aggregator that has joined for its ranks.
 #[derive(Debug)]
@@ -19,7 +24,7 @@ pub(super) struct Member {
     pub(super) identity: Option<String>,
     /// Where its data comes from: an address of a link means nothing without its scope.
     addr: SocketAddr,
-    tell: UnboundedSender<FromAggregator>,
+    tell: Sender<FromAggregator>,
     pub(super) hears: bool,
     /// When anything was last heard of it.
     pub(super) heard: Instant,
@@ -84,9 +89,13 @@ impl Member {
         )
     }
 
-    /// Tells it something.
+    /// Tells it something, for which there is room: no member is told as much as [`WORDS`] in a
+    /// life, but for where it stands in a queue, and that is said only while half of it is free.
     pub(super) fn tell(&self, message: FromAggregator) {
-        // Its connection's task ends when it is gone, or does not read, and says so.
-        drop(self.tell.send(message));
+        let queued = matches!(message, FromAggregator::Queued { .. });
+        if !queued || self.tell.capacity() > WORDS / 2 {
+            // Its connection's task ends when it is gone, or does not read, and says so.
+            drop(self.tell.try_send(message));
+        }
     }
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 use racksum_net::clock::Clock;
 use racksum_proto::control::OnRankLoss;
 use racksum_proto::ids::{Generation, OpId};
-use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+use tokio::sync::mpsc::{Receiver, channel};
 
 use super::*;
 use crate::failure::Failure;
@@ -41,10 +41,10 @@ pub(super) fn wish(job: &str, rank: u16, world: u16) -> Join {
     }
 }
 
-pub(super) type Inbox = UnboundedReceiver<FromAggregator>;
+pub(super) type Inbox = Receiver<FromAggregator>;
 
 pub(super) fn join(registry: &mut Registry, join: Join) -> Result<(Seat, Joined, Inbox), String> {
-    let (tell, inbox) = unbounded_channel();
+    let (tell, inbox) = channel(WORDS);
     let addr = SocketAddr::from(([127, 0, 0, 1], 9));
     let caller = Caller { identity: None, addr, tell };
     let joined = registry.join(join, caller, Instant::now());
@@ -193,7 +193,7 @@ fn a_rank_that_no_data_could_reach_is_refused() {
     assert!(join(&mut registry, port).unwrap_err().contains("0 is none"));
     let slots = Join { pool_slots: 1, ..wish("job", 0, 1) };
     assert!(join(&mut registry, slots).unwrap_err().contains("2 slots or more, not 1"));
-    let (tell, _inbox) = unbounded_channel();
+    let (tell, _inbox) = channel(WORDS);
     let mapped = (Ipv4Addr::LOCALHOST.to_ipv6_mapped(), 9).into();
     let refused = registry.join(
         wish("job", 0, 1),
@@ -208,7 +208,7 @@ fn a_rank_that_no_data_could_reach_is_refused() {
 fn a_rank_of_a_link_keeps_its_scope() {
     let mut registry = registry(Fanout::Unicast, 0);
     let addr = SocketAddrV6::new("fe80::7".parse().unwrap(), 50_000, 0, 3).into();
-    let (tell, _inbox) = unbounded_channel();
+    let (tell, _inbox) = channel(WORDS);
     let (seat, _) = registry
         .join(wish("link", 0, 2), Caller { identity: None, addr, tell }, Instant::now())
         .unwrap();
@@ -241,7 +241,7 @@ fn only_a_place_that_was_left_while_the_job_ran_is_taken_by_one_that_comes_back(
     let (seat, ..) = join(&mut registry, wish("job", 1, 2)).unwrap();
     let back = Join { rejoin: true, ..wish("job", 1, 2) };
     let caller = || {
-        let (tell, inbox) = unbounded_channel();
+        let (tell, inbox) = channel(WORDS);
         let addr = SocketAddr::from(([127, 0, 0, 1], 9));
         (Caller { identity: None, addr, tell }, inbox)
     };

@@ -5,6 +5,7 @@ use tokio::time::Instant;
 
 use super::*;
 use crate::config::Fanout;
+use crate::registry::WORDS;
 use crate::registry::tests::{Inbox, join, registry, told, wish};
 
 const PARENT: &str = "127.0.0.1:7";
@@ -96,6 +97,31 @@ fn a_rack_is_granted_what_the_parent_grants_once_it_does() {
     let relay = Some(worker::Relay { shard: 0, slots: 4 });
     assert_eq!((above.config.rank, above.config.relay), (Rank(1), relay));
     assert_eq!(job.names(), [Rank(1), Rank(3)]);
+}
+
+#[test]
+fn ranks_that_do_not_read_miss_nothing_but_where_they_stand_in_the_queue() {
+    let mut registry = leaf();
+    let (_call, [(seat, mut three), (_, mut one)]) = rack(&mut registry);
+    for before in 0..10_000 {
+        let queued = FromAggregator::Queued { before, why: "no room".into() };
+        registry.hear_from_parent(&seat, parent(), queued);
+    }
+    for said in [FromAggregator::Welcome(welcome()), FromAggregator::Drain] {
+        registry.hear_from_parent(&seat, parent(), said);
+    }
+    registry.drain();
+    for inbox in [&mut one, &mut three] {
+        assert!(inbox.len() < WORDS, "{}", inbox.len());
+        let heard: Vec<_> = std::iter::from_fn(|| inbox.try_recv().ok()).collect();
+        let [queued @ .., FromAggregator::Welcome(_), FromAggregator::Ready { .. }, drain] =
+            &heard[..]
+        else {
+            panic!("{heard:?}")
+        };
+        assert_eq!(drain, &FromAggregator::Drain);
+        assert!(!queued.is_empty());
+    }
 }
 
 /// What a job's shard would be granted.
