@@ -1,6 +1,6 @@
 //! Jobs that go on at another aggregator: the same bits, or an error that names every aggregator.
 
-use std::sync::Mutex;
+use std::sync::{Barrier, Mutex};
 use std::time::Duration;
 
 use racksum_proto::descriptor::Descriptor;
@@ -182,6 +182,33 @@ fn a_job_that_knows_no_other_place_is_served_to_its_end_by_one_that_drains() {
             run(client, rank, &cases, 5);
         });
         rig.await_peace();
+    });
+}
+
+#[test]
+fn one_that_knows_another_place_closes_at_once_although_others_know_none() {
+    bounded(60, || {
+        let rigs = [1, 1].map(|shards| Rig::start(|config| config.shards = shards));
+        let (cases, closed) = (cases(seed(85)), Barrier::new(WORLD.into()));
+        std::thread::scope(|scope| {
+            for rank in 0..WORLD {
+                let (rigs, cases, closed) = (&rigs, &cases, &closed);
+                scope.spawn(move || {
+                    let known = if rank == 0 { &[&rigs[0], &rigs[1]][..] } else { &[&rigs[0]] };
+                    let client = Client::connect(&options(known, "mixed", rank)).unwrap();
+                    run(&client, rank, cases, 3);
+                    if rank > 0 {
+                        // It lives on, and starts no op.
+                        closed.wait();
+                        return;
+                    }
+                    let ((), ms) = timed(|| drop(client));
+                    closed.wait();
+                    assert!(ms < 3000, "{ms} ms");
+                });
+            }
+        });
+        rigs.iter().for_each(Rig::await_peace);
     });
 }
 

@@ -361,6 +361,10 @@ impl State {
     fn is_idle(&self) -> bool {
         self.broken || self.engine.is_idle()
     }
+
+    fn is_at_rest(&self) -> bool {
+        self.broken || self.engine.is_at_rest()
+    }
 }
 
 impl Shared {
@@ -412,7 +416,7 @@ impl Shared {
             }
         }
         state.waiting -= 1;
-        if state.waiting == 0 && !state.is_idle() {
+        if state.waiting == 0 && !state.is_at_rest() {
             self.work.notify_one();
         }
         state
@@ -525,7 +529,7 @@ impl Shared {
     /// Drives ops that nobody waits for.
     fn drive_in_background(&self) {
         let mut state = self.lock();
-        let needless = |state: &State| state.waiting > 0 || state.is_idle();
+        let needless = |state: &State| state.waiting > 0 || state.is_at_rest();
         while !state.closed {
             if needless(&state) {
                 state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);

@@ -188,6 +188,14 @@ impl Worker {
         self.ops.is_empty()
     }
 
+    /// Whether there is nothing to do until an op is started. A rank that keeps no sums itself does
+    /// not know when those that do have heard that it has all.
+    #[must_use]
+    pub fn is_at_rest(&self) -> bool {
+        let answers = self.config.acks_at_rest && !self.config.may_move && !self.has_ended();
+        self.is_idle() && !answers
+    }
+
     /// The most windows that any stream has yet to have passed: how much is still to come.
     #[must_use]
     pub fn backlog(&self) -> u64 {

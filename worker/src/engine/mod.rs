@@ -289,6 +289,11 @@ impl Engine {
         self.machine.is_idle()
     }
 
+    /// Whether there is nothing to do until an op is started.
+    pub(crate) fn is_at_rest(&self) -> bool {
+        self.machine.is_at_rest()
+    }
+
     /// The number of the next op, if none is in flight and any may be started.
     pub(crate) fn rests_at(&self) -> Option<OpId> {
         let rests = self.payloads.is_empty() && !self.machine.has_ended();
