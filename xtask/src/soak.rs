@@ -2,10 +2,10 @@
 //! killed, at aggregators of which some are killed or told to stop, or through racks to a root.
 //!
 //! Every op's sums are checked by the ranks (`racksum bench -n 1`). What must hold besides: a job
-//! that loses no rank ends well, whatever becomes of its aggregators; a job that loses one ends in
-//! time, with an error that names it; and the aggregators that are left in peace, the root and the
-//! racks', have in the end as much memory, as many open files and as many free buffers as near the
-//! beginning.
+//! that loses no rank ends well, whatever becomes of its aggregators; one that is to lose a rank
+//! runs until it does, and ends in time, with an error that names it; and the aggregators that are
+//! left in peace, the root and the racks', have in the end as much memory, as many open files and
+//! as many free buffers as near the beginning.
 
 mod job;
 mod served;

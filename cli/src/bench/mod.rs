@@ -54,6 +54,9 @@ pub(crate) struct Args {
     #[arg(short = 'f', long, default_value_t = 8)]
     #[arg(value_parser = clap::value_parser!(u64).range(2..))]
     step_factor: u64,
+    /// Each size is this much more than the one before, and not a multiple of it.
+    #[arg(short = 'i', long, value_parser = args::size, conflicts_with = "step_factor")]
+    step_bytes: Option<u64>,
     /// Iterations that are timed.
     #[arg(short = 'n', long, default_value_t = 20)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
@@ -165,7 +168,10 @@ impl Args {
         if self.min_bytes == 0 {
             return usage("-b is 0: the least size is 1 byte".into());
         }
-        let Some(most) = self.sizes().last().copied() else {
+        if self.step_bytes == Some(0) {
+            return usage("-i is 0: a size is 1 byte more than the one before, or more".into());
+        }
+        let Some(most) = self.sizes().last() else {
             return usage("-b is greater than -e: there is no size to measure".into());
         };
         self.descriptor(most)?;
@@ -246,11 +252,12 @@ impl Args {
     }
 
     /// The sizes to measure.
-    fn sizes(&self) -> Vec<u64> {
-        let next = |size: &u64| size.checked_mul(self.step_factor);
-        std::iter::successors(Some(self.min_bytes.max(1)), next)
-            .take_while(|size| *size <= self.max_bytes)
-            .collect()
+    fn sizes(&self) -> impl Iterator<Item = u64> {
+        let next = |size: &u64| match self.step_bytes {
+            Some(step) => size.checked_add(step),
+            None => size.checked_mul(self.step_factor),
+        };
+        std::iter::successors(Some(self.min_bytes), next).take_while(|size| *size <= self.max_bytes)
     }
 }
 
