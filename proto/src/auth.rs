@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 pub enum DataAuth {
     /// Not at all: whoever can forge an address can forge sums.
     None,
-    /// Each carries a code that only a holder of the key can make: AEGIS-128X2 as a MAC.
+    /// Each carries a code that only a holder of the key can make: a tag of AEGIS-128X2.
     Mac,
     /// Each is encrypted as well: AEGIS-128X2.
     Aead,

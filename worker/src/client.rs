@@ -32,7 +32,8 @@ use crate::tensor::lend;
 /// A rank of a job. Ops end in any order; each rank must start the same ops in the same order.
 ///
 /// The thread that waits for an op drives the sockets, so that a blocking call costs no hand-over
-/// between threads; a thread of the client drives ops that nobody waits for.
+/// between threads; a thread of the client drives ops that nobody waits for. Where others may move
+/// and this rank may not, it also acknowledges between ops, and each call costs two hand-overs.
 #[derive(Debug)]
 pub struct Client {
     shared: Arc<Shared>,

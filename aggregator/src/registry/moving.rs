@@ -103,7 +103,10 @@ impl Registry {
 
     /// Takes no more jobs, and asks the ranks of those that run to go on elsewhere.
     pub(crate) fn drain(&mut self) {
-        self.draining = true;
+        // It is said once: a member that does not read has no room for more.
+        if std::mem::replace(&mut self.draining, true) {
+            return;
+        }
         self.room.notify_waiters();
         let gathering = |job: &&Job| job.state == State::Gathering;
         let names =

@@ -171,7 +171,7 @@ impl Args {
         if self.step_bytes == Some(0) {
             return usage("-i is 0: a size is 1 byte more than the one before, or more".into());
         }
-        let Some(most) = self.sizes().last() else {
+        let Some(most) = self.most() else {
             return usage("-b is greater than -e: there is no size to measure".into());
         };
         self.descriptor(most)?;
@@ -249,6 +249,13 @@ impl Args {
     /// The densities to measure.
     fn densities(&self) -> Vec<f64> {
         self.density.map_or_else(|| vec![1.0, 0.01], |density| vec![density])
+    }
+
+    /// The greatest size to measure; none if there is none.
+    fn most(&self) -> Option<u64> {
+        let Some(step) = self.step_bytes else { return self.sizes().last() };
+        let room = self.max_bytes.checked_sub(self.min_bytes)?;
+        Some(self.min_bytes + room / step * step)
     }
 
     /// The sizes to measure.

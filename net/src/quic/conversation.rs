@@ -147,7 +147,7 @@ async fn listen(
 /// A rank's last word, unless it may come back or goes on elsewhere.
 pub const LEAVE: FromWorker = FromWorker::Leave { next_op: None };
 /// Why a conversation ends when the aggregator's host says that it serves no more.
-const DEAD: &str = "its process has ended";
+const DEAD: &str = "its process has ended, as its host says";
 /// How long the aggregator may take to read the last word.
 const LAST_PATIENCE: Duration = Duration::from_secs(1);
 

@@ -14,7 +14,7 @@ use racksum_proto::time::Span;
 use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::time::{MissedTickBehavior, interval, timeout};
+use tokio::time::{Interval, MissedTickBehavior, interval, timeout};
 
 use super::duration;
 
@@ -40,8 +40,9 @@ pub async fn dead(connection: &quinn::Connection, lifeline: impl Future<Output =
         Lifeline::Cut => {}
         Lifeline::Impossible => pending().await,
     }
-    if timeout(duration(DOUBT), silence(connection, SILENCE)).await.is_err() {
-        pending().await
+    tokio::select! {
+        () = silence(connection, SILENCE) => {}
+        () = running(DOUBT) => pending().await,
     }
 }
 
@@ -129,18 +130,32 @@ async fn closed(mut lifeline: TcpStream) {
     while matches!(lifeline.read(&mut noise).await, Ok(1..)) {}
 }
 
+/// Waits for so long, not counting the time for which this process was kept from running.
+async fn running(long: Span) {
+    let mut looks = looks();
+    for _ in 0..=long.0 / TICK.0 {
+        looks.tick().await;
+    }
+}
+
 /// Waits until nothing was heard for so long, of which this process must have run all the time:
 /// while it was kept from that, it heard nothing of those who spoke.
 async fn silence(connection: &quinn::Connection, long: Span) {
-    let mut tick = interval(duration(TICK));
-    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut looks = looks();
     let (mut heard, mut silent) = (connection.stats().udp_rx.datagrams, 0);
     while silent <= long.0 / TICK.0 {
-        tick.tick().await;
+        looks.tick().await;
         let datagrams = connection.stats().udp_rx.datagrams;
         silent = if datagrams == heard { silent + 1 } else { 0 };
         heard = datagrams;
     }
+}
+
+/// Looks whether something was heard, none of which is made up for.
+fn looks() -> Interval {
+    let mut looks = interval(duration(TICK));
+    looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    looks
 }
 
 /// How often it is looked whether something was heard.
@@ -246,6 +261,20 @@ mod tests {
             assert!(!quiet.is_finished());
         }
         drop((caller, stream));
+    }
+
+    #[test]
+    fn who_dies_is_missed_although_this_process_is_stopped_meanwhile() {
+        let (own, served, stream, caller) = called();
+        let Caller { runtime, held: (connection, lifeline) } = caller;
+        runtime.shutdown_background();
+        drop(lifeline);
+        let dies = own.spawn(async move { dead(&served, async { Lifeline::Laid(stream) }).await });
+        std::thread::sleep(Duration::from_millis(300));
+        own.spawn(async { std::thread::sleep(Duration::from_millis(4500)) });
+        std::thread::sleep(Duration::from_millis(7500));
+        assert!(dies.is_finished());
+        drop(connection);
     }
 
     #[test]

@@ -118,28 +118,30 @@ impl Job {
                 why += &format!("rank {victim} ended before it was killed; ");
             }
         }
-        let (mut ops, mut named) = (0, false);
+        let (mut ops, mut named) = (Vec::new(), false);
         for (rank, process) in ranks.iter_mut().enumerate() {
             let status = process.wait()?;
             let (out, errors) = process.said()?;
             let (right, wrong) = checked(&out);
-            ops += right;
+            ops.push(right);
             if wrong > 0 {
                 why += &format!("rank {rank} has wrong sums in {wrong} ops; ");
             }
             let is_victim = self.victim.is_some_and(|(victim, _)| victim == rank);
-            // Killed before all had joined, it is one of those that had not.
-            let names = self.victim.is_some_and(|(victim, _)| {
-                errors.contains(&format!("rank {victim}")) || errors.contains("had not joined")
-            });
+            let names = self.victim.is_some_and(|(victim, _)| names(&errors, victim));
             named |= names;
-            let excused = killed && (is_victim || names);
-            if !status.success() && !excused {
+            // A rank that lost another says so, and ends by itself.
+            let tells = names && status.code() > Some(0) && !errors.contains("panicked");
+            let well = if killed { is_victim || tells } else { status.success() };
+            if !well {
                 why += &format!("rank {rank}: {status}: {}; ", errors.trim());
             }
         }
+        if self.victim.is_none() && (ops[0] == 0 || ops.iter().any(|one| *one != ops[0])) {
+            why += &format!("the ranks tell of {ops:?} ops; ");
+        }
         let mut tally = lock(tally);
-        tally.ops += ops;
+        tally.ops += ops.iter().sum::<u64>();
         tally.told += u64::from(killed && named);
         drop(tally);
         anyhow::ensure!(why.is_empty(), "{why}");
@@ -175,6 +177,16 @@ fn checked(out: &str) -> (u64, u64) {
     let rows = out.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let (right, wrong): (Vec<_>, Vec<_>) = rows.partition(|row| row["wrong"] == 0);
     (right.len() as u64, wrong.len() as u64)
+}
+
+/// Whether an error says that a rank was lost, or that it and others had not joined.
+fn names(errors: &str, rank: usize) -> bool {
+    let lists = errors.split("rank").skip(1).map(|rest| rest.trim_start_matches(['s', ' ']));
+    let listed = |list: &str| {
+        let number = list.split(|at: char| !at.is_ascii_digit()).next();
+        number.is_some_and(|number| number.parse() == Ok(rank))
+    };
+    lists.flat_map(|list| list.split(", ")).any(listed)
 }
 
 impl Rank {
