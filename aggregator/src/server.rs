@@ -357,6 +357,11 @@ async fn attend(
                 Some(FromWorker::Parted(absent)) => lock(registry).parted(seat, absent),
                 Some(FromWorker::Leave { next_op }) => break Parting::Left(next_op),
                 Some(FromWorker::Retreat) => break Parting::Retreated,
+                Some(FromWorker::Withdraw) => {
+                    if lock(registry).withdraw(seat, Instant::now()) {
+                        break Parting::Over;
+                    }
+                }
                 Some(FromWorker::Move) => break Parting::Moved,
                 Some(FromWorker::Join(_) | FromWorker::Stop) | None => {
                     break Parting::Lost(Loss::Broke);

@@ -43,6 +43,9 @@ pub enum FromWorker {
     },
     /// It has tried to come back, and has done nothing yet: as if it had not tried.
     Retreat,
+    /// It would rather be elsewhere: the aggregator ends the conversation if the job has not begun,
+    /// and otherwise it stays.
+    Withdraw,
     /// It goes on with the job at another aggregator.
     Move,
     /// It is an aggregator, and stops: its ranks are lost.

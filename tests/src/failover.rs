@@ -11,7 +11,7 @@ use racksum_worker::{Blocks, Client, ConnectError, ConnectOptions, Error, Faults
 use crate::inputs::{Values, seed, tensor};
 use crate::oracle::{Expected, reduce};
 use crate::rig::{Rig, bounded};
-use crate::waits::timed;
+use crate::waits::{await_that, timed};
 
 const WORLD: u16 = 3;
 
@@ -186,6 +186,39 @@ fn a_job_that_knows_no_other_place_is_served_to_its_end_by_one_that_drains() {
 }
 
 #[test]
+fn ranks_that_passed_over_an_aggregator_come_back_to_it_when_it_is_there() {
+    bounded(60, || {
+        let one = Rig::start(|_| {});
+        let other = Rig::start(|_| {});
+        let all = [0, 1, 2].map(|rank| options(&[&one, &other], "back", rank));
+        let port = one.aggregator.addr().port();
+        drop(one);
+        let cases = cases(seed(86));
+        std::thread::scope(|scope| {
+            for (rank, options) in (0..WORLD).zip(all) {
+                if rank == WORLD - 1 {
+                    await_that("the first have come to the second aggregator", || {
+                        other.aggregator.jobs() == 1
+                    });
+                    // The last finds the first one there, and waits for them.
+                    let one = Rig::start(|config| config.port = port);
+                    let client = Client::connect(&options).unwrap();
+                    run(&client, rank, &cases, 3);
+                    drop(client);
+                    one.await_peace();
+                } else {
+                    let cases = &cases;
+                    scope.spawn(move || {
+                        run(&Client::connect(&options).unwrap(), rank, cases, 3);
+                    });
+                }
+            }
+        });
+        other.await_peace();
+    });
+}
+
+#[test]
 fn one_that_knows_another_place_closes_at_once_although_others_know_none() {
     bounded(60, || {
         let rigs = [1, 1].map(|shards| Rig::start(|config| config.shards = shards));
@@ -236,7 +269,7 @@ fn when_no_aggregator_is_left_the_error_says_what_became_of_each() {
         let names: Vec<_> = all.iter().map(|rig| rig.aggregator.addr().to_string()).collect();
         let mut options: Vec<_> = (0..WORLD).map(|rank| options(&all, "none", rank)).collect();
         options.iter_mut().for_each(|options| options.op_timeout = Duration::from_secs(4));
-        let started = std::sync::Barrier::new(usize::from(WORLD) + 1);
+        let started = Barrier::new(usize::from(WORLD) + 1);
         std::thread::scope(|scope| {
             for options in options {
                 let (started, names) = (&started, &names);

@@ -19,6 +19,7 @@ use racksum_proto::wire::Header;
 
 use crate::control::{Control, Event, Mailbox};
 use crate::error::{ConnectError, not_joined};
+use crate::lookout::Lookout;
 use crate::options::ConnectOptions;
 
 /// How often a worker looks for multicast probes while it joins.
@@ -91,12 +92,13 @@ fn data_addr(routes: &[Route]) -> Result<SocketAddr, ConnectError> {
     Ok(SocketAddr::new(any, 0))
 }
 
-/// Joins a job at all of `aggregators`; returns once every rank is there. A job that has run at
-/// others before goes on where `resume` says.
+/// Joins a job at all of `aggregators`; returns once every rank is there, or if the lookout sees
+/// better ones before that. A job that has run at others before goes on where `resume` says.
 pub(crate) fn join(
     options: &ConnectOptions,
     aggregators: &[String],
     resume: Option<&Resume>,
+    lookout: Option<&Lookout>,
     mailbox: &mut Mailbox,
 ) -> Result<Session, ConnectError> {
     check(options, aggregators)?;
@@ -149,7 +151,9 @@ pub(crate) fn join(
     }
     let (groups, welcomes, early) = Default::default();
     let mut session = Session { controls, early, socket, groups, welcomes };
-    complete(&mut session, options, &routes, mailbox)?;
+    let parts = routes.iter().enumerate();
+    let parts = parts.map(|(place, to)| Joining::new(options, place, to)).collect();
+    complete(&mut session, parts, lookout, mailbox)?;
     Ok(session)
 }
 
@@ -157,14 +161,12 @@ pub(crate) fn join(
 /// group only so long to be heard.
 fn complete(
     session: &mut Session,
-    options: &ConnectOptions,
-    routes: &[Route],
+    mut parts: Vec<Joining<'_>>,
+    lookout: Option<&Lookout>,
     mailbox: &mut Mailbox,
 ) -> Result<(), ConnectError> {
-    let parts = routes.iter().enumerate();
-    let mut parts: Vec<_> = parts.map(|(place, to)| Joining::new(options, place, to)).collect();
     let clock = Clock::start();
-    let started = clock.now();
+    let (started, mut withdraws) = (clock.now(), false);
     while parts.iter().any(|part| !part.ready) {
         let heard = mailbox.hear(Some(PROBE_POLL));
         if mailbox.closed.is_some() {
@@ -177,8 +179,17 @@ fn complete(
             }
         }
         parts.iter_mut().for_each(|part| part.look_for_probe(session));
+        if !withdraws
+            && lookout.is_some_and(Lookout::has_seen)
+            && parts.iter().all(Joining::awaits_ranks)
+        {
+            // They end the conversation, unless all ranks have come meanwhile.
+            session.controls.iter().for_each(|control| control.say(FromWorker::Withdraw));
+            withdraws = true;
+        }
         let waited = Duration::from_nanos(clock.now().since(started).0);
-        if parts.iter().any(|part| !part.ready) && waited > options.join_timeout {
+        let is_late = |part: &Joining<'_>| !part.ready && waited > part.options.join_timeout;
+        if parts.iter().any(is_late) {
             if let Some(why) = parts.iter().find_map(|part| part.queued.clone()) {
                 return Err(ConnectError::NoRoom { why, waited });
             }
@@ -245,7 +256,7 @@ pub(crate) fn shard_addrs(
 }
 
 /// The address of `HOST:PORT`.
-fn resolve(host: &str) -> Result<SocketAddr, ConnectError> {
+pub(crate) fn resolve(host: &str) -> Result<SocketAddr, ConnectError> {
     let unknown = |why| ConnectError::NoAddress { host: host.into(), why };
     let mut addrs = host.to_socket_addrs().map_err(|error| unknown(error.to_string()))?;
     match addrs.next() {
@@ -284,6 +295,11 @@ impl<'a> Joining<'a> {
             queued: None,
             ready: false,
         }
+    }
+
+    /// Whether its aggregator has a place for the rank, and nothing more yet.
+    const fn awaits_ranks(&self) -> bool {
+        !self.missing.is_empty() && self.queued.is_none() && self.welcome.is_none()
     }
 
     /// Says so once a multicast probe has arrived.

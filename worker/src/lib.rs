@@ -15,6 +15,7 @@ mod fault;
 mod grant;
 mod join;
 pub mod kernel;
+mod lookout;
 mod options;
 mod payload;
 mod supervisor;

@@ -15,10 +15,13 @@ use crate::control::{Closed, Control, Event, Mailbox};
 use crate::error::ConnectError;
 use crate::grant::{Membership, grant};
 use crate::join::{Session, join};
+use crate::lookout::Lookout;
 use crate::options::ConnectOptions;
 
 /// How long to wait before aggregators are tried again, none of which could be had.
 const PAUSE: Duration = Duration::from_millis(250);
+/// The longest that a rank waits at an aggregator before it looks for those that come before.
+const LONGEST_LOOK: Duration = Duration::from_secs(15);
 /// How long the other ranks may take to come along: what an aggregator waits for them, and a little
 /// more.
 const MOVE_TIMEOUT: Duration = Duration::from_secs(25);
@@ -36,12 +39,14 @@ pub(crate) fn join_first(
         return Err(ConnectError::Arguments(format!("the aggregator {name} is named twice")));
     }
     let end = clock.now() + span(options.join_timeout);
-    loop {
+    let mut look_after = PAUSE;
+    'again: loop {
         let mut gone = false;
         for at in 0..words.0.len() {
             let left = Duration::from_nanos(end.since(clock.now()).0);
             let options = ConnectOptions { join_timeout: left, ..options.clone() };
-            match join(&options, set(&options, at), None, mailbox) {
+            let lookout = look_before(&options, at, look_after)?;
+            match join(&options, set(&options, at), None, lookout.as_ref(), mailbox) {
                 Ok(session) => return Ok((at, session)),
                 // Another aggregator would make no difference.
                 Err(
@@ -51,6 +56,12 @@ pub(crate) fn join_first(
                     | ConnectError::PeerLost { .. }),
                 ) => return Err(error),
                 Err(error) if options.standbys.is_empty() => return Err(error),
+                Err(_) if lookout.is_some_and(|lookout| lookout.has_seen()) => {
+                    tracing::info!(aggregator = words.name(at), "back to one that comes before");
+                    // It may take no job.
+                    look_after = (look_after * 2).min(LONGEST_LOOK);
+                    continue 'again;
+                }
                 Err(error) => {
                     tracing::warn!(aggregator = words.name(at), %error, "not joined");
                     gone |= matches!(
@@ -66,6 +77,20 @@ pub(crate) fn join_first(
         }
         std::thread::sleep(PAUSE);
     }
+}
+
+/// A look at the sets of aggregators that come before one, if there is to be any.
+fn look_before(
+    options: &ConnectOptions,
+    at: usize,
+    pause: Duration,
+) -> Result<Option<Lookout>, ConnectError> {
+    // One that comes back goes to where its job runs.
+    if at == 0 || options.rejoin {
+        return Ok(None);
+    }
+    let before = (0..at).map(|at| set(options, at).to_vec()).collect();
+    Lookout::start(options, before, pause).map(Some)
 }
 
 /// The aggregators that come `at`th.
@@ -205,7 +230,7 @@ impl Supervisor {
     /// Tries to go on at one set of aggregators. Returns whether there is no more to try.
     fn try_at(&mut self, at: usize, resume: &Resume, words: &mut Words) -> bool {
         let options = ConnectOptions { join_timeout: MOVE_TIMEOUT, ..self.options.clone() };
-        let joined = join(&options, set(&options, at), Some(resume), &mut self.mailbox);
+        let joined = join(&options, set(&options, at), Some(resume), None, &mut self.mailbox);
         match joined.and_then(|session| grant(&self.options, session)) {
             Ok(granted) => {
                 tracing::info!(aggregator = words.name(at), "moved");
