@@ -1,5 +1,6 @@
 //! Jobs that go on at another aggregator: the same bits, or an error that names every aggregator.
 
+use std::net::UdpSocket;
 use std::sync::{Barrier, Mutex};
 use std::time::Duration;
 
@@ -215,6 +216,44 @@ fn ranks_that_passed_over_an_aggregator_come_back_to_it_when_it_is_there() {
             }
         });
         other.await_peace();
+    });
+}
+
+#[test]
+fn ranks_that_move_meet_although_some_of_them_passed_over_an_aggregator() {
+    bounded(60, || {
+        let [one, other] = [(); 2].map(|()| Rig::start(|_| {}));
+        let mut all = [0, 1, 2].map(|rank| options(&[&one, &other], "meet", rank));
+        // To the last rank two others are named first, that never answer, so that it comes later.
+        let silent = [(); 2].map(|()| UdpSocket::bind("127.0.0.1:0").unwrap());
+        let names = silent.each_ref().map(|it| vec![it.local_addr().unwrap().to_string()]);
+        all[2].standbys.splice(0..0, names);
+        let ports = [&one, &other].map(|rig| rig.aggregator.addr().port());
+        drop(other);
+        let started = Barrier::new(usize::from(WORLD) + 1);
+        std::thread::scope(|scope| {
+            for options in &all {
+                let started = &started;
+                scope.spawn(move || {
+                    let client = Client::connect(options).unwrap();
+                    let one = Descriptor::sum(1, DType::I32);
+                    for _ in 0..2 {
+                        let mut tensor = [1, 0, 0, 0];
+                        client.allreduce(&mut tensor, one).unwrap();
+                        assert_eq!(tensor, [3, 0, 0, 0]);
+                        started.wait();
+                    }
+                });
+            }
+            started.wait();
+            drop(one);
+            let start = |port| Rig::start(|config| config.port = port);
+            let first = start(ports[0]);
+            await_that("the others are back at the first", || first.aggregator.jobs() == 1);
+            let second = start(ports[1]);
+            started.wait();
+            [first, second].iter().for_each(Rig::await_peace);
+        });
     });
 }
 

@@ -1,8 +1,8 @@
 //! A look at the aggregators that come before the one where a rank waits for others.
 //!
-//! Ranks try their aggregators in one order, but not at one time: those that come while the first
-//! is gone wait at the second, and those that come once it is back at the first. So who waits looks
-//! whether one that comes before can be had, and goes there.
+//! Ranks try their aggregators in one order, but not at one time: those that come while one is gone
+//! wait at the next, and those that come once it is back wait there. So who waits looks whether one
+//! that comes before can be had, and goes there.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};

@@ -45,7 +45,9 @@ pub(crate) fn join_first(
         for at in 0..words.0.len() {
             let left = Duration::from_nanos(end.since(clock.now()).0);
             let options = ConnectOptions { join_timeout: left, ..options.clone() };
-            let lookout = look_before(&options, at, look_after)?;
+            // One that comes back goes to where its job runs.
+            let before = if options.rejoin { 0..0 } else { 0..at };
+            let lookout = look_for(&options, before, look_after)?;
             match join(&options, set(&options, at), None, lookout.as_ref(), mailbox) {
                 Ok(session) => return Ok((at, session)),
                 // Another aggregator would make no difference.
@@ -79,18 +81,14 @@ pub(crate) fn join_first(
     }
 }
 
-/// A look at the sets of aggregators that come before one, if there is to be any.
-fn look_before(
+/// A look at some sets of aggregators, if there are any.
+fn look_for(
     options: &ConnectOptions,
-    at: usize,
+    sets: impl Iterator<Item = usize>,
     pause: Duration,
 ) -> Result<Option<Lookout>, ConnectError> {
-    // One that comes back goes to where its job runs.
-    if at == 0 || options.rejoin {
-        return Ok(None);
-    }
-    let before = (0..at).map(|at| set(options, at).to_vec()).collect();
-    Lookout::start(options, before, pause).map(Some)
+    let sets: Vec<_> = sets.map(|at| set(options, at).to_vec()).collect();
+    if sets.is_empty() { Ok(None) } else { Lookout::start(options, sets, pause).map(Some) }
 }
 
 /// The aggregators that come `at`th.
@@ -207,17 +205,25 @@ impl Supervisor {
         let Some(Some(first_op)) = first_op else { return };
         let resume = Resume { first_op, absent: self.absent.clone() };
         let sets = 1 + self.options.standbys.len();
-        for at in (0..sets).cycle().skip(self.at + 1) {
-            if self.mailbox.closed.is_some() || self.try_at(at, &resume, &mut words) {
+        let order: Vec<_> = (0..sets).cycle().skip(self.at + 1).take(sets).collect();
+        let (mut turn, mut look_after) = (0, PAUSE);
+        while self.mailbox.closed.is_none() {
+            let before = order[..turn].iter().copied();
+            let lookout = look_for(&self.options, before, look_after).unwrap_or(None);
+            if self.try_at(order[turn], &resume, lookout.as_ref(), &mut words) {
                 return;
             }
-            let (text, last) = (words.text(), at == self.at);
+            let text = words.text();
             let ended = self.shared.tell(|engine| {
                 engine.note_tried(text);
                 engine.has_ended()
             });
-            // What is said now is of attempts that have failed.
-            if last {
+            turn = (turn + 1) % sets;
+            if lookout.is_some_and(|lookout| lookout.has_seen()) {
+                // It may not take the job.
+                (turn, look_after) = (0, (look_after * 2).min(LONGEST_LOOK));
+            } else if turn == 0 {
+                // What is said now is of attempts that have failed.
                 self.mailbox.next_session();
                 drop(self.mailbox.hear(Some(PAUSE)));
             }
@@ -228,9 +234,15 @@ impl Supervisor {
     }
 
     /// Tries to go on at one set of aggregators. Returns whether there is no more to try.
-    fn try_at(&mut self, at: usize, resume: &Resume, words: &mut Words) -> bool {
+    fn try_at(
+        &mut self,
+        at: usize,
+        resume: &Resume,
+        lookout: Option<&Lookout>,
+        words: &mut Words,
+    ) -> bool {
         let options = ConnectOptions { join_timeout: MOVE_TIMEOUT, ..self.options.clone() };
-        let joined = join(&options, set(&options, at), Some(resume), None, &mut self.mailbox);
+        let joined = join(&options, set(&options, at), Some(resume), lookout, &mut self.mailbox);
         match joined.and_then(|session| grant(&self.options, session)) {
             Ok(granted) => {
                 tracing::info!(aggregator = words.name(at), "moved");
