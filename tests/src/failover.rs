@@ -1,6 +1,5 @@
 //! Jobs that go on at another aggregator: the same bits, or an error that names every aggregator.
 
-use std::net::UdpSocket;
 use std::sync::{Barrier, Mutex};
 use std::time::Duration;
 
@@ -222,37 +221,33 @@ fn ranks_that_passed_over_an_aggregator_come_back_to_it_when_it_is_there() {
 #[test]
 fn ranks_that_move_meet_although_some_of_them_passed_over_an_aggregator() {
     bounded(60, || {
-        let [one, other] = [(); 2].map(|()| Rig::start(|_| {}));
-        let mut all = [0, 1, 2].map(|rank| options(&[&one, &other], "meet", rank));
-        // To the last rank two others are named first, that never answer, so that it comes later.
-        let silent = [(); 2].map(|()| UdpSocket::bind("127.0.0.1:0").unwrap());
-        let names = silent.each_ref().map(|it| vec![it.local_addr().unwrap().to_string()]);
-        all[2].standbys.splice(0..0, names);
-        let ports = [&one, &other].map(|rig| rig.aggregator.addr().port());
-        drop(other);
-        let started = Barrier::new(usize::from(WORLD) + 1);
+        let [one, next, last] = [(); 3].map(|()| Rig::start(|_| {}));
+        // One rank can only come to the next aggregator, and the others could wait at the last.
+        let known = [&[&one, &next, &last][..], &[&one, &next, &last], &[&one, &next]];
+        let all: Vec<_> =
+            (0..).zip(known).map(|(rank, known)| options(known, "meet", rank)).collect();
+        let port = next.aggregator.addr().port();
+        drop(next);
+        let done = Barrier::new(usize::from(WORLD) + 1);
         std::thread::scope(|scope| {
             for options in &all {
-                let started = &started;
+                let done = &done;
                 scope.spawn(move || {
                     let client = Client::connect(options).unwrap();
-                    let one = Descriptor::sum(1, DType::I32);
                     for _ in 0..2 {
                         let mut tensor = [1, 0, 0, 0];
-                        client.allreduce(&mut tensor, one).unwrap();
+                        client.allreduce(&mut tensor, Descriptor::sum(1, DType::I32)).unwrap();
                         assert_eq!(tensor, [3, 0, 0, 0]);
-                        started.wait();
+                        done.wait();
                     }
                 });
             }
-            started.wait();
+            done.wait();
             drop(one);
-            let start = |port| Rig::start(|config| config.port = port);
-            let first = start(ports[0]);
-            await_that("the others are back at the first", || first.aggregator.jobs() == 1);
-            let second = start(ports[1]);
-            started.wait();
-            [first, second].iter().for_each(Rig::await_peace);
+            await_that("others wait at the last", || last.aggregator.jobs() == 1);
+            let next = Rig::start(|config| config.port = port);
+            done.wait();
+            [next, last].iter().for_each(Rig::await_peace);
         });
     });
 }
@@ -297,6 +292,38 @@ fn an_aggregator_whose_name_is_unknown_is_passed_over() {
         let alone = ConnectOptions { standbys: Vec::new(), ..unknown };
         let error = Client::connect(&alone).unwrap_err();
         assert!(matches!(error, ConnectError::NoAddress { .. }), "{error}");
+    });
+}
+
+#[test]
+fn a_rank_that_others_did_not_come_to_in_time_says_where_it_waited() {
+    bounded(60, || {
+        let [one, other] = [(); 2].map(|()| Rig::start(|_| {}));
+        let name = other.aggregator.addr().to_string();
+        let known = [&[&one, &other][..], &[&one], &[&one]];
+        let all: Vec<_> =
+            (0..).zip(known).map(|(rank, known)| options(known, "alone", rank)).collect();
+        let started = Barrier::new(usize::from(WORLD) + 1);
+        std::thread::scope(|scope| {
+            for options in all {
+                let (started, name) = (&started, &name);
+                scope.spawn(move || {
+                    let op_timeout = Duration::from_secs(3);
+                    let options = ConnectOptions { op_timeout, ..options };
+                    let client = Client::connect(&options).unwrap();
+                    let one = Descriptor::sum(1, DType::I32);
+                    client.allreduce(&mut [0; 4], one).unwrap();
+                    started.wait();
+                    let error = client.allreduce(&mut [0; 4], one).unwrap_err().to_string();
+                    if options.rank == 0 {
+                        assert!(error.contains(&format!("{name}: not joined in time")), "{error}");
+                    }
+                });
+            }
+            started.wait();
+            drop(one);
+        });
+        other.await_peace();
     });
 }
 

@@ -96,13 +96,16 @@ fn set(options: &ConnectOptions, at: usize) -> &[String] {
     at.checked_sub(1).and_then(|i| options.standbys.get(i)).unwrap_or(&options.aggregators)
 }
 
+/// What became of an aggregator that was not come to.
+const UNTRIED: &str = "not tried";
+
 /// The sets of aggregators, and what became of each.
 struct Words(Vec<(String, String)>);
 
 impl Words {
     fn new(options: &ConnectOptions) -> Self {
         let sets = 0..=options.standbys.len();
-        Self(sets.map(|at| (set(options, at).join("+"), "not tried".into())).collect())
+        Self(sets.map(|at| (set(options, at).join("+"), UNTRIED.into())).collect())
     }
 
     fn name(&self, at: usize) -> &str {
@@ -112,6 +115,13 @@ impl Words {
     fn set(&mut self, at: usize, word: String) {
         if let Some((_, said)) = self.0.get_mut(at) {
             *said = word;
+        }
+    }
+
+    /// One is tried now: that is what became of it unless there is more to say.
+    fn begin(&mut self, at: usize) {
+        if self.0.get(at).is_some_and(|(_, said)| said == UNTRIED) {
+            self.set(at, "not joined in time".into());
         }
     }
 
@@ -210,14 +220,12 @@ impl Supervisor {
         while self.mailbox.closed.is_none() {
             let before = order[..turn].iter().copied();
             let lookout = look_for(&self.options, before, look_after).unwrap_or(None);
+            words.begin(order[turn]);
+            self.note_tried(&words);
             if self.try_at(order[turn], &resume, lookout.as_ref(), &mut words) {
                 return;
             }
-            let text = words.text();
-            let ended = self.shared.tell(|engine| {
-                engine.note_tried(text);
-                engine.has_ended()
-            });
+            let ended = self.note_tried(&words);
             turn = (turn + 1) % sets;
             if lookout.is_some_and(|lookout| lookout.has_seen()) {
                 // It may not take the job.
@@ -231,6 +239,15 @@ impl Supervisor {
                 return;
             }
         }
+    }
+
+    /// Notes what to say if the time is over. Returns whether it is.
+    fn note_tried(&self, words: &Words) -> Option<bool> {
+        let text = words.text();
+        self.shared.tell(|engine| {
+            engine.note_tried(text);
+            engine.has_ended()
+        })
     }
 
     /// Tries to go on at one set of aggregators. Returns whether there is no more to try.

@@ -1,8 +1,10 @@
 //! A host that is not as it should be: full disks, closed pipes, too few files, small buffers, and
 //! a wall clock that is set. An aggregator serves on, and says so once.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{PipeReader, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -20,8 +22,12 @@ fn full_disk() -> Stdio {
 
 /// A pipe without room, and its reader, which lives and does not read.
 fn full_pipe() -> (Stdio, PipeReader) {
-    let (idle, mut full) = std::io::pipe().unwrap();
-    full.write_all(&vec![b'.'; 65_536]).unwrap();
+    let (idle, full) = std::io::pipe().unwrap();
+    // Opened once more, it does not block, and the pipe's own end still does.
+    let same = format!("/proc/self/fd/{}", full.as_raw_fd());
+    let mut options = OpenOptions::new();
+    let mut filler = options.write(true).custom_flags(libc::O_NONBLOCK).open(same).unwrap();
+    while filler.write(&[b'.'; 4096]).is_ok() {}
     (full.into(), idle)
 }
 

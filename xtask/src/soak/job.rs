@@ -181,12 +181,12 @@ fn checked(out: &str) -> (u64, u64) {
 
 /// Whether an error says that a rank was lost, or that it and others had not joined.
 fn names(errors: &str, rank: usize) -> bool {
-    let lists = errors.split("rank").skip(1).map(|rest| rest.trim_start_matches(['s', ' ']));
-    let listed = |list: &str| {
-        let number = list.split(|at: char| !at.is_ascii_digit()).next();
-        number.is_some_and(|number| number.parse() == Ok(rank))
-    };
-    lists.flat_map(|list| list.split(", ")).any(listed)
+    let is_list = |at: char| at.is_ascii_digit() || [',', ' '].contains(&at);
+    errors.split("rank").skip(1).any(|rest| {
+        let (list, numbers) = rest.strip_prefix('s').map_or((rest, 1), |list| (list, usize::MAX));
+        let list = list.split(|at| !is_list(at)).next().unwrap_or("");
+        list.split(", ").take(numbers).any(|number| number.trim().parse() == Ok(rank))
+    })
 }
 
 impl Rank {
@@ -224,3 +224,29 @@ impl Drop for Rank {
 const POLL: Duration = Duration::from_millis(10);
 /// Longer than any op, or joining, may take.
 const PATIENCE: Duration = Duration::from_secs(150);
+
+#[cfg(test)]
+mod tests {
+    use super::{checked, names};
+
+    #[test]
+    fn ops_are_counted_by_whether_their_sums_were_right() {
+        assert_eq!(checked(""), (0, 0));
+        let rows = "{\"bytes\":8,\"wrong\":0}\n{\"wrong\":3}\n{\"wrong\":0}\n";
+        assert_eq!(checked(rows), (2, 1));
+        assert_eq!(checked(&format!("{rows}{{\"wrong\":")), (2, 1), "half a line is no op");
+        assert_eq!(checked("{\"bytes\":8}\n"), (0, 1), "one that does not say is not right");
+    }
+
+    #[test]
+    fn a_rank_is_named_as_itself_and_in_a_list() {
+        for error in ["rank 2 was lost", "ranks 0, 2 were lost", "ranks 2, 3 have not joined"] {
+            assert!(names(error, 2), "{error}");
+            assert!(!names(error, 1), "{error}");
+        }
+        assert!(!names("rank 12 was lost; op 2 timed out", 2));
+        assert!(!names("rank 1, 2 ops are not done", 2));
+        assert!(!names("ranks 0, 1 were lost, 2 ops are not done", 2));
+        assert!(!names("", 0));
+    }
+}
