@@ -512,16 +512,6 @@ impl Registry {
         }
     }
 
-    /// A rank would rather be elsewhere. Returns whether its place is free, since its job has not
-    /// begun; otherwise it stays, for the others count on it.
-    pub(crate) fn withdraw(&mut self, seat: &Seat, now: Instant) -> bool {
-        let gathers = self.job(seat).is_none_or(|job| job.state == State::Gathering);
-        if gathers {
-            self.leave(seat, Loss::Left, now);
-        }
-        gathers
-    }
-
     fn lose(&mut self, seat: &Seat, why: Loss, now: Instant) {
         let (name, rank) = (&seat.job, seat.rank);
         let Some(job) = self.job(seat) else { return };

@@ -76,7 +76,7 @@ pub(crate) async fn serve(
         let (registry, lifelines) = (Arc::clone(&registry), lifelines.clone());
         tokio::spawn(async move {
             match timeout(JOIN_TIMEOUT, connecting).await {
-                Ok(Ok(connection)) => serve_rank(connection, registry, lifelines).await,
+                Ok(Ok(connection)) => serve_caller(connection, registry, lifelines).await,
                 Ok(Err(cause)) => tracing::warn!("refused: {}", not_connected(from, cause)),
                 Err(_) => {}
             }
@@ -86,22 +86,49 @@ pub(crate) async fn serve(
     drop(timeout(CLOSE_TIMEOUT, endpoint.wait_idle()).await);
 }
 
+/// Serves whoever calls.
+async fn serve_caller(connection: quinn::Connection, registry: Shared, lifelines: Lifelines) {
+    let first = timeout(JOIN_TIMEOUT, hear_first(&connection)).await;
+    let Ok(Some((word, mut send, recv))) = first else { return };
+    match word {
+        FromWorker::Join(join) => {
+            serve_rank(&connection, join, (send, recv), registry, lifelines).await;
+        }
+        FromWorker::Look { job, generation } => {
+            let identity = identify(&registry, &connection).map(|it| it.name);
+            let ranks = lock(&registry).present(&job, generation, identity.as_deref());
+            if say(&mut send, &FromAggregator::Present { ranks }).await {
+                end(&connection, send).await;
+            }
+        }
+        _ => {}
+    }
+}
+
+/// What somebody vouches for that a caller shows.
+fn identify(registry: &Shared, connection: &quinn::Connection) -> Option<Certificate> {
+    let knows = lock(registry).knows_identities();
+    knows.then(|| Certificate::of_peer(connection)).flatten()
+}
+
 /// Serves one rank from its join to its end.
-async fn serve_rank(connection: quinn::Connection, registry: Shared, lifelines: Lifelines) {
-    let Ok(Some((join, mut send, recv))) = timeout(JOIN_TIMEOUT, hear_join(&connection)).await
-    else {
-        return;
-    };
+async fn serve_rank(
+    connection: &quinn::Connection,
+    join: Join,
+    (mut send, recv): (quinn::SendStream, quinn::RecvStream),
+    registry: Shared,
+    lifelines: Lifelines,
+) {
     let (tell, mut inbox) = channel(WORDS);
     let addr = connection.remote_address();
     let (name, rank, relays) = (join.job.clone(), join.rank, join.relays);
     let Ok(lifeline) = offer(&lifelines, &mut send).await else { return };
-    let mut dead = std::pin::pin!(dead(&connection, lifeline));
+    let mut dead = std::pin::pin!(dead(connection, lifeline));
     let knows = lock(&registry).knows_identities();
-    let certificate = knows.then(|| Certificate::of_peer(&connection)).flatten();
+    let certificate = identify(&registry, connection);
     let stranger = if join.relays && knows { no_aggregator(certificate.as_ref()) } else { None };
     let identity = certificate.map(|it| it.name);
-    let joined = match stranger.or_else(|| answers_elsewhere(&registry, &connection)) {
+    let joined = match stranger.or_else(|| answers_elsewhere(&registry, connection)) {
         Some(reason) => Err(Refusal::Never(reason)),
         None => {
             let caller = Caller { identity: identity.clone(), addr, tell };
@@ -123,7 +150,7 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared, lifelines: 
                 Refusal::Never(_) | Refusal::NoRoom(_) => FromAggregator::Refused { reason },
             };
             if say(&mut send, &refused).await {
-                end(&connection, send).await;
+                end(connection, send).await;
             }
         }
         Ok((seat, joined)) => {
@@ -131,25 +158,25 @@ async fn serve_rank(connection: quinn::Connection, registry: Shared, lifelines: 
             pursue(&registry, &seat, joined);
             let parting = tokio::select! {
                 parting = attend(
-                    &registry, &seat, &connection, (&mut send, recv), &mut inbox
+                    &registry, &seat, connection, (&mut send, recv), &mut inbox
                 ) => parting,
                 () = &mut dead => Parting::Lost(Loss::Died),
             };
             match parting {
-                Parting::Over => end(&connection, send).await,
+                Parting::Over => end(connection, send).await,
                 Parting::Moved => {
                     lock(&registry).depart(&seat, Instant::now());
-                    end(&connection, send).await;
+                    end(connection, send).await;
                 }
                 Parting::Left(next_op) => {
                     lock(&registry).part(&seat, next_op, Instant::now());
-                    end(&connection, send).await;
+                    end(connection, send).await;
                 }
                 Parting::Retreated => {
                     lock(&registry).retreat(&seat, Instant::now());
-                    end(&connection, send).await;
+                    end(connection, send).await;
                 }
-                Parting::Lost(Loss::Broke) if timed_out(&connection) => {
+                Parting::Lost(Loss::Broke) if timed_out(connection) => {
                     lock(&registry).leave(&seat, Loss::Silent, Instant::now());
                 }
                 Parting::Lost(why) => lock(&registry).leave(&seat, why, Instant::now()),
@@ -277,15 +304,12 @@ fn answers_elsewhere(registry: &Shared, connection: &quinn::Connection) -> Optio
     })
 }
 
-/// The first word of a connection, which must be a join, and the stream that it came by.
-async fn hear_join(
+/// The first word of a connection, and the stream that it came by.
+async fn hear_first(
     connection: &quinn::Connection,
-) -> Option<(Join, quinn::SendStream, quinn::RecvStream)> {
+) -> Option<(FromWorker, quinn::SendStream, quinn::RecvStream)> {
     let (send, mut recv) = connection.accept_bi().await.ok()?;
-    match frames::recv(&mut recv).await {
-        Ok(Some(FromWorker::Join(join))) => Some((join, send, recv)),
-        _ => None,
-    }
+    Some((frames::recv(&mut recv).await.ok()??, send, recv))
 }
 
 /// Ends a conversation so that its last words still arrive.
@@ -358,12 +382,17 @@ async fn attend(
                 Some(FromWorker::Leave { next_op }) => break Parting::Left(next_op),
                 Some(FromWorker::Retreat) => break Parting::Retreated,
                 Some(FromWorker::Withdraw) => {
-                    if lock(registry).withdraw(seat, Instant::now()) {
-                        break Parting::Over;
+                    let is_free = lock(registry).withdraw(seat);
+                    if is_free && !say(send, &FromAggregator::Free).await {
+                        break Parting::Lost(Loss::Broke);
                     }
                 }
+                Some(FromWorker::Stay) => {
+                    let joined = lock(registry).stay(seat);
+                    pursue(registry, seat, joined);
+                }
                 Some(FromWorker::Move) => break Parting::Moved,
-                Some(FromWorker::Join(_) | FromWorker::Stop) | None => {
+                Some(FromWorker::Join(_) | FromWorker::Look { .. } | FromWorker::Stop) | None => {
                     break Parting::Lost(Loss::Broke);
                 }
             },

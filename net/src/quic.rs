@@ -19,7 +19,7 @@ mod trust;
 
 pub use authority::{Authority, Subject};
 pub use certificate::{Certificate, Role};
-pub use conversation::{Caller, Ended, LEAVE, SILENT, converse};
+pub use conversation::{Caller, Ended, LEAVE, SILENT, converse, look};
 pub use endpoint::{Connection, change_credentials, connect, not_connected, server};
 pub use identity::Identity;
 /// The QUIC implementation, whose connections and streams appear in this interface.

@@ -43,9 +43,19 @@ pub enum FromWorker {
     },
     /// It has tried to come back, and has done nothing yet: as if it had not tried.
     Retreat,
-    /// It would rather be elsewhere: the aggregator ends the conversation if the job has not begun,
-    /// and otherwise it stays.
+    /// It asks which ranks of a job wait for others, as the first and only message: it may be a
+    /// rank of the job that waits at another aggregator.
+    Look {
+        /// The job's name.
+        job: String,
+        /// The job's life.
+        generation: Generation,
+    },
+    /// It would rather be elsewhere, and waits to hear [`FromAggregator::Free`]; not if the job has
+    /// begun.
     Withdraw,
+    /// It would not, after all.
+    Stay,
     /// It goes on with the job at another aggregator.
     Move,
     /// It is an aggregator, and stops: its ranks are lost.
@@ -186,6 +196,14 @@ pub enum FromAggregator {
         /// Milliseconds since this rank joined.
         waited_ms: u64,
     },
+    /// These ranks of the job wait for others. The answer to a look.
+    Present {
+        /// Which; none if there is no such job, if it has begun, or may not be known.
+        ranks: Vec<u16>,
+    },
+    /// The rank may leave: the job has not begun, and does not before the rank has left or says
+    /// that it stays.
+    Free,
     /// All ranks are there; this is what they are granted.
     Welcome(Welcome),
     /// Ops may start.

@@ -87,6 +87,14 @@ fn blocks(descriptor: &Descriptor, tensor: &[u8], indices: &[u32]) -> Blocks {
     Blocks { indices: indices.to_vec(), values: indices.iter().flat_map(block).collect() }
 }
 
+/// A rig at an address of its own, so that nobody takes its ports between two lives of it; the
+/// system chooses port 0.
+fn lone(host: u8, port: u16) -> Rig {
+    Rig::start(|config| {
+        (config.bind, config.port, config.max_jobs) = ([127, 0, 0, host].into(), port, 1);
+    })
+}
+
 /// How ranks connect that may move from the first of some rigs to the next.
 fn options(rigs: &[&Rig], job: &str, rank: u16) -> ConnectOptions {
     let addr = |rig: &&Rig| vec![rig.aggregator.addr().to_string()];
@@ -188,8 +196,7 @@ fn a_job_that_knows_no_other_place_is_served_to_its_end_by_one_that_drains() {
 #[test]
 fn ranks_that_passed_over_an_aggregator_come_back_to_it_when_it_is_there() {
     bounded(60, || {
-        let one = Rig::start(|_| {});
-        let other = Rig::start(|_| {});
+        let (one, other) = (lone(2, 0), Rig::start(|_| {}));
         let all = [0, 1, 2].map(|rank| options(&[&one, &other], "back", rank));
         let port = one.aggregator.addr().port();
         drop(one);
@@ -201,7 +208,7 @@ fn ranks_that_passed_over_an_aggregator_come_back_to_it_when_it_is_there() {
                         other.aggregator.jobs() == 1
                     });
                     // The last finds the first one there, and waits for them.
-                    let one = Rig::start(|config| config.port = port);
+                    let one = lone(2, port);
                     let client = Client::connect(&options).unwrap();
                     run(&client, rank, &cases, 3);
                     drop(client);
@@ -219,9 +226,40 @@ fn ranks_that_passed_over_an_aggregator_come_back_to_it_when_it_is_there() {
 }
 
 #[test]
+fn a_rank_that_waits_leaves_its_place_for_no_aggregator_where_it_would_wait_alone() {
+    bounded(60, || {
+        let [one, other] = [3, 4].map(|host| lone(host, 0));
+        let [first, last] = [0, 1].map(|rank| ConnectOptions {
+            world: 2,
+            join_timeout: Duration::from_secs(20),
+            ..options(&[&one, &other], "stay", rank)
+        });
+        let port = one.aggregator.addr().port();
+        drop(one);
+        std::thread::scope(|scope| {
+            let joined = scope.spawn(|| Client::connect(&first).unwrap());
+            await_that("the first waits", || other.aggregator.jobs() == 1);
+            // Another job takes the only place of one that comes before.
+            let one = lone(3, port);
+            let another = one.options("another", 0, 2);
+            let another = scope.spawn(move || Client::connect(&another));
+            await_that("another is there", || one.aggregator.jobs() == 1);
+            // One more waits for the place of the first, which looks for others meanwhile.
+            let next = ConnectOptions { wait: true, ..other.options("next", 0, 1) };
+            let next = scope.spawn(move || drop(Client::connect(&next).unwrap()));
+            std::thread::sleep(Duration::from_secs(2));
+            drop((Client::connect(&last).unwrap(), joined.join().unwrap()));
+            next.join().unwrap();
+            drop(Client::connect(&one.options("another", 1, 2)).unwrap());
+            drop(another.join().unwrap().unwrap());
+        });
+    });
+}
+
+#[test]
 fn ranks_that_move_meet_although_some_of_them_passed_over_an_aggregator() {
     bounded(60, || {
-        let [one, next, last] = [(); 3].map(|()| Rig::start(|_| {}));
+        let [one, next, last] = [5, 6, 7].map(|host| lone(host, 0));
         // One rank can only come to the next aggregator, and the others could wait at the last.
         let known = [&[&one, &next, &last][..], &[&one, &next, &last], &[&one, &next]];
         let all: Vec<_> =
@@ -245,7 +283,7 @@ fn ranks_that_move_meet_although_some_of_them_passed_over_an_aggregator() {
             done.wait();
             drop(one);
             await_that("others wait at the last", || last.aggregator.jobs() == 1);
-            let next = Rig::start(|config| config.port = port);
+            let next = lone(6, port);
             done.wait();
             [next, last].iter().for_each(Rig::await_peace);
         });
@@ -314,6 +352,8 @@ fn a_rank_that_others_did_not_come_to_in_time_says_where_it_waited() {
                     let one = Descriptor::sum(1, DType::I32);
                     client.allreduce(&mut [0; 4], one).unwrap();
                     started.wait();
+                    // Now the aggregator is dropped.
+                    started.wait();
                     let error = client.allreduce(&mut [0; 4], one).unwrap_err().to_string();
                     if options.rank == 0 {
                         assert!(error.contains(&format!("{name}: not joined in time")), "{error}");
@@ -322,6 +362,7 @@ fn a_rank_that_others_did_not_come_to_in_time_says_where_it_waited() {
             }
             started.wait();
             drop(one);
+            started.wait();
         });
         other.await_peace();
     });

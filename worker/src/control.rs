@@ -108,6 +108,15 @@ impl Events {
     }
 }
 
+/// How long an aggregator may take to answer a rank that joins a job, or moves with it.
+pub(crate) fn patience(options: &ConnectOptions, moves: bool) -> Span {
+    // Less than the time to join: that nobody answers is the better reason. And others may be there
+    // in its place.
+    let sets = 1 + options.standbys.len() as u64;
+    let patience = Span::from_millis(span(options.join_timeout).as_millis() * 9 / 10 / sets);
+    patience.min(if moves { MOVE_PATIENCE } else { CONNECT_PATIENCE })
+}
+
 /// A control connection, served by a thread of its own.
 #[derive(Debug)]
 pub(crate) struct Control {
@@ -127,10 +136,6 @@ impl Control {
         mailbox: &Mailbox,
     ) -> Result<Self, ConnectError> {
         let credentials = Credentials::new(options.identity.as_deref(), options.insecure)?;
-        // Less than the time to join: that nobody answers is the better reason. And others may be
-        // there in its place.
-        let sets = 1 + options.standbys.len() as u64;
-        let patience = Span::from_millis(span(options.join_timeout).as_millis() * 9 / 10 / sets);
         let moves = join.resume.is_some();
         // Until all that takes part in a session is there, it is as if nothing had begun.
         let parting = match (moves, join.rejoin) {
@@ -138,7 +143,7 @@ impl Control {
             (_, true) => FromWorker::Retreat,
             _ => LEAVE,
         };
-        let patience = patience.min(if moves { MOVE_PATIENCE } else { CONNECT_PATIENCE });
+        let patience = patience(options, moves);
         let (tell, session, place) = (mailbox.sender(), mailbox.session, join.stripe.0);
         let events = Events { tell, session, place };
         let (say, words) = unbounded_channel();

@@ -43,12 +43,15 @@ pub enum ConnectError {
     #[error("the aggregator refused: it is about to stop and takes no more jobs; name another")]
     Draining,
     /// The world stayed incomplete.
-    #[error("{}", incomplete(missing, *waited))]
+    #[error("{}{elsewhere}", incomplete(missing, *waited))]
     Incomplete {
         /// The ranks that are missing.
         missing: Vec<u16>,
         /// How long the others were waited for.
         waited: Duration,
+        /// What became of other aggregators that were tried: `; HOST:PORT: ` and a sentence of
+        /// each.
+        elsewhere: String,
     },
     /// There was no room for the job for too long.
     #[error("after {} s there was still no room for the job: {why}", waited.as_secs())]

@@ -40,6 +40,22 @@ pub(crate) struct Session {
     pub(crate) welcomes: Vec<(SocketAddr, Welcome)>,
 }
 
+/// What joining led to.
+#[expect(clippy::large_enum_variant, reason = "there is one at a time")]
+#[derive(Debug)]
+pub(crate) enum Outcome {
+    /// Every rank is there.
+    Complete(Session),
+    /// The rank has left, since others of its job wait at the set of aggregators of this place.
+    Elsewhere(usize),
+}
+
+impl Session {
+    fn say_to_all(&self, word: &FromWorker) {
+        self.controls.iter().for_each(|control| control.say(word.clone()));
+    }
+}
+
 /// The way to an aggregator.
 #[derive(Debug)]
 struct Route {
@@ -93,14 +109,14 @@ fn data_addr(routes: &[Route]) -> Result<SocketAddr, ConnectError> {
 }
 
 /// Joins a job at all of `aggregators`; returns once every rank is there, or if the lookout sees
-/// better ones before that. A job that has run at others before goes on where `resume` says.
+/// others elsewhere before that. A job that has run at others before goes on where `resume` says.
 pub(crate) fn join(
     options: &ConnectOptions,
     aggregators: &[String],
     resume: Option<&Resume>,
-    lookout: Option<&Lookout>,
+    lookout: &mut Lookout<'_>,
     mailbox: &mut Mailbox,
-) -> Result<Session, ConnectError> {
+) -> Result<Outcome, ConnectError> {
     check(options, aggregators)?;
     mailbox.next_session();
     let routes = aggregators
@@ -153,20 +169,23 @@ pub(crate) fn join(
     let mut session = Session { controls, early, socket, groups, welcomes };
     let parts = routes.iter().enumerate();
     let parts = parts.map(|(place, to)| Joining::new(options, place, to)).collect();
-    complete(&mut session, parts, lookout, mailbox)?;
-    Ok(session)
+    Ok(match complete(&mut session, parts, lookout, mailbox)? {
+        Some(place) => Outcome::Elsewhere(place),
+        None => Outcome::Complete(session),
+    })
 }
 
 /// Waits until every aggregator says that ops may start: for all at once, since each gives its
-/// group only so long to be heard.
+/// group only so long to be heard. Returns where else the rank is to go, if the lookout has seen
+/// others there and all aggregators let it go.
 fn complete(
     session: &mut Session,
     mut parts: Vec<Joining<'_>>,
-    lookout: Option<&Lookout>,
+    lookout: &mut Lookout<'_>,
     mailbox: &mut Mailbox,
-) -> Result<(), ConnectError> {
+) -> Result<Option<usize>, ConnectError> {
     let clock = Clock::start();
-    let (started, mut withdraws) = (clock.now(), false);
+    let (started, mut goal) = (clock.now(), None);
     while parts.iter().any(|part| !part.ready) {
         let heard = mailbox.hear(Some(PROBE_POLL));
         if mailbox.closed.is_some() {
@@ -179,13 +198,19 @@ fn complete(
             }
         }
         parts.iter_mut().for_each(|part| part.look_for_probe(session));
-        if !withdraws
-            && lookout.is_some_and(Lookout::has_seen)
-            && parts.iter().all(Joining::awaits_ranks)
-        {
-            // They end the conversation, unless all ranks have come meanwhile.
-            session.controls.iter().for_each(|control| control.say(FromWorker::Withdraw));
-            withdraws = true;
+        // wire: W-67
+        let awaits_ranks = parts.iter().all(Joining::awaits_ranks);
+        if goal.is_none() {
+            goal = lookout.seen(awaits_ranks);
+            if goal.is_some() {
+                session.say_to_all(&FromWorker::Withdraw);
+            }
+        } else if !awaits_ranks {
+            // At one of them the job has begun, so that all ranks are here.
+            session.say_to_all(&FromWorker::Stay);
+            goal = None;
+        } else if parts.iter().all(|part| part.free) {
+            return Ok(goal);
         }
         let waited = Duration::from_nanos(clock.now().since(started).0);
         let is_late = |part: &Joining<'_>| !part.ready && waited > part.options.join_timeout;
@@ -195,7 +220,8 @@ fn complete(
             }
             let missing =
                 parts.into_iter().map(|part| part.missing).find(|ranks| !ranks.is_empty());
-            return Err(ConnectError::Incomplete { missing: missing.unwrap_or_default(), waited });
+            let (missing, elsewhere) = (missing.unwrap_or_default(), String::new());
+            return Err(ConnectError::Incomplete { missing, waited, elsewhere });
         }
     }
     for Joining { route, welcome, group, .. } in parts {
@@ -203,7 +229,7 @@ fn complete(
         session.welcomes.push((route.to, welcome.ok_or_else(early)?));
         session.groups.extend(group);
     }
-    Ok(())
+    Ok(None)
 }
 
 fn check(options: &ConnectOptions, aggregators: &[String]) -> Result<(), ConnectError> {
@@ -276,6 +302,8 @@ struct Joining<'a> {
     group: Option<UdpSocket>,
     heard: bool,
     missing: Vec<u16>,
+    /// The aggregator lets the rank go.
+    free: bool,
     /// What the job waits for room for.
     queued: Option<String>,
     /// The aggregator has said that ops may start.
@@ -292,6 +320,7 @@ impl<'a> Joining<'a> {
             group: None,
             heard: false,
             missing: Vec::new(),
+            free: false,
             queued: None,
             ready: false,
         }
@@ -339,6 +368,10 @@ impl<'a> Joining<'a> {
                     tracing::info!(?missing, "waiting for ranks");
                 }
                 self.missing = missing;
+            }
+            FromAggregator::Free => self.free = true,
+            FromAggregator::Present { .. } => {
+                return Err(ConnectError::Protocol("it answers a look that was none".into()));
             }
             FromAggregator::Welcome(granted) if !granted.is_sound() => {
                 let why = "the aggregator grants what no aggregator may";

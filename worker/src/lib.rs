@@ -18,6 +18,7 @@ pub mod kernel;
 mod lookout;
 mod options;
 mod payload;
+mod search;
 mod supervisor;
 pub mod tensor;
 

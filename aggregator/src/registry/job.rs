@@ -154,12 +154,14 @@ impl Job {
         Ok(())
     }
 
-    /// The ranks that have not joined, here or elsewhere, and are not known to be lost.
+    /// The ranks that have not joined, here or elsewhere, or would rather leave, and are not known
+    /// to be lost.
     pub(super) fn missing(&self) -> Vec<u16> {
         if let Some(missing) = self.above.as_ref().and_then(|above| above.missing.as_ref()) {
             return missing.clone();
         }
-        let here: BTreeSet<_> = self.members.iter().flatten().flat_map(Member::ranks).collect();
+        let members = self.members.iter().flatten().filter(|member| !member.withdraws);
+        let here: BTreeSet<_> = members.flat_map(Member::ranks).collect();
         let ranks = 0..self.world;
         ranks.filter(|rank| !here.contains(rank) && !self.is_absent(*rank)).collect()
     }

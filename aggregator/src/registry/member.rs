@@ -26,6 +26,8 @@ pub(super) struct Member {
     addr: SocketAddr,
     tell: Sender<FromAggregator>,
     pub(super) hears: bool,
+    /// It would rather be elsewhere, and has been told that it may.
+    pub(super) withdraws: bool,
     /// When anything was last heard of it.
     pub(super) heard: Instant,
     /// What it had left with, if it has come back.
@@ -36,7 +38,8 @@ impl Member {
     pub(super) fn new(join: Join, caller: Caller, now: Instant) -> Self {
         let Caller { identity, addr, tell } = caller;
         let (also, came_back) = (Vec::new(), None);
-        Self { join, also, identity, addr, tell, hears: false, heard: now, came_back }
+        let (hears, withdraws) = (false, false);
+        Self { join, also, identity, addr, tell, hears, withdraws, heard: now, came_back }
     }
 
     /// The wishes of all its ranks.

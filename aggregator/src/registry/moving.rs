@@ -3,12 +3,14 @@
 use std::time::Duration;
 
 use racksum_proto::control::{Absent, FromAggregator, Join, Loss, OnRankLoss, Resume};
+use racksum_proto::ids::Generation;
 use racksum_proto::wire::Flags;
 use tokio::time::Instant;
 
 use super::job::{Job, State};
 use super::member::Member;
 use super::{Joined, Registry, Seat};
+use crate::admission::admit;
 
 /// How long the ranks of a job that moves are waited for: as long as one may be silent.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -78,6 +80,10 @@ impl Registry {
     /// Goes on without the ranks that have not come along when a job moved here, or ends the job.
     fn lose_on_the_way(&mut self, name: &str, missing: &[u16], now: Instant) -> Joined {
         let Some(job) = self.jobs.get_mut(name) else { return Joined::Ready };
+        // Those that would rather be elsewhere are free to.
+        for rank in missing {
+            job.members[usize::from(*rank)] = None;
+        }
         let why = Loss::Silent;
         let lost: Vec<_> = missing.iter().map(|rank| Absent { rank: *rank, why }).collect();
         let goes_on = job.goes_on_without(&lost, now);
@@ -118,6 +124,44 @@ impl Registry {
             }
         }
         self.jobs.values().for_each(|job| job.tell(&FromAggregator::Drain));
+    }
+
+    /// The ranks of a job's life that wait for others here, where one would join that asks: none
+    /// if it could not.
+    pub(crate) fn present(
+        &self,
+        job: &str,
+        generation: Generation,
+        asks: Option<&str>,
+    ) -> Vec<u16> {
+        let gathers = |it: &&Job| it.generation == generation && it.state == State::Gathering;
+        let Some(found) = self.jobs.get(job).filter(gathers) else { return Vec::new() };
+        if admit(&self.config.admit, asks, job).is_err() {
+            return Vec::new();
+        }
+        let stay = found.members.iter().flatten().filter(|member| !member.withdraws);
+        stay.flat_map(Member::ranks).collect()
+    }
+
+    /// A rank would rather be elsewhere. Returns whether it may: its job has not begun, and waits
+    /// for it from now on. Otherwise the others count on it, or it is told what became of the job.
+    pub(crate) fn withdraw(&mut self, seat: &Seat) -> bool {
+        // wire: W-67
+        let gathers = |job: &&mut Job| job.state == State::Gathering && job.above.is_none();
+        let job = self.job(seat).filter(gathers);
+        let member = job.and_then(|job| job.members[usize::from(seat.rank)].as_mut());
+        member.map(|member| member.withdraws = true).is_some()
+    }
+
+    /// It stays after all.
+    pub(crate) fn stay(&mut self, seat: &Seat) -> Joined {
+        let withdrawn = self.job(seat).and_then(|job| job.members[usize::from(seat.rank)].as_mut());
+        let Some(member) = withdrawn.filter(|member| member.withdraws) else {
+            return Joined::Ready;
+        };
+        member.withdraws = false;
+        // If it cannot be served, all have been told so.
+        self.start_if_complete(&seat.job).unwrap_or(Joined::Ready)
     }
 
     /// A rank goes on with its job at another aggregator, and so do the others, soon.

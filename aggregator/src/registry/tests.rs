@@ -205,22 +205,6 @@ fn a_rank_that_no_data_could_reach_is_refused() {
 }
 
 #[test]
-fn a_rank_may_withdraw_until_its_job_begins() {
-    let mut registry = registry(Fanout::Unicast, 0);
-    let now = Instant::now();
-    let (seat, ..) = join(&mut registry, wish("job", 0, 2)).unwrap();
-    assert!(registry.withdraw(&seat, now), "its place is free");
-    assert_eq!(registry.jobs(), 0);
-    let (first, joined, _inbox) = join(&mut registry, wish("job", 0, 2)).unwrap();
-    assert_eq!(joined, Joined::Waiting(vec![1]));
-    let (_, _, mut other) = join(&mut registry, wish("job", 1, 2)).unwrap();
-    // The other rank counts on it.
-    assert!(!registry.withdraw(&first, now));
-    assert_eq!(registry.ranks(), 2);
-    assert_eq!(told(&mut other), Some(FromAggregator::Ready { multicast: false }));
-}
-
-#[test]
 fn a_rank_of_a_link_keeps_its_scope() {
     let mut registry = registry(Fanout::Unicast, 0);
     let addr = SocketAddrV6::new("fe80::7".parse().unwrap(), 50_000, 0, 3).into();

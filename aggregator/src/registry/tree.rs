@@ -142,6 +142,8 @@ impl Registry {
             FromAggregator::Drain
             | FromAggregator::Ready { .. }
             | FromAggregator::Lifeline { .. }
+            | FromAggregator::Present { .. }
+            | FromAggregator::Free
             | FromAggregator::Without(_) => {}
         }
         Joined::Ready

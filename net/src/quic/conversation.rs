@@ -6,12 +6,13 @@ use std::time::Duration;
 
 use quinn::ConnectionError;
 use racksum_proto::control::{FromAggregator, FromWorker, Join};
+use racksum_proto::ids::Generation;
 use racksum_proto::time::Span;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::oneshot;
 
 use super::endpoint::connect_from;
-use super::{Credentials, frames, lifeline, not_connected};
+use super::{Credentials, duration, frames, lifeline, not_connected};
 use crate::NetError;
 
 /// Who calls an aggregator.
@@ -114,6 +115,40 @@ pub async fn converse(
             }
         }
     }
+}
+
+/// Asks the aggregator at `to` which ranks of a job's life wait there for others.
+///
+/// # Errors
+///
+/// What ended the conversation before there was an answer; the caller's patience is for each of
+/// the connection and the answer.
+///
+/// # Panics
+///
+/// Outside of a tokio runtime.
+pub async fn look(
+    to: SocketAddr,
+    job: &str,
+    generation: Generation,
+    caller: &Caller,
+) -> Result<Vec<u16>, Ended> {
+    let connection = connect_from(caller.from, to, &caller.credentials, caller.patience).await?;
+    let answer = async {
+        let closed = |why: &dyn std::fmt::Display| Ended::Closed(why.to_string());
+        let (mut send, mut recv) =
+            connection.quic().open_bi().await.map_err(|error| closed(&error))?;
+        let look = FromWorker::Look { job: job.to_owned(), generation };
+        frames::send(&mut send, &look).await.map_err(|error| closed(&error))?;
+        match frames::recv(&mut recv).await.map_err(|error| closed(&error))? {
+            Some(FromAggregator::Present { ranks }) => Ok(ranks),
+            said => Err(closed(&format!("it answers a look with {said:?}"))),
+        }
+    };
+    let answer = tokio::time::timeout(duration(caller.patience), answer).await;
+    let answer = answer.unwrap_or(Err(Ended::Silent));
+    connection.close("looked").await;
+    answer
 }
 
 /// Hands on what is said until nothing more is; returns why.

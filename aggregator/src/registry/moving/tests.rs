@@ -2,7 +2,7 @@ use racksum_proto::ids::{Generation, OpId};
 
 use super::super::tests::{Inbox, join, registry, told, wish};
 use super::*;
-use crate::config::Fanout;
+use crate::config::{Config, Fanout};
 
 /// What a rank wants of a job that goes on when it loses ranks, and has run elsewhere before.
 fn moved(rank: u16, world: u16, absent: &[Absent]) -> Join {
@@ -206,4 +206,68 @@ fn a_rank_that_goes_elsewhere_while_the_group_is_probed_is_missed_in_the_end() {
     assert_eq!(registry.look_after(&ranks[0].0, then), Joined::Ready);
     let without = FromAggregator::Without(gone(1, Loss::Broke));
     assert!(words(&mut ranks[0].1).contains(&without));
+}
+
+#[test]
+fn a_job_does_not_begin_while_a_rank_would_rather_be_elsewhere() {
+    // wire: W-67
+    let mut registry = registry(Fanout::Unicast, 0);
+    let mut ranks = all(&mut registry, [wish("job", 0, 2)]);
+    assert!(registry.withdraw(&ranks[0].0));
+    let (other, joined, mut inbox) = join(&mut registry, wish("job", 1, 2)).unwrap();
+    assert_eq!(joined, Joined::Waiting(vec![0]));
+    assert_eq!(registry.look_after(&other, Instant::now()), Joined::Waiting(vec![0]));
+    assert_eq!(registry.stay(&ranks[0].0), Joined::Ready);
+    let ready = FromAggregator::Ready { multicast: false };
+    for inbox in [&mut ranks[0].1, &mut inbox] {
+        assert_eq!(words(inbox), std::slice::from_ref(&ready));
+    }
+    // Now the other counts on it.
+    assert!(!registry.withdraw(&ranks[0].0));
+    assert_eq!(registry.stay(&ranks[0].0), Joined::Ready);
+    assert_eq!(registry.ranks(), 2);
+}
+
+#[test]
+fn a_rank_that_may_not_withdraw_is_told_what_became_of_its_job() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let mut ranks = all(&mut registry, [wish("job", 0, 2)]);
+    join(&mut registry, Join { generation: Generation(1), ..wish("job", 1, 2) }).unwrap();
+    assert!(!registry.withdraw(&ranks[0].0));
+    let superseded = FromAggregator::Superseded { by: Generation(1) };
+    assert_eq!(words(&mut ranks[0].1), [superseded]);
+}
+
+#[test]
+fn a_rank_that_would_rather_be_elsewhere_is_not_waited_for_when_the_time_is_over() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let mut ranks = all(&mut registry, [0, 1, 2].map(|rank| moved(rank, 4, &[])));
+    assert!(registry.withdraw(&ranks[2].0));
+    let later = Instant::now() + PATIENCE;
+    ranks.iter().for_each(|(seat, _)| registry.hear_from(seat, later));
+    registry.look_after(&ranks[0].0, later);
+    // Two of four are no majority.
+    let lost = FromAggregator::PeerLost { ranks: vec![2, 3], why: Loss::Silent };
+    assert_eq!(told(&mut ranks[0].1), Some(lost));
+    assert!(ranks[2].1.is_closed());
+}
+
+#[test]
+fn who_asks_hears_which_ranks_wait_where_it_could_join() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let present = |registry: &Registry| registry.present("job", Generation(0), None);
+    assert!(present(&registry).is_empty());
+    let ranks = all(&mut registry, [1, 2].map(|rank| wish("job", rank, 3)));
+    assert_eq!(present(&registry), [1, 2]);
+    assert!(registry.present("job", Generation(1), None).is_empty());
+    assert!(registry.withdraw(&ranks[0].0));
+    assert_eq!(present(&registry), [2], "one that is about to leave does not wait");
+    registry.stay(&ranks[0].0);
+    let rule = "[[admit]]\nidentity = \"somebody\"\njobs = [\"job\"]";
+    let Config { admit, .. } = toml::from_str(rule).unwrap();
+    let admit = std::mem::replace(&mut registry.config.admit, admit);
+    assert!(present(&registry).is_empty(), "a stranger could not join");
+    registry.config.admit = admit;
+    all(&mut registry, [wish("job", 0, 3)]);
+    assert!(present(&registry).is_empty(), "the job has begun");
 }

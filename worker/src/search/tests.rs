@@ -1,0 +1,176 @@
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+use racksum_net::quic::{Credentials, frames, quinn, server};
+use racksum_proto::control::{FromAggregator, FromWorker};
+
+use super::*;
+use crate::join::tests::welcome;
+
+/// Something that keeps to the control protocol like an aggregator, as far as a test wants.
+struct Fake {
+    name: String,
+    heard: Receiver<FromWorker>,
+}
+
+type Answer = fn(&FromWorker) -> Vec<FromAggregator>;
+
+impl Fake {
+    /// It serves from a thread of its own, as long as the test runs.
+    fn start(answer: Answer) -> Self {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let (hear, heard) = channel();
+        let endpoint = {
+            let _guard = runtime.enter();
+            let credentials = Credentials::new(None, false).unwrap();
+            server("127.0.0.1:0".parse().unwrap(), &credentials).unwrap()
+        };
+        let name = endpoint.local_addr().unwrap().to_string();
+        std::thread::spawn(move || {
+            runtime.block_on(async {
+                while let Some(incoming) = endpoint.accept().await {
+                    let connection = incoming.await.unwrap();
+                    tokio::spawn(Self::serve(connection, answer, hear.clone()));
+                }
+            });
+        });
+        Self { name, heard }
+    }
+
+    async fn serve(connection: quinn::Connection, answer: Answer, hear: Sender<FromWorker>) {
+        let (mut send, mut recv) = connection.accept_bi().await.unwrap();
+        while let Ok(Some(word)) = frames::recv::<FromWorker>(&mut recv).await {
+            for message in answer(&word) {
+                frames::send(&mut send, &message).await.unwrap();
+            }
+            hear.send(word).unwrap();
+        }
+        drop(send.finish());
+        connection.closed().await;
+    }
+
+    /// What it has heard so far, by the names of the words.
+    fn heard(&self) -> Vec<&'static str> {
+        let name = |word| match word {
+            FromWorker::Join(_) => "join",
+            FromWorker::Look { .. } => "look",
+            FromWorker::Withdraw => "withdraw",
+            FromWorker::Stay => "stay",
+            FromWorker::Leave { .. } => "leave",
+            other => panic!("{other:?}"),
+        };
+        self.heard.try_iter().map(name).collect()
+    }
+}
+
+fn waiting() -> Vec<FromAggregator> {
+    vec![FromAggregator::Waiting { missing: vec![1], waited_ms: 0 }]
+}
+
+fn begin() -> Vec<FromAggregator> {
+    vec![FromAggregator::Welcome(welcome()), FromAggregator::Ready { multicast: false }]
+}
+
+/// One where rank 1 waits, but that will not have others.
+fn refusing(word: &FromWorker) -> Vec<FromAggregator> {
+    match word {
+        FromWorker::Look { .. } => vec![FromAggregator::Present { ranks: vec![1] }],
+        FromWorker::Join(_) => vec![FromAggregator::Refused { reason: "it is full".into() }],
+        _ => Vec::new(),
+    }
+}
+
+/// One where the rank that asks waited itself before.
+fn deserted(word: &FromWorker) -> Vec<FromAggregator> {
+    match word {
+        FromWorker::Look { .. } => vec![FromAggregator::Present { ranks: vec![0] }],
+        _ => Vec::new(),
+    }
+}
+
+/// One where others are missing, and which lets ranks go.
+fn gathering(word: &FromWorker) -> Vec<FromAggregator> {
+    match word {
+        FromWorker::Join(_) => waiting(),
+        FromWorker::Withdraw => vec![FromAggregator::Free],
+        FromWorker::Stay => begin(),
+        _ => Vec::new(),
+    }
+}
+
+/// One to which the others come at the moment when a rank would leave.
+fn beginning(word: &FromWorker) -> Vec<FromAggregator> {
+    match word {
+        FromWorker::Join(_) => waiting(),
+        FromWorker::Withdraw => begin(),
+        _ => Vec::new(),
+    }
+}
+
+/// Options of rank 0 of a job of two that knows one aggregator, and others to go on at.
+fn options(first: &Fake, others: &[&Fake]) -> ConnectOptions {
+    let standby = others.iter().map(|fake| fake.name.clone()).collect();
+    ConnectOptions {
+        world: 2,
+        standbys: vec![standby],
+        ..ConnectOptions::new(first.name.clone(), "job")
+    }
+}
+
+const LONG: Duration = Duration::from_secs(20);
+
+#[test]
+fn a_rank_goes_back_to_where_others_wait_once_all_let_it_go() {
+    let first = Fake::start(refusing);
+    let set = [gathering; 2].map(|answer| Fake::start(answer));
+    let options = options(&first, &[&set[0], &set[1]]);
+    let mut search = Search::new(&options, 1);
+    assert!(search.join(LONG, None, &mut Mailbox::new()).unwrap().is_none());
+    assert_eq!(search.at(), 0);
+    assert_eq!(first.heard(), ["look"]);
+    for fake in set {
+        assert_eq!(fake.heard(), ["join", "withdraw", "leave"]);
+    }
+}
+
+#[test]
+fn a_rank_stays_where_its_job_begins_as_it_would_leave() {
+    // wire: W-67
+    let first = Fake::start(refusing);
+    let set = [gathering, beginning].map(|answer: Answer| Fake::start(answer));
+    let options = options(&first, &[&set[0], &set[1]]);
+    let mut search = Search::new(&options, 1);
+    assert!(search.join(LONG, None, &mut Mailbox::new()).unwrap().is_some());
+    assert_eq!(search.at(), 1);
+    for fake in set {
+        assert_eq!(fake.heard(), ["join", "withdraw", "stay", "leave"]);
+    }
+}
+
+#[test]
+fn a_rank_does_not_leave_for_an_aggregator_where_nobody_else_is() {
+    let (first, other) = (Fake::start(deserted), Fake::start(gathering));
+    let options = options(&first, &[&other]);
+    let mut search = Search::new(&options, 1);
+    let waited = Duration::from_secs(2);
+    let error = search.join(waited, None, &mut Mailbox::new()).unwrap_err();
+    assert!(matches!(error, ConnectError::Incomplete { .. }), "{error}");
+    let looks = first.heard();
+    assert!(!looks.is_empty() && looks.iter().all(|word| *word == "look"), "{looks:?}");
+    assert_eq!(other.heard(), ["join", "leave"]);
+}
+
+#[test]
+fn a_rank_does_not_go_back_again_to_one_that_would_not_have_it() {
+    let (first, other) = (Fake::start(refusing), Fake::start(gathering));
+    let options = options(&first, &[&other]);
+    let (mut search, mut mailbox) = (Search::new(&options, 1), Mailbox::new());
+    assert!(search.join(LONG, None, &mut mailbox).unwrap().is_none());
+    let error = search.join(LONG, None, &mut mailbox).unwrap_err();
+    assert_eq!(error.to_string(), "the aggregator refused: it is full");
+    assert!(search.pass_over(&error), "it is the last, as the search began at the other");
+    let waited = Duration::from_secs(2);
+    search.join(waited, None, &mut mailbox).unwrap_err();
+    assert_eq!(first.heard(), ["look", "join", "leave"]);
+    assert_eq!(other.heard(), ["join", "withdraw", "leave", "join", "leave"]);
+    assert_eq!(search.text_of_others(), format!("; {}: {error}", first.name));
+}
