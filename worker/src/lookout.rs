@@ -1,8 +1,8 @@
 //! A look at the aggregators that come before those where a rank waits for others.
 //!
 //! Ranks try their aggregators in one order, but not at one time: those that come while one is gone
-//! wait at the next, and those that come once it is back wait there. So who waits asks at those that
-//! come before whether others of the job wait there, and goes to them.
+//! wait at the next, and those that come once it is back wait there. So who waits asks at those
+//! that come before whether others of the job wait there, and goes to them.
 //!
 //! All go towards the first, so they meet. Nobody leaves for an aggregator where nobody of the job
 //! is, which may be full.
