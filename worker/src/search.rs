@@ -27,7 +27,7 @@ pub(crate) struct Search<'a> {
     first: usize,
     /// The set whose turn it is.
     at: usize,
-    /// Where others were seen, if it is why this set has its turn.
+    /// Whether it has its turn because others were seen there.
     goes_back: bool,
     /// The sets where others were seen that would not have this rank.
     in_vain: BTreeSet<usize>,
