@@ -94,9 +94,11 @@ async fn serve_caller(connection: quinn::Connection, registry: Shared, lifelines
         FromWorker::Join(join) => {
             serve_rank(&connection, join, (send, recv), registry, lifelines).await;
         }
-        FromWorker::Look { job, generation } => {
-            let identity = identify(&registry, &connection).map(|it| it.name);
-            let ranks = lock(&registry).present(&job, generation, identity.as_deref());
+        FromWorker::Look { job, generation, stripe } => {
+            let (_, certificate) = identify(&registry, &connection);
+            let (asks, now) = (certificate.map(|it| it.name), Instant::now());
+            let life = (job.as_str(), generation, stripe);
+            let ranks = lock(&registry).present(life, asks.as_deref(), now);
             if say(&mut send, &FromAggregator::Present { ranks }).await {
                 end(&connection, send).await;
             }
@@ -105,10 +107,10 @@ async fn serve_caller(connection: quinn::Connection, registry: Shared, lifelines
     }
 }
 
-/// What somebody vouches for that a caller shows.
-fn identify(registry: &Shared, connection: &quinn::Connection) -> Option<Certificate> {
+/// Whether somebody vouches for callers, and for what of this one.
+fn identify(registry: &Shared, connection: &quinn::Connection) -> (bool, Option<Certificate>) {
     let knows = lock(registry).knows_identities();
-    knows.then(|| Certificate::of_peer(connection)).flatten()
+    (knows, knows.then(|| Certificate::of_peer(connection)).flatten())
 }
 
 /// Serves one rank from its join to its end.
@@ -124,8 +126,7 @@ async fn serve_rank(
     let (name, rank, relays) = (join.job.clone(), join.rank, join.relays);
     let Ok(lifeline) = offer(&lifelines, &mut send).await else { return };
     let mut dead = std::pin::pin!(dead(connection, lifeline));
-    let knows = lock(&registry).knows_identities();
-    let certificate = identify(&registry, connection);
+    let (knows, certificate) = identify(&registry, connection);
     let stranger = if join.relays && knows { no_aggregator(certificate.as_ref()) } else { None };
     let identity = certificate.map(|it| it.name);
     let joined = match stranger.or_else(|| answers_elsewhere(&registry, connection)) {

@@ -50,6 +50,8 @@ pub enum FromWorker {
         job: String,
         /// The job's life.
         generation: Generation,
+        /// Which of how many aggregators this one would be for the job.
+        stripe: (u8, u8),
     },
     /// It would rather be elsewhere, and waits to hear [`FromAggregator::Free`]; not if the job has
     /// begun.

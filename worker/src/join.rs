@@ -19,7 +19,7 @@ use racksum_proto::wire::Header;
 
 use crate::control::{Control, Event, Mailbox};
 use crate::error::{ConnectError, not_joined};
-use crate::lookout::Lookout;
+use crate::lookout::{Lookout, Standing};
 use crate::options::ConnectOptions;
 
 /// How often a worker looks for multicast probes while it joins.
@@ -199,17 +199,17 @@ fn complete(
         }
         parts.iter_mut().for_each(|part| part.look_for_probe(session));
         // wire: W-67
-        let awaits_ranks = parts.iter().all(Joining::awaits_ranks);
+        let standing = standing(&parts);
         if goal.is_none() {
-            goal = lookout.seen(awaits_ranks);
+            goal = lookout.seen(standing);
             if goal.is_some() {
                 session.say_to_all(&FromWorker::Withdraw);
             }
-        } else if !awaits_ranks {
+        } else if standing == Standing::Busy {
             // At one of them the job has begun, so that all ranks are here.
             session.say_to_all(&FromWorker::Stay);
             goal = None;
-        } else if parts.iter().all(|part| part.free) {
+        } else if parts.iter().all(|part| part.free || part.queued.is_some()) {
             return Ok(goal);
         }
         let waited = Duration::from_nanos(clock.now().since(started).0);
@@ -292,6 +292,15 @@ pub(crate) fn resolve(host: &str) -> Result<SocketAddr, ConnectError> {
     }
 }
 
+/// How a rank stands at all of its aggregators.
+fn standing(parts: &[Joining<'_>]) -> Standing {
+    if parts.iter().any(|part| part.welcome.is_some() || !(part.waits || part.queued.is_some())) {
+        return Standing::Busy;
+    }
+    let queued = parts.iter().any(|part| part.queued.is_some());
+    if queued { Standing::Queued } else { Standing::Waits }
+}
+
 /// One aggregator's part of joining.
 struct Joining<'a> {
     options: &'a ConnectOptions,
@@ -302,6 +311,8 @@ struct Joining<'a> {
     group: Option<UdpSocket>,
     heard: bool,
     missing: Vec<u16>,
+    /// The aggregator has a place for the rank, and waits for others.
+    waits: bool,
     /// The aggregator lets the rank go.
     free: bool,
     /// What the job waits for room for.
@@ -320,15 +331,11 @@ impl<'a> Joining<'a> {
             group: None,
             heard: false,
             missing: Vec::new(),
+            waits: false,
             free: false,
             queued: None,
             ready: false,
         }
-    }
-
-    /// Whether its aggregator has a place for the rank, and nothing more yet.
-    const fn awaits_ranks(&self) -> bool {
-        !self.missing.is_empty() && self.queued.is_none() && self.welcome.is_none()
     }
 
     /// Says so once a multicast probe has arrived.
@@ -362,8 +369,10 @@ impl<'a> Joining<'a> {
                 }
                 self.queued = Some(why);
             }
-            FromAggregator::Waiting { missing, .. } => {
-                self.queued = None;
+            FromAggregator::Waiting { mut missing, .. } => {
+                (self.waits, self.queued) = (true, None);
+                // One that would rather be elsewhere counts among them.
+                missing.retain(|rank| *rank != self.options.rank);
                 if missing != self.missing {
                     tracing::info!(?missing, "waiting for ranks");
                 }

@@ -1,18 +1,19 @@
-//! A look at the aggregators that come before those where a rank waits for others.
+//! A look at other aggregators from those where a rank waits for others.
 //!
 //! Ranks try their aggregators in one order, but not at one time: those that come while one is gone
 //! wait at the next, and those that come once it is back wait there. So who waits asks at those
 //! that come before whether others of the job wait there, and goes to them.
 //!
 //! All go towards the first, so they meet. Nobody leaves for an aggregator where nobody of the job
-//! is, which may be full.
+//! is, which may be full. Who waits only for room has no place to lose, and nobody comes to it: it
+//! goes to others wherever they are.
 
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use racksum_net::quic::{Caller, Credentials, look};
 use tokio::runtime::Builder;
-use tokio::select;
 use tokio::sync::oneshot;
 
 use crate::control::patience;
@@ -25,14 +26,36 @@ const FIRST_PAUSE: Duration = Duration::from_millis(500);
 /// The longest that it waits: several looks before the others may be taken for lost.
 const LONGEST_PAUSE: Duration = Duration::from_secs(4);
 
+/// A set of aggregators that is looked at.
+#[derive(Debug, Clone)]
+pub(crate) struct Sight {
+    /// Its place in the order of the sets.
+    pub(crate) place: usize,
+    pub(crate) hosts: Vec<String>,
+    /// How long it is not looked at.
+    pub(crate) delay: Duration,
+}
+
+/// How a rank stands where it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Standing {
+    /// It has no answer yet, or its job begins.
+    Busy,
+    /// It waits for room.
+    Queued,
+    /// It waits for others.
+    Waits,
+}
+
 /// A lookout from one set of aggregators.
 #[derive(Debug)]
 pub(crate) struct Lookout<'a> {
     options: &'a ConnectOptions,
     moves: bool,
-    /// The sets that come before, and the place of each.
-    sets: Vec<(usize, Vec<String>)>,
-    looking: Option<Looking>,
+    /// The place of the set where the rank is.
+    at: usize,
+    sights: Vec<Sight>,
+    looking: Option<(Standing, Looking)>,
 }
 
 /// A thread that looks. It ends soon after this is dropped, or has told what it has seen.
@@ -43,88 +66,111 @@ struct Looking {
 }
 
 impl<'a> Lookout<'a> {
-    /// A lookout for sets of aggregators, each with its place, of a rank that joins a job or moves
-    /// with it.
+    /// A lookout from the set `at` this place to others, of a rank that joins a job or moves with
+    /// it.
     pub(crate) const fn new(
         options: &'a ConnectOptions,
         moves: bool,
-        sets: Vec<(usize, Vec<String>)>,
+        at: usize,
+        sights: Vec<Sight>,
     ) -> Self {
-        Self { options, moves, sets, looking: None }
+        Self { options, moves, at, sights, looking: None }
     }
 
-    /// The place of a set where others wait. Looks only as long as the rank waits, too.
-    pub(crate) fn seen(&mut self, waits: bool) -> Option<usize> {
-        if !waits || self.sets.is_empty() {
+    /// The place of a set where others wait, to whom a rank that stands so may go.
+    pub(crate) fn seen(&mut self, standing: Standing) -> Option<usize> {
+        if self.looking.as_ref().is_none_or(|(before, _)| *before != standing) {
             self.looking = None;
-            return None;
-        }
-        if self.looking.is_none() {
-            match Looking::start(self.options, self.moves, self.sets.clone()) {
-                Ok(looking) => self.looking = Some(looking),
+            let at = self.at;
+            let is_reached = |sight: &&Sight| match standing {
+                Standing::Busy => false,
+                Standing::Queued => sight.place != at,
+                Standing::Waits => sight.place < at,
+            };
+            let sights: Vec<_> = self.sights.iter().filter(is_reached).cloned().collect();
+            if sights.is_empty() {
+                return None;
+            }
+            match Looking::start(self.options, self.moves, sights) {
+                Ok(looking) => self.looking = Some((standing, looking)),
                 Err(error) => {
                     tracing::warn!(%error, "cannot look for ranks at other aggregators");
-                    self.sets.clear();
+                    self.sights.clear();
                 }
             }
         }
-        self.looking.as_ref()?.seen.try_recv().ok()
+        self.looking.as_ref()?.1.seen.try_recv().ok()
     }
+}
+
+/// What looks need.
+struct Errand {
+    options: ConnectOptions,
+    caller: Caller,
 }
 
 impl Looking {
     fn start(
         options: &ConnectOptions,
         moves: bool,
-        sets: Vec<(usize, Vec<String>)>,
+        sights: Vec<Sight>,
     ) -> Result<Self, ConnectError> {
         let credentials = Credentials::new(options.identity.as_deref(), options.insecure)?;
         let caller = Caller { from: None, credentials, patience: patience(options, moves) };
+        let errand = Arc::new(Errand { options: options.clone(), caller });
         let runtime = Builder::new_current_thread().enable_all().build()?;
-        let (options, (tell, seen)) = (options.clone(), channel());
-        let (over, is_over) = oneshot::channel();
+        let (tell, seen) = channel();
+        let (over, is_over) = oneshot::channel::<()>();
         std::thread::Builder::new().name("lookout".into()).spawn(move || {
-            runtime.block_on(async {
-                select! {
+            for sight in sights {
+                let (errand, tell) = (Arc::clone(&errand), tell.clone());
+                runtime.spawn(async move {
+                    errand.keep_looking(&sight).await;
                     // Nobody listens any more if the lookout is over.
-                    place = keep_looking(&options, &sets, &caller) => drop(tell.send(place)),
-                    _ = is_over => {}
-                }
-            });
+                    tell.send(sight.place).unwrap_or_default();
+                });
+            }
+            drop(runtime.block_on(is_over));
+            runtime.shutdown_background();
         })?;
         Ok(Self { seen, _over: over })
     }
 }
 
-/// Looks until others of the job wait at every aggregator of a set; returns the place of the set.
-async fn keep_looking(
-    options: &ConnectOptions,
-    sets: &[(usize, Vec<String>)],
-    caller: &Caller,
-) -> usize {
-    let mut pause = FIRST_PAUSE;
-    loop {
-        tokio::time::sleep(pause).await;
-        pause = (pause * 2).min(LONGEST_PAUSE);
-        for (place, set) in sets {
-            if others_wait(options, set, caller).await {
-                return *place;
+impl Errand {
+    /// Looks until others of the job wait at every aggregator of a set.
+    async fn keep_looking(&self, sight: &Sight) {
+        let ConnectOptions { rank, world, .. } = self.options;
+        tokio::time::sleep(sight.delay).await;
+        // Ranks that came at one time do not look at one time.
+        let mut pause = FIRST_PAUSE + FIRST_PAUSE * u32::from(rank) / u32::from(world.max(1));
+        loop {
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(LONGEST_PAUSE);
+            if self.others_wait(&sight.hosts).await {
+                return;
             }
         }
     }
-}
 
-async fn others_wait(options: &ConnectOptions, set: &[String], caller: &Caller) -> bool {
-    for host in set {
-        let Ok(to) = resolve(host) else { return false };
-        match look(to, &options.job, options.generation, caller).await {
-            Ok(ranks) if ranks.iter().any(|rank| *rank != options.rank) => {}
-            Ok(_) => return false,
-            Err(error) => {
-                tracing::debug!(aggregator = host, %error, "looked in vain");
-                return false;
+    async fn others_wait(&self, hosts: &[String]) -> bool {
+        let options = &self.options;
+        let count = u8::try_from(hosts.len()).unwrap_or(u8::MAX);
+        for (place, host) in (0..).zip(hosts) {
+            let name = host.clone();
+            let found = tokio::task::spawn_blocking(move || resolve(&name)).await;
+            let Ok(Ok(to)) = found else { return false };
+            let stripe = (place, count);
+            match look(to, (&options.job, options.generation, stripe), &self.caller).await {
+                // Where this rank is itself, what is said is of earlier.
+                Ok(ranks) if ranks.is_empty() || ranks.contains(&options.rank) => return false,
+                Ok(_) => {}
+                Err(error) => {
+                    tracing::debug!(aggregator = host, %error, "looked in vain");
+                    return false;
+                }
             }
         }
+        !hosts.is_empty()
     }
-    !set.is_empty()
 }

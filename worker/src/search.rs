@@ -1,55 +1,81 @@
 //! The search for aggregators that a rank's job can be at: set by set in their order, round after
-//! round, and back to a set that comes before where others of the job wait.
+//! round, and to another set where others of the job wait.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use racksum_net::clock::Clock;
 use racksum_proto::control::Resume;
+use racksum_proto::time::Time;
 
+use crate::client::span;
 use crate::control::Mailbox;
 use crate::error::ConnectError;
 use crate::join::{Outcome, Session, join};
-use crate::lookout::Lookout;
+use crate::lookout::{Lookout, Sight};
 use crate::options::ConnectOptions;
 
-/// How long to wait before aggregators are tried again, none of which could be had.
-pub(crate) const PAUSE: Duration = Duration::from_millis(250);
-/// What became of an aggregator that was not come to.
-const UNTRIED: &str = "not tried";
+/// How long a set is not looked at that would not have the rank, and twice as long each next time.
+const FIRST_SHUN: Duration = Duration::from_secs(4);
+/// The longest: more than ranks that move are waited for, so that those that are lost are missed.
+const LONGEST_SHUN: Duration = Duration::from_secs(30);
 
 /// A search under way.
 #[derive(Debug)]
 pub(crate) struct Search<'a> {
     options: &'a ConnectOptions,
-    /// The names of the sets, and what became of each.
-    sets: Vec<(String, String)>,
+    clock: Clock,
+    sets: Vec<Set<'a>>,
     /// The set that is tried first in each round.
     first: usize,
     /// The set whose turn it is.
     at: usize,
     /// Whether it has its turn because others were seen there.
-    goes_back: bool,
-    /// The sets where others were seen that would not have this rank.
-    in_vain: BTreeSet<usize>,
+    goes_to_others: bool,
+    /// Whether the rank has left some set for others.
+    has_left: bool,
+}
+
+/// A set of aggregators.
+#[derive(Debug)]
+struct Set<'a> {
+    name: String,
+    hosts: &'a [String],
+    /// What became of it, if it was tried.
+    said: Option<String>,
+    /// Until when it is not looked at, and how long that was.
+    shunned: Option<(Time, Duration)>,
 }
 
 impl<'a> Search<'a> {
     /// A search that begins at the `first` set.
     pub(crate) fn new(options: &'a ConnectOptions, first: usize) -> Self {
-        let sets = 0..=options.standbys.len();
-        let sets = sets.map(|at| (set(options, at).join("+"), UNTRIED.into())).collect();
-        Self { options, sets, first, at: first, goes_back: false, in_vain: BTreeSet::new() }
+        let all = std::iter::once(&options.aggregators).chain(&options.standbys);
+        let set = |hosts: &'a Vec<String>| Set {
+            name: hosts.join("+"),
+            hosts,
+            said: None,
+            shunned: None,
+        };
+        let (clock, sets) = (Clock::start(), all.map(set).collect());
+        let (at, goes_to_others, has_left) = (first, false, false);
+        Self { options, clock, sets, first, at, goes_to_others, has_left }
     }
 
     /// Checks that no set is named twice.
     pub(crate) fn check(&self) -> Result<(), ConnectError> {
         let mut seen = BTreeSet::new();
-        match self.sets.iter().find(|(name, _)| !seen.insert(name)) {
-            Some((name, _)) => {
+        match self.sets.iter().find(|set| !seen.insert(&set.name)) {
+            Some(Set { name, .. }) => {
                 Err(ConnectError::Arguments(format!("the aggregator {name} is named twice")))
             }
             None => Ok(()),
         }
+    }
+
+    /// How long it has taken so far.
+    pub(crate) fn waited(&self) -> Duration {
+        Duration::from_nanos(self.clock.now().0)
     }
 
     /// The set whose turn it is.
@@ -59,25 +85,26 @@ impl<'a> Search<'a> {
 
     /// Its name.
     pub(crate) fn name(&self) -> &str {
-        &self.sets[self.at].0
+        &self.sets[self.at].name
     }
 
     /// Notes what became of the set whose turn it is.
     fn note(&mut self, what: String) {
-        self.sets[self.at].1 = what;
+        self.sets[self.at].said = Some(what);
     }
 
     /// What became of each set.
     pub(crate) fn text(&self) -> String {
-        let each = self.sets.iter().map(|(name, what)| format!("{name}: {what}"));
+        let said = |set: &Set<'_>| set.said.clone().unwrap_or_else(|| "not tried".into());
+        let each = self.sets.iter().map(|set| format!("{}: {}", set.name, said(set)));
         each.collect::<Vec<_>>().join("; ")
     }
 
-    /// The same of those that were tried before the one whose turn it is.
+    /// The same of those that were tried but for the one whose turn it is.
     pub(crate) fn text_of_others(&self) -> String {
-        let others = self.sets.iter().enumerate();
-        let tried = others.filter(|(at, (_, what))| *at != self.at && what != UNTRIED);
-        tried.map(|(_, (name, what))| format!("; {name}: {what}")).collect()
+        let others = self.sets.iter().enumerate().filter(|(at, _)| *at != self.at);
+        let tried = others.filter_map(|(_, set)| Some((&set.name, set.said.as_ref()?)));
+        tried.map(|(name, said)| format!("; {name}: {said}")).collect()
     }
 
     /// Leaves the set whose turn it is, which the job was at: rounds begin after it.
@@ -87,16 +114,14 @@ impl<'a> Search<'a> {
         self.first = self.at;
     }
 
-    /// Says that the set whose turn it is is being tried: if the time is over meanwhile, there is
-    /// no more to say of it.
-    pub(crate) fn begin(&mut self) {
-        if self.sets[self.at].1 == UNTRIED {
-            self.note("not joined in time".into());
-        }
+    /// What became of each set, should the time be over while the one whose turn it is is tried.
+    pub(crate) fn text_of_try(&mut self) -> String {
+        self.note("not joined in time".into());
+        self.text()
     }
 
     /// Joins the job at the set whose turn it is, where all must have come within `patience`.
-    /// Returns nothing if others wait at a set that comes before, whose turn it is then.
+    /// Returns nothing if others wait at another set, whose turn it is then.
     pub(crate) fn join(
         &mut self,
         patience: Duration,
@@ -104,46 +129,56 @@ impl<'a> Search<'a> {
         mailbox: &mut Mailbox,
     ) -> Result<Option<Session>, ConnectError> {
         let options = ConnectOptions { join_timeout: patience, ..self.options.clone() };
-        let mut lookout = Lookout::new(&options, resume.is_some(), self.sets_before());
-        match join(&options, set(&options, self.at), resume, &mut lookout, mailbox)? {
+        // One that comes back goes to where its job runs.
+        let sights = if options.rejoin && resume.is_none() { Vec::new() } else { self.sights() };
+        let mut lookout = Lookout::new(&options, resume.is_some(), self.at, sights);
+        match join(&options, self.sets[self.at].hosts, resume, &mut lookout, mailbox)? {
             Outcome::Complete(session) => Ok(Some(session)),
             Outcome::Elsewhere(place) => {
-                let from = self.name().to_owned();
-                (self.at, self.goes_back) = (place, true);
-                tracing::info!(from, to = self.name(), "others of the job wait there");
+                let to = self.sets[place].name.clone();
+                tracing::info!(from = self.name(), to, "others of the job wait there");
+                self.note(format!("left, since others waited at {to}"));
+                (self.at, self.goes_to_others, self.has_left) = (place, true, true);
                 Ok(None)
             }
         }
     }
 
-    /// Where others are looked for: at what comes before in the order that all ranks know, so that
-    /// they go one way.
-    fn sets_before(&self) -> Vec<(usize, Vec<String>)> {
-        // One that comes back goes to where its job runs.
-        let end = if self.options.rejoin { 0 } else { self.at };
-        let places = (0..end).filter(|at| !self.in_vain.contains(at));
-        places.map(|at| (at, set(self.options, at).to_vec())).collect()
+    /// Where others are looked for.
+    fn sights(&self) -> Vec<Sight> {
+        let now = self.clock.now();
+        let sight = |(place, set): (usize, &Set<'_>)| {
+            let delay = set.shunned.map_or(0, |(until, _)| until.since(now).0);
+            Sight { place, hosts: set.hosts.to_vec(), delay: Duration::from_nanos(delay) }
+        };
+        self.sets.iter().enumerate().map(sight).collect()
     }
 
     /// Passes over the set whose turn it is. Returns whether a round is over.
     pub(crate) fn pass_over(&mut self, error: &ConnectError) -> bool {
         tracing::warn!(aggregator = self.name(), %error, "not joined");
         self.note(error.to_string());
-        if std::mem::take(&mut self.goes_back) && !is_gone(error) {
-            self.in_vain.insert(self.at);
+        // One that only cannot be had now says by its next answer that it can.
+        let can_be_had = !matches!(error, ConnectError::Net(_)) && !is_gone(error);
+        if std::mem::take(&mut self.goes_to_others) && can_be_had {
+            let set = &mut self.sets[self.at];
+            let last = set.shunned.map_or(Duration::ZERO, |(_, last)| last);
+            let long = (last * 2).clamp(FIRST_SHUN, LONGEST_SHUN);
+            set.shunned = Some((self.clock.now() + span(long), long));
         }
         self.at = (self.at + 1) % self.sets.len();
         self.at == self.first
     }
+
+    /// Whether there may be an aggregator again after this error, although there is none now: the
+    /// rank has had a place.
+    pub(crate) const fn may_be_back(&self, error: &ConnectError) -> bool {
+        self.has_left || is_gone(error)
+    }
 }
 
-/// The aggregators that come `at`th.
-fn set(options: &ConnectOptions, at: usize) -> &[String] {
-    at.checked_sub(1).and_then(|i| options.standbys.get(i)).unwrap_or(&options.aggregators)
-}
-
-/// Whether an aggregator that was there is gone, and may be back.
-pub(crate) const fn is_gone(error: &ConnectError) -> bool {
+/// Whether an aggregator that was there is gone.
+const fn is_gone(error: &ConnectError) -> bool {
     matches!(error, ConnectError::Closed(_) | ConnectError::Silent | ConnectError::Draining)
 }
 

@@ -4,7 +4,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use racksum_net::clock::Clock;
 use racksum_net::quic::SILENT;
 use racksum_proto::control::{Absent, FromAggregator, FromWorker, Loss, Resume};
 use racksum_proto::ids::Rank;
@@ -15,11 +14,16 @@ use crate::error::ConnectError;
 use crate::grant::{Granted, Membership, grant};
 use crate::join::Session;
 use crate::options::ConnectOptions;
-use crate::search::{PAUSE, Search, is_gone};
+use crate::search::Search;
 
 /// How long the other ranks may take to come along: what an aggregator waits for them, and a little
 /// more.
 const MOVE_TIMEOUT: Duration = Duration::from_secs(25);
+
+/// How long to wait before aggregators are tried again, none of which could be had.
+const PAUSE: Duration = Duration::from_millis(250);
+/// The longest such pause of a rank that joins, each of which is twice as long as the one before.
+const LONGEST_PAUSE: Duration = Duration::from_secs(4);
 
 /// Joins a job at the first of its sets of aggregators that can be had, and says which that is. One
 /// that goes away while ranks are waited for is no reason to give up, as long as joining may take:
@@ -28,18 +32,17 @@ pub(crate) fn join_first(
     options: &ConnectOptions,
     mailbox: &mut Mailbox,
 ) -> Result<(usize, Session), ConnectError> {
-    let (clock, mut search) = (Clock::start(), Search::new(options, 0));
+    let mut search = Search::new(options, 0);
     search.check()?;
-    let (start, mut may_be_back) = (clock.now(), false);
+    let (mut may_be_back, mut pause) = (false, PAUSE);
     loop {
-        let waited = Duration::from_nanos(clock.now().since(start).0);
-        let left = options.join_timeout.saturating_sub(waited);
+        let left = options.join_timeout.saturating_sub(search.waited());
         let error = match search.join(left, None, mailbox) {
             Ok(Some(session)) => return Ok((search.at(), session)),
             Ok(None) => continue,
             Err(error) => error,
         };
-        let waited = Duration::from_nanos(clock.now().since(start).0);
+        let waited = search.waited();
         match error {
             // Another aggregator would make no difference.
             ConnectError::Arguments(_) | ConnectError::PeerLost { .. } => return Err(error),
@@ -50,13 +53,13 @@ pub(crate) fn join_first(
             }
             error if options.standbys.is_empty() => return Err(error),
             error => {
-                may_be_back |= is_gone(&error);
+                may_be_back |= search.may_be_back(&error);
                 if search.pass_over(&error) {
                     if !may_be_back || waited >= options.join_timeout {
                         return Err(ConnectError::NoAggregator(search.text()));
                     }
-                    may_be_back = false;
-                    std::thread::sleep(PAUSE);
+                    std::thread::sleep(pause);
+                    pause = (pause * 2).min(LONGEST_PAUSE);
                 }
             }
         }
@@ -147,7 +150,7 @@ impl Supervisor {
         controls.into_iter().for_each(Control::depart);
         let Some(Some(first_op)) = first_op else { return };
         let resume = Resume { first_op, absent: self.absent.clone() };
-        while self.mailbox.closed.is_none() && self.note_tried(&mut search) {
+        while self.mailbox.closed.is_none() && self.note_tried(search.text_of_try()) {
             let joined = search.join(MOVE_TIMEOUT, Some(&resume), &mut self.mailbox);
             let granted = joined
                 .and_then(|session| session.map(|session| grant(&options, session)).transpose());
@@ -171,11 +174,8 @@ impl Supervisor {
         }
     }
 
-    /// Notes what there is to say of aggregators if the time is over, and that the next is tried.
-    /// Returns whether there is time.
-    fn note_tried(&self, search: &mut Search<'_>) -> bool {
-        search.begin();
-        let text = search.text();
+    /// Notes what there is to say of aggregators if the time is over. Returns whether it is not.
+    fn note_tried(&self, text: String) -> bool {
         let ended = self.shared.tell(|engine| {
             engine.note_tried(text);
             engine.has_ended()

@@ -14,6 +14,9 @@ use crate::admission::admit;
 
 /// How long the ranks of a job that moves are waited for: as long as one may be silent.
 const PATIENCE: Duration = Duration::from_secs(20);
+/// Within what time something was heard of a rank that is said to be present: several signs of
+/// life.
+const HEARD: Duration = Duration::from_secs(2);
 /// How much later than its parent an aggregator gives up, if both wait equally long: what gives up
 /// first is missed by the others.
 const PARENT_FIRST: Duration = Duration::from_secs(2);
@@ -80,12 +83,14 @@ impl Registry {
     /// Goes on without the ranks that have not come along when a job moved here, or ends the job.
     fn lose_on_the_way(&mut self, name: &str, missing: &[u16], now: Instant) -> Joined {
         let Some(job) = self.jobs.get_mut(name) else { return Joined::Ready };
-        // Those that would rather be elsewhere are free to.
-        for rank in missing {
-            job.members[usize::from(*rank)] = None;
-        }
         let why = Loss::Silent;
         let lost: Vec<_> = missing.iter().map(|rank| Absent { rank: *rank, why }).collect();
+        // Those that would rather be elsewhere may be, but not here.
+        for rank in missing {
+            if let Some(member) = job.members[usize::from(*rank)].take() {
+                member.tell(FromAggregator::Refused { reason: given_up(name, *rank) });
+            }
+        }
         let goes_on = job.goes_on_without(&lost, now);
         tracing::warn!(job = name, ?missing, goes_on, "ranks did not come along");
         if !goes_on {
@@ -126,21 +131,26 @@ impl Registry {
         self.jobs.values().for_each(|job| job.tell(&FromAggregator::Drain));
     }
 
-    /// The ranks of a job's life that wait for others here, where one would join that asks: none
-    /// if it could not.
+    /// The ranks of a job's life that wait here for others, of which who asks may be one. A job has
+    /// a life, and is here at one place of so many.
     pub(crate) fn present(
         &self,
-        job: &str,
-        generation: Generation,
+        (job, generation, stripe): (&str, Generation, (u8, u8)),
         asks: Option<&str>,
+        now: Instant,
     ) -> Vec<u16> {
-        let gathers = |it: &&Job| it.generation == generation && it.state == State::Gathering;
+        let gathers = |it: &&Job| {
+            it.state == State::Gathering && (it.generation, it.stripe) == (generation, stripe)
+        };
         let Some(found) = self.jobs.get(job).filter(gathers) else { return Vec::new() };
         if admit(&self.config.admit, asks, job).is_err() {
             return Vec::new();
         }
-        let stay = found.members.iter().flatten().filter(|member| !member.withdraws);
-        stay.flat_map(Member::ranks).collect()
+        // Others may be gone, and this process may have been stopped meanwhile.
+        let waits = |member: &&Member| {
+            !member.withdraws && now.saturating_duration_since(member.heard) < HEARD
+        };
+        found.members.iter().flatten().filter(waits).flat_map(Member::ranks).collect()
     }
 
     /// A rank would rather be elsewhere. Returns whether it may: its job has not begun, and waits
@@ -150,7 +160,10 @@ impl Registry {
         let gathers = |job: &&mut Job| job.state == State::Gathering && job.above.is_none();
         let job = self.job(seat).filter(gathers);
         let member = job.and_then(|job| job.members[usize::from(seat.rank)].as_mut());
-        member.map(|member| member.withdraws = true).is_some()
+        let Some(member) = member else { return false };
+        member.withdraws = true;
+        tracing::info!(job = seat.job, rank = seat.rank, "rank would rather be elsewhere");
+        true
     }
 
     /// It stays after all.

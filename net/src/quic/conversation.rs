@@ -117,7 +117,8 @@ pub async fn converse(
     }
 }
 
-/// Asks the aggregator at `to` which ranks of a job's life wait there for others.
+/// Asks the aggregator at `to` which ranks wait there for others, of a job with this name, in this
+/// life, for which the aggregator is this one of so many.
 ///
 /// # Errors
 ///
@@ -129,8 +130,7 @@ pub async fn converse(
 /// Outside of a tokio runtime.
 pub async fn look(
     to: SocketAddr,
-    job: &str,
-    generation: Generation,
+    (job, generation, stripe): (&str, Generation, (u8, u8)),
     caller: &Caller,
 ) -> Result<Vec<u16>, Ended> {
     let connection = connect_from(caller.from, to, &caller.credentials, caller.patience).await?;
@@ -138,7 +138,7 @@ pub async fn look(
         let closed = |why: &dyn std::fmt::Display| Ended::Closed(why.to_string());
         let (mut send, mut recv) =
             connection.quic().open_bi().await.map_err(|error| closed(&error))?;
-        let look = FromWorker::Look { job: job.to_owned(), generation };
+        let look = FromWorker::Look { job: job.to_owned(), generation, stripe };
         frames::send(&mut send, &look).await.map_err(|error| closed(&error))?;
         match frames::recv(&mut recv).await.map_err(|error| closed(&error))? {
             Some(FromAggregator::Present { ranks }) => Ok(ranks),

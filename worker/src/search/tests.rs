@@ -55,7 +55,7 @@ impl Fake {
             FromWorker::Look { .. } => "look",
             FromWorker::Withdraw => "withdraw",
             FromWorker::Stay => "stay",
-            FromWorker::Leave { .. } => "leave",
+            FromWorker::Leave { .. } | FromWorker::Retreat | FromWorker::Move => "leave",
             other => panic!("{other:?}"),
         };
         self.heard.try_iter().map(name).collect()
@@ -79,10 +79,34 @@ fn refusing(word: &FromWorker) -> Vec<FromAggregator> {
     }
 }
 
-/// One where the rank that asks waited itself before.
+/// One that does not know yet that the rank which asks is not there any more.
 fn deserted(word: &FromWorker) -> Vec<FromAggregator> {
     match word {
-        FromWorker::Look { .. } => vec![FromAggregator::Present { ranks: vec![0] }],
+        FromWorker::Look { .. } => vec![FromAggregator::Present { ranks: vec![0, 1] }],
+        _ => Vec::new(),
+    }
+}
+
+/// One where nobody of the job is.
+fn empty(word: &FromWorker) -> Vec<FromAggregator> {
+    match word {
+        FromWorker::Look { .. } => vec![FromAggregator::Present { ranks: Vec::new() }],
+        _ => Vec::new(),
+    }
+}
+
+/// One where rank 1 waits, and that is about to stop.
+fn draining(word: &FromWorker) -> Vec<FromAggregator> {
+    match word {
+        FromWorker::Join(_) => vec![FromAggregator::Drain],
+        _ => refusing(word),
+    }
+}
+
+/// One that is full.
+fn full(word: &FromWorker) -> Vec<FromAggregator> {
+    match word {
+        FromWorker::Join(_) => vec![FromAggregator::Queued { before: 0, why: "full".into() }],
         _ => Vec::new(),
     }
 }
@@ -117,6 +141,8 @@ fn options(first: &Fake, others: &[&Fake]) -> ConnectOptions {
 }
 
 const LONG: Duration = Duration::from_secs(20);
+/// Less than until a set is looked at again that would not have a rank.
+const SHORT: Duration = Duration::from_secs(3);
 
 #[test]
 fn a_rank_goes_back_to_where_others_wait_once_all_let_it_go() {
@@ -147,30 +173,72 @@ fn a_rank_stays_where_its_job_begins_as_it_would_leave() {
 }
 
 #[test]
-fn a_rank_does_not_leave_for_an_aggregator_where_nobody_else_is() {
-    let (first, other) = (Fake::start(deserted), Fake::start(gathering));
-    let options = options(&first, &[&other]);
-    let mut search = Search::new(&options, 1);
-    let waited = Duration::from_secs(2);
-    let error = search.join(waited, None, &mut Mailbox::new()).unwrap_err();
-    assert!(matches!(error, ConnectError::Incomplete { .. }), "{error}");
-    let looks = first.heard();
-    assert!(!looks.is_empty() && looks.iter().all(|word| *word == "look"), "{looks:?}");
-    assert_eq!(other.heard(), ["join", "leave"]);
+fn a_rank_does_not_leave_for_an_aggregator_where_others_do_not_wait() {
+    for answer in [deserted, empty] {
+        let (first, other) = (Fake::start(answer), Fake::start(gathering));
+        let options = options(&first, &[&other]);
+        let mut search = Search::new(&options, 1);
+        let error = search.join(SHORT, None, &mut Mailbox::new()).unwrap_err();
+        assert!(matches!(error, ConnectError::Incomplete { .. }), "{error}");
+        let looks = first.heard();
+        assert!(!looks.is_empty() && looks.iter().all(|word| *word == "look"), "{looks:?}");
+        assert_eq!(other.heard(), ["join", "leave"]);
+    }
 }
 
 #[test]
-fn a_rank_does_not_go_back_again_to_one_that_would_not_have_it() {
+fn a_rank_does_not_soon_go_back_to_one_that_would_not_have_it() {
     let (first, other) = (Fake::start(refusing), Fake::start(gathering));
     let options = options(&first, &[&other]);
     let (mut search, mut mailbox) = (Search::new(&options, 1), Mailbox::new());
     assert!(search.join(LONG, None, &mut mailbox).unwrap().is_none());
     let error = search.join(LONG, None, &mut mailbox).unwrap_err();
     assert_eq!(error.to_string(), "the aggregator refused: it is full");
-    assert!(search.pass_over(&error), "it is the last, as the search began at the other");
-    let waited = Duration::from_secs(2);
-    search.join(waited, None, &mut mailbox).unwrap_err();
+    assert!(search.may_be_back(&error), "it has had a place");
+    assert!(search.pass_over(&error), "the search began at the other");
+    search.join(SHORT, None, &mut mailbox).unwrap_err();
     assert_eq!(first.heard(), ["look", "join", "leave"]);
     assert_eq!(other.heard(), ["join", "withdraw", "leave", "join", "leave"]);
     assert_eq!(search.text_of_others(), format!("; {}: {error}", first.name));
+    // Later it looks again.
+    assert!(search.join(LONG, None, &mut mailbox).unwrap().is_none());
+    assert_eq!(search.at(), 0);
+}
+
+#[test]
+fn a_rank_goes_back_again_at_once_where_it_only_met_nobody() {
+    let (first, other) = (Fake::start(draining), Fake::start(gathering));
+    let options = options(&first, &[&other]);
+    let (mut search, mut mailbox) = (Search::new(&options, 1), Mailbox::new());
+    for _ in 0..2 {
+        assert!(search.join(LONG, None, &mut mailbox).unwrap().is_none());
+        let error = search.join(LONG, None, &mut mailbox).unwrap_err();
+        assert!(matches!(error, ConnectError::Draining), "{error}");
+        search.pass_over(&error);
+        assert!(search.sights().iter().all(|sight| sight.delay == Duration::ZERO));
+    }
+}
+
+#[test]
+fn a_rank_that_waits_for_room_goes_to_others_wherever_they_are() {
+    let (first, other) = (Fake::start(full), Fake::start(refusing));
+    let options = options(&first, &[&other]);
+    let mut search = Search::new(&options, 0);
+    assert!(search.join(LONG, None, &mut Mailbox::new()).unwrap().is_none());
+    assert_eq!(search.at(), 1);
+    assert_eq!(other.heard(), ["look"]);
+    // What it says while it waits is read once there is room.
+    assert_eq!(first.heard(), ["join", "withdraw", "leave"]);
+}
+
+#[test]
+fn a_rank_that_has_come_back_looks_for_others_once_its_job_moves() {
+    let (first, other) = (Fake::start(refusing), Fake::start(gathering));
+    let options = ConnectOptions { rejoin: true, ..options(&first, &[&other]) };
+    let mut search = Search::new(&options, 1);
+    search.join(SHORT, None, &mut Mailbox::new()).unwrap_err();
+    assert!(first.heard().is_empty());
+    let resume = Resume { first_op: racksum_proto::ids::OpId(7), absent: Vec::new() };
+    assert!(search.join(LONG, Some(&resume), &mut Mailbox::new()).unwrap().is_none());
+    assert_eq!(search.at(), 0);
 }

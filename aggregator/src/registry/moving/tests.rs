@@ -255,11 +255,17 @@ fn a_rank_that_would_rather_be_elsewhere_is_not_waited_for_when_the_time_is_over
 #[test]
 fn who_asks_hears_which_ranks_wait_where_it_could_join() {
     let mut registry = registry(Fanout::Unicast, 0);
-    let present = |registry: &Registry| registry.present("job", Generation(0), None);
+    let life = ("job", Generation(0), (0, 1));
+    let now = Instant::now();
+    let present = |registry: &Registry| registry.present(life, None, now);
     assert!(present(&registry).is_empty());
     let ranks = all(&mut registry, [1, 2].map(|rank| wish("job", rank, 3)));
     assert_eq!(present(&registry), [1, 2]);
-    assert!(registry.present("job", Generation(1), None).is_empty());
+    assert!(registry.present(("job", Generation(1), (0, 1)), None, now).is_empty());
+    assert!(registry.present(("job", Generation(0), (1, 2)), None, now).is_empty());
+    let later = Instant::now() + HEARD;
+    registry.hear_from(&ranks[0].0, later);
+    assert_eq!(registry.present(life, None, later), [1], "of the other nothing is heard");
     assert!(registry.withdraw(&ranks[0].0));
     assert_eq!(present(&registry), [2], "one that is about to leave does not wait");
     registry.stay(&ranks[0].0);
