@@ -54,6 +54,14 @@ struct Tally {
     faults: Vec<String>,
 }
 
+impl Tally {
+    /// Notes a fault, and says it at once: what is left of it to look at may soon be gone.
+    fn fault(&mut self, what: String) {
+        println!("fault: {what}");
+        self.faults.push(what);
+    }
+}
+
 /// Runs it; `true` when nothing was amiss.
 pub(crate) fn run(root: &Path, args: &SoakArgs) -> Result<bool> {
     interrupt::listen()?;
@@ -178,7 +186,7 @@ fn trouble(
         match renewed {
             Ok(()) if kills => tally.aggregators_killed += 1,
             Ok(()) => tally.aggregators_drained += 1,
-            Err(error) => tally.faults.push(format!("aggregator {}: {error:#}", served.addr)),
+            Err(error) => tally.fault(format!("aggregator {}: {error:#}", served.addr)),
         }
     }
 }

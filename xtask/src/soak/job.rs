@@ -98,7 +98,7 @@ impl Job {
         tally.jobs += 1;
         if let Err(error) = judged {
             let (name, flags) = (&self.name, self.flags.join(" "));
-            tally.faults.push(format!("{name} ({:?}, {flags}): {error:#}", self.victim));
+            tally.fault(format!("{name} ({:?}, {flags}): {error:#}", self.victim));
         }
     }
 
