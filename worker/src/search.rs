@@ -25,6 +25,7 @@ const LONGEST_SHUN: Duration = Duration::from_secs(30);
 pub(crate) struct Search<'a> {
     options: &'a ConnectOptions,
     clock: Clock,
+    began: Time,
     sets: Vec<Set<'a>>,
     /// The set that is tried first in each round.
     first: usize,
@@ -58,8 +59,8 @@ impl<'a> Search<'a> {
             shunned: None,
         };
         let (clock, sets) = (Clock::start(), all.map(set).collect());
-        let (at, goes_to_others, has_left) = (first, false, false);
-        Self { options, clock, sets, first, at, goes_to_others, has_left }
+        let (began, goes_to_others, has_left) = (clock.now(), false, false);
+        Self { options, clock, began, sets, first, at: first, goes_to_others, has_left }
     }
 
     /// Checks that no set is named twice.
@@ -75,7 +76,7 @@ impl<'a> Search<'a> {
 
     /// How long it has taken so far.
     pub(crate) fn waited(&self) -> Duration {
-        Duration::from_nanos(self.clock.now().0)
+        Duration::from_nanos(self.clock.now().since(self.began).0)
     }
 
     /// The set whose turn it is.

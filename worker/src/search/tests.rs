@@ -152,6 +152,7 @@ fn a_rank_goes_back_to_where_others_wait_once_all_let_it_go() {
     let mut search = Search::new(&options, 1);
     assert!(search.join(LONG, None, &mut Mailbox::new()).unwrap().is_none());
     assert_eq!(search.at(), 0);
+    assert!(search.waited() < LONG);
     assert_eq!(first.heard(), ["look"]);
     for fake in set {
         assert_eq!(fake.heard(), ["join", "withdraw", "leave"]);
