@@ -10,6 +10,7 @@ use racksum_proto::control::{FromAggregator, FromWorker, Join, Loss};
 use racksum_proto::ids::OpId;
 use tokio::sync::mpsc::{Receiver, channel};
 use tokio::sync::{Notify, watch};
+use tokio::task::AbortHandle;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
 use crate::lifelines::Lifelines;
@@ -94,11 +95,10 @@ async fn serve_caller(connection: quinn::Connection, registry: Shared, lifelines
         FromWorker::Join(join) => {
             serve_rank(&connection, join, (send, recv), registry, lifelines).await;
         }
-        FromWorker::Look { job, generation, stripe } => {
+        FromWorker::Look(join) => {
             let (_, certificate) = identify(&registry, &connection);
             let (asks, now) = (certificate.map(|it| it.name), Instant::now());
-            let life = (job.as_str(), generation, stripe);
-            let ranks = lock(&registry).present(life, asks.as_deref(), now);
+            let ranks = lock(&registry).present(&join, asks.as_deref(), now);
             if say(&mut send, &FromAggregator::Present { ranks }).await {
                 end(&connection, send).await;
             }
@@ -124,6 +124,7 @@ async fn serve_rank(
     let (tell, mut inbox) = channel(WORDS);
     let addr = connection.remote_address();
     let (name, rank, relays) = (join.job.clone(), join.rank, join.relays);
+    let mut words = Words::of(recv);
     let Ok(lifeline) = offer(&lifelines, &mut send).await else { return };
     let mut dead = std::pin::pin!(dead(connection, lifeline));
     let (knows, certificate) = identify(&registry, connection);
@@ -133,10 +134,14 @@ async fn serve_rank(
         Some(reason) => Err(Refusal::Never(reason)),
         None => {
             let caller = Caller { identity: identity.clone(), addr, tell };
-            tokio::select! {
-                joined = enter(&registry, &mut send, join, caller) => joined,
+            let entered = tokio::select! {
+                entered = enter(&registry, (&mut send, &mut words), join, caller) => entered,
                 () = &mut dead => return,
                 _ = connection.closed() => return,
+            };
+            match entered {
+                Some(joined) => joined,
+                None => return end(connection, send).await,
             }
         }
     };
@@ -159,7 +164,7 @@ async fn serve_rank(
             pursue(&registry, &seat, joined);
             let parting = tokio::select! {
                 parting = attend(
-                    &registry, &seat, connection, (&mut send, recv), &mut inbox
+                    &registry, &seat, connection, (&mut send, &mut words), &mut inbox
                 ) => parting,
                 () = &mut dead => Parting::Lost(Loss::Died),
             };
@@ -236,13 +241,14 @@ impl Drop for Queued {
     }
 }
 
-/// Takes a rank into its job, once there is room for it if the rank wants to wait.
+/// Takes a rank into its job, once there is room for it if the rank wants to wait; nothing comes of
+/// it if the rank leaves before.
 async fn enter(
     registry: &Shared,
-    send: &mut quinn::SendStream,
+    (send, words): (&mut quinn::SendStream, &mut Words),
     join: Join,
     caller: Caller,
-) -> Result<(Seat, Joined), Refusal> {
+) -> Option<Result<(Seat, Joined), Refusal>> {
     let mut queued: Option<Queued> = None;
     loop {
         let joined = if join.rejoin {
@@ -252,16 +258,58 @@ async fn enter(
         };
         let why = match joined {
             Err(Refusal::NoRoom(why)) if join.wait => why,
-            joined => return joined,
+            joined => return Some(joined),
         };
         let queued =
             queued.get_or_insert_with(|| Queued::new(registry, &join, caller.identity.as_deref()));
         let before = lock(registry).before_in_queue(&join.job);
         if !say(send, &FromAggregator::Queued { before, why: why.clone() }).await {
-            return Err(Refusal::NoRoom(why));
+            return None;
         }
-        // What there may be room for by the time that it was said is seen at the next look.
-        drop(timeout(WAITING_PERIOD, queued.room.notified()).await);
+        tokio::select! {
+            // What there may be room for by the time that it was said is seen at the next look.
+            _ = timeout(WAITING_PERIOD, queued.room.notified()) => {}
+            // An aggregator is not let go, and what it says of its ranks is heeded once it is in.
+            word = words.0.recv(), if !join.relays => match word {
+                // wire: W-67
+                Some(FromWorker::Withdraw) => hold_back(send, words).await?,
+                Some(FromWorker::Stay) => {}
+                _ => return None,
+            }
+        }
+    }
+}
+
+/// Lets a rank go that waits for room. Returns once it stays after all, and nothing if it does not.
+async fn hold_back(send: &mut quinn::SendStream, words: &mut Words) -> Option<()> {
+    if !say(send, &FromAggregator::Free).await {
+        return None;
+    }
+    // Others wait behind it.
+    let word = timeout(JOIN_TIMEOUT, words.0.recv()).await.ok()?;
+    (word == Some(FromWorker::Stay)).then_some(())
+}
+
+/// What a rank says, read by a task of its own: reading a frame must not be cancelled half-way.
+struct Words(Receiver<FromWorker>, AbortHandle);
+
+impl Words {
+    fn of(mut recv: quinn::RecvStream) -> Self {
+        let (heard, words) = channel(QUEUE);
+        let reader = tokio::spawn(async move {
+            while let Ok(Some(word)) = frames::recv::<FromWorker>(&mut recv).await {
+                if heard.send(word).await.is_err() {
+                    return;
+                }
+            }
+        });
+        Self(words, reader.abort_handle())
+    }
+}
+
+impl Drop for Words {
+    fn drop(&mut self) {
+        self.1.abort();
     }
 }
 
@@ -349,22 +397,13 @@ async fn attend(
     registry: &Shared,
     seat: &Seat,
     connection: &quinn::Connection,
-    (send, mut recv): (&mut quinn::SendStream, quinn::RecvStream),
+    (send, words): (&mut quinn::SendStream, &mut Words),
     inbox: &mut Receiver<FromAggregator>,
 ) -> Parting {
-    let (heard, mut words) = channel(QUEUE);
-    // A task of its own, since reading a frame must not be cancelled half-way.
-    let reader = tokio::spawn(async move {
-        while let Ok(Some(word)) = frames::recv::<FromWorker>(&mut recv).await {
-            if heard.send(word).await.is_err() {
-                return;
-            }
-        }
-    });
     let joined = Instant::now();
     let mut tick = interval(WAITING_PERIOD);
     let mut heard_before = 0;
-    let parting = loop {
+    loop {
         tokio::select! {
             message = inbox.recv() => {
                 let Some(message) = message else { break Parting::Over };
@@ -372,7 +411,7 @@ async fn attend(
                     break Parting::Lost(Loss::Broke);
                 }
             }
-            word = words.recv() => match word {
+            word = words.0.recv() => match word {
                 Some(FromWorker::Heard) => lock(registry).heard(seat),
                 Some(FromWorker::Also(join)) => {
                     let joined = lock(registry).also(seat, join, Instant::now());
@@ -393,7 +432,7 @@ async fn attend(
                     pursue(registry, seat, joined);
                 }
                 Some(FromWorker::Move) => break Parting::Moved,
-                Some(FromWorker::Join(_) | FromWorker::Look { .. } | FromWorker::Stop) | None => {
+                Some(FromWorker::Join(_) | FromWorker::Look(_) | FromWorker::Stop) | None => {
                     break Parting::Lost(Loss::Broke);
                 }
             },
@@ -414,9 +453,7 @@ async fn attend(
                 }
             }
         }
-    };
-    reader.abort();
-    parting
+    }
 }
 
 /// Does what a job needs next.

@@ -43,18 +43,11 @@ pub enum FromWorker {
     },
     /// It has tried to come back, and has done nothing yet: as if it had not tried.
     Retreat,
-    /// It asks which ranks of a job wait for others, as the first and only message: it may be a
-    /// rank of the job that waits at another aggregator.
-    Look {
-        /// The job's name.
-        job: String,
-        /// The job's life.
-        generation: Generation,
-        /// Which of how many aggregators this one would be for the job.
-        stripe: (u8, u8),
-    },
-    /// It would rather be elsewhere, and waits to hear [`FromAggregator::Free`]; not if the job has
-    /// begun.
+    /// It asks which ranks of its job wait for others that it could join with this, as the first
+    /// and only message: it waits at another aggregator.
+    Look(Join),
+    /// It would rather be elsewhere, and waits to hear [`FromAggregator::Free`]; in vain if the job
+    /// has begun.
     Withdraw,
     /// It would not, after all.
     Stay,
@@ -200,11 +193,11 @@ pub enum FromAggregator {
     },
     /// These ranks of the job wait for others. The answer to a look.
     Present {
-        /// Which; none if there is no such job, if it has begun, or may not be known.
+        /// Which; none if there is no such job, if it has begun, or would not have who asks.
         ranks: Vec<u16>,
     },
-    /// The rank may leave: the job has not begun, and does not before the rank has left or says
-    /// that it stays.
+    /// The rank may leave: the job has not begun, and does not begin with it before it says that it
+    /// stays.
     Free,
     /// All ranks are there; this is what they are granted.
     Welcome(Welcome),

@@ -257,6 +257,25 @@ fn a_rank_that_waits_leaves_its_place_for_no_aggregator_where_it_would_wait_alon
 }
 
 #[test]
+fn a_rank_that_waits_for_room_goes_to_where_others_wait_and_leaves_the_queue() {
+    bounded(60, || {
+        let [full, other] = [(); 2].map(|()| Rig::start(|config| config.max_jobs = 1));
+        let holds = Client::connect(&full.options("holds", 0, 1)).unwrap();
+        let first = ConnectOptions { world: 2, wait: true, ..options(&[&full, &other], "room", 0) };
+        let last = other.options("room", 1, 2);
+        std::thread::scope(|scope| {
+            let joined = scope.spawn(|| Client::connect(&first).unwrap());
+            let both = (Client::connect(&last).unwrap(), joined.join().unwrap());
+            drop(holds);
+            // Nobody is before it.
+            drop(Client::connect(&full.options("next", 0, 1)).unwrap());
+            drop(both);
+            [full, other].iter().for_each(Rig::await_peace);
+        });
+    });
+}
+
+#[test]
 fn ranks_that_move_meet_although_some_of_them_passed_over_an_aggregator() {
     bounded(60, || {
         let [one, next, last] = [5, 6, 7].map(|host| lone(host, 0));

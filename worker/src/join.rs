@@ -144,24 +144,11 @@ pub(crate) fn join(
     let mut controls = Vec::new();
     for (place, route) in (0..).zip(&routes) {
         let join = Join {
-            version: CONTROL_VERSION,
-            job: options.job.clone(),
-            generation: options.generation,
-            rank: options.rank,
-            world: options.world,
-            lanes: options.lanes,
             data_ports: vec![socket.local_addr().port()],
             receive_buffer: u32::try_from(socket.report().got_receive).unwrap_or(u32::MAX),
             max_datagram: u16::try_from(datagram).unwrap_or(u16::MAX),
             multicast: options.multicast && route.interface.is_some(),
-            stripe: (place, stripes),
-            pool_slots: options.pool_slots,
-            wait: options.wait,
-            on_rank_loss: options.on_rank_loss,
-            may_move: !options.standbys.is_empty(),
-            relays: false,
-            rejoin: options.rejoin && resume.is_none(),
-            resume: resume.cloned(),
+            ..wish(options, (place, stripes), resume)
         };
         controls.push(Control::start(route.to, join, options, mailbox)?);
     }
@@ -175,6 +162,31 @@ pub(crate) fn join(
     })
 }
 
+/// What a rank wants of a job at an aggregator that is this one of so many, but for how its data
+/// comes.
+pub(crate) fn wish(options: &ConnectOptions, stripe: (u8, u8), resume: Option<&Resume>) -> Join {
+    Join {
+        version: CONTROL_VERSION,
+        job: options.job.clone(),
+        generation: options.generation,
+        rank: options.rank,
+        world: options.world,
+        lanes: options.lanes,
+        data_ports: Vec::new(),
+        receive_buffer: 0,
+        max_datagram: 0,
+        multicast: options.multicast,
+        stripe,
+        pool_slots: options.pool_slots,
+        wait: options.wait,
+        on_rank_loss: options.on_rank_loss,
+        may_move: !options.standbys.is_empty(),
+        relays: false,
+        rejoin: options.rejoin && resume.is_none(),
+        resume: resume.cloned(),
+    }
+}
+
 /// Waits until every aggregator says that ops may start: for all at once, since each gives its
 /// group only so long to be heard. Returns where else the rank is to go, if the lookout has seen
 /// others there and all aggregators let it go.
@@ -185,7 +197,7 @@ fn complete(
     mailbox: &mut Mailbox,
 ) -> Result<Option<usize>, ConnectError> {
     let clock = Clock::start();
-    let (started, mut goal) = (clock.now(), None);
+    let (started, mut goal) = (clock.now(), None::<Goal>);
     while parts.iter().any(|part| !part.ready) {
         let heard = mailbox.hear(Some(PROBE_POLL));
         if mailbox.closed.is_some() {
@@ -200,18 +212,25 @@ fn complete(
         parts.iter_mut().for_each(|part| part.look_for_probe(session));
         // wire: W-67
         let standing = standing(&parts);
-        if goal.is_none() {
-            goal = lookout.seen(standing);
-            if goal.is_some() {
-                session.say_to_all(&FromWorker::Withdraw);
+        match &goal {
+            None => {
+                goal = lookout.seen(standing).map(|place| Goal { place, standing });
+                if goal.is_some() {
+                    session.say_to_all(&FromWorker::Withdraw);
+                    parts.iter_mut().for_each(|part| part.unanswered += 1);
+                }
             }
-        } else if standing == Standing::Busy {
-            // At one of them the job has begun, so that all ranks are here.
-            session.say_to_all(&FromWorker::Stay);
-            goal = None;
-        } else if parts.iter().all(|part| part.free || part.queued.is_some()) {
-            return Ok(goal);
+            // At one of them the job has begun, so that all ranks are here; or it has a place by
+            // now that others may come to.
+            Some(goal) if goal.standing != standing => {
+                session.say_to_all(&FromWorker::Stay);
+            }
+            Some(goal) if parts.iter().all(|part| part.unanswered == 0) => {
+                return Ok(Some(goal.place));
+            }
+            Some(_) => {}
         }
+        goal = goal.filter(|goal| goal.standing == standing);
         let waited = Duration::from_nanos(clock.now().since(started).0);
         let is_late = |part: &Joining<'_>| !part.ready && waited > part.options.join_timeout;
         if parts.iter().any(is_late) {
@@ -292,6 +311,12 @@ pub(crate) fn resolve(host: &str) -> Result<SocketAddr, ConnectError> {
     }
 }
 
+/// Where a rank would rather be, and how it stood when it saw others there.
+struct Goal {
+    place: usize,
+    standing: Standing,
+}
+
 /// How a rank stands at all of its aggregators.
 fn standing(parts: &[Joining<'_>]) -> Standing {
     if parts.iter().any(|part| part.welcome.is_some() || !(part.waits || part.queued.is_some())) {
@@ -313,8 +338,8 @@ struct Joining<'a> {
     missing: Vec<u16>,
     /// The aggregator has a place for the rank, and waits for others.
     waits: bool,
-    /// The aggregator lets the rank go.
-    free: bool,
+    /// How often the aggregator was asked to let the rank go, and has not said that it may.
+    unanswered: u32,
     /// What the job waits for room for.
     queued: Option<String>,
     /// The aggregator has said that ops may start.
@@ -332,7 +357,7 @@ impl<'a> Joining<'a> {
             heard: false,
             missing: Vec::new(),
             waits: false,
-            free: false,
+            unanswered: 0,
             queued: None,
             ready: false,
         }
@@ -378,7 +403,7 @@ impl<'a> Joining<'a> {
                 }
                 self.missing = missing;
             }
-            FromAggregator::Free => self.free = true,
+            FromAggregator::Free => self.unanswered = self.unanswered.saturating_sub(1),
             FromAggregator::Present { .. } => {
                 return Err(ConnectError::Protocol("it answers a look that was none".into()));
             }

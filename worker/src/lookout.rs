@@ -13,12 +13,13 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use racksum_net::quic::{Caller, Credentials, look};
+use racksum_proto::control::Resume;
 use tokio::runtime::Builder;
 use tokio::sync::oneshot;
 
 use crate::control::patience;
 use crate::error::ConnectError;
-use crate::join::resolve;
+use crate::join::{resolve, wish};
 use crate::options::ConnectOptions;
 
 /// How long a rank waits before it looks for the first time, and twice as long before each next.
@@ -51,7 +52,8 @@ pub(crate) enum Standing {
 #[derive(Debug)]
 pub(crate) struct Lookout<'a> {
     options: &'a ConnectOptions,
-    moves: bool,
+    /// Where the job goes on, of a rank that moves with it.
+    resume: Option<&'a Resume>,
     /// The place of the set where the rank is.
     at: usize,
     sights: Vec<Sight>,
@@ -66,15 +68,14 @@ struct Looking {
 }
 
 impl<'a> Lookout<'a> {
-    /// A lookout from the set `at` this place to others, of a rank that joins a job or moves with
-    /// it.
+    /// A lookout from the set `at` this place to others.
     pub(crate) const fn new(
         options: &'a ConnectOptions,
-        moves: bool,
+        resume: Option<&'a Resume>,
         at: usize,
         sights: Vec<Sight>,
     ) -> Self {
-        Self { options, moves, at, sights, looking: None }
+        Self { options, resume, at, sights, looking: None }
     }
 
     /// The place of a set where others wait, to whom a rank that stands so may go.
@@ -91,7 +92,7 @@ impl<'a> Lookout<'a> {
             if sights.is_empty() {
                 return None;
             }
-            match Looking::start(self.options, self.moves, sights) {
+            match Looking::start(self.options, self.resume, sights) {
                 Ok(looking) => self.looking = Some((standing, looking)),
                 Err(error) => {
                     tracing::warn!(%error, "cannot look for ranks at other aggregators");
@@ -106,18 +107,21 @@ impl<'a> Lookout<'a> {
 /// What looks need.
 struct Errand {
     options: ConnectOptions,
+    resume: Option<Resume>,
     caller: Caller,
 }
 
 impl Looking {
     fn start(
         options: &ConnectOptions,
-        moves: bool,
+        resume: Option<&Resume>,
         sights: Vec<Sight>,
     ) -> Result<Self, ConnectError> {
         let credentials = Credentials::new(options.identity.as_deref(), options.insecure)?;
-        let caller = Caller { from: None, credentials, patience: patience(options, moves) };
-        let errand = Arc::new(Errand { options: options.clone(), caller });
+        let caller =
+            Caller { from: None, credentials, patience: patience(options, resume.is_some()) };
+        let (options, resume) = (options.clone(), resume.cloned());
+        let errand = Arc::new(Errand { options, resume, caller });
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let (tell, seen) = channel();
         let (over, is_over) = oneshot::channel::<()>();
@@ -160,8 +164,8 @@ impl Errand {
             let name = host.clone();
             let found = tokio::task::spawn_blocking(move || resolve(&name)).await;
             let Ok(Ok(to)) = found else { return false };
-            let stripe = (place, count);
-            match look(to, (&options.job, options.generation, stripe), &self.caller).await {
+            let join = wish(options, (place, count), self.resume.as_ref());
+            match look(to, join, &self.caller).await {
                 // Where this rank is itself, what is said is of earlier.
                 Ok(ranks) if ranks.is_empty() || ranks.contains(&options.rank) => return false,
                 Ok(_) => {}

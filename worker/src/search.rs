@@ -33,8 +33,8 @@ pub(crate) struct Search<'a> {
     at: usize,
     /// Whether it has its turn because others were seen there.
     goes_to_others: bool,
-    /// Whether the rank has left some set for others.
-    has_left: bool,
+    /// Whether some aggregator has been there.
+    was_somewhere: bool,
 }
 
 /// A set of aggregators.
@@ -59,8 +59,8 @@ impl<'a> Search<'a> {
             shunned: None,
         };
         let (clock, sets) = (Clock::start(), all.map(set).collect());
-        let (began, goes_to_others, has_left) = (clock.now(), false, false);
-        Self { options, clock, began, sets, first, at: first, goes_to_others, has_left }
+        let (began, goes_to_others, was_somewhere) = (clock.now(), false, false);
+        Self { options, clock, began, sets, first, at: first, goes_to_others, was_somewhere }
     }
 
     /// Checks that no set is named twice.
@@ -132,14 +132,14 @@ impl<'a> Search<'a> {
         let options = ConnectOptions { join_timeout: patience, ..self.options.clone() };
         // One that comes back goes to where its job runs.
         let sights = if options.rejoin && resume.is_none() { Vec::new() } else { self.sights() };
-        let mut lookout = Lookout::new(&options, resume.is_some(), self.at, sights);
+        let mut lookout = Lookout::new(&options, resume, self.at, sights);
         match join(&options, self.sets[self.at].hosts, resume, &mut lookout, mailbox)? {
             Outcome::Complete(session) => Ok(Some(session)),
             Outcome::Elsewhere(place) => {
                 let to = self.sets[place].name.clone();
                 tracing::info!(from = self.name(), to, "others of the job wait there");
                 self.note(format!("left, since others waited at {to}"));
-                (self.at, self.goes_to_others, self.has_left) = (place, true, true);
+                (self.at, self.goes_to_others, self.was_somewhere) = (place, true, true);
                 Ok(None)
             }
         }
@@ -171,10 +171,13 @@ impl<'a> Search<'a> {
         self.at == self.first
     }
 
-    /// Whether there may be an aggregator again after this error, although there is none now: the
-    /// rank has had a place.
-    pub(crate) const fn may_be_back(&self, error: &ConnectError) -> bool {
-        self.has_left || is_gone(error)
+    /// Whether an aggregator that ends in this error may be back: it was there, or one was, if only
+    /// to wait for room, and nobody answers now.
+    pub(crate) fn may_be_back(&mut self, error: &ConnectError) -> bool {
+        let was_there = is_gone(error);
+        let may_be_back = was_there || self.was_somewhere && matches!(error, ConnectError::Net(_));
+        self.was_somewhere |= was_there;
+        may_be_back
     }
 }
 

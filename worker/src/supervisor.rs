@@ -34,6 +34,7 @@ pub(crate) fn join_first(
 ) -> Result<(usize, Session), ConnectError> {
     let mut search = Search::new(options, 0);
     search.check()?;
+    // Whether one of this round may be back.
     let (mut may_be_back, mut pause) = (false, PAUSE);
     loop {
         let left = options.join_timeout.saturating_sub(search.waited());
@@ -55,11 +56,12 @@ pub(crate) fn join_first(
             error => {
                 may_be_back |= search.may_be_back(&error);
                 if search.pass_over(&error) {
-                    if !may_be_back || waited >= options.join_timeout {
+                    // What came of a try for which there is no time would say nothing.
+                    if !may_be_back || waited + pause >= options.join_timeout {
                         return Err(ConnectError::NoAggregator(search.text()));
                     }
                     std::thread::sleep(pause);
-                    pause = (pause * 2).min(LONGEST_PAUSE);
+                    (may_be_back, pause) = (false, (pause * 2).min(LONGEST_PAUSE));
                 }
             }
         }

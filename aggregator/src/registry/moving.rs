@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use racksum_proto::control::{Absent, FromAggregator, Join, Loss, OnRankLoss, Resume};
-use racksum_proto::ids::Generation;
 use racksum_proto::wire::Flags;
 use tokio::time::Instant;
 
@@ -86,13 +85,19 @@ impl Registry {
         let why = Loss::Silent;
         let lost: Vec<_> = missing.iter().map(|rank| Absent { rank: *rank, why }).collect();
         // Those that would rather be elsewhere may be, but not here.
-        for rank in missing {
-            if let Some(member) = job.members[usize::from(*rank)].take() {
-                member.tell(FromAggregator::Refused { reason: given_up(name, *rank) });
-            }
-        }
+        let may_leave: Vec<_> = missing
+            .iter()
+            .filter_map(|rank| Some((*rank, job.members[usize::from(*rank)].take()?)))
+            .collect();
         let goes_on = job.goes_on_without(&lost, now);
         tracing::warn!(job = name, ?missing, goes_on, "ranks did not come along");
+        for (rank, member) in may_leave {
+            member.tell(if goes_on {
+                FromAggregator::Refused { reason: given_up(name, rank) }
+            } else {
+                FromAggregator::PeerLost { ranks: missing.to_vec(), why }
+            });
+        }
         if !goes_on {
             job.tell(&FromAggregator::PeerLost { ranks: missing.to_vec(), why });
             self.remove(name);
@@ -131,30 +136,23 @@ impl Registry {
         self.jobs.values().for_each(|job| job.tell(&FromAggregator::Drain));
     }
 
-    /// The ranks of a job's life that wait here for others, of which who asks may be one. A job has
-    /// a life, and is here at one place of so many.
-    pub(crate) fn present(
-        &self,
-        (job, generation, stripe): (&str, Generation, (u8, u8)),
-        asks: Option<&str>,
-        now: Instant,
-    ) -> Vec<u16> {
-        let gathers = |it: &&Job| {
-            it.state == State::Gathering && (it.generation, it.stripe) == (generation, stripe)
-        };
-        let Some(found) = self.jobs.get(job).filter(gathers) else { return Vec::new() };
-        if admit(&self.config.admit, asks, job).is_err() {
+    /// The ranks that wait here for others that could join like this.
+    pub(crate) fn present(&self, join: &Join, asks: Option<&str>, now: Instant) -> Vec<u16> {
+        let fits = |job: &&Job| job.generation == join.generation && job.check(join).is_ok();
+        let Some(job) = self.jobs.get(&join.job).filter(fits) else { return Vec::new() };
+        if admit(&self.config.admit, asks, &join.job).is_err() {
             return Vec::new();
         }
         // Others may be gone, and this process may have been stopped meanwhile.
         let waits = |member: &&Member| {
             !member.withdraws && now.saturating_duration_since(member.heard) < HEARD
         };
-        found.members.iter().flatten().filter(waits).flat_map(Member::ranks).collect()
+        job.members.iter().flatten().filter(waits).flat_map(Member::ranks).collect()
     }
 
-    /// A rank would rather be elsewhere. Returns whether it may: its job has not begun, and waits
-    /// for it from now on. Otherwise the others count on it, or it is told what became of the job.
+    /// A rank would rather be elsewhere. Returns whether it may: its job has not begun, and counts
+    /// it as missing from now on. Otherwise the others count on it, or the job is gone, and it is
+    /// told so.
     pub(crate) fn withdraw(&mut self, seat: &Seat) -> bool {
         // wire: W-67
         let gathers = |job: &&mut Job| job.state == State::Gathering && job.above.is_none();

@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use quinn::ConnectionError;
 use racksum_proto::control::{FromAggregator, FromWorker, Join};
-use racksum_proto::ids::Generation;
 use racksum_proto::time::Span;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::oneshot;
@@ -117,8 +116,7 @@ pub async fn converse(
     }
 }
 
-/// Asks the aggregator at `to` which ranks wait there for others, of a job with this name, in this
-/// life, for which the aggregator is this one of so many.
+/// Asks the aggregator at `to` which ranks wait there for others that could join like this.
 ///
 /// # Errors
 ///
@@ -128,18 +126,13 @@ pub async fn converse(
 /// # Panics
 ///
 /// Outside of a tokio runtime.
-pub async fn look(
-    to: SocketAddr,
-    (job, generation, stripe): (&str, Generation, (u8, u8)),
-    caller: &Caller,
-) -> Result<Vec<u16>, Ended> {
+pub async fn look(to: SocketAddr, join: Join, caller: &Caller) -> Result<Vec<u16>, Ended> {
     let connection = connect_from(caller.from, to, &caller.credentials, caller.patience).await?;
     let answer = async {
         let closed = |why: &dyn std::fmt::Display| Ended::Closed(why.to_string());
         let (mut send, mut recv) =
             connection.quic().open_bi().await.map_err(|error| closed(&error))?;
-        let look = FromWorker::Look { job: job.to_owned(), generation, stripe };
-        frames::send(&mut send, &look).await.map_err(|error| closed(&error))?;
+        frames::send(&mut send, &FromWorker::Look(join)).await.map_err(|error| closed(&error))?;
         match frames::recv(&mut recv).await.map_err(|error| closed(&error))? {
             Some(FromAggregator::Present { ranks }) => Ok(ranks),
             said => Err(closed(&format!("it answers a look with {said:?}"))),

@@ -52,7 +52,7 @@ impl Fake {
     fn heard(&self) -> Vec<&'static str> {
         let name = |word| match word {
             FromWorker::Join(_) => "join",
-            FromWorker::Look { .. } => "look",
+            FromWorker::Look(_) => "look",
             FromWorker::Withdraw => "withdraw",
             FromWorker::Stay => "stay",
             FromWorker::Leave { .. } | FromWorker::Retreat | FromWorker::Move => "leave",
@@ -73,7 +73,7 @@ fn begin() -> Vec<FromAggregator> {
 /// One where rank 1 waits, but that will not have others.
 fn refusing(word: &FromWorker) -> Vec<FromAggregator> {
     match word {
-        FromWorker::Look { .. } => vec![FromAggregator::Present { ranks: vec![1] }],
+        FromWorker::Look(_) => vec![FromAggregator::Present { ranks: vec![1] }],
         FromWorker::Join(_) => vec![FromAggregator::Refused { reason: "it is full".into() }],
         _ => Vec::new(),
     }
@@ -82,7 +82,7 @@ fn refusing(word: &FromWorker) -> Vec<FromAggregator> {
 /// One that does not know yet that the rank which asks is not there any more.
 fn deserted(word: &FromWorker) -> Vec<FromAggregator> {
     match word {
-        FromWorker::Look { .. } => vec![FromAggregator::Present { ranks: vec![0, 1] }],
+        FromWorker::Look(_) => vec![FromAggregator::Present { ranks: vec![0, 1] }],
         _ => Vec::new(),
     }
 }
@@ -90,7 +90,7 @@ fn deserted(word: &FromWorker) -> Vec<FromAggregator> {
 /// One where nobody of the job is.
 fn empty(word: &FromWorker) -> Vec<FromAggregator> {
     match word {
-        FromWorker::Look { .. } => vec![FromAggregator::Present { ranks: Vec::new() }],
+        FromWorker::Look(_) => vec![FromAggregator::Present { ranks: Vec::new() }],
         _ => Vec::new(),
     }
 }
@@ -107,6 +107,7 @@ fn draining(word: &FromWorker) -> Vec<FromAggregator> {
 fn full(word: &FromWorker) -> Vec<FromAggregator> {
     match word {
         FromWorker::Join(_) => vec![FromAggregator::Queued { before: 0, why: "full".into() }],
+        FromWorker::Withdraw => vec![FromAggregator::Free],
         _ => Vec::new(),
     }
 }
@@ -195,7 +196,8 @@ fn a_rank_does_not_soon_go_back_to_one_that_would_not_have_it() {
     assert!(search.join(LONG, None, &mut mailbox).unwrap().is_none());
     let error = search.join(LONG, None, &mut mailbox).unwrap_err();
     assert_eq!(error.to_string(), "the aggregator refused: it is full");
-    assert!(search.may_be_back(&error), "it has had a place");
+    assert!(!search.may_be_back(&error), "it is there");
+    assert!(search.may_be_back(&ConnectError::Closed("gone".into())));
     assert!(search.pass_over(&error), "the search began at the other");
     search.join(SHORT, None, &mut mailbox).unwrap_err();
     assert_eq!(first.heard(), ["look", "join", "leave"]);
@@ -228,7 +230,6 @@ fn a_rank_that_waits_for_room_goes_to_others_wherever_they_are() {
     assert!(search.join(LONG, None, &mut Mailbox::new()).unwrap().is_none());
     assert_eq!(search.at(), 1);
     assert_eq!(other.heard(), ["look"]);
-    // What it says while it waits is read once there is room.
     assert_eq!(first.heard(), ["join", "withdraw", "leave"]);
 }
 

@@ -241,6 +241,7 @@ fn a_rank_that_may_not_withdraw_is_told_what_became_of_its_job() {
 #[test]
 fn a_rank_that_would_rather_be_elsewhere_is_not_waited_for_when_the_time_is_over() {
     let mut registry = registry(Fanout::Unicast, 0);
+    registry.config.max_jobs = 1;
     let mut ranks = all(&mut registry, [0, 1, 2].map(|rank| moved(rank, 4, &[])));
     assert!(registry.withdraw(&ranks[2].0));
     let later = Instant::now() + PATIENCE;
@@ -248,24 +249,42 @@ fn a_rank_that_would_rather_be_elsewhere_is_not_waited_for_when_the_time_is_over
     registry.look_after(&ranks[0].0, later);
     // Two of four are no majority.
     let lost = FromAggregator::PeerLost { ranks: vec![2, 3], why: Loss::Silent };
-    assert_eq!(told(&mut ranks[0].1), Some(lost));
+    assert_eq!(told(&mut ranks[0].1), Some(lost.clone()));
+    assert_eq!(told(&mut ranks[2].1), Some(lost));
     assert!(ranks[2].1.is_closed());
+    // Three of four are.
+    let mut ranks = all(&mut registry, [0, 1, 2, 3].map(|rank| moved(rank, 5, &[])));
+    assert!(registry.withdraw(&ranks[3].0));
+    let later = Instant::now() + PATIENCE;
+    ranks.iter().for_each(|(seat, _)| registry.hear_from(seat, later));
+    registry.look_after(&ranks[0].0, later);
+    let first = words(&mut ranks[0].1);
+    assert!(matches!(first[0], FromAggregator::Ready { .. }), "{first:?}");
+    let Some(FromAggregator::Refused { reason }) = told(&mut ranks[3].1) else { panic!() };
+    assert!(reason.contains("had lost rank 3, and go on without it"), "{reason}");
 }
 
 #[test]
 fn who_asks_hears_which_ranks_wait_where_it_could_join() {
     let mut registry = registry(Fanout::Unicast, 0);
-    let life = ("job", Generation(0), (0, 1));
+    let asks = wish("job", 0, 3);
     let now = Instant::now();
-    let present = |registry: &Registry| registry.present(life, None, now);
+    let present = |registry: &Registry| registry.present(&asks, None, now);
     assert!(present(&registry).is_empty());
     let ranks = all(&mut registry, [1, 2].map(|rank| wish("job", rank, 3)));
     assert_eq!(present(&registry), [1, 2]);
-    assert!(registry.present(("job", Generation(1), (0, 1)), None, now).is_empty());
-    assert!(registry.present(("job", Generation(0), (1, 2)), None, now).is_empty());
+    for other in [
+        Join { generation: Generation(1), ..asks.clone() },
+        Join { stripe: (1, 2), ..asks.clone() },
+        Join { world: 4, ..asks.clone() },
+        // It has run elsewhere, and begins anew here.
+        Join { on_rank_loss: OnRankLoss::Abort, ..moved(0, 3, &[]) },
+    ] {
+        assert!(registry.present(&other, None, now).is_empty(), "{other:?} could not join");
+    }
     let later = Instant::now() + HEARD;
     registry.hear_from(&ranks[0].0, later);
-    assert_eq!(registry.present(life, None, later), [1], "of the other nothing is heard");
+    assert_eq!(registry.present(&asks, None, later), [1], "of the other nothing is heard");
     assert!(registry.withdraw(&ranks[0].0));
     assert_eq!(present(&registry), [2], "one that is about to leave does not wait");
     registry.stay(&ranks[0].0);
