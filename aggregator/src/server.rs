@@ -168,26 +168,26 @@ async fn serve_rank(
                 ) => parting,
                 () = &mut dead => Parting::Lost(Loss::Died),
             };
-            match parting {
-                Parting::Over => end(connection, send).await,
-                Parting::Moved => {
-                    lock(&registry).depart(&seat, Instant::now());
-                    end(connection, send).await;
-                }
-                Parting::Left(next_op) => {
-                    lock(&registry).part(&seat, next_op, Instant::now());
-                    end(connection, send).await;
-                }
-                Parting::Retreated => {
-                    lock(&registry).retreat(&seat, Instant::now());
-                    end(connection, send).await;
-                }
-                Parting::Lost(Loss::Broke) if timed_out(connection) => {
-                    lock(&registry).leave(&seat, Loss::Silent, Instant::now());
-                }
-                Parting::Lost(why) => lock(&registry).leave(&seat, why, Instant::now()),
+            note_parting(&registry, &seat, parting, connection);
+            if !matches!(parting, Parting::Lost(_)) {
+                end(connection, send).await;
             }
         }
+    }
+}
+
+/// Tells the registry how a rank and its job have parted.
+fn note_parting(registry: &Shared, seat: &Seat, parting: Parting, connection: &quinn::Connection) {
+    let (mut registry, now) = (lock(registry), Instant::now());
+    match parting {
+        Parting::Over => {}
+        Parting::Moved => registry.depart(seat, now),
+        Parting::Left(next_op) => registry.part(seat, next_op, now),
+        Parting::Retreated => registry.retreat(seat, now),
+        Parting::Lost(Loss::Broke) if timed_out(connection) => {
+            registry.leave(seat, Loss::Silent, now);
+        }
+        Parting::Lost(why) => registry.leave(seat, why, now),
     }
 }
 

@@ -10,6 +10,7 @@ use racksum_worker::{Blocks, Client, ConnectError, ConnectOptions, Error, Faults
 
 use crate::inputs::{Values, seed, tensor};
 use crate::oracle::{Expected, reduce};
+use crate::ports::own_port;
 use crate::rig::{Rig, bounded};
 use crate::waits::{await_that, timed};
 
@@ -87,12 +88,9 @@ fn blocks(descriptor: &Descriptor, tensor: &[u8], indices: &[u32]) -> Blocks {
     Blocks { indices: indices.to_vec(), values: indices.iter().flat_map(block).collect() }
 }
 
-/// A rig at an address of its own, so that nobody takes its ports between two lives of it; the
-/// system chooses port 0.
-fn lone(host: u8, port: u16) -> Rig {
-    Rig::start(|config| {
-        (config.bind, config.port, config.max_jobs) = ([127, 0, 0, host].into(), port, 1);
-    })
+/// A rig for one job, at a port that it may be started at again.
+fn lone(port: u16) -> Rig {
+    Rig::start(|config| (config.port, config.max_jobs) = (port, 1))
 }
 
 /// How ranks connect that may move from the first of some rigs to the next.
@@ -196,9 +194,9 @@ fn a_job_that_knows_no_other_place_is_served_to_its_end_by_one_that_drains() {
 #[test]
 fn ranks_that_passed_over_an_aggregator_come_back_to_it_when_it_is_there() {
     bounded(60, || {
-        let (one, other) = (lone(2, 0), Rig::start(|_| {}));
+        let port = own_port();
+        let (one, other) = (lone(port), Rig::start(|_| {}));
         let all = [0, 1, 2].map(|rank| options(&[&one, &other], "back", rank));
-        let port = one.aggregator.addr().port();
         drop(one);
         let cases = cases(seed(86));
         std::thread::scope(|scope| {
@@ -208,7 +206,7 @@ fn ranks_that_passed_over_an_aggregator_come_back_to_it_when_it_is_there() {
                         other.aggregator.jobs() == 1
                     });
                     // The last finds the first one there, and waits for them.
-                    let one = lone(2, port);
+                    let one = lone(port);
                     let client = Client::connect(&options).unwrap();
                     run(&client, rank, &cases, 3);
                     drop(client);
@@ -228,19 +226,19 @@ fn ranks_that_passed_over_an_aggregator_come_back_to_it_when_it_is_there() {
 #[test]
 fn a_rank_that_waits_leaves_its_place_for_no_aggregator_where_it_would_wait_alone() {
     bounded(60, || {
-        let [one, other] = [3, 4].map(|host| lone(host, 0));
+        let port = own_port();
+        let [one, other] = [port, own_port()].map(lone);
         let [first, last] = [0, 1].map(|rank| ConnectOptions {
             world: 2,
             join_timeout: Duration::from_secs(20),
             ..options(&[&one, &other], "stay", rank)
         });
-        let port = one.aggregator.addr().port();
         drop(one);
         std::thread::scope(|scope| {
             let joined = scope.spawn(|| Client::connect(&first).unwrap());
             await_that("the first waits", || other.aggregator.jobs() == 1);
             // Another job takes the only place of one that comes before.
-            let one = lone(3, port);
+            let one = lone(port);
             let another = one.options("another", 0, 2);
             let another = scope.spawn(move || Client::connect(&another));
             await_that("another is there", || one.aggregator.jobs() == 1);
@@ -278,12 +276,12 @@ fn a_rank_that_waits_for_room_goes_to_where_others_wait_and_leaves_the_queue() {
 #[test]
 fn ranks_that_move_meet_although_some_of_them_passed_over_an_aggregator() {
     bounded(60, || {
-        let [one, next, last] = [5, 6, 7].map(|host| lone(host, 0));
+        let port = own_port();
+        let [one, next, last] = [own_port(), port, own_port()].map(lone);
         // One rank can only come to the next aggregator, and the others could wait at the last.
         let known = [&[&one, &next, &last][..], &[&one, &next, &last], &[&one, &next]];
         let all: Vec<_> =
             (0..).zip(known).map(|(rank, known)| options(known, "meet", rank)).collect();
-        let port = next.aggregator.addr().port();
         drop(next);
         let done = Barrier::new(usize::from(WORLD) + 1);
         std::thread::scope(|scope| {
@@ -302,7 +300,7 @@ fn ranks_that_move_meet_although_some_of_them_passed_over_an_aggregator() {
             done.wait();
             drop(one);
             await_that("others wait at the last", || last.aggregator.jobs() == 1);
-            let next = lone(6, port);
+            let next = lone(port);
             done.wait();
             [next, last].iter().for_each(Rig::await_peace);
         });

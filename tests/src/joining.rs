@@ -12,6 +12,7 @@ use racksum_worker::{Client, ConnectError, ConnectOptions, Error};
 
 use crate::impostor::Impostor;
 use crate::inputs::floats;
+use crate::ports::own_port;
 use crate::rig::{Rig, bounded};
 use crate::waits::await_that;
 
@@ -185,13 +186,19 @@ fn jobs_that_wait_for_room_are_served_in_turn() {
             let told = refusal(&rig.options("hasty", 0, 1));
             assert!(told.starts_with("there are 1 jobs, and --max-jobs allows 1"), "{told}");
             // Who waits for too short is told why.
+            let nobody = format!("127.0.0.1:{}", own_port());
+            let short = waits("impatient", 0, 1);
             let short = ConnectOptions {
-                join_timeout: Duration::from_millis(700),
-                ..waits("impatient", 0, 1)
+                join_timeout: Duration::from_secs(3),
+                standbys: vec![short.aggregators],
+                aggregators: vec![nobody.clone()],
+                ..short
             };
             let error = Client::connect(&short).unwrap_err();
             assert!(matches!(error, ConnectError::NoRoom { .. }), "{error}");
-            assert!(error.to_string().contains("held by \"holder\" with 1 ranks"), "{error}");
+            let error = error.to_string();
+            assert!(error.contains("held by \"holder\" with 1 ranks"), "{error}");
+            assert!(error.contains(&format!("; {nobody}: ")), "{error}");
             drop(holder);
             let order: Vec<_> = order.iter().take(4).collect();
             assert_eq!(order, ["first", "first", "second", "second"]);

@@ -12,6 +12,8 @@ mod inputs;
 #[cfg(test)]
 mod oracle;
 #[cfg(test)]
+mod ports;
+#[cfg(test)]
 mod rig;
 #[cfg(test)]
 mod waits;

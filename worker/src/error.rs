@@ -54,12 +54,14 @@ pub enum ConnectError {
         elsewhere: String,
     },
     /// There was no room for the job for too long.
-    #[error("after {} s there was still no room for the job: {why}", waited.as_secs())]
+    #[error("after {} s there was still no room for the job: {why}{elsewhere}", waited.as_secs())]
     NoRoom {
         /// What was in the way: a sentence of the aggregator's.
         why: String,
-        /// How long room was waited for.
+        /// How long room was waited for, here and at other aggregators.
         waited: Duration,
+        /// What became of other aggregators that were tried, as above.
+        elsewhere: String,
     },
     /// Nothing was heard of the aggregator for too long.
     #[error("{SILENT}")]

@@ -234,12 +234,13 @@ fn complete(
         let waited = Duration::from_nanos(clock.now().since(started).0);
         let is_late = |part: &Joining<'_>| !part.ready && waited > part.options.join_timeout;
         if parts.iter().any(is_late) {
+            let elsewhere = String::new();
             if let Some(why) = parts.iter().find_map(|part| part.queued.clone()) {
-                return Err(ConnectError::NoRoom { why, waited });
+                return Err(ConnectError::NoRoom { why, waited, elsewhere });
             }
             let missing =
                 parts.into_iter().map(|part| part.missing).find(|ranks| !ranks.is_empty());
-            let (missing, elsewhere) = (missing.unwrap_or_default(), String::new());
+            let missing = missing.unwrap_or_default();
             return Err(ConnectError::Incomplete { missing, waited, elsewhere });
         }
     }

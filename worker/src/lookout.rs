@@ -12,8 +12,10 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
+use racksum_net::clock::Clock;
 use racksum_net::quic::{Caller, Credentials, look};
 use racksum_proto::control::Resume;
+use racksum_proto::time::Time;
 use tokio::runtime::Builder;
 use tokio::sync::oneshot;
 
@@ -33,8 +35,8 @@ pub(crate) struct Sight {
     /// Its place in the order of the sets.
     pub(crate) place: usize,
     pub(crate) hosts: Vec<String>,
-    /// How long it is not looked at.
-    pub(crate) delay: Duration,
+    /// From when on it is looked at.
+    pub(crate) from: Time,
 }
 
 /// How a rank stands where it is.
@@ -57,7 +59,8 @@ pub(crate) struct Lookout<'a> {
     /// The place of the set where the rank is.
     at: usize,
     sights: Vec<Sight>,
-    looking: Option<(Standing, Looking)>,
+    /// The last look that was begun, for this standing, if it could be.
+    looking: Option<(Standing, Option<Looking>)>,
 }
 
 /// A thread that looks. It ends soon after this is dropped, or has told what it has seen.
@@ -92,15 +95,12 @@ impl<'a> Lookout<'a> {
             if sights.is_empty() {
                 return None;
             }
-            match Looking::start(self.options, self.resume, sights) {
-                Ok(looking) => self.looking = Some((standing, looking)),
-                Err(error) => {
-                    tracing::warn!(%error, "cannot look for ranks at other aggregators");
-                    self.sights.clear();
-                }
-            }
+            let looking = Looking::start(self.options, self.resume, sights)
+                .inspect_err(|error| tracing::warn!(%error, "cannot look for other ranks"));
+            self.looking = Some((standing, looking.ok()));
         }
-        self.looking.as_ref()?.1.seen.try_recv().ok()
+        let (_, looking) = self.looking.as_ref()?;
+        looking.as_ref()?.seen.try_recv().ok()
     }
 }
 
@@ -145,7 +145,8 @@ impl Errand {
     /// Looks until others of the job wait at every aggregator of a set.
     async fn keep_looking(&self, sight: &Sight) {
         let ConnectOptions { rank, world, .. } = self.options;
-        tokio::time::sleep(sight.delay).await;
+        let early = sight.from.since(Clock::start().now());
+        tokio::time::sleep(Duration::from_nanos(early.0)).await;
         // Ranks that came at one time do not look at one time.
         let mut pause = FIRST_PAUSE + FIRST_PAUSE * u32::from(rank) / u32::from(world.max(1));
         loop {

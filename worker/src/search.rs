@@ -63,12 +63,13 @@ impl<'a> Search<'a> {
         Self { options, clock, began, sets, first, at: first, goes_to_others, was_somewhere }
     }
 
-    /// Checks that no set is named twice.
+    /// Checks that no two sets share an aggregator: ranks at it could be of either, and wait there
+    /// for each other.
     pub(crate) fn check(&self) -> Result<(), ConnectError> {
         let mut seen = BTreeSet::new();
-        match self.sets.iter().find(|set| !seen.insert(&set.name)) {
-            Some(Set { name, .. }) => {
-                Err(ConnectError::Arguments(format!("the aggregator {name} is named twice")))
+        match self.sets.iter().flat_map(|set| set.hosts).find(|host| !seen.insert(*host)) {
+            Some(host) => {
+                Err(ConnectError::Arguments(format!("the aggregator {host} is named twice")))
             }
             None => Ok(()),
         }
@@ -96,12 +97,24 @@ impl<'a> Search<'a> {
 
     /// What became of each set.
     pub(crate) fn text(&self) -> String {
-        let said = |set: &Set<'_>| set.said.clone().unwrap_or_else(|| "not tried".into());
-        let each = self.sets.iter().map(|set| format!("{}: {}", set.name, said(set)));
+        self.text_with(|_| None)
+    }
+
+    /// The same, should the time be over while the one whose turn it is is tried.
+    pub(crate) fn text_of_try(&self) -> String {
+        self.text_with(|at| (at == self.at).then_some("not joined in time"))
+    }
+
+    /// What became of each set, but for those of which something else is to be said.
+    fn text_with(&self, instead: impl Fn(usize) -> Option<&'static str>) -> String {
+        let each = self.sets.iter().enumerate().map(|(at, set)| {
+            let said = instead(at).or(set.said.as_deref()).unwrap_or("not tried");
+            format!("{}: {said}", set.name)
+        });
         each.collect::<Vec<_>>().join("; ")
     }
 
-    /// The same of those that were tried but for the one whose turn it is.
+    /// What became of those that were tried but for the one whose turn it is.
     pub(crate) fn text_of_others(&self) -> String {
         let others = self.sets.iter().enumerate().filter(|(at, _)| *at != self.at);
         let tried = others.filter_map(|(_, set)| Some((&set.name, set.said.as_ref()?)));
@@ -113,12 +126,6 @@ impl<'a> Search<'a> {
         self.note(why);
         self.at = (self.at + 1) % self.sets.len();
         self.first = self.at;
-    }
-
-    /// What became of each set, should the time be over while the one whose turn it is is tried.
-    pub(crate) fn text_of_try(&mut self) -> String {
-        self.note("not joined in time".into());
-        self.text()
     }
 
     /// Joins the job at the set whose turn it is, where all must have come within `patience`.
@@ -147,10 +154,9 @@ impl<'a> Search<'a> {
 
     /// Where others are looked for.
     fn sights(&self) -> Vec<Sight> {
-        let now = self.clock.now();
         let sight = |(place, set): (usize, &Set<'_>)| {
-            let delay = set.shunned.map_or(0, |(until, _)| until.since(now).0);
-            Sight { place, hosts: set.hosts.to_vec(), delay: Duration::from_nanos(delay) }
+            let from = set.shunned.map_or(self.began, |(until, _)| until);
+            Sight { place, hosts: set.hosts.to_vec(), from }
         };
         self.sets.iter().enumerate().map(sight).collect()
     }
@@ -159,6 +165,7 @@ impl<'a> Search<'a> {
     pub(crate) fn pass_over(&mut self, error: &ConnectError) -> bool {
         tracing::warn!(aggregator = self.name(), %error, "not joined");
         self.note(error.to_string());
+        self.was_somewhere |= is_gone(error);
         // One that only cannot be had now says by its next answer that it can.
         let can_be_had = !matches!(error, ConnectError::Net(_)) && !is_gone(error);
         if std::mem::take(&mut self.goes_to_others) && can_be_had {
@@ -173,11 +180,8 @@ impl<'a> Search<'a> {
 
     /// Whether an aggregator that ends in this error may be back: it was there, or one was, if only
     /// to wait for room, and nobody answers now.
-    pub(crate) fn may_be_back(&mut self, error: &ConnectError) -> bool {
-        let was_there = is_gone(error);
-        let may_be_back = was_there || self.was_somewhere && matches!(error, ConnectError::Net(_));
-        self.was_somewhere |= was_there;
-        may_be_back
+    pub(crate) const fn may_be_back(&self, error: &ConnectError) -> bool {
+        is_gone(error) || self.was_somewhere && matches!(error, ConnectError::Net(_))
     }
 }
 

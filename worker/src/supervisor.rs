@@ -43,13 +43,14 @@ pub(crate) fn join_first(
             Ok(None) => continue,
             Err(error) => error,
         };
-        let waited = search.waited();
+        let (waited, elsewhere) = (search.waited(), search.text_of_others());
         match error {
             // Another aggregator would make no difference.
             ConnectError::Arguments(_) | ConnectError::PeerLost { .. } => return Err(error),
-            ConnectError::NoRoom { why, .. } => return Err(ConnectError::NoRoom { why, waited }),
+            ConnectError::NoRoom { why, .. } => {
+                return Err(ConnectError::NoRoom { why, waited, elsewhere });
+            }
             ConnectError::Incomplete { missing, .. } => {
-                let elsewhere = search.text_of_others();
                 return Err(ConnectError::Incomplete { missing, waited, elsewhere });
             }
             error if options.standbys.is_empty() => return Err(error),

@@ -13,6 +13,7 @@ use racksum_worker::{Client, ConnectOptions};
 use safetensors::tensor::Dtype;
 
 use crate::files::{Folder, Tensor, read};
+use crate::ports::own_port;
 use crate::process::{Process, RACKSUM, Serving, run, signal};
 use crate::waits::{await_that, timed};
 
@@ -107,14 +108,16 @@ impl Load {
     }
 }
 
-/// Starts an aggregator at a port; 0 for any.
-fn serve(port: &str) -> Serving {
-    Serving::of(Process::start(&["aggregator", "--port", port, "--pool-mib", "64"]))
+/// Starts an aggregator at a port.
+fn serve(port: u16) -> Serving {
+    let port = port.to_string();
+    Serving::of(Process::start(&["aggregator", "--port", &port, "--pool-mib", "64"]))
 }
 
 #[test]
 fn fifty_aggregators_killed_in_a_row_cost_no_bit_and_less_than_three_seconds_each() {
-    let mut serving = [serve("0"), serve("0")];
+    let ports = [own_port(), own_port()];
+    let mut serving = ports.map(serve);
     let load = Load::new(25 << 20, &[&serving[0], &serving[1]]);
     load.run(|load| {
         for kill in 0..50 {
@@ -123,8 +126,7 @@ fn fifty_aggregators_killed_in_a_row_cost_no_bit_and_less_than_three_seconds_eac
             std::thread::sleep(Duration::from_millis(kill as u64 * 37 % 200));
             signal(serving[at].process.id(), "KILL");
             load.await_ops(1);
-            let again = serve(serving[at].port());
-            drop(std::mem::replace(&mut serving[at], again));
+            serving[at] = serve(ports[at]);
         }
     });
     let longest = load.longest.load(SeqCst);
@@ -134,26 +136,24 @@ fn fifty_aggregators_killed_in_a_row_cost_no_bit_and_less_than_three_seconds_eac
 
 #[test]
 fn an_aggregator_that_is_told_to_stop_ends_once_its_jobs_have_moved() {
-    let mut serving = [serve("0"), serve("0")];
-    let load = Load::new(1 << 20, &[&serving[0], &serving[1]]);
+    let ports = [own_port(), own_port()];
+    let mut serving = ports.map(|port| Some(serve(port)));
+    let load = Load::new(1 << 20, &[0, 1].map(|at| serving[at].as_ref().unwrap()));
     load.run(|load| {
         for stop in 0..6 {
             let at = stop % 2;
-            let again = serve("0");
-            let old = std::mem::replace(&mut serving[at], again);
-            let port = old.port().to_owned();
-            let (ended, ms) = timed(|| old.end());
+            let (ended, ms) = timed(|| serving[at].take().unwrap().end());
             assert!(ended.ok().out.contains("drains: 1 jobs are to end or to move"), "{stop}");
             assert!(ms < 5_000, "{ms} ms");
             load.await_ops(3);
-            drop(std::mem::replace(&mut serving[at], serve(&port)));
+            serving[at] = Some(serve(ports[at]));
         }
     });
 }
 
 #[test]
 fn a_second_signal_stops_an_aggregator_whose_job_stays() {
-    let serving = serve("0");
+    let serving = Serving::start(&[]);
     let options = ConnectOptions::new(serving.addr.clone(), "stays");
     let client = Client::connect(&options).unwrap();
     signal(serving.process.id(), "TERM");
@@ -176,7 +176,7 @@ fn a_rank_that_hosts_a_standby_saves_its_job_when_the_aggregator_is_killed() {
         (0..elements).flat_map(|i: i32| (i.wrapping_mul(2_654_435) % 1000).to_le_bytes()).collect();
     let whole = Tensor { dtype: Dtype::I32, shape: vec![bytes.len() / 4], bytes: bytes.clone() };
     let file = folder.write("input", &[("one", whole.clone()), ("two", whole)]);
-    let standby = free_port();
+    let standby = format!("127.0.0.1:{}", own_port());
     let both = format!("{},{standby}", serving.addr);
     let start = |rank: u16| {
         let number = rank.to_string();
@@ -203,10 +203,4 @@ fn a_rank_that_hosts_a_standby_saves_its_job_when_the_aggregator_is_killed() {
         };
         assert!(sums.len() == 2 && sums.values().all(twice), "rank {rank}: other sums");
     }
-}
-
-/// An address of this host that nobody serves at.
-fn free_port() -> String {
-    let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
-    socket.local_addr().unwrap().to_string()
 }

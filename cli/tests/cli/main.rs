@@ -6,6 +6,9 @@ mod cluster;
 #[cfg(test)]
 mod files;
 #[cfg(test)]
+#[path = "../../../tests/src/ports.rs"]
+mod ports;
+#[cfg(test)]
 mod process;
 #[cfg(test)]
 mod tun;

@@ -3,6 +3,7 @@
 use std::net::UdpSocket;
 
 use crate::files::Folder;
+use crate::ports::own_port;
 use crate::process::{Process, Serving, bench_rank, run, signal};
 use crate::waits::{await_that, timed};
 
@@ -49,15 +50,10 @@ fn an_aggregator_that_cannot_serve_says_why() {
 
 #[test]
 fn an_aggregator_names_the_port_of_a_shard_that_is_taken() {
-    // A port whose lower neighbour is free, for the control plane.
-    let (taken, port) = (0..100)
-        .find_map(|_| {
-            let taken = UdpSocket::bind("127.0.0.1:0").unwrap();
-            let port = taken.local_addr().unwrap().port();
-            UdpSocket::bind(("127.0.0.1", port - 1)).ok().map(|_| (taken, port))
-        })
-        .unwrap();
-    let ended = run(&["aggregator", "--port", &(port - 1).to_string(), "--pool-mib", "1"]);
+    let control = own_port();
+    let port = control + 1;
+    let taken = UdpSocket::bind(("127.0.0.1", port)).unwrap();
+    let ended = run(&["aggregator", "--port", &control.to_string(), "--pool-mib", "1"]);
     let why = format!("cannot bind 127.0.0.1:{port}: the port is taken; choose another");
     assert!(ended.failed(3).starts_with(&why), "{ended:?}");
     drop(taken);

@@ -209,6 +209,19 @@ fn a_rank_does_not_soon_go_back_to_one_that_would_not_have_it() {
 }
 
 #[test]
+fn no_aggregator_is_named_twice() {
+    let options = ConnectOptions {
+        aggregators: vec!["a:1".into(), "b:1".into()],
+        standbys: vec![vec!["a:1".into(), "c:1".into()]],
+        ..ConnectOptions::new("", "job")
+    };
+    let error = Search::new(&options, 0).check().unwrap_err();
+    assert_eq!(error.to_string(), "the aggregator a:1 is named twice");
+    let options = ConnectOptions { standbys: vec![vec!["c:1".into(), "a:2".into()]], ..options };
+    Search::new(&options, 0).check().unwrap();
+}
+
+#[test]
 fn a_rank_goes_back_again_at_once_where_it_only_met_nobody() {
     let (first, other) = (Fake::start(draining), Fake::start(gathering));
     let options = options(&first, &[&other]);
@@ -218,7 +231,7 @@ fn a_rank_goes_back_again_at_once_where_it_only_met_nobody() {
         let error = search.join(LONG, None, &mut mailbox).unwrap_err();
         assert!(matches!(error, ConnectError::Draining), "{error}");
         search.pass_over(&error);
-        assert!(search.sights().iter().all(|sight| sight.delay == Duration::ZERO));
+        assert!(search.sights().iter().all(|sight| sight.from == search.began));
     }
 }
 
