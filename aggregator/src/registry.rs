@@ -215,7 +215,8 @@ impl Registry {
         caller: Caller,
         now: Instant,
     ) -> Result<(Seat, Joined), Refusal> {
-        self.admit(&join, &caller)?;
+        check_ports(&join)?;
+        self.admit(&join, caller.identity.as_deref(), caller.addr.ip())?;
         let name = join.job.clone();
         let present = self.jobs.get(&name).map(|job| job.generation);
         if let Some(present) = present.filter(|present| join.generation < *present) {
@@ -238,6 +239,10 @@ impl Registry {
         let place = usize::from(join.rank);
         job.members[place] = Some(Member::new(join.clone(), caller, now));
         resume.iter().for_each(|resume| job.note_resume(&seat.job, resume));
+        // If all that came before are lost to it, the others have yet to come.
+        if job.members.iter().flatten().count() == 1 {
+            job.opened = now;
+        }
         let joined = match job.above {
             Some(_) => job.note_joined(&join),
             None => self.start_if_complete(&seat.job)?,
@@ -252,13 +257,13 @@ impl Registry {
     }
 
     /// Checks all that can be known before anything is said that depends on a job.
-    fn admit(&self, join: &Join, caller: &Caller) -> Result<(), Refusal> {
-        Self::check(join, caller.addr.ip())?;
+    fn admit(&self, join: &Join, identity: Option<&str>, addr: IpAddr) -> Result<(), Refusal> {
+        Self::check(join, addr)?;
         self.check_relay(join)?;
         if self.draining {
             return Err(Refusal::Draining);
         }
-        Ok(admit(&self.config.admit, caller.identity.as_deref(), &join.job)?)
+        Ok(admit(&self.config.admit, identity, &join.job)?)
     }
 
     /// Checks what does not depend on the job.
@@ -288,10 +293,6 @@ impl Registry {
             return Err(format!("a job's name has 1 to {MAX_NAME} bytes, not {}", join.job.len()));
         }
         check_resume(join)?;
-        let ports = &join.data_ports;
-        if ports.is_empty() || ports.len() > usize::from(MAX_SHARDS) || ports.contains(&0) {
-            return Err("a rank needs a UDP port for its data, and 0 is none".into());
-        }
         if join.pool_slots == 1 {
             return Err("a stream has 2 slots or more, not 1".into());
         }
@@ -571,6 +572,15 @@ impl Registry {
             shard.tell(command());
         }
     }
+}
+
+/// Checks where a rank wants its data, which one that only asks who is here does not say.
+fn check_ports(join: &Join) -> Result<(), String> {
+    let ports = &join.data_ports;
+    if ports.is_empty() || ports.len() > usize::from(MAX_SHARDS) || ports.contains(&0) {
+        return Err("a rank needs a UDP port for its data, and 0 is none".into());
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -97,8 +97,14 @@ async fn serve_caller(connection: quinn::Connection, registry: Shared, lifelines
         }
         FromWorker::Look(join) => {
             let (_, certificate) = identify(&registry, &connection);
-            let (asks, now) = (certificate.map(|it| it.name), Instant::now());
-            let ranks = lock(&registry).present(&join, asks.as_deref(), now);
+            let (identity, from) = (certificate.map(|it| it.name), connection.remote_address());
+            let ranks = match answers_elsewhere(&registry, &connection) {
+                Some(_) => Vec::new(),
+                None => {
+                    let asks = (identity.as_deref(), from.ip());
+                    lock(&registry).present(&join, asks, Instant::now())
+                }
+            };
             if say(&mut send, &FromAggregator::Present { ranks }).await {
                 end(&connection, send).await;
             }
@@ -266,11 +272,24 @@ async fn enter(
         if !say(send, &FromAggregator::Queued { before, why: why.clone() }).await {
             return None;
         }
+        await_turn(&queued.room, send, words, join.relays).await?;
+    }
+}
+
+/// Waits until it is time to look for room again. Nothing comes of it if the rank leaves before.
+async fn await_turn(
+    room: &Notify,
+    send: &mut quinn::SendStream,
+    words: &mut Words,
+    relays: bool,
+) -> Option<()> {
+    // What there may be room for by the time that it is waited for is seen at the next look.
+    let mut turn = std::pin::pin!(timeout(WAITING_PERIOD, room.notified()));
+    loop {
         tokio::select! {
-            // What there may be room for by the time that it was said is seen at the next look.
-            _ = timeout(WAITING_PERIOD, queued.room.notified()) => {}
+            _ = &mut turn => return Some(()),
             // An aggregator is not let go, and what it says of its ranks is heeded once it is in.
-            word = words.0.recv(), if !join.relays => match word {
+            word = words.0.recv(), if !relays => match word {
                 // wire: W-67
                 Some(FromWorker::Withdraw) => hold_back(send, words).await?,
                 Some(FromWorker::Stay) => {}
@@ -286,7 +305,11 @@ async fn hold_back(send: &mut quinn::SendStream, words: &mut Words) -> Option<()
         return None;
     }
     // Others wait behind it.
-    let word = timeout(JOIN_TIMEOUT, words.0.recv()).await.ok()?;
+    let Ok(word) = timeout(JOIN_TIMEOUT, words.0.recv()).await else {
+        let reason = "the rank was let go from where it waited for room, and stayed silent".into();
+        say(send, &FromAggregator::Refused { reason }).await;
+        return None;
+    };
     (word == Some(FromWorker::Stay)).then_some(())
 }
 

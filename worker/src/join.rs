@@ -14,7 +14,7 @@ use racksum_net::udp::{self, RECV_BATCH, RECV_CAPACITY, RecvRing, UdpConfig, Udp
 use racksum_proto::auth::DataAuth;
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Resume, Welcome};
 use racksum_proto::ids::Rank;
-use racksum_proto::time::Span;
+use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::Header;
 
 use crate::control::{Control, Event, Mailbox};
@@ -24,6 +24,9 @@ use crate::options::ConnectOptions;
 
 /// How often a worker looks for multicast probes while it joins.
 const PROBE_POLL: Duration = Duration::from_millis(2);
+/// How long an aggregator may take to let a rank go; then it stays. Less than one that lets ranks
+/// wait for room keeps the place of one that it has let go.
+const FREE_TIMEOUT: Span = Span::from_secs(3);
 /// Most aggregators of a job: their groups, the data socket and a waker are waited for at once.
 const MAX_AGGREGATORS: usize = 62;
 
@@ -197,7 +200,7 @@ fn complete(
     mailbox: &mut Mailbox,
 ) -> Result<Option<usize>, ConnectError> {
     let clock = Clock::start();
-    let (started, mut goal) = (clock.now(), None::<Goal>);
+    let (started, mut goal) = (clock.now(), None);
     while parts.iter().any(|part| !part.ready) {
         let heard = mailbox.hear(Some(PROBE_POLL));
         if mailbox.closed.is_some() {
@@ -210,27 +213,12 @@ fn complete(
             }
         }
         parts.iter_mut().for_each(|part| part.look_for_probe(session));
-        // wire: W-67
-        let standing = standing(&parts);
-        match &goal {
-            None => {
-                goal = lookout.seen(standing).map(|place| Goal { place, standing });
-                if goal.is_some() {
-                    session.say_to_all(&FromWorker::Withdraw);
-                    parts.iter_mut().for_each(|part| part.unanswered += 1);
-                }
-            }
-            // At one of them the job has begun, so that all ranks are here; or it has a place by
-            // now that others may come to.
-            Some(goal) if goal.standing != standing => {
-                session.say_to_all(&FromWorker::Stay);
-            }
-            Some(goal) if parts.iter().all(|part| part.unanswered == 0) => {
-                return Ok(Some(goal.place));
-            }
-            Some(_) => {}
+        goal = pursue(goal, &mut parts, session, lookout, clock.now());
+        if let Some(goal) = &goal
+            && parts.iter().all(|part| part.unanswered == 0)
+        {
+            return Ok(Some(goal.place));
         }
-        goal = goal.filter(|goal| goal.standing == standing);
         let waited = Duration::from_nanos(clock.now().since(started).0);
         let is_late = |part: &Joining<'_>| !part.ready && waited > part.options.join_timeout;
         if parts.iter().any(is_late) {
@@ -316,6 +304,35 @@ pub(crate) fn resolve(host: &str) -> Result<SocketAddr, ConnectError> {
 struct Goal {
     place: usize,
     standing: Standing,
+    /// When it asked to be let go.
+    asked: Time,
+}
+
+/// Asks to be let go once others are seen elsewhere, and says so if the rank stays after all.
+fn pursue(
+    goal: Option<Goal>,
+    parts: &mut [Joining<'_>],
+    session: &Session,
+    lookout: &mut Lookout<'_>,
+    now: Time,
+) -> Option<Goal> {
+    // wire: W-67
+    let standing = standing(parts);
+    let Some(goal) = goal else {
+        let place = lookout.seen(standing)?;
+        session.say_to_all(&FromWorker::Withdraw);
+        parts.iter_mut().for_each(|part| part.unanswered += 1);
+        return Some(Goal { place, standing, asked: now });
+    };
+    // At one of them the job has begun, so that all ranks are here; or the rank has a place by now
+    // that others may come to; or one does not answer, and others hold a place back for it.
+    let is_held = parts.iter().any(|part| part.unanswered > 0);
+    if goal.standing != standing || is_held && now.since(goal.asked) >= FREE_TIMEOUT {
+        session.say_to_all(&FromWorker::Stay);
+        lookout.look_again();
+        return None;
+    }
+    Some(goal)
 }
 
 /// How a rank stands at all of its aggregators.

@@ -81,6 +81,11 @@ impl<'a> Lookout<'a> {
         Self { options, resume, at, sights, looking: None }
     }
 
+    /// Looks as if it had not looked yet.
+    pub(crate) fn look_again(&mut self) {
+        self.looking = None;
+    }
+
     /// The place of a set where others wait, to whom a rank that stands so may go.
     pub(crate) fn seen(&mut self, standing: Standing) -> Option<usize> {
         if self.looking.as_ref().is_none_or(|(before, _)| *before != standing) {

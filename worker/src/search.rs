@@ -19,6 +19,9 @@ use crate::options::ConnectOptions;
 const FIRST_SHUN: Duration = Duration::from_secs(4);
 /// The longest: more than ranks that move are waited for, so that those that are lost are missed.
 const LONGEST_SHUN: Duration = Duration::from_secs(30);
+/// How long an aggregator that is back may still take a rank for there, and refuse it as its own
+/// double: longer than it takes to miss one that is gone.
+const DOUBLES: Duration = Duration::from_secs(5);
 
 /// A search under way.
 #[derive(Debug)]
@@ -46,6 +49,8 @@ struct Set<'a> {
     said: Option<String>,
     /// Until when it is not looked at, and how long that was.
     shunned: Option<(Time, Duration)>,
+    /// When it was found to be gone that had been there.
+    gone_at: Option<Time>,
 }
 
 impl<'a> Search<'a> {
@@ -57,6 +62,7 @@ impl<'a> Search<'a> {
             hosts,
             said: None,
             shunned: None,
+            gone_at: None,
         };
         let (clock, sets) = (Clock::start(), all.map(set).collect());
         let (began, goes_to_others, was_somewhere) = (clock.now(), false, false);
@@ -146,7 +152,9 @@ impl<'a> Search<'a> {
                 let to = self.sets[place].name.clone();
                 tracing::info!(from = self.name(), to, "others of the job wait there");
                 self.note(format!("left, since others waited at {to}"));
-                (self.at, self.goes_to_others, self.was_somewhere) = (place, true, true);
+                // The set that was left has its turn before a round is over.
+                (self.at, self.first) = (place, place);
+                (self.goes_to_others, self.was_somewhere) = (true, true);
                 Ok(None)
             }
         }
@@ -166,28 +174,44 @@ impl<'a> Search<'a> {
         tracing::warn!(aggregator = self.name(), %error, "not joined");
         self.note(error.to_string());
         self.was_somewhere |= is_gone(error);
+        let (now, set) = (self.clock.now(), &mut self.sets[self.at]);
+        if is_gone(error) || nobody_answers(error) && set.gone_at.is_some() {
+            set.gone_at = Some(now);
+        }
         // One that only cannot be had now says by its next answer that it can.
-        let can_be_had = !matches!(error, ConnectError::Net(_)) && !is_gone(error);
+        let can_be_had = !nobody_answers(error) && !is_gone(error);
         if std::mem::take(&mut self.goes_to_others) && can_be_had {
-            let set = &mut self.sets[self.at];
             let last = set.shunned.map_or(Duration::ZERO, |(_, last)| last);
             let long = (last * 2).clamp(FIRST_SHUN, LONGEST_SHUN);
-            set.shunned = Some((self.clock.now() + span(long), long));
+            set.shunned = Some((now + span(long), long));
         }
         self.at = (self.at + 1) % self.sets.len();
         self.at == self.first
     }
 
-    /// Whether an aggregator that ends in this error may be back: it was there, or one was, if only
-    /// to wait for room, and nobody answers now.
-    pub(crate) const fn may_be_back(&self, error: &ConnectError) -> bool {
-        is_gone(error) || self.was_somewhere && matches!(error, ConnectError::Net(_))
+    /// Whether a try of the set whose turn it is that ends in this error may yet come to something:
+    /// it was there, or one was, if only to wait for room, and nobody answers now; or it is back,
+    /// and may not know yet that the rank was gone as well.
+    pub(crate) fn may_be_back(&self, error: &ConnectError) -> bool {
+        let gone_at =
+            self.sets[self.at].gone_at.filter(|_| matches!(error, ConnectError::Refused(_)));
+        is_gone(error)
+            || self.was_somewhere && nobody_answers(error)
+            || gone_at.is_some_and(|at| self.clock.now().since(at) < span(DOUBLES))
     }
 }
 
 /// Whether an aggregator that was there is gone.
 const fn is_gone(error: &ConnectError) -> bool {
     matches!(error, ConnectError::Closed(_) | ConnectError::Silent | ConnectError::Draining)
+}
+
+/// Whether there is no answer of an aggregator, or no way to it now.
+const fn nobody_answers(error: &ConnectError) -> bool {
+    matches!(
+        error,
+        ConnectError::Net(_) | ConnectError::NoAddress { .. } | ConnectError::NoWay { .. }
+    )
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! Jobs that come here from another aggregator, or go on to one, and whom they lose on the way.
 
+use std::net::IpAddr;
 use std::time::Duration;
 
 use racksum_proto::control::{Absent, FromAggregator, Join, Loss, OnRankLoss, Resume};
@@ -9,7 +10,6 @@ use tokio::time::Instant;
 use super::job::{Job, State};
 use super::member::Member;
 use super::{Joined, Registry, Seat};
-use crate::admission::admit;
 
 /// How long the ranks of a job that moves are waited for: as long as one may be silent.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -136,18 +136,33 @@ impl Registry {
         self.jobs.values().for_each(|job| job.tell(&FromAggregator::Drain));
     }
 
-    /// The ranks that wait here for others that could join like this.
-    pub(crate) fn present(&self, join: &Join, asks: Option<&str>, now: Instant) -> Vec<u16> {
+    /// The ranks that wait here for others that could join like this, if who asks by this name and
+    /// from this address could, but for those that it has lost.
+    pub(crate) fn present(
+        &self,
+        join: &Join,
+        (identity, addr): (Option<&str>, IpAddr),
+        now: Instant,
+    ) -> Vec<u16> {
         let fits = |job: &&Job| job.generation == join.generation && job.check(join).is_ok();
         let Some(job) = self.jobs.get(&join.job).filter(fits) else { return Vec::new() };
-        if admit(&self.config.admit, asks, &join.job).is_err() {
+        if self.admit(join, identity, addr).is_err() {
             return Vec::new();
         }
+        let lost = |rank: &u16| {
+            join.resume.iter().flat_map(|it| &it.absent).any(|absent| absent.rank == *rank)
+        };
         // Others may be gone, and this process may have been stopped meanwhile.
         let waits = |member: &&Member| {
             !member.withdraws && now.saturating_duration_since(member.heard) < HEARD
         };
-        job.members.iter().flatten().filter(waits).flat_map(Member::ranks).collect()
+        job.members
+            .iter()
+            .flatten()
+            .filter(waits)
+            .flat_map(Member::ranks)
+            .filter(|rank| !lost(rank))
+            .collect()
     }
 
     /// A rank would rather be elsewhere. Returns whether it may: its job has not begun, and counts

@@ -43,11 +43,19 @@ pub(super) fn wish(job: &str, rank: u16, world: u16) -> Join {
 
 pub(super) type Inbox = Receiver<FromAggregator>;
 
-pub(super) fn join(registry: &mut Registry, join: Join) -> Result<(Seat, Joined, Inbox), String> {
+pub(super) fn join(registry: &mut Registry, wish: Join) -> Result<(Seat, Joined, Inbox), String> {
+    join_at(registry, wish, Instant::now())
+}
+
+pub(super) fn join_at(
+    registry: &mut Registry,
+    wish: Join,
+    now: Instant,
+) -> Result<(Seat, Joined, Inbox), String> {
     let (tell, inbox) = channel(WORDS);
     let addr = SocketAddr::from(([127, 0, 0, 1], 9));
     let caller = Caller { identity: None, addr, tell };
-    let joined = registry.join(join, caller, Instant::now());
+    let joined = registry.join(wish, caller, now);
     let (seat, joined) = joined.map_err(Refusal::why)?;
     Ok((seat, joined, inbox))
 }

@@ -16,7 +16,7 @@ use tokio::time::Instant;
 
 use super::job::{Job, State};
 use super::member::Member;
-use super::{Joined, Registry, Seat};
+use super::{Joined, Registry, Seat, check_ports};
 use crate::shard::{Command, NewAbove};
 
 /// A job's way to the parent.
@@ -256,6 +256,7 @@ impl Registry {
         let place = usize::from(seat.rank);
         let Some(member) = job.members[place].as_ref() else { return Ok(Joined::Ready) };
         Self::check(&join, member.data_addr(0).ip())?;
+        check_ports(&join)?;
         check_wish(&join)?;
         if (&join.job, join.generation) != (&seat.job, job.generation) {
             return Err(format!(

@@ -15,10 +15,14 @@ fn bounded<T>(test: impl Future<Output = T>) -> T {
 
 /// A served registry without shards; returns where it is called.
 fn serving(strangers: usize) -> (std::net::SocketAddr, Shared, Failure) {
+    serving_as(Config::default(), strangers)
+}
+
+fn serving_as(config: Config, strangers: usize) -> (std::net::SocketAddr, Shared, Failure) {
     let (credentials, failure) = (Credentials::new(None, false).unwrap(), Failure::new());
     let served = endpoint("127.0.0.1:0".parse().unwrap(), &credentials).unwrap();
     let addr = served.local_addr().unwrap();
-    let registry = Arc::new(Mutex::new(Registry::new(Config::default(), Vec::new(), false, 0)));
+    let registry = Arc::new(Mutex::new(Registry::new(config, Vec::new(), false, 0)));
     tokio::spawn(serve(served, Arc::clone(&registry), strangers, failure.subscribe()));
     (addr, registry, failure)
 }
@@ -28,10 +32,9 @@ async fn call(addr: std::net::SocketAddr) -> Result<Connection, racksum_net::Net
     connect(addr, &credentials, Span::from_secs(5)).await
 }
 
-/// Joins as rank 0 of a job of two; returns the streams, which keep the seat.
-async fn join(connection: &Connection, job: &str) -> (quinn::SendStream, quinn::RecvStream) {
-    let (mut send, mut recv) = connection.quic().open_bi().await.unwrap();
-    let join = Join {
+/// What rank 0 of a job of two wants.
+fn wish(job: &str) -> Join {
+    Join {
         version: CONTROL_VERSION,
         job: job.to_owned(),
         generation: Generation(0),
@@ -50,13 +53,88 @@ async fn join(connection: &Connection, job: &str) -> (quinn::SendStream, quinn::
         may_move: false,
         rejoin: false,
         resume: None,
-    };
-    frames::send(&mut send, &FromWorker::Join(join)).await.unwrap();
+    }
+}
+
+/// Joins; returns the streams, which keep the seat, and the first that is heard.
+async fn join_as(
+    connection: &Connection,
+    wish: Join,
+) -> (quinn::SendStream, quinn::RecvStream, FromAggregator) {
+    let (mut send, mut recv) = connection.quic().open_bi().await.unwrap();
+    frames::send(&mut send, &FromWorker::Join(wish)).await.unwrap();
     let offered = frames::recv(&mut recv).await.unwrap();
     assert!(matches!(offered, Some(FromAggregator::Lifeline { .. })), "{offered:?}");
-    let heard = frames::recv(&mut recv).await.unwrap();
-    assert!(matches!(heard, Some(FromAggregator::Waiting { .. })), "{heard:?}");
+    let heard = frames::recv(&mut recv).await.unwrap().unwrap();
+    (send, recv, heard)
+}
+
+/// Joins as rank 0 of a job of two, which waits for the other.
+async fn join(connection: &Connection, job: &str) -> (quinn::SendStream, quinn::RecvStream) {
+    let (send, recv, heard) = join_as(connection, wish(job)).await;
+    assert!(matches!(heard, FromAggregator::Waiting { .. }), "{heard:?}");
     (send, recv)
+}
+
+/// What is heard first that is not about the queue, and how often the queue was told of.
+async fn heard_behind_the_queue(recv: &mut quinn::RecvStream) -> (FromAggregator, usize) {
+    let mut queued = 0;
+    loop {
+        match frames::recv(recv).await.unwrap().unwrap() {
+            FromAggregator::Queued { .. } => queued += 1,
+            other => return (other, queued),
+        }
+    }
+}
+
+#[test]
+fn a_rank_in_a_queue_is_let_go_and_may_stay_and_is_not_looked_at_more_often_for_it() {
+    // wire: W-67
+    bounded(async {
+        let (addr, registry, _failure) =
+            serving_as(Config { max_jobs: 1, ..Config::default() }, MAX_STRANGERS);
+        let (holder, waits) = (call(addr).await.unwrap(), call(addr).await.unwrap());
+        let held = join(&holder, "holder").await;
+        let (mut send, mut recv, heard) =
+            join_as(&waits, Join { wait: true, ..wish("waits") }).await;
+        assert!(matches!(heard, FromAggregator::Queued { .. }), "{heard:?}");
+        // Nobody asked whether it stays.
+        for _ in 0..1_000 {
+            frames::send(&mut send, &FromWorker::Stay).await.unwrap();
+        }
+        frames::send(&mut send, &FromWorker::Withdraw).await.unwrap();
+        let (heard, queued) = heard_behind_the_queue(&mut recv).await;
+        assert!(heard == FromAggregator::Free && queued < 100, "{heard:?} after {queued}");
+        // Room is no good to it while it may go.
+        drop((held, holder));
+        while lock(&registry).jobs() > 0 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        frames::send(&mut send, &FromWorker::Stay).await.unwrap();
+        let (heard, _) = heard_behind_the_queue(&mut recv).await;
+        assert!(matches!(heard, FromAggregator::Waiting { .. }), "{heard:?}");
+    });
+}
+
+#[test]
+fn a_rank_in_a_queue_that_was_let_go_and_says_nothing_more_has_left() {
+    bounded(async {
+        let (addr, registry, _failure) =
+            serving_as(Config { max_jobs: 1, ..Config::default() }, MAX_STRANGERS);
+        let (holder, waits) = (call(addr).await.unwrap(), call(addr).await.unwrap());
+        let _held = join(&holder, "holder").await;
+        let (mut send, mut recv, _) = join_as(&waits, Join { wait: true, ..wish("waits") }).await;
+        assert_eq!(lock(&registry).before_in_queue("next"), 1);
+        frames::send(&mut send, &FromWorker::Withdraw).await.unwrap();
+        let (heard, _) = heard_behind_the_queue(&mut recv).await;
+        assert_eq!(heard, FromAggregator::Free);
+        let (heard, _) = heard_behind_the_queue(&mut recv).await;
+        let FromAggregator::Refused { reason } = heard else { panic!("{heard:?}") };
+        assert!(reason.ends_with("and stayed silent"), "{reason}");
+        while lock(&registry).before_in_queue("next") > 0 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    });
 }
 
 #[test]

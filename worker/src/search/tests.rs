@@ -5,6 +5,7 @@ use racksum_proto::control::{FromAggregator, FromWorker};
 
 use super::*;
 use crate::join::tests::welcome;
+use crate::supervisor::join_first;
 
 /// Something that keeps to the control protocol like an aggregator, as far as a test wants.
 struct Fake {
@@ -122,6 +123,16 @@ fn gathering(word: &FromWorker) -> Vec<FromAggregator> {
     }
 }
 
+/// The same, and they stay missing.
+fn gathering_on(word: &FromWorker) -> Vec<FromAggregator> {
+    if *word == FromWorker::Stay { Vec::new() } else { gathering(word) }
+}
+
+/// One that waits for others, and then says nothing any more.
+fn stuck(word: &FromWorker) -> Vec<FromAggregator> {
+    if *word == FromWorker::Withdraw { Vec::new() } else { gathering_on(word) }
+}
+
 /// One to which the others come at the moment when a rank would leave.
 fn beginning(word: &FromWorker) -> Vec<FromAggregator> {
     match word {
@@ -175,6 +186,22 @@ fn a_rank_stays_where_its_job_begins_as_it_would_leave() {
 }
 
 #[test]
+fn a_rank_stays_if_one_of_its_aggregators_does_not_let_it_go() {
+    let first = Fake::start(refusing);
+    let set = [gathering_on, stuck].map(|answer: Answer| Fake::start(answer));
+    let options = options(&first, &[&set[0], &set[1]]);
+    let mut search = Search::new(&options, 1);
+    let long_enough = Duration::from_millis(5_500);
+    let error = search.join(long_enough, None, &mut Mailbox::new()).unwrap_err();
+    assert!(matches!(error, ConnectError::Incomplete { .. }), "{error}");
+    for fake in set {
+        // It asks once more, later.
+        let heard = fake.heard();
+        assert_eq!(heard[..4], ["join", "withdraw", "stay", "withdraw"], "{heard:?}");
+    }
+}
+
+#[test]
 fn a_rank_does_not_leave_for_an_aggregator_where_others_do_not_wait() {
     for answer in [deserted, empty] {
         let (first, other) = (Fake::start(answer), Fake::start(gathering));
@@ -196,9 +223,7 @@ fn a_rank_does_not_soon_go_back_to_one_that_would_not_have_it() {
     assert!(search.join(LONG, None, &mut mailbox).unwrap().is_none());
     let error = search.join(LONG, None, &mut mailbox).unwrap_err();
     assert_eq!(error.to_string(), "the aggregator refused: it is full");
-    assert!(!search.may_be_back(&error), "it is there");
-    assert!(search.may_be_back(&ConnectError::Closed("gone".into())));
-    assert!(search.pass_over(&error), "the search began at the other");
+    assert!(!search.pass_over(&error), "the one that it was at comes next");
     search.join(SHORT, None, &mut mailbox).unwrap_err();
     assert_eq!(first.heard(), ["look", "join", "leave"]);
     assert_eq!(other.heard(), ["join", "withdraw", "leave", "join", "leave"]);
@@ -206,6 +231,50 @@ fn a_rank_does_not_soon_go_back_to_one_that_would_not_have_it() {
     // Later it looks again.
     assert!(search.join(LONG, None, &mut mailbox).unwrap().is_none());
     assert_eq!(search.at(), 0);
+}
+
+#[test]
+fn what_was_there_may_be_back() {
+    let sets =
+        ConnectOptions { standbys: vec![vec!["b:1".into()]], ..ConnectOptions::new("a:1", "job") };
+    let refused = ConnectError::Refused("no".into());
+    let vanished = ConnectError::NoAddress { host: "a".into(), why: "no such name".into() };
+    let mut search = Search::new(&sets, 0);
+    for error in [&refused, &vanished] {
+        assert!(!search.may_be_back(error), "{error}: nobody has been there");
+    }
+    for gone in [ConnectError::Silent, ConnectError::Closed("gone".into()), ConnectError::Draining]
+    {
+        let mut search = Search::new(&sets, 0);
+        assert!(search.may_be_back(&gone));
+        search.pass_over(&gone);
+        // Nor was the other ever there, but it answers like one that has never been.
+        assert!(search.may_be_back(&vanished));
+        assert!(!search.may_be_back(&refused), "it knows nothing of the rank");
+        assert!(search.pass_over(&vanished), "a round is over");
+        assert!(search.may_be_back(&vanished));
+        assert!(search.may_be_back(&refused), "it may take the rank for its own double");
+        search.sets[0].gone_at = Some(Time(0));
+        assert!(!search.may_be_back(&refused), "it has had time to miss the rank");
+        search.pass_over(&vanished);
+        search.pass_over(&refused);
+        assert!(search.may_be_back(&refused), "it was away again");
+    }
+    search.pass_over(&refused);
+    search.pass_over(&vanished);
+    assert!(!search.may_be_back(&vanished));
+}
+
+#[test]
+fn a_rank_that_left_a_queue_for_others_in_vain_queues_again() {
+    let (first, other) = (Fake::start(full), Fake::start(refusing));
+    let join_timeout = Duration::from_secs(3);
+    let options = ConnectOptions { wait: true, join_timeout, ..options(&first, &[&other]) };
+    let error = join_first(&options, &mut Mailbox::new()).unwrap_err();
+    assert!(matches!(error, ConnectError::NoRoom { .. }), "{error}");
+    let of_other = format!("; {}: the aggregator refused: it is full", other.name);
+    assert!(error.to_string().ends_with(&of_other), "{error}");
+    assert_eq!(first.heard(), ["join", "withdraw", "leave", "join", "leave"]);
 }
 
 #[test]

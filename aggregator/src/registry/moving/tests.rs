@@ -1,6 +1,7 @@
+use racksum_proto::control::CONTROL_VERSION;
 use racksum_proto::ids::{Generation, OpId};
 
-use super::super::tests::{Inbox, join, registry, told, wish};
+use super::super::tests::{Inbox, join, join_at, registry, told, wish};
 use super::*;
 use crate::config::{Config, Fanout};
 
@@ -265,11 +266,30 @@ fn a_rank_that_would_rather_be_elsewhere_is_not_waited_for_when_the_time_is_over
 }
 
 #[test]
+fn who_asks_does_not_hear_of_a_rank_that_it_has_lost_and_does_not_inherit_its_time() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let mut lost = all(&mut registry, [moved(3, 5, &[])]);
+    let asks = moved(0, 5, &[gone(3, Loss::Silent)]);
+    let here = (None, IpAddr::from([127, 0, 0, 1]));
+    let now = Instant::now();
+    assert_eq!(registry.present(&moved(0, 5, &[]), here, now), [3]);
+    assert!(registry.present(&asks, here, now).is_empty());
+    // It comes all the same, when the other has waited for almost too long.
+    let later = now + PATIENCE * 3 / 4;
+    let (seat, _, mut inbox) = join_at(&mut registry, asks, later).unwrap();
+    assert!(matches!(told(&mut lost[0].1), Some(FromAggregator::Refused { .. })));
+    let late = now + PATIENCE * 3 / 2;
+    assert_eq!(registry.look_after(&seat, late), Joined::Waiting(vec![1, 2, 4]));
+    assert_eq!(told(&mut inbox), None);
+}
+
+#[test]
 fn who_asks_hears_which_ranks_wait_where_it_could_join() {
     let mut registry = registry(Fanout::Unicast, 0);
     let asks = wish("job", 0, 3);
     let now = Instant::now();
-    let present = |registry: &Registry| registry.present(&asks, None, now);
+    let here = (None, IpAddr::from([127, 0, 0, 1]));
+    let present = |registry: &Registry| registry.present(&asks, here, now);
     assert!(present(&registry).is_empty());
     let ranks = all(&mut registry, [1, 2].map(|rank| wish("job", rank, 3)));
     assert_eq!(present(&registry), [1, 2]);
@@ -277,14 +297,15 @@ fn who_asks_hears_which_ranks_wait_where_it_could_join() {
         Join { generation: Generation(1), ..asks.clone() },
         Join { stripe: (1, 2), ..asks.clone() },
         Join { world: 4, ..asks.clone() },
+        Join { version: CONTROL_VERSION + 1, ..asks.clone() },
         // It has run elsewhere, and begins anew here.
         Join { on_rank_loss: OnRankLoss::Abort, ..moved(0, 3, &[]) },
     ] {
-        assert!(registry.present(&other, None, now).is_empty(), "{other:?} could not join");
+        assert!(registry.present(&other, here, now).is_empty(), "{other:?} could not join");
     }
     let later = Instant::now() + HEARD;
     registry.hear_from(&ranks[0].0, later);
-    assert_eq!(registry.present(&asks, None, later), [1], "of the other nothing is heard");
+    assert_eq!(registry.present(&asks, here, later), [1], "of the other nothing is heard");
     assert!(registry.withdraw(&ranks[0].0));
     assert_eq!(present(&registry), [2], "one that is about to leave does not wait");
     registry.stay(&ranks[0].0);
@@ -293,6 +314,11 @@ fn who_asks_hears_which_ranks_wait_where_it_could_join() {
     let admit = std::mem::replace(&mut registry.config.admit, admit);
     assert!(present(&registry).is_empty(), "a stranger could not join");
     registry.config.admit = admit;
+    registry.config.parent = Some("127.0.0.1:7".into());
+    assert_eq!(present(&registry), [1, 2]);
+    let moves = Join { may_move: true, ..asks.clone() };
+    assert!(registry.present(&moves, here, now).is_empty(), "there is none to move to from here");
+    registry.config.parent = None;
     all(&mut registry, [wish("job", 0, 3)]);
     assert!(present(&registry).is_empty(), "the job has begun");
 }
