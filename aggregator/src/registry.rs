@@ -215,8 +215,8 @@ impl Registry {
         caller: Caller,
         now: Instant,
     ) -> Result<(Seat, Joined), Refusal> {
-        check_ports(&join)?;
         self.admit(&join, caller.identity.as_deref(), caller.addr.ip())?;
+        check_ports(&join)?;
         let name = join.job.clone();
         let present = self.jobs.get(&name).map(|job| job.generation);
         if let Some(present) = present.filter(|present| join.generation < *present) {

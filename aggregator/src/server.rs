@@ -305,11 +305,7 @@ async fn hold_back(send: &mut quinn::SendStream, words: &mut Words) -> Option<()
         return None;
     }
     // Others wait behind it.
-    let Ok(word) = timeout(JOIN_TIMEOUT, words.0.recv()).await else {
-        let reason = "the rank was let go from where it waited for room, and stayed silent".into();
-        say(send, &FromAggregator::Refused { reason }).await;
-        return None;
-    };
+    let word = timeout(JOIN_TIMEOUT, words.0.recv()).await.ok()?;
     (word == Some(FromWorker::Stay)).then_some(())
 }
 

@@ -189,7 +189,7 @@ fn jobs_that_wait_for_room_are_served_in_turn() {
             let nobody = format!("127.0.0.1:{}", own_port());
             let short = waits("impatient", 0, 1);
             let short = ConnectOptions {
-                join_timeout: Duration::from_secs(3),
+                join_timeout: Duration::from_secs(8),
                 standbys: vec![short.aggregators],
                 aggregators: vec![nobody.clone()],
                 ..short

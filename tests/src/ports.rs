@@ -15,7 +15,7 @@ const BLOCK: u16 = 8;
 pub(crate) fn own_port() -> u16 {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     // Tests that run at one time in several processes begin at several blocks.
-    let first = std::process::id() % BLOCKS * 7;
+    let first = std::process::id() % BLOCKS * 31;
     let is_free = |port: &u16| {
         let bind = |port| UdpSocket::bind((Ipv4Addr::UNSPECIFIED, port));
         (*port..port + BLOCK).all(|port| bind(port).is_ok())

@@ -15,7 +15,8 @@ pub struct ConnectOptions {
     /// The aggregators, `HOST:PORT`; the job's windows are spread over the shards of all.
     pub aggregators: Vec<String>,
     /// Where the job goes on when one of these is gone, or is about to stop: at all of the first
-    /// set that it can, in this order, and then from the start. All ranks name the same.
+    /// set that it can, in this order, and then from the start. All ranks name the same, and no
+    /// aggregator twice.
     pub standbys: Vec<Vec<String>>,
     /// The job's name.
     pub job: String,

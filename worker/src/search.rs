@@ -5,8 +5,9 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
+use racksum_net::quic::IDLE_TIMEOUT;
 use racksum_proto::control::Resume;
-use racksum_proto::time::Time;
+use racksum_proto::time::{Span, Time};
 
 use crate::client::span;
 use crate::control::Mailbox;
@@ -20,8 +21,8 @@ const FIRST_SHUN: Duration = Duration::from_secs(4);
 /// The longest: more than ranks that move are waited for, so that those that are lost are missed.
 const LONGEST_SHUN: Duration = Duration::from_secs(30);
 /// How long an aggregator that is back may still take a rank for there, and refuse it as its own
-/// double: longer than it takes to miss one that is gone.
-const DOUBLES: Duration = Duration::from_secs(5);
+/// double: a little longer than it may take to miss one that is gone.
+const DOUBLES: Span = Span::from_secs(IDLE_TIMEOUT.as_millis() / 1_000 + 1);
 
 /// A search under way.
 #[derive(Debug)]
@@ -84,6 +85,11 @@ impl<'a> Search<'a> {
     /// How long it has taken so far.
     pub(crate) fn waited(&self) -> Duration {
         Duration::from_nanos(self.clock.now().since(self.began).0)
+    }
+
+    /// Whether some aggregator has been there.
+    pub(crate) const fn was_somewhere(&self) -> bool {
+        self.was_somewhere
     }
 
     /// The set whose turn it is.
@@ -197,7 +203,7 @@ impl<'a> Search<'a> {
             self.sets[self.at].gone_at.filter(|_| matches!(error, ConnectError::Refused(_)));
         is_gone(error)
             || self.was_somewhere && nobody_answers(error)
-            || gone_at.is_some_and(|at| self.clock.now().since(at) < span(DOUBLES))
+            || gone_at.is_some_and(|at| self.clock.now().since(at) < DOUBLES)
     }
 }
 

@@ -38,6 +38,9 @@ pub(crate) fn join_first(
     let (mut may_be_back, mut pause) = (false, PAUSE);
     loop {
         let left = options.join_timeout.saturating_sub(search.waited());
+        if left.is_zero() && search.was_somewhere() {
+            return Err(ConnectError::NoAggregator(search.text()));
+        }
         let error = match search.join(left, None, mailbox) {
             Ok(Some(session)) => return Ok((search.at(), session)),
             Ok(None) => continue,

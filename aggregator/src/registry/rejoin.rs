@@ -40,8 +40,8 @@ impl Registry {
         join: &Join,
         caller: &Caller,
     ) -> Result<(JobId, bool), Refusal> {
-        check_ports(join)?;
         self.admit(join, caller.identity.as_deref(), caller.addr.ip())?;
+        check_ports(join)?;
         if self.config.fanout == Fanout::Multicast {
             return Err(Refusal::Never(
                 "a rank that comes back is sent copies, and this aggregator only multicasts; \

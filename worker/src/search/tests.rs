@@ -239,8 +239,9 @@ fn what_was_there_may_be_back() {
         ConnectOptions { standbys: vec![vec!["b:1".into()]], ..ConnectOptions::new("a:1", "job") };
     let refused = ConnectError::Refused("no".into());
     let vanished = ConnectError::NoAddress { host: "a".into(), why: "no such name".into() };
+    let cut_off = ConnectError::NoWay { to: "192.0.2.1:1".parse().unwrap(), why: "down".into() };
     let mut search = Search::new(&sets, 0);
-    for error in [&refused, &vanished] {
+    for error in [&refused, &vanished, &cut_off] {
         assert!(!search.may_be_back(error), "{error}: nobody has been there");
     }
     for gone in [ConnectError::Silent, ConnectError::Closed("gone".into()), ConnectError::Draining]
@@ -249,7 +250,7 @@ fn what_was_there_may_be_back() {
         assert!(search.may_be_back(&gone));
         search.pass_over(&gone);
         // Nor was the other ever there, but it answers like one that has never been.
-        assert!(search.may_be_back(&vanished));
+        assert!(search.may_be_back(&vanished) && search.may_be_back(&cut_off));
         assert!(!search.may_be_back(&refused), "it knows nothing of the rank");
         assert!(search.pass_over(&vanished), "a round is over");
         assert!(search.may_be_back(&vanished));
@@ -260,9 +261,13 @@ fn what_was_there_may_be_back() {
         search.pass_over(&refused);
         assert!(search.may_be_back(&refused), "it was away again");
     }
-    search.pass_over(&refused);
-    search.pass_over(&vanished);
+    for error in [&refused, &vanished] {
+        search.goes_to_others = true;
+        search.pass_over(error);
+    }
     assert!(!search.may_be_back(&vanished));
+    let is_shunned = |set: &Set<'_>| set.shunned.is_some();
+    assert_eq!([0, 1].map(|at| is_shunned(&search.sets[at])), [true, false]);
 }
 
 #[test]
