@@ -258,6 +258,9 @@ impl Registry {
 
     /// Checks all that can be known before anything is said that depends on a job.
     fn admit(&self, join: &Join, identity: Option<&str>, addr: IpAddr) -> Result<(), Refusal> {
+        if join.version != CONTROL_VERSION {
+            return Err(Refusal::WrongVersion(join.version));
+        }
         Self::check(join, addr)?;
         self.check_relay(join)?;
         if self.draining {
@@ -268,13 +271,6 @@ impl Registry {
 
     /// Checks what does not depend on the job.
     fn check(join: &Join, addr: IpAddr) -> Result<(), String> {
-        if join.version != CONTROL_VERSION {
-            return Err(format!(
-                "this aggregator speaks version {CONTROL_VERSION} of the protocol, the worker \
-                 version {}; install the same release on both",
-                join.version
-            ));
-        }
         let (rank, world) = (join.rank, join.world);
         if world == 0 || world > MAX_WORLD {
             return Err(format!("a job has 1 to {MAX_WORLD} ranks, not {world}"));

@@ -6,7 +6,7 @@ use std::time::Duration;
 use racksum_net::interface::local_addr_towards;
 use racksum_net::quic::lifeline::{Lifeline, dead};
 use racksum_net::quic::{Certificate, Role, frames, not_connected, quinn};
-use racksum_proto::control::{FromAggregator, FromWorker, Join, Loss};
+use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Loss};
 use racksum_proto::ids::OpId;
 use tokio::sync::mpsc::{Receiver, channel};
 use tokio::sync::{Notify, watch};
@@ -158,7 +158,12 @@ async fn serve_rank(
             let refused = match refusal {
                 Refusal::Draining => FromAggregator::Drain,
                 // An aggregator may call again for its other ranks.
-                Refusal::Never(_) if relays => FromAggregator::RefusedRank { rank, reason },
+                Refusal::Never(_) | Refusal::WrongVersion(_) if relays => {
+                    FromAggregator::RefusedRank { rank, reason }
+                }
+                Refusal::WrongVersion(_) => {
+                    FromAggregator::WrongVersion { speaks: CONTROL_VERSION }
+                }
                 Refusal::Never(_) | Refusal::NoRoom(_) => FromAggregator::Refused { reason },
             };
             if say(&mut send, &refused).await {

@@ -2,6 +2,8 @@
 
 use std::collections::VecDeque;
 
+use racksum_proto::control::CONTROL_VERSION;
+
 use crate::admission::rule_of;
 use crate::config::Config;
 
@@ -10,6 +12,8 @@ use crate::config::Config;
 pub(crate) enum Refusal {
     /// The aggregator is about to stop.
     Draining,
+    /// It speaks this version of the protocol.
+    WrongVersion(u16),
     /// It never will be, as it asks.
     Never(String),
     /// There is no room now.
@@ -22,6 +26,10 @@ impl Refusal {
         match self {
             Self::Never(why) | Self::NoRoom(why) => why,
             Self::Draining => "this aggregator is about to stop".into(),
+            Self::WrongVersion(theirs) => format!(
+                "this aggregator speaks version {CONTROL_VERSION} of the protocol, the worker \
+                 version {theirs}; install the same release on both"
+            ),
         }
     }
 }
@@ -234,7 +242,7 @@ mod tests {
         match checked.unwrap_err() {
             Refusal::Never(why) => (false, why),
             Refusal::NoRoom(why) => (true, why),
-            Refusal::Draining => panic!("nobody drains"),
+            Refusal::Draining | Refusal::WrongVersion(_) => panic!("nobody does so here"),
         }
     }
 

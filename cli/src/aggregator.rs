@@ -59,7 +59,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "HOST:PORT")]
     parent: Option<String>,
     /// How datagrams are authenticated: none, mac or aead [default: mac, on loopback none].
-    #[arg(long, value_name = "HOW", value_parser = args::data_auth)]
+    #[arg(long, value_name = "HOW")]
     data_auth: Option<DataAuth>,
     /// Read the configuration from a TOML file with the same keys.
     #[arg(long, value_name = "F.toml")]

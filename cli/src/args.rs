@@ -3,9 +3,6 @@
 use clap::ValueEnum;
 use clap::builder::RangedU64ValueParser;
 use racksum_aggregator::{MAX_SHARDS, MAX_WORLD};
-use racksum_proto::auth::DataAuth;
-use racksum_proto::control::OnRankLoss;
-use racksum_proto::dtype::{DType, Reduction, WireType};
 
 /// What the help of each subcommand ends with.
 pub(crate) const EXIT_CODES: &str = "\
@@ -43,41 +40,6 @@ pub(crate) fn shards() -> RangedU64ValueParser<u8> {
 pub(crate) fn share(text: &str) -> Result<f64, String> {
     let share: f64 = text.parse().map_err(|_| format!("{text:?} is no number"))?;
     if (0.0..=1.0).contains(&share) { Ok(share) } else { Err(format!("{share} is not in 0..1")) }
-}
-
-pub(crate) fn dtype(text: &str) -> Result<DType, String> {
-    by_name(text, "dtype", DType::ALL.map(|dtype| (dtype.name(), dtype)))
-}
-
-pub(crate) fn wire(text: &str) -> Result<WireType, String> {
-    by_name(text, "wire type", WireType::ALL.map(|wire| (wire.name(), wire)))
-}
-
-pub(crate) fn reduction(text: &str) -> Result<Reduction, String> {
-    by_name(text, "reduction", Reduction::ALL.map(|op| (op.name(), op)))
-}
-
-/// Finds a value by its name, or says which names there are.
-fn by_name<T: Copy, const N: usize>(
-    text: &str,
-    what: &str,
-    all: [(&str, T); N],
-) -> Result<T, String> {
-    let found = all.iter().find(|(name, _)| text.eq_ignore_ascii_case(name));
-    found.map(|(_, value)| *value).ok_or_else(|| {
-        let names: Vec<_> = all.iter().map(|(name, _)| *name).collect();
-        format!("there is no {what} {text:?}; there are {}", names.join(", "))
-    })
-}
-
-/// Reads what becomes of a job that loses a rank.
-pub(crate) fn on_rank_loss(text: &str) -> Result<OnRankLoss, String> {
-    by_name(text, "policy", OnRankLoss::ALL.map(|policy| (policy.name(), policy)))
-}
-
-/// Reads how datagrams are authenticated.
-pub(crate) fn data_auth(text: &str) -> Result<DataAuth, String> {
-    by_name(text, "way to authenticate data", DataAuth::ALL.map(|auth| (auth.name(), auth)))
 }
 
 /// How results are printed.
@@ -122,12 +84,5 @@ mod tests {
         for bad in ["", "K", "-1", "1.5M", "5T", "99999999999G"] {
             assert!(size(bad).is_err(), "{bad}");
         }
-    }
-
-    #[test]
-    fn an_unknown_name_lists_the_known() {
-        assert_eq!(dtype("BF16"), Ok(DType::Bf16));
-        let error = dtype("f8").unwrap_err();
-        assert_eq!(error, "there is no dtype \"f8\"; there are f32, f64, f16, bf16, i32, i64");
     }
 }

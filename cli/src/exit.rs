@@ -80,12 +80,9 @@ impl fmt::Display for Failure {
 
 impl From<NetError> for Failure {
     fn from(error: NetError) -> Self {
-        match error {
-            NetError::IdentityFile { .. }
-            | NetError::InsecureIdentity
-            | NetError::Unprotected { .. }
-            | NetError::Certificate { .. } => Self::usage(error.to_string()),
-            _ => Self::unavailable(error.to_string()),
+        match error.is_usage() {
+            true => Self::usage(error.to_string()),
+            false => Self::unavailable(error.to_string()),
         }
     }
 }
@@ -105,13 +102,10 @@ impl From<StartError> for Failure {
 impl From<ConnectError> for Failure {
     fn from(error: ConnectError) -> Self {
         match error {
-            ConnectError::Arguments(_) | ConnectError::NoAddress { .. } => {
-                Self::usage(error.to_string())
-            }
+            error if error.is_usage() => Self::usage(error.to_string()),
             ConnectError::Incomplete { .. } | ConnectError::NoRoom { .. } => {
                 Self::failed(error.to_string())
             }
-            ConnectError::Net(error) => error.into(),
             _ => Self::unavailable(error.to_string()),
         }
     }

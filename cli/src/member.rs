@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use racksum_proto::auth::DataAuth;
 use racksum_proto::ids::Generation;
-use racksum_worker::{ConnectOptions, Faults};
+use racksum_worker::{ConnectOptions, Faults, aggregator_sets};
 
 use crate::args;
 
@@ -46,7 +46,7 @@ pub(crate) struct MemberArgs {
     wait: bool,
     /// How datagrams are authenticated: none, mac or aead, as the aggregator does. On this host the
     /// aggregator does as this says [default: none].
-    #[arg(long, value_parser = args::data_auth)]
+    #[arg(long)]
     pub(crate) data_auth: Option<DataAuth>,
 }
 
@@ -54,14 +54,8 @@ pub(crate) struct MemberArgs {
 #[derive(Debug, Clone)]
 pub(crate) struct Aggregators(Vec<Vec<String>>);
 
-/// Reads `A+B,C`.
 fn aggregators(text: &str) -> Result<Aggregators, String> {
-    let set = |set: &str| set.split('+').map(|host| host.trim().to_owned()).collect();
-    let sets: Vec<Vec<String>> = text.split(',').map(set).collect();
-    if sets.iter().flatten().any(String::is_empty) {
-        return Err("an aggregator between + and , has no name; give each as HOST:PORT".into());
-    }
-    Ok(Aggregators(sets))
+    aggregator_sets(text).map(Aggregators)
 }
 
 /// Which rank of which job a process is, and how it connects.

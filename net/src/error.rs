@@ -213,6 +213,21 @@ pub enum NetError {
 }
 
 impl NetError {
+    /// Whether it is about what the caller has said, so that the same will never do.
+    #[must_use]
+    pub const fn is_usage(&self) -> bool {
+        matches!(
+            self,
+            Self::IdentityFile { .. }
+                | Self::InsecureIdentity
+                | Self::Unprotected { .. }
+                | Self::Certificate { .. }
+                | Self::MtuTooSmall { .. }
+                | Self::NoInterface { .. }
+                | Self::EmptyPattern { .. }
+        )
+    }
+
     /// Why `addr` could not be bound, from what `bind` said.
     pub(crate) fn bind(addr: SocketAddr, cause: io::Error) -> Self {
         match cause.kind() {

@@ -162,6 +162,11 @@ pub enum FromAggregator {
         /// A sentence for the user.
         reason: String,
     },
+    /// The aggregator speaks this version of the protocol, and not the worker's.
+    WrongVersion {
+        /// Its [`CONTROL_VERSION`].
+        speaks: u16,
+    },
     /// A rank that has joined the aggregator which hears this cannot be, and why: the conversation
     /// is over, and the aggregator may call again for its others.
     RefusedRank {

@@ -26,6 +26,7 @@ pub mod error;
 pub mod fold;
 pub mod geometry;
 pub mod ids;
+pub mod names;
 pub mod observer;
 mod recovery;
 pub mod rtt;

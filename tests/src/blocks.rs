@@ -21,7 +21,7 @@ fn held(descriptor: &Descriptor, tensor: &[u8]) -> Vec<u32> {
 }
 
 fn run(client: &Client, descriptor: Descriptor, blocks: Blocks) -> Result<Blocks, Error> {
-    Ok(client.wait_blocks(client.submit_blocks(blocks, descriptor)?)?.tensor)
+    Ok(client.wait(client.submit(blocks, descriptor)?)?.tensor)
 }
 
 /// What must come back for what the whole tensors come to.
@@ -252,11 +252,11 @@ fn a_list_that_cannot_be_is_refused_and_costs_no_op() {
                     ),
                 ] {
                     let blocks = Blocks { indices, values: vec![1; values] };
-                    let error = client.submit_blocks(blocks, descriptor).unwrap_err();
+                    let error = client.submit(blocks, descriptor).unwrap_err();
                     assert_eq!(error.to_string(), why);
                 }
                 let bad = Descriptor { block_log2: 20, ..descriptor };
-                let listed = client.submit_blocks(Blocks::default(), bad).unwrap_err();
+                let listed = client.submit(Blocks::default(), bad).unwrap_err();
                 assert_eq!(listed, client.submit(vec![0; 1200], bad).unwrap_err());
                 let error = client.submit(vec![0; 1199], descriptor).unwrap_err();
                 let why = "the tensor has 1199 bytes, but 300 elements of f32 have 1200";

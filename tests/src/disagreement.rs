@@ -167,8 +167,8 @@ fn lists_of_blocks_disagree_alike() {
             |client, rank| {
                 let tag = u64::from(rank);
                 let descriptor = Descriptor { tag, ..Descriptor::sum(1000, DType::F32) };
-                let handle = client.submit_blocks(Blocks::default(), descriptor).unwrap();
-                let error = client.wait_blocks(handle).unwrap_err();
+                let handle = client.submit(Blocks::default(), descriptor).unwrap();
+                let error = client.wait(handle).unwrap_err();
                 assert!(matches!(error, Error::Op(OpError::Mismatch { .. })), "{error}");
                 agree(client, 2.0);
             },

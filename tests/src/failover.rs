@@ -62,12 +62,12 @@ fn run(client: &Client, rank: u16, cases: &[Case], rounds: usize) {
             .collect();
         let (descriptor, own) = (cases[0].descriptor, usize::from(rank));
         let list = list(&descriptor, &cases[0].inputs[own]);
-        let list = client.submit_blocks(list, descriptor).unwrap();
+        let list = client.submit(list, descriptor).unwrap();
         for (i, (case, handle)) in cases.iter().zip(started).enumerate() {
             let sum = client.wait(handle).unwrap_or_else(|error| panic!("round {round}: {error}"));
             assert!(sum.tensor == case.expected.tensor, "round {round}, op {i}: rank {rank}");
         }
-        let sums = client.wait_blocks(list).unwrap().tensor;
+        let sums = client.wait(list).unwrap().tensor;
         let Expected { tensor, union, .. } = &cases[0].expected;
         assert_eq!(&sums.indices, union, "round {round}");
         assert!(sums.values == blocks(&descriptor, tensor, union).values, "round {round}");

@@ -131,15 +131,9 @@ fn another_version_of_the_protocol_is_refused() {
         let mut impostor = Impostor::connect(&rig);
         let wish = impostor.wish("job", 0, 1);
         let version = wish.version + 1;
-        let reason = impostor.refused(Join { version, ..wish });
-        assert_eq!(
-            reason,
-            format!(
-                "this aggregator speaks version {} of the protocol, the worker version {version}; \
-                 install the same release on both",
-                version - 1
-            )
-        );
+        impostor.say(&FromWorker::Join(Join { version, ..wish }));
+        let told = impostor.hear();
+        assert_eq!(told, Some(FromAggregator::WrongVersion { speaks: version - 1 }));
     });
 }
 

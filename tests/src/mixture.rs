@@ -69,7 +69,7 @@ impl Op {
         }
         let blocks =
             blocks(&descriptor, &input, &reduce(&descriptor, std::slice::from_ref(&input)).union);
-        client.submit_blocks(blocks, descriptor).map_or_else(Running::Failed, Running::List)
+        client.submit(blocks, descriptor).map_or_else(Running::Failed, Running::List)
     }
 
     fn finish(&self, client: &Client, running: Running, what: &str) {
@@ -77,7 +77,7 @@ impl Op {
         let result = match running {
             Running::Whole(handle) => client.wait(handle).map(|got| got.tensor == expected.tensor),
             Running::List(handle) => client
-                .wait_blocks(handle)
+                .wait(handle)
                 .map(|got| got.tensor == blocks(descriptor, &expected.tensor, &expected.union)),
             Running::Failed(error) => Err(error),
         };

@@ -1,33 +1,34 @@
 //! The client: what a training process holds.
 
 use std::marker::PhantomData;
-use std::os::fd::AsFd;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::AtomicUsize;
-use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
-use racksum_net::udp::{self, Gather, Waker};
 use racksum_proto::control::Welcome;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::SubmitError;
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::time::Span;
 
-use crate::blocks::{BlockSet, Blocks};
+use crate::blocks::Blocks;
 use crate::control::{Closed, Mailbox, Word};
-use crate::engine::{Engine, Finished, Next, Stats};
+use crate::engine::{Engine, Finished, Stats};
 use crate::error::{ConnectError, Error};
 use crate::exponents::{self, Exponents, agreement};
 use crate::grant::{Granted, grant};
+use crate::operand::Operand;
 use crate::options::ConnectOptions;
-use crate::payload::{Data, Payload, bytes_of};
+use crate::payload::{Data, Payload};
 use crate::supervisor::{Supervisor, join_first};
 use crate::tensor::lend;
+
+mod shared;
+
+pub(crate) use shared::Shared;
+use shared::State;
 
 /// A rank of a job. Ops end in any order; each rank must start the same ops in the same order.
 ///
@@ -46,36 +47,6 @@ pub struct Client {
     /// Ends the session.
     stop: Sender<Word>,
     threads: Vec<JoinHandle<()>>,
-}
-
-/// What the client's threads share.
-#[derive(Debug)]
-pub(crate) struct Shared {
-    state: Mutex<State>,
-    /// Threads that want the state while another one drives.
-    wanted: AtomicUsize,
-    /// An op ended, or nobody drives any more.
-    changed: Condvar,
-    /// There is something to drive in the background.
-    work: Condvar,
-    waker: Waker,
-    gather: Gather,
-}
-
-#[derive(Debug)]
-struct State {
-    engine: Engine,
-    /// Some thread drives the sockets.
-    driving: bool,
-    /// Threads that wait for an op: one of them drives, and not the client's own thread.
-    waiting: usize,
-    /// Those of them that sleep, since another drives.
-    asleep: usize,
-    /// Those of the sleeping that were woken and have yet to look: the driver lets them.
-    woken: usize,
-    closed: bool,
-    /// The engine panicked: every op has ended, and it is not to be used again.
-    broken: bool,
 }
 
 /// What came of an op.
@@ -97,7 +68,7 @@ pub struct Handle<T> {
     op: OpId,
     /// Whose op it is. Not kept alive by it: a client that is closed has no ops.
     client: Weak<Shared>,
-    result: PhantomData<T>,
+    result: PhantomData<fn() -> T>,
 }
 
 impl<T> Drop for Handle<T> {
@@ -114,10 +85,13 @@ impl Client {
     /// # Errors
     /// Why the job could not be joined, or did not become complete in time.
     pub fn connect(options: &ConnectOptions) -> Result<Self, ConnectError> {
+        Connecting::new().run(options)
+    }
+
+    fn join(options: &ConnectOptions, mut mailbox: Mailbox) -> Result<Self, ConnectError> {
         if options.insecure {
             tracing::warn!("insecure: whoever answers at the aggregator's address is believed");
         }
-        let mut mailbox = Mailbox::new();
         let stop = mailbox.sender();
         let (at, session) = join_first(options, &mut mailbox)?;
         let Granted { config, links, welcome, membership } = grant(options, session)?;
@@ -146,9 +120,8 @@ impl Client {
         tensor: &mut [u8],
         descriptor: Descriptor,
     ) -> Result<Reduced<()>, Error> {
-        check_len(tensor.len(), &descriptor)?;
         let (loan, region) = lend(tensor);
-        let (state, op) = self.start(descriptor, Data::Borrowed(region))?;
+        let (state, op) = self.start(descriptor, region.into())?;
         let mut state = self.shared.await_that(state, |state| !state.engine.is_in_flight(op));
         let Finished { result, absent, payload } = state.engine.take(op).ok_or(GONE)?;
         drop(state);
@@ -156,7 +129,8 @@ impl Client {
         Ok(result.map(|()| Reduced { tensor: (), absent })?)
     }
 
-    /// Starts reducing a tensor, which is handed over until the op is waited for.
+    /// Starts reducing a tensor, or some blocks of one as if all others, and those of them that are
+    /// zero, were zero in it. The op has what is given until it is waited for.
     ///
     /// Where aggregators sum in a tree, an op with [`WireType::Fixed32`] starts once all ranks have
     /// called it, since they must agree on its exponents first: until then this waits, and what
@@ -166,30 +140,12 @@ impl Client {
     ///
     /// # Errors
     /// Why the op was not taken.
-    pub fn submit(
+    pub fn submit<T: Into<Operand>>(
         &self,
-        tensor: Vec<u8>,
+        operand: T,
         descriptor: Descriptor,
-    ) -> Result<Handle<Vec<u8>>, Error> {
-        check_len(tensor.len(), &descriptor)?;
-        let (state, op) = self.start(descriptor, Data::Owned(tensor))?;
-        self.shared.set_off(state);
-        Ok(self.handle(op))
-    }
-
-    /// Starts reducing some blocks of a tensor, as if all others, and those of them that are zero,
-    /// were zero in it.
-    ///
-    /// # Errors
-    /// Why the op was not taken.
-    pub fn submit_blocks(
-        &self,
-        blocks: Blocks,
-        descriptor: Descriptor,
-    ) -> Result<Handle<Blocks>, Error> {
-        descriptor.validate().map_err(SubmitError::from)?;
-        let blocks = BlockSet::new(&descriptor, blocks)?;
-        let (state, op) = self.start(descriptor, Data::Blocks(blocks))?;
+    ) -> Result<Handle<T>, Error> {
+        let (state, op) = self.start(descriptor, operand.into())?;
         self.shared.set_off(state);
         Ok(self.handle(op))
     }
@@ -198,9 +154,10 @@ impl Client {
     fn start(
         &self,
         descriptor: Descriptor,
-        data: Data,
+        operand: Operand,
     ) -> Result<(MutexGuard<'_, State>, OpId), Error> {
         descriptor.validate().map_err(SubmitError::from)?;
+        let data = operand.into_data(&descriptor)?;
         let mut state = self.shared.lock();
         let mut payload = state.engine.payload(descriptor, data);
         if !self.welcome.in_tree {
@@ -231,41 +188,46 @@ impl Client {
         let mut state = self.shared.await_that(state, |state| !state.engine.is_in_flight(op));
         let Finished { result, payload, .. } = state.engine.take(op).ok_or(GONE)?;
         result.map_err(exponents::as_meant)?;
-        match payload.data {
-            Data::Owned(greatest) => Ok(Exponents::from_bytes(greatest)),
-            Data::Borrowed(_) | Data::Blocks(_) | Data::Returned => Err(GONE.into()),
-        }
+        Ok(Exponents::from_bytes(taken_back(payload)?))
     }
 
     fn handle<T>(&self, op: OpId) -> Handle<T> {
         Handle { op, client: Arc::downgrade(&self.shared), result: PhantomData }
     }
 
-    /// Waits for a tensor to be reduced.
+    /// Waits for an op to end: its tensor is reduced then, and of blocks those of the union are
+    /// there, sorted.
     ///
     /// # Errors
     /// Why there is no result; [`Error::OtherClient`] at once when another client started the op,
     /// which goes on there without its handle, and whose result is dropped.
-    pub fn wait(&self, handle: Handle<Vec<u8>>) -> Result<Reduced<Vec<u8>>, Error> {
-        let Reduced { tensor, absent } = self.await_op(&handle)?;
-        match tensor.data {
-            Data::Owned(tensor) => Ok(Reduced { tensor, absent }),
-            Data::Borrowed(_) | Data::Blocks(_) | Data::Returned => Err(GONE.into()),
-        }
+    pub fn wait<T: TryFrom<Operand>>(&self, handle: Handle<T>) -> Result<Reduced<T>, Error> {
+        self.check_own(&handle)?;
+        let op = handle.op;
+        let ended = |state: &State| !state.engine.is_in_flight(op);
+        let mut state = self.shared.await_that(self.shared.lock(), ended);
+        let Finished { result, absent, payload } = state.engine.take(op).ok_or(GONE)?;
+        drop(state);
+        result?;
+        Ok(Reduced { tensor: taken_back(payload)?, absent })
     }
 
-    /// Waits for blocks to be reduced: those of the union, sorted.
+    /// Waits for an op to end, but not longer than this. Returns whether it has:
+    /// [`wait`](Self::wait) then returns at once.
     ///
     /// # Errors
-    /// As [`Self::wait`].
-    pub fn wait_blocks(&self, handle: Handle<Blocks>) -> Result<Reduced<Blocks>, Error> {
-        let Reduced { tensor, absent } = self.await_op(&handle)?;
-        let Payload { data, geometry, descriptor, .. } = tensor;
-        match data {
-            Data::Blocks(blocks) => {
-                Ok(Reduced { tensor: blocks.into_result(&geometry, &descriptor), absent })
-            }
-            Data::Borrowed(_) | Data::Owned(_) | Data::Returned => Err(GONE.into()),
+    /// [`Error::OtherClient`] when another client started the op.
+    pub fn ends_within<T>(&self, handle: &Handle<T>, limit: Duration) -> Result<bool, Error> {
+        self.check_own(handle)?;
+        let ended = |state: &State| !state.engine.is_in_flight(handle.op);
+        let deadline = Clock::start().now() + span(limit);
+        Ok(ended(&self.shared.await_until(deadline, self.shared.lock(), ended)))
+    }
+
+    fn check_own<T>(&self, handle: &Handle<T>) -> Result<(), Error> {
+        match std::ptr::eq(handle.client.as_ptr(), Arc::as_ptr(&self.shared)) {
+            true => Ok(()),
+            false => Err(Error::OtherClient),
         }
     }
 
@@ -275,18 +237,23 @@ impl Client {
         self.shared.lock().run(|engine| engine.recycle(blocks.values));
     }
 
-    /// Waits for an op to end, and takes what it worked on.
-    fn await_op<T>(&self, handle: &Handle<T>) -> Result<Reduced<Payload>, Error> {
-        if !std::ptr::eq(handle.client.as_ptr(), Arc::as_ptr(&self.shared)) {
-            return Err(Error::OtherClient);
+    /// Leaves the job, as the client does when it is dropped: ops in flight end with an error, and
+    /// so does what is started from now on. A rank whose sums others may lack stays for that, a few
+    /// seconds at most.
+    pub fn close(&self) {
+        let mut state = self.shared.linger();
+        if std::mem::replace(&mut state.closed, true) {
+            return;
         }
-        let op = handle.op;
-        let ended = |state: &State| !state.engine.is_in_flight(op);
-        let mut state = self.shared.await_that(self.shared.lock(), ended);
-        let Finished { result, absent, payload } = state.engine.take(op).ok_or(GONE)?;
+        tracing::debug!(stats = ?state.engine.stats(), "client closes");
+        let next_op = state.run(|engine| engine.rests_at()).flatten();
+        state.run(|engine| engine.end("the client was closed"));
+        self.shared.wake_waiting(&mut state);
         drop(state);
-        result?;
-        Ok(Reduced { tensor: payload, absent })
+        self.shared.work.notify_all();
+        self.shared.waker.wake();
+        // A session that has ended needs no word.
+        drop(self.stop.send(Word::Stop(Closed { next_op })));
     }
 
     /// What has been sent and received so far.
@@ -315,19 +282,57 @@ impl Client {
     }
 }
 
+/// An attempt to connect that can be given up.
+#[derive(Debug)]
+pub struct Connecting {
+    mailbox: Mailbox,
+}
+
+/// Gives up an attempt to connect.
+#[derive(Debug, Clone)]
+pub struct GiveUp {
+    tell: Sender<Word>,
+}
+
+impl Default for Connecting {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Connecting {
+    /// An attempt that is about to be made.
+    #[must_use]
+    pub fn new() -> Self {
+        Self { mailbox: Mailbox::new() }
+    }
+
+    /// How another thread gives it up.
+    #[must_use]
+    pub fn giver_up(&self) -> GiveUp {
+        GiveUp { tell: self.mailbox.sender() }
+    }
+
+    /// Makes it: joins a job, and returns once all its ranks have.
+    ///
+    /// # Errors
+    /// As [`Client::connect`], and [`ConnectError::GivenUp`].
+    pub fn run(self, options: &ConnectOptions) -> Result<Client, ConnectError> {
+        Client::join(options, self.mailbox)
+    }
+}
+
+impl GiveUp {
+    /// Gives it up: it ends with [`ConnectError::GivenUp`], unless it has ended.
+    pub fn give_up(&self) {
+        // An attempt that has ended needs no word.
+        drop(self.tell.send(Word::Stop(Closed { next_op: None })));
+    }
+}
+
 impl Drop for Client {
     fn drop(&mut self) {
-        let mut state = self.shared.linger();
-        state.closed = true;
-        tracing::debug!(stats = ?state.engine.stats(), "client closes");
-        let next_op = state.run(|engine| engine.rests_at()).flatten();
-        state.run(|engine| engine.end("the client was closed"));
-        self.shared.wake_waiting(&mut state);
-        drop(state);
-        self.shared.work.notify_all();
-        self.shared.waker.wake();
-        // A session that has ended needs no word.
-        drop(self.stop.send(Word::Stop(Closed { next_op })));
+        self.close();
         for thread in self.threads.drain(..) {
             // A panic was printed where it happened.
             drop(thread.join());
@@ -335,219 +340,9 @@ impl Drop for Client {
     }
 }
 
-impl State {
-    /// Lets the engine work. If it panics it is never used again, and every op ends with an error:
-    /// a thread that unwound while it drove would leave the others waiting for ever.
-    fn run<T>(&mut self, work: impl FnOnce(&mut Engine) -> T) -> Option<T> {
-        if self.broken {
-            return None;
-        }
-        // The engine may be in any state after a panic, and `broken` keeps everyone away from it.
-        let worked = catch_unwind(AssertUnwindSafe(|| work(&mut self.engine)));
-        if worked.is_err() {
-            self.broken = true;
-            self.engine.give_up(PANICKED);
-        }
-        worked.ok()
-    }
-
-    /// Starts an op.
-    fn submit(
-        &mut self,
-        start: impl FnOnce(&mut Engine) -> Result<OpId, SubmitError>,
-    ) -> Result<OpId, SubmitError> {
-        self.run(start).unwrap_or(Err(SubmitError::Ended { why: PANICKED }))
-    }
-
-    fn is_idle(&self) -> bool {
-        self.broken || self.engine.is_idle()
-    }
-
-    fn is_at_rest(&self) -> bool {
-        self.broken || self.engine.is_at_rest()
-    }
-}
-
-impl Shared {
-    fn new(engine: Engine) -> std::io::Result<Self> {
-        let gather = Gather::new(engine.sockets().0.report().got_receive, LONGEST_PAUSE);
-        Ok(Self {
-            wanted: AtomicUsize::new(0),
-            state: Mutex::new(State {
-                engine,
-                driving: false,
-                waiting: 0,
-                asleep: 0,
-                woken: 0,
-                closed: false,
-                broken: false,
-            }),
-            changed: Condvar::new(),
-            work: Condvar::new(),
-            waker: Waker::new()?,
-            gather,
-        })
-    }
-
-    /// The state. The lock is never poisoned: panics of the engine end in [`State::run`].
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.wanted.fetch_add(1, Relaxed);
-        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        self.wanted.fetch_sub(1, Relaxed);
-        state
-    }
-
-    /// Drives the sockets until `done`, or waits while another thread does that waits itself.
-    fn await_that<'a>(
-        &'a self,
-        mut state: MutexGuard<'a, State>,
-        done: impl Fn(&State) -> bool,
-    ) -> MutexGuard<'a, State> {
-        state.waiting += 1;
-        while !done(&state) {
-            if state.driving {
-                // The client's own thread may have to be told that it is no longer needed.
-                self.waker.wake();
-                state.asleep += 1;
-                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-                state.asleep -= 1;
-                state.woken = state.woken.saturating_sub(1);
-            } else {
-                state = self.drive(state, &done);
-            }
-        }
-        state.waiting -= 1;
-        if state.waiting == 0 && !state.is_at_rest() {
-            self.work.notify_one();
-        }
-        state
-    }
-
-    /// Drives the sockets until `done`; nobody else does.
-    fn drive<'a>(
-        &'a self,
-        mut state: MutexGuard<'a, State>,
-        done: impl Fn(&State) -> bool,
-    ) -> MutexGuard<'a, State> {
-        debug_assert!(!state.driving, "two threads would wake each other for every datagram");
-        state.driving = true;
-        while !done(&state) {
-            state = self.step(state);
-        }
-        state.driving = false;
-        self.wake_waiting(&mut state);
-        state
-    }
-
-    /// Has the engine take something in from outside, and all who wait look what came of it.
-    /// Returns nothing if the engine is broken.
-    pub(crate) fn tell<T>(&self, work: impl FnOnce(&mut Engine) -> T) -> Option<T> {
-        let mut state = self.lock();
-        let told = state.run(work);
-        self.wake_waiting(&mut state);
-        drop(state);
-        self.work.notify_all();
-        self.waker.wake();
-        told
-    }
-
-    /// Waits until no other rank can lack a sum that this one has, in a job that may move: where it
-    /// goes on they would wait for this rank in vain. Not for long: another rank may be stopped, or
-    /// have left as the job moves, since it knew already that nobody lacks anything.
-    fn linger(&self) -> MutexGuard<'_, State> {
-        let state = self.lock();
-        let is_needed = |state: &mut State| !state.is_idle() && state.engine.rests_at().is_some();
-        let waited = self.changed.wait_timeout_while(state, LINGER, is_needed);
-        waited.unwrap_or_else(PoisonError::into_inner).0
-    }
-
-    /// Has all who sleep look whether what they wait for has come.
-    fn wake_waiting(&self, state: &mut State) {
-        state.woken = state.asleep;
-        self.changed.notify_all();
-    }
-
-    /// Has the engine do what is due, and wakes who waits if ops have ended. Returns what is left
-    /// to do; nothing if the engine is broken.
-    fn advance(&self, state: &mut State) -> Option<Next> {
-        let progress = state.run(Engine::step);
-        if progress.is_none_or(|progress| progress.ended) {
-            self.wake_waiting(state);
-        }
-        Some(progress?.next)
-    }
-
-    /// Does what is due, or waits for something to happen. The lock is free while it waits.
-    fn step<'a>(&'a self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
-        let Some(next) = self.advance(&mut state) else { return state };
-        // An error of the two waits is as good as readiness: the next step finds out.
-        match next {
-            Next::Gather(backlog) if self.gather.is_due(backlog) => {
-                drop(state);
-                drop(self.gather.pause(&self.waker));
-            }
-            Next::Step | Next::Gather(_) => {
-                // Whoever submits, or waits for what has ended, must not wait until there is
-                // nothing more to do.
-                if self.wanted.load(Relaxed) == 0 && state.woken == 0 {
-                    return state;
-                }
-                drop(state);
-                std::thread::yield_now();
-            }
-            Next::Sleep(patience) => {
-                drop(state);
-                drop(udp::wait(&[self.waker.as_fd()], patience));
-                self.waker.drain();
-            }
-            Next::Wait(patience) => {
-                let (socket, groups) = state.engine.sockets();
-                drop(state);
-                let sockets = std::iter::once(&*socket).chain(groups.iter());
-                let mut fds = [self.waker.as_fd(); udp::MAX_FDS];
-                fds.iter_mut().skip(1).zip(sockets).for_each(|(fd, socket)| *fd = socket.as_fd());
-                let count = 2 + groups.len();
-                if udp::wait(&fds[..count.min(fds.len())], patience).unwrap_or(1) & 1 != 0 {
-                    self.waker.drain();
-                }
-            }
-        }
-        self.lock()
-    }
-
-    /// Sends the first of an op that was just submitted, and sees to it that somebody drives.
-    fn set_off(&self, mut state: MutexGuard<'_, State>) {
-        self.advance(&mut state);
-        let driven = state.driving || state.waiting > 0;
-        drop(state);
-        if driven {
-            self.waker.wake();
-        } else {
-            self.work.notify_one();
-        }
-    }
-
-    /// Drives ops that nobody waits for.
-    fn drive_in_background(&self) {
-        let mut state = self.lock();
-        let needless = |state: &State| state.waiting > 0 || state.is_at_rest();
-        while !state.closed {
-            if needless(&state) {
-                state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
-            } else {
-                state = self.drive(state, |state| state.closed || needless(state));
-            }
-        }
-    }
-}
-
-fn check_len(have: usize, descriptor: &Descriptor) -> Result<(), Error> {
-    let need = descriptor.elements.saturating_mul(descriptor.dtype.size() as u64);
-    if have as u64 == need && bytes_of(descriptor, 0..descriptor.elements).len() == have {
-        return Ok(());
-    }
-    let Descriptor { elements, dtype, .. } = *descriptor;
-    Err(Error::Length { have, elements, dtype: dtype.name(), need })
+/// What an op was started on.
+fn taken_back<T: TryFrom<Operand>>(payload: Payload) -> Result<T, Error> {
+    Operand::of(payload).and_then(|operand| operand.try_into().ok()).ok_or_else(|| GONE.into())
 }
 
 fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> std::io::Result<JoinHandle<()>> {
@@ -558,15 +353,8 @@ pub(crate) fn span(duration: Duration) -> Span {
     Span(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX))
 }
 
-/// Why nothing can be started once the engine has panicked.
-const PANICKED: &str = "a thread of the client panicked";
 /// An op that was waited for, and is not there.
 const GONE: SubmitError = SubmitError::Ended { why: "the op is gone" };
-/// How long a client that closes is there for ranks that may lack its sums: longer than it takes to
-/// miss an aggregator, and to move.
-const LINGER: Duration = Duration::from_secs(5);
-/// Results come at most this much later, and in batches.
-const LONGEST_PAUSE: Span = Span::from_micros(200);
 
 #[cfg(test)]
 mod tests;

@@ -1,6 +1,5 @@
 //! The control connections of a worker: one to each aggregator of its job.
 
-use std::net::SocketAddr;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -14,6 +13,7 @@ use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use crate::client::span;
 use crate::error::ConnectError;
 use crate::options::ConnectOptions;
+use crate::route::Route;
 
 /// How long an aggregator may take to answer a connection.
 const CONNECT_PATIENCE: Span = Span::from_secs(5);
@@ -69,6 +69,12 @@ impl Mailbox {
     /// Begins the next session: nothing that connections of an earlier one say is heard any more.
     pub(crate) fn next_session(&mut self) {
         self.session += 1;
+    }
+
+    /// Waits so long, or until the client is closed; the session is over.
+    pub(crate) fn pause(&mut self, pause: Duration) {
+        self.next_session();
+        drop(self.hear(Some(pause)));
     }
 
     /// What is told next, and by which of the session's connections; `None` when nothing is within
@@ -130,7 +136,7 @@ impl Control {
     /// Connects and joins, as the aggregator that comes `place`th of the mailbox's session, which
     /// hears what is said.
     pub(crate) fn start(
-        to: SocketAddr,
+        route: &Route,
         join: Join,
         options: &ConnectOptions,
         mailbox: &Mailbox,
@@ -146,13 +152,14 @@ impl Control {
         let patience = patience(options, moves);
         let (tell, session, place) = (mailbox.sender(), mailbox.session, join.stripe.0);
         let events = Events { tell, session, place };
+        let (to, from) = (route.to, route.caller());
         let (say, words) = unbounded_channel();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let thread = std::thread::Builder::new().name("control".into()).spawn(move || {
             runtime.block_on(async {
                 let hear = events.clone();
                 let hear = move |message| hear.send(Event::Said(message));
-                let caller = Caller { from: None, credentials, patience };
+                let caller = Caller { from, credentials, patience };
                 let ended = converse(to, join, &caller, words, hear).await;
                 // Nobody listens any more once the worker is gone.
                 events.send(Event::Closed(match ended {

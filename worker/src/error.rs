@@ -39,6 +39,17 @@ pub enum ConnectError {
     /// The aggregator refused the rank.
     #[error("the aggregator refused: {0}")]
     Refused(String),
+    /// The aggregator speaks another version of the protocol.
+    #[error(
+        "the aggregator speaks version {speaks} of the protocol, and this worker version {own}; \
+         install the same release on both"
+    )]
+    Version {
+        /// The aggregator's.
+        speaks: u16,
+        /// The worker's.
+        own: u16,
+    },
     /// The aggregator is about to stop, and takes no more jobs.
     #[error("the aggregator refused: it is about to stop and takes no more jobs; name another")]
     Draining,
@@ -66,6 +77,9 @@ pub enum ConnectError {
     /// Nothing was heard of the aggregator for too long.
     #[error("{SILENT}")]
     Silent,
+    /// The client was closed, or the attempt given up, before the job was complete.
+    #[error("the attempt to connect was given up")]
+    GivenUp,
     /// The connection broke before the job was complete.
     #[error("the aggregator closed the connection: {0}")]
     Closed(String),
@@ -86,6 +100,18 @@ pub enum ConnectError {
     /// A thread or a socket of this host.
     #[error("{0}")]
     Io(#[from] io::Error),
+}
+
+impl ConnectError {
+    /// Whether it is about what the caller has said, so that the same will never do.
+    #[must_use]
+    pub const fn is_usage(&self) -> bool {
+        match self {
+            Self::Arguments(_) | Self::NoAddress { .. } => true,
+            Self::Net(error) => error.is_usage(),
+            _ => false,
+        }
+    }
 }
 
 /// Why an op gave no result.

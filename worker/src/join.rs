@@ -1,14 +1,14 @@
 //! Joining a job: one control connection to each aggregator, for as long as the worker lives.
 
-use std::collections::{BTreeSet, VecDeque};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs};
+use std::collections::VecDeque;
+use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
 use bytes::BytesMut;
 use racksum_net::auth::Opener;
 use racksum_net::clock::Clock;
-use racksum_net::interface::{Interface, interface_of, local_addr_towards, max_datagram};
+use racksum_net::interface::max_datagram;
 use racksum_net::multicast::{Multicast, open_member};
 use racksum_net::udp::{self, RECV_BATCH, RECV_CAPACITY, RecvRing, UdpConfig, UdpSocket};
 use racksum_proto::auth::DataAuth;
@@ -21,6 +21,7 @@ use crate::control::{Control, Event, Mailbox};
 use crate::error::{ConnectError, not_joined};
 use crate::lookout::{Lookout, Standing};
 use crate::options::ConnectOptions;
+use crate::route::{Route, data_addr, find_routes};
 
 /// How often a worker looks for multicast probes while it joins.
 const PROBE_POLL: Duration = Duration::from_millis(2);
@@ -59,58 +60,6 @@ impl Session {
     }
 }
 
-/// The way to an aggregator.
-#[derive(Debug)]
-struct Route {
-    to: SocketAddr,
-    /// The address of this host that the way begins at.
-    from: SocketAddr,
-    interface: Option<Interface>,
-}
-
-impl Route {
-    fn find(to: SocketAddr) -> Result<Self, ConnectError> {
-        let local = local_addr_towards(to)
-            .map_err(|cause| ConnectError::NoWay { to, why: cause.to_string() })?;
-        // Not a new address: one of a link means nothing without the scope that `to` has.
-        let mut from = to;
-        from.set_ip(local);
-        from.set_port(0);
-        Ok(Self { to, from, interface: interface_of(local) })
-    }
-}
-
-/// Checks that no two names mean one aggregator.
-fn check_routes(routes: &[Route]) -> Result<(), ConnectError> {
-    let mut seen = BTreeSet::new();
-    match routes.iter().find(|route| !seen.insert(route.to)) {
-        Some(Route { to, .. }) => {
-            Err(ConnectError::Arguments(format!("the aggregator {to} is named twice")))
-        }
-        None => Ok(()),
-    }
-}
-
-/// Where the data socket is bound. An aggregator takes a rank's data only from the address that
-/// the rank's control connection has, so on a host with several ways the kernel chooses the
-/// address for each.
-fn data_addr(routes: &[Route]) -> Result<SocketAddr, ConnectError> {
-    let Route { to, from, .. } = routes[0];
-    if let Some(other) = routes.iter().find(|route| route.to.is_ipv6() != to.is_ipv6()) {
-        return Err(ConnectError::Arguments(format!(
-            "the aggregators {to} and {} are of two IP versions, and a worker has one data \
-             socket; name all of them by IPv4 or all by IPv6",
-            other.to
-        )));
-    }
-    if routes.iter().all(|route| route.from == from) {
-        return Ok(from);
-    }
-    let any: IpAddr =
-        if to.is_ipv6() { Ipv6Addr::UNSPECIFIED.into() } else { Ipv4Addr::UNSPECIFIED.into() };
-    Ok(SocketAddr::new(any, 0))
-}
-
 /// Joins a job at all of `aggregators`; returns once every rank is there, or if the lookout sees
 /// others elsewhere before that. A job that has run at others before goes on where `resume` says.
 pub(crate) fn join(
@@ -122,11 +71,7 @@ pub(crate) fn join(
 ) -> Result<Outcome, ConnectError> {
     check(options, aggregators)?;
     mailbox.next_session();
-    let routes = aggregators
-        .iter()
-        .map(|host| Route::find(resolve(host)?))
-        .collect::<Result<Vec<_>, _>>()?;
-    check_routes(&routes)?;
+    let routes = find_routes(aggregators, options.interface.as_deref())?;
     let bind = data_addr(&routes)?;
     // A window is cut the same for all shards, so the narrowest way decides.
     let narrowest = routes.iter().filter_map(|route| Some(route.interface.as_ref()?.mtu)).min();
@@ -153,7 +98,7 @@ pub(crate) fn join(
             multicast: options.multicast && route.interface.is_some(),
             ..wish(options, (place, stripes), resume)
         };
-        controls.push(Control::start(route.to, join, options, mailbox)?);
+        controls.push(Control::start(route, join, options, mailbox)?);
     }
     let (groups, welcomes, early) = Default::default();
     let mut session = Session { controls, early, socket, groups, welcomes };
@@ -204,7 +149,7 @@ fn complete(
     while parts.iter().any(|part| !part.ready) {
         let heard = mailbox.hear(Some(PROBE_POLL));
         if mailbox.closed.is_some() {
-            return Err(ConnectError::Closed("the client was closed".into()));
+            return Err(ConnectError::GivenUp);
         }
         if let Some((place, event)) = heard {
             match parts.get_mut(usize::from(place)).filter(|part| !part.ready) {
@@ -287,17 +232,6 @@ pub(crate) fn shard_addrs(
         addr.set_port(*port);
         addr
     })
-}
-
-/// The address of `HOST:PORT`.
-pub(crate) fn resolve(host: &str) -> Result<SocketAddr, ConnectError> {
-    let unknown = |why| ConnectError::NoAddress { host: host.into(), why };
-    let mut addrs = host.to_socket_addrs().map_err(|error| unknown(error.to_string()))?;
-    match addrs.next() {
-        Some(addr) if addr.port() == 0 => Err(unknown("0 is no port".into())),
-        Some(addr) => Ok(addr),
-        None => Err(unknown("the name has no address".into())),
-    }
 }
 
 /// Where a rank would rather be, and how it stood when it saw others there.
@@ -403,6 +337,9 @@ impl<'a> Joining<'a> {
         match message {
             FromAggregator::Refused { reason } | FromAggregator::RefusedRank { reason, .. } => {
                 return Err(ConnectError::Refused(reason));
+            }
+            FromAggregator::WrongVersion { speaks } => {
+                return Err(ConnectError::Version { speaks, own: CONTROL_VERSION });
             }
             // The conversation takes it.
             FromAggregator::Lifeline { .. } => {}

@@ -1,9 +1,9 @@
 //! The worker: what a training process holds to sum its gradients with those of other ranks.
 //!
 //! [`Client`] joins a job at an aggregator and reduces tensors: [`Client::allreduce`] in place,
-//! [`Client::submit`] for several at a time, [`Client::submit_blocks`] for tensors of which only
-//! some blocks exist. Tensors are scanned, encoded and sent window by window as credit allows,
-//! never copied whole. The decisions are `racksum-proto`'s, the packets `racksum-net`'s.
+//! [`Client::submit`] for several at a time, and for tensors of which only some blocks exist.
+//! Tensors are scanned, encoded and sent window by window as credit allows, never copied whole. The
+//! decisions are `racksum-proto`'s, the packets `racksum-net`'s.
 
 mod blocks;
 mod client;
@@ -16,15 +16,19 @@ mod grant;
 mod join;
 pub mod kernel;
 mod lookout;
+mod operand;
 mod options;
 mod payload;
+mod route;
 mod search;
 mod supervisor;
 pub mod tensor;
 
 pub use blocks::Blocks;
-pub use client::{Client, Handle, Reduced};
+pub use client::{Client, Connecting, GiveUp, Handle, Reduced};
 pub use engine::Stats;
 pub use error::{ConnectError, Error};
 pub use fault::Faults;
-pub use options::ConnectOptions;
+pub use operand::Operand;
+pub use options::{ConnectOptions, aggregator_sets};
+pub use tensor::Region;

@@ -15,14 +15,15 @@ use std::time::Duration;
 use racksum_net::clock::Clock;
 use racksum_net::quic::{Caller, Credentials, look};
 use racksum_proto::control::Resume;
-use racksum_proto::time::Time;
+use racksum_proto::time::{Span, Time};
 use tokio::runtime::Builder;
 use tokio::sync::oneshot;
 
 use crate::control::patience;
 use crate::error::ConnectError;
-use crate::join::{resolve, wish};
+use crate::join::wish;
 use crate::options::ConnectOptions;
+use crate::route::{Route, find_routes};
 
 /// How long a rank waits before it looks for the first time, and twice as long before each next.
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
@@ -113,7 +114,8 @@ impl<'a> Lookout<'a> {
 struct Errand {
     options: ConnectOptions,
     resume: Option<Resume>,
-    caller: Caller,
+    credentials: Credentials,
+    patience: Span,
 }
 
 impl Looking {
@@ -123,10 +125,9 @@ impl Looking {
         sights: Vec<Sight>,
     ) -> Result<Self, ConnectError> {
         let credentials = Credentials::new(options.identity.as_deref(), options.insecure)?;
-        let caller =
-            Caller { from: None, credentials, patience: patience(options, resume.is_some()) };
+        let patience = patience(options, resume.is_some());
         let (options, resume) = (options.clone(), resume.cloned());
-        let errand = Arc::new(Errand { options, resume, caller });
+        let errand = Arc::new(Errand { options, resume, credentials, patience });
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let (tell, seen) = channel();
         let (over, is_over) = oneshot::channel::<()>();
@@ -167,11 +168,14 @@ impl Errand {
         let options = &self.options;
         let count = u8::try_from(hosts.len()).unwrap_or(u8::MAX);
         for (place, host) in (0..).zip(hosts) {
-            let name = host.clone();
-            let found = tokio::task::spawn_blocking(move || resolve(&name)).await;
-            let Ok(Ok(to)) = found else { return false };
+            let (hosts, interface) = ([host.clone()], options.interface.clone());
+            let find = move || find_routes(&hosts, interface.as_deref());
+            let Ok(Ok(routes)) = tokio::task::spawn_blocking(find).await else { return false };
+            let [Route { to, .. }] = routes[..] else { return false };
+            let (from, credentials) = (routes[0].caller(), self.credentials.clone());
+            let caller = Caller { from, credentials, patience: self.patience };
             let join = wish(options, (place, count), self.resume.as_ref());
-            match look(to, join, &self.caller).await {
+            match look(to, join, &caller).await {
                 // Where this rank is itself, what is said is of earlier.
                 Ok(ranks) if ranks.is_empty() || ranks.contains(&options.rank) => return false,
                 Ok(_) => {}

@@ -9,6 +9,20 @@ use racksum_proto::ids::Generation;
 
 use crate::fault::Faults;
 
+/// The sets of aggregators of a job, in the order in which they are tried, as users write them:
+/// `A+B,C` spreads a job over A and B, and goes on at C.
+///
+/// # Errors
+/// A sentence, if an aggregator has no name.
+pub fn aggregator_sets(text: &str) -> Result<Vec<Vec<String>>, String> {
+    let set = |set: &str| set.split('+').map(|host| host.trim().to_owned()).collect();
+    let sets: Vec<Vec<String>> = text.split(',').map(set).collect();
+    if sets.iter().flatten().any(String::is_empty) {
+        return Err("an aggregator between + and , has no name; give each as HOST:PORT".into());
+    }
+    Ok(sets)
+}
+
 /// Who a worker is, and where its aggregators are.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ConnectOptions {
@@ -52,6 +66,9 @@ pub struct ConnectOptions {
     pub op_timeout: Duration,
     /// The path's MTU; `None` takes the interface's.
     pub mtu: Option<usize>,
+    /// Which of this host's interfaces to call aggregators on other hosts from, in the grammar of
+    /// [`select`](racksum_net::interface::select); `None` leaves it to the routes.
+    pub interface: Option<String>,
     /// Faults on purpose.
     pub faults: Faults,
 }
@@ -79,6 +96,7 @@ impl ConnectOptions {
             join_timeout: Duration::from_secs(300),
             op_timeout: Duration::from_secs(60),
             mtu: None,
+            interface: None,
             faults: Faults::default(),
         }
     }

@@ -20,8 +20,8 @@ use crate::tensor::Region;
 /// What an op reads and writes.
 #[derive(Debug)]
 pub(crate) enum Data {
-    /// A tensor that its caller lent for a blocking call, reduced in place.
-    Borrowed(Region),
+    /// A tensor that its caller has lent, reduced in place.
+    InPlace(Region),
     /// A tensor that was handed over, reduced in place.
     Owned(Vec<u8>),
     /// Some blocks of one.
@@ -34,7 +34,7 @@ impl Data {
     /// A range of the tensor; nothing of a list of blocks.
     pub(crate) fn bytes(&self, range: Range<usize>) -> &[u8] {
         match self {
-            Self::Borrowed(region) => region.bytes(range),
+            Self::InPlace(region) => region.bytes(range),
             Self::Owned(tensor) => &tensor[range],
             Self::Blocks(_) | Self::Returned => &[],
         }
@@ -43,7 +43,7 @@ impl Data {
     /// The same, to be written.
     pub(crate) fn bytes_mut(&mut self, range: Range<usize>) -> &mut [u8] {
         match self {
-            Self::Borrowed(region) => region.bytes_mut(range),
+            Self::InPlace(region) => region.bytes_mut(range),
             Self::Owned(tensor) => &mut tensor[range],
             Self::Blocks(_) | Self::Returned => &mut [],
         }
@@ -137,7 +137,7 @@ impl Payload {
     pub(crate) fn masks(&mut self) -> Option<Vec<u64>> {
         match &mut self.data {
             Data::Blocks(blocks) => Some(blocks.masks(&self.descriptor, &self.geometry)),
-            Data::Borrowed(_) | Data::Owned(_) | Data::Returned => None,
+            Data::InPlace(_) | Data::Owned(_) | Data::Returned => None,
         }
     }
 
@@ -284,7 +284,7 @@ impl Payload {
         let range = self.bytes_of(stretch.element..stretch.element + stretch.elements as u64);
         match &self.data {
             Data::Blocks(blocks) => blocks.each_source(&self.descriptor, stretch, visit),
-            Data::Borrowed(_) | Data::Owned(_) => visit(self.data.bytes(range), stretch.offset),
+            Data::InPlace(_) | Data::Owned(_) => visit(self.data.bytes(range), stretch.offset),
             Data::Returned => {}
         }
     }

@@ -49,7 +49,9 @@ pub(crate) fn join_first(
         let (waited, elsewhere) = (search.waited(), search.text_of_others());
         match error {
             // Another aggregator would make no difference.
-            ConnectError::Arguments(_) | ConnectError::PeerLost { .. } => return Err(error),
+            ConnectError::Arguments(_) | ConnectError::PeerLost { .. } | ConnectError::GivenUp => {
+                return Err(error);
+            }
             ConnectError::NoRoom { why, .. } => {
                 return Err(ConnectError::NoRoom { why, waited, elsewhere });
             }
@@ -64,7 +66,10 @@ pub(crate) fn join_first(
                     if !may_be_back || waited + pause >= options.join_timeout {
                         return Err(ConnectError::NoAggregator(search.text()));
                     }
-                    std::thread::sleep(pause);
+                    mailbox.pause(pause);
+                    if mailbox.closed.is_some() {
+                        return Err(ConnectError::GivenUp);
+                    }
                     (may_be_back, pause) = (false, (pause * 2).min(LONGEST_PAUSE));
                 }
             }
@@ -172,8 +177,7 @@ impl Supervisor {
                 Err(error) => {
                     if search.pass_over(&error) {
                         // What is said now is of attempts that have failed.
-                        self.mailbox.next_session();
-                        drop(self.mailbox.hear(Some(PAUSE)));
+                        self.mailbox.pause(PAUSE);
                     }
                 }
             }

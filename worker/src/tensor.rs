@@ -2,6 +2,7 @@
 
 #![expect(unsafe_code, reason = "an op in flight refers to memory that its caller lent it")]
 
+use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -41,13 +42,19 @@ pub fn as_bytes_mut<T: Element>(elements: &mut [T]) -> &mut [u8] {
     unsafe { std::slice::from_raw_parts_mut(elements.as_mut_ptr().cast(), len) }
 }
 
-/// Memory that an op in flight reads and writes.
-#[derive(Debug)]
-pub(crate) struct Region {
+/// Memory of a caller's that an op in flight reads and writes where it is.
+pub struct Region {
     start: NonNull<u8>,
     len: usize,
-    /// Shared with the loan, which sees by it whether the region is gone.
-    _held: Arc<()>,
+    /// What must not go before the region: the memory's owner, or what a loan looks for.
+    _owner: Box<dyn Send>,
+}
+
+impl fmt::Debug for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { start, len, .. } = self;
+        f.debug_struct("Region").field("start", start).field("len", len).finish_non_exhaustive()
+    }
 }
 
 /// A borrow that a [`Region`] was made of. It must not end before the region does.
@@ -61,7 +68,7 @@ pub(crate) struct Loan<'a> {
 pub(crate) fn lend(bytes: &mut [u8]) -> (Loan<'_>, Region) {
     let held = Arc::new(());
     let start = NonNull::from(&mut *bytes).cast();
-    let region = Region { start, len: bytes.len(), _held: Arc::clone(&held) };
+    let region = Region { start, len: bytes.len(), _owner: Box::new(Arc::clone(&held)) };
     (Loan { held, _bytes: PhantomData }, region)
 }
 
@@ -79,11 +86,27 @@ impl Drop for Loan<'_> {
 unsafe impl Send for Region {}
 
 impl Region {
+    /// The `len` bytes from `start`. Their owner is kept until the op that works on them has ended
+    /// and was waited for, or was abandoned; it may be dropped on any thread.
+    ///
+    /// # Safety
+    /// As long as `owner` is kept, the bytes are in one allocation that stays where it is, may be
+    /// read and written from any thread, and are read and written by nobody else.
+    #[must_use]
+    pub unsafe fn new(start: NonNull<u8>, len: usize, owner: impl Send + 'static) -> Self {
+        Self { start, len, _owner: Box::new(owner) }
+    }
+
+    /// How many bytes there are.
+    pub(crate) const fn len(&self) -> usize {
+        self.len
+    }
+
     /// Bytes `range` of the memory, to be read.
     pub(crate) fn bytes(&self, range: Range<usize>) -> &[u8] {
         assert!(range.start <= range.end && range.end <= self.len, "beyond the tensor");
-        // SAFETY: within the region, whose memory is borrowed for as long as its loan, which
-        // does not end before the region.
+        // SAFETY: within the region, whose memory is there as long as its owner is kept, and as
+        // its loan, which does not end before the region.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(range.start), range.len()) }
     }
 
@@ -96,8 +119,15 @@ impl Region {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
+
+    /// A region of memory of its own, with an owner besides.
+    pub(crate) fn region_of(mut bytes: Vec<u8>, owner: impl Send + 'static) -> Region {
+        let (start, len) = (NonNull::from(&mut *bytes).cast(), bytes.len());
+        // SAFETY: the vector, which is kept, stays where it is, and nobody else looks at it.
+        unsafe { Region::new(start, len, (bytes, owner)) }
+    }
 
     #[test]
     fn a_region_is_the_memory_it_was_made_of() {

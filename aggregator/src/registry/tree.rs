@@ -8,7 +8,9 @@ use std::net::SocketAddr;
 
 use racksum_net::auth::{Opener, Sealer};
 use racksum_proto::aggregator::Config;
-use racksum_proto::control::{Absent, FromAggregator, FromWorker, Join, Loss, OnRankLoss, Welcome};
+use racksum_proto::control::{
+    Absent, CONTROL_VERSION, FromAggregator, FromWorker, Join, Loss, OnRankLoss, Welcome,
+};
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::worker;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -107,6 +109,15 @@ impl Registry {
             return Joined::Ready;
         };
         match message {
+            FromAggregator::WrongVersion { speaks } => {
+                self.refuse_all(
+                    name,
+                    &format!(
+                        "its parent at {parent} speaks version {speaks} of the protocol, and this \
+                         aggregator version {CONTROL_VERSION}; install the same release on both"
+                    ),
+                );
+            }
             FromAggregator::Refused { reason } if job.state != State::Gathering => {
                 let reason = format!("the aggregator's parent at {parent} refused: {reason}");
                 job.tell(&FromAggregator::ParentLost { reason });

@@ -13,6 +13,7 @@ use racksum_aggregator::host_mib;
 use racksum_net::interface::max_datagram;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};
+use racksum_proto::names::UnknownName;
 use racksum_worker::Stats;
 use rank::Runner;
 use report::Row;
@@ -65,10 +66,10 @@ pub(crate) struct Args {
     #[arg(short = 'w', long, default_value_t = 3)]
     warmup_iters: u32,
     /// Element type: f32, f64, f16, bf16, i32, i64.
-    #[arg(short = 'd', long, value_parser = args::dtype, default_value = "f32")]
+    #[arg(short = 'd', long, default_value = "f32")]
     datatype: DType,
     /// Reduction: sum, avg, min, max.
-    #[arg(short = 'o', long, value_parser = args::reduction, default_value = "sum")]
+    #[arg(short = 'o', long, default_value = "sum")]
     op: Reduction,
     /// Whether to check every element of the last iteration's result: 0 or 1.
     #[arg(short = 'c', long, default_value_t = 1)]
@@ -93,7 +94,7 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = Input::Dense)]
     input: Input,
     /// How elements travel: as they are, or bf16, f16, int8, fixed32.
-    #[arg(long, value_parser = args::wire)]
+    #[arg(long)]
     wire: Option<WireType>,
     /// Shards of the aggregator on this host [default: 1].
     #[arg(long, value_parser = args::shards())]
@@ -372,7 +373,7 @@ fn apply(args: &mut Args, runner: &mut Runner, change: Change) -> Result<(), Fai
         pattern.overlap = Overlap::from_str(&overlap, true).map_err(usage)?;
     }
     if let Some(wire) = change.wire {
-        args.wire = Some(args::wire(&wire).map_err(usage)?);
+        args.wire = Some(wire.parse().map_err(|error: UnknownName| usage(error.to_string()))?);
     }
     if let Some(input) = change.input {
         args.input = Input::from_str(&input, true).map_err(usage)?;

@@ -137,8 +137,8 @@ impl Runner {
     fn reduce(&self, case: &mut Case, blocks: Option<&mut Blocks>) -> Result<(), Error> {
         match (blocks, &mut case.tensors[..]) {
             (Some(blocks), _) => {
-                let handle = self.client.submit_blocks(std::mem::take(blocks), case.descriptor)?;
-                let former = case.reduced.replace(self.client.wait_blocks(handle)?.tensor);
+                let handle = self.client.submit(std::mem::take(blocks), case.descriptor)?;
+                let former = case.reduced.replace(self.client.wait(handle)?.tensor);
                 former.into_iter().for_each(|sums| self.client.recycle(sums));
                 Ok(())
             }

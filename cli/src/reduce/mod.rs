@@ -34,10 +34,10 @@ pub(crate) struct Args {
     #[command(flatten)]
     member: MemberArgs,
     /// Reduction: sum, avg, min, max.
-    #[arg(short = 'o', long, value_parser = args::reduction, default_value = "sum")]
+    #[arg(short = 'o', long, default_value = "sum")]
     op: Reduction,
     /// How elements travel: as they are, or f32, bf16, f16, int8, fixed32.
-    #[arg(long, value_parser = args::wire)]
+    #[arg(long)]
     wire: Option<WireType>,
     /// Elements of a block: 32 to 1024, a power of two.
     #[arg(long, default_value_t = Descriptor::DEFAULT_BLOCK)]
@@ -71,13 +71,7 @@ pub(crate) struct Args {
     #[command(flatten)]
     standby: StandbyArgs,
     /// When a rank is lost: abort, or continue with what the others have, and say so.
-    #[arg(
-        long,
-        value_name = "POLICY",
-        value_parser = args::on_rank_loss,
-        default_value = "abort",
-        requires = "aggregator"
-    )]
+    #[arg(long, value_name = "POLICY", default_value = "abort", requires = "aggregator")]
     on_rank_loss: OnRankLoss,
     /// How to print.
     #[arg(long, value_enum, default_value_t = Format::Text)]

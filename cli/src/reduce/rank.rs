@@ -159,8 +159,8 @@ fn difference(
     let [one, other] = ranks;
     let both = usize::try_from(counts[0].min(counts[1])).unwrap_or(usize::MAX);
     for (tensor, descriptor) in file.tensors.iter().zip(descriptors).take(both) {
-        let nothing = client.submit_blocks(Blocks::default(), *descriptor);
-        match nothing.and_then(|handle| client.wait_blocks(handle)) {
+        let nothing = client.submit(Blocks::default(), *descriptor);
+        match nothing.and_then(|handle| client.wait(handle)) {
             Ok(_) => {}
             Err(Error::Op(error @ OpError::Mismatch { .. })) => {
                 return Failure::usage(format!(

@@ -22,9 +22,9 @@ use crate::NetError;
 ///
 /// Connections are encrypted whichever it is, and both sides always show a certificate and prove
 /// that they hold its key; what differs is who may have issued it.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Credentials {
-    pub(super) identity: Identity,
+    pub(super) identity: Arc<Identity>,
     trust: Trust,
 }
 
@@ -50,11 +50,11 @@ impl Credentials {
         match (identity, insecure) {
             (Some(_), true) => Err(NetError::InsecureIdentity),
             (Some(path), false) => {
-                Ok(Self { identity: Identity::load(path)?, trust: Trust::Authorities })
+                Ok(Self { identity: Identity::load(path)?.into(), trust: Trust::Authorities })
             }
             (None, insecure) => {
                 let trust = if insecure { Trust::Insecure } else { Trust::Loopback };
-                Ok(Self { identity: Identity::ephemeral()?, trust })
+                Ok(Self { identity: Identity::ephemeral()?.into(), trust })
             }
         }
     }

@@ -7,6 +7,7 @@ use racksum_proto::error::OpError;
 use super::*;
 use crate::engine::tests::{Bench, fail, send};
 use crate::join::tests::welcome;
+use crate::tensor::tests::region_of;
 
 /// A client whose shard never answers.
 fn client() -> Client {
@@ -55,7 +56,7 @@ fn a_panic_of_the_engine_ends_every_op_with_an_error() {
         let mut state = client.shared.lock();
         let bad = state.submit(|engine| engine.start(descriptor(), data, client.op_timeout));
         client.shared.set_off(state);
-        ended(client.wait(client.handle(bad.unwrap())), WHY);
+        ended(client.wait::<Vec<u8>>(client.handle(bad.unwrap())), WHY);
         // The thread may have come too late for its op to start at all.
         match blocked.join().unwrap() {
             Err(Error::Submit(SubmitError::Ended { why: WHY })) => {}
@@ -161,6 +162,69 @@ fn a_driver_that_is_never_idle_lets_those_look_whom_it_has_woken() {
     let mut state = Some(sleeper.shared.lock());
     assert!(sleeper.wakes(|| {
         send(&sleeper.shard, sleeper.rank, b"noise");
-        state = state.take().map(|state| sleeper.shared.step(state));
+        state = state.take().map(|state| sleeper.shared.step(None, state));
     }));
+}
+
+#[test]
+fn waiting_for_a_while_ends_with_the_op_or_with_the_while() {
+    let client = client();
+    let handle = client.submit(tensor(), descriptor()).unwrap();
+    let other = self::client();
+    let while_ = Duration::from_millis(20);
+    assert_eq!(other.ends_within(&handle, while_), Err(Error::OtherClient));
+    assert_eq!(client.ends_within(&handle, Duration::ZERO), Ok(false));
+    assert_eq!(client.ends_within(&handle, while_), Ok(false));
+    std::thread::scope(|scope| {
+        // One of these drives, and the others sleep.
+        let waiting = [(); 3].map(|()| scope.spawn(|| client.ends_within(&handle, HOUR)));
+        client.shared.tell(|engine| engine.end("the test is over"));
+        assert_eq!(waiting.map(|thread| thread.join().unwrap()), [(); 3].map(|()| Ok(true)));
+    });
+    assert_eq!(client.ends_within(&handle, Duration::ZERO), Ok(true));
+    ended(client.wait(handle), "the test is over");
+}
+
+#[test]
+fn a_client_that_was_closed_takes_no_ops() {
+    let client = client();
+    let handle = client.submit(tensor(), descriptor()).unwrap();
+    client.close();
+    client.close();
+    ended(client.wait(handle), "the client was closed");
+    let refused = client.submit(tensor(), descriptor()).unwrap_err();
+    assert_eq!(refused, Error::Submit(SubmitError::Ended { why: "the client was closed" }));
+}
+
+/// Says when it goes.
+struct Owner(Sender<()>);
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        self.0.send(()).unwrap();
+    }
+}
+
+#[test]
+fn the_owner_of_a_tensor_is_kept_until_its_op_has_ended() {
+    let client = client();
+    let (gone, is_gone) = std::sync::mpsc::channel();
+    let region = region_of(tensor(), Owner(gone));
+    // Nobody waits for it.
+    drop(client.submit(region, descriptor()).unwrap());
+    assert!(is_gone.try_recv().is_err(), "the op needs it");
+    client.shared.tell(|engine| engine.end("the test is over"));
+    is_gone.recv_timeout(HOUR).unwrap();
+}
+
+#[test]
+fn an_attempt_to_connect_can_be_given_up() {
+    let nobody =
+        UdpSocket::open(&racksum_net::udp::UdpConfig::new((Ipv4Addr::LOCALHOST, 0).into()));
+    let options = ConnectOptions::new(nobody.unwrap().local_addr().to_string(), "job");
+    let connecting = Connecting::new();
+    let give_up = connecting.giver_up();
+    give_up.give_up();
+    let given_up = connecting.run(&options).unwrap_err();
+    assert!(matches!(given_up, ConnectError::GivenUp), "{given_up}");
 }

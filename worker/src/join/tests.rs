@@ -4,14 +4,7 @@ use racksum_proto::ids::{Generation, JobId, OpId, WindowId};
 use racksum_proto::wire::Kind;
 
 use super::*;
-
-fn addr(text: &str) -> SocketAddr {
-    text.parse().unwrap()
-}
-
-fn route(to: &str, from: &str) -> Route {
-    Route { to: addr(to), from: addr(from), interface: None }
-}
+use crate::route::tests::{addr, route};
 
 /// What an aggregator might grant.
 pub(crate) fn welcome() -> Welcome {
@@ -35,27 +28,6 @@ pub(crate) fn welcome() -> Welcome {
 }
 
 #[test]
-fn data_leaves_by_the_one_way_there_is_or_by_the_kernels_choice() {
-    let one = route("192.0.2.1:7", "192.0.2.9:0");
-    let same = route("192.0.2.2:7", "192.0.2.9:0");
-    let other = route("198.51.100.1:7", "198.51.100.9:0");
-    assert_eq!(data_addr(&[one, same]).unwrap(), addr("192.0.2.9:0"));
-    let one = route("192.0.2.1:7", "192.0.2.9:0");
-    assert_eq!(data_addr(&[one, other]).unwrap(), addr("0.0.0.0:0"));
-    // Two links may have the same address; their scopes differ.
-    let links = [route("[fe80::1%2]:7", "[fe80::9%2]:0"), route("[fe80::1%3]:7", "[fe80::9%3]:0")];
-    assert_eq!(data_addr(&links[..1]).unwrap(), addr("[fe80::9%2]:0"));
-    assert_eq!(data_addr(&links).unwrap(), addr("[::]:0"));
-}
-
-#[test]
-fn aggregators_of_two_ip_versions_are_refused_by_their_addresses() {
-    let routes = [route("192.0.2.1:7", "192.0.2.9:0"), route("[2001:db8::1]:7", "[2001:db8::9]:0")];
-    let error = data_addr(&routes).unwrap_err().to_string();
-    assert!(error.contains("192.0.2.1:7 and [2001:db8::1]:7"), "{error}");
-}
-
-#[test]
 fn an_address_of_a_link_keeps_its_scope() {
     let shards: Vec<_> = shard_addrs(addr("[fe80::1%3]:7"), &welcome()).collect();
     assert_eq!(shards, [addr("[fe80::1%3]:5001"), addr("[fe80::1%3]:5002")]);
@@ -68,14 +40,6 @@ fn more_aggregators_than_can_be_waited_for_are_refused() {
     check(&options, &named(MAX_AGGREGATORS)).unwrap();
     let error = check(&options, &named(MAX_AGGREGATORS + 1)).unwrap_err().to_string();
     assert_eq!(error, "63 aggregators are named; a job has at most 62");
-}
-
-#[test]
-fn no_aggregator_may_be_named_twice() {
-    let routes = ["192.0.2.1:1", "192.0.2.1:2", "192.0.2.1:1"].map(|to| route(to, "192.0.2.9:0"));
-    check_routes(&routes[..2]).unwrap();
-    let error = check_routes(&routes).unwrap_err().to_string();
-    assert_eq!(error, "the aggregator 192.0.2.1:1 is named twice");
 }
 
 #[test]

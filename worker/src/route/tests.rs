@@ -1,0 +1,79 @@
+use super::*;
+
+pub(crate) fn addr(text: &str) -> SocketAddr {
+    text.parse().unwrap()
+}
+
+pub(crate) fn route(to: &str, from: &str) -> Route {
+    Route { to: addr(to), from: addr(from), interface: None, is_chosen: false }
+}
+
+#[test]
+fn data_leaves_by_the_one_way_there_is_or_by_the_kernels_choice() {
+    let one = route("192.0.2.1:7", "192.0.2.9:0");
+    let same = route("192.0.2.2:7", "192.0.2.9:0");
+    let other = route("198.51.100.1:7", "198.51.100.9:0");
+    assert_eq!(data_addr(&[one, same]).unwrap(), addr("192.0.2.9:0"));
+    let one = route("192.0.2.1:7", "192.0.2.9:0");
+    assert_eq!(data_addr(&[one, other]).unwrap(), addr("0.0.0.0:0"));
+    // Two links may have the same address; their scopes differ.
+    let links = [route("[fe80::1%2]:7", "[fe80::9%2]:0"), route("[fe80::1%3]:7", "[fe80::9%3]:0")];
+    assert_eq!(data_addr(&links[..1]).unwrap(), addr("[fe80::9%2]:0"));
+    assert_eq!(data_addr(&links).unwrap(), addr("[::]:0"));
+}
+
+#[test]
+fn aggregators_of_two_ip_versions_are_refused_by_their_addresses() {
+    let routes = [route("192.0.2.1:7", "192.0.2.9:0"), route("[2001:db8::1]:7", "[2001:db8::9]:0")];
+    let error = data_addr(&routes).unwrap_err().to_string();
+    assert!(error.contains("192.0.2.1:7 and [2001:db8::1]:7"), "{error}");
+}
+
+fn interface(name: &str, addrs: &[&str]) -> Interface {
+    Interface {
+        name: name.into(),
+        index: 1,
+        mtu: 1500,
+        addrs: addrs.iter().map(|ip| ip.parse().unwrap()).collect(),
+        is_up: true,
+        is_loopback: name == "lo",
+        is_multicast: true,
+    }
+}
+
+#[test]
+fn a_rank_calls_from_the_interface_that_was_chosen() {
+    let all = [
+        interface("lo", &["127.0.0.1", "::1"]),
+        interface("eth0", &["192.0.2.9", "2001:db8::9", "fe80::9"]),
+        interface("eth1", &["198.51.100.9"]),
+    ];
+    let chosen = |pattern, to| choose(&all, pattern, addr(to)).unwrap().map(|ip| ip.to_string());
+    assert_eq!(chosen("eth1", "192.0.2.1:7").as_deref(), Some("198.51.100.9"));
+    assert_eq!(chosen("^lo,eth1", "192.0.2.1:7").as_deref(), Some("192.0.2.9"));
+    assert_eq!(chosen("eth", "[2001:db8::1]:7").as_deref(), Some("2001:db8::9"));
+    assert_eq!(chosen("eth", "[fe80::1%2]:7").as_deref(), Some("fe80::9"));
+    assert_eq!(chosen("eth1", "127.0.0.1:7"), None, "what is on this host is called as it is");
+}
+
+#[test]
+fn an_interface_that_cannot_call_the_aggregator_is_refused_by_name() {
+    let all = [interface("eth1", &["198.51.100.9"])];
+    let refused = |pattern, to| choose(&all, pattern, addr(to)).unwrap_err().to_string();
+    assert_eq!(
+        refused("eth1", "[2001:db8::1]:7"),
+        "[2001:db8::1]:7 cannot be called from eth1, which \"eth1\" chooses: no address of it fits"
+    );
+    let none = refused("ib", "192.0.2.1:7");
+    assert!(none.contains("no usable interface matches \"ib\""), "{none}");
+    let none = refused("ib", "127.0.0.1:7");
+    assert!(none.contains("no usable interface matches \"ib\""), "{none}");
+}
+
+#[test]
+fn no_aggregator_may_be_named_twice() {
+    let routes = ["192.0.2.1:1", "192.0.2.1:2", "192.0.2.1:1"].map(|to| route(to, "192.0.2.9:0"));
+    check_routes(&routes[..2]).unwrap();
+    let error = check_routes(&routes).unwrap_err().to_string();
+    assert_eq!(error, "the aggregator 192.0.2.1:1 is named twice");
+}
