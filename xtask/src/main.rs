@@ -11,6 +11,7 @@ mod bench;
 mod deadline;
 mod interrupt;
 mod machine;
+mod python;
 mod shell;
 mod soak;
 mod source;

@@ -1,7 +1,8 @@
 //! Commands that can be run and shown: a failure prints the line that repeats it.
 
+use std::env;
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
@@ -97,6 +98,17 @@ impl fmt::Display for Cmd {
         }
         Ok(())
     }
+}
+
+/// A path as an argument.
+pub(crate) fn path(path: &Path) -> Result<&str> {
+    path.to_str().with_context(|| format!("{} is no text", path.display()))
+}
+
+/// Where cargo puts what it builds.
+pub(crate) fn target(root: &Path) -> PathBuf {
+    let target = env::var_os("CARGO_TARGET_DIR").map_or_else(|| "target".into(), PathBuf::from);
+    root.join(target)
 }
 
 /// `word` as a shell reads it back.

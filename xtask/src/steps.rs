@@ -8,7 +8,7 @@ use anyhow::{Result, bail};
 use clap::ValueEnum;
 
 use crate::shell::Cmd;
-use crate::{bench, machine, tidy};
+use crate::{bench, machine, python, tidy};
 
 /// One step of the test run. The order here is the order they run in: cheap verdicts first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -25,6 +25,8 @@ pub(crate) enum Step {
     Tidy,
     /// Every test of the workspace.
     Test,
+    /// The Python package: its style, its types and its tests, with the PyTorch of its users.
+    Python,
     /// Two thousand fixed seeds through the simulator, optimised.
     Swarm,
     /// Every bench, once.
@@ -38,6 +40,7 @@ impl Step {
         match self {
             Self::Setup => machine::set_up(root),
             Self::Smoke => bench::smoke(root),
+            Self::Python => python::test(root),
             Self::Tidy => match tidy::report(root)? {
                 true => Ok(()),
                 false => bail!("cargo xtask tidy"),

@@ -1,7 +1,6 @@
 //! What the races need: racksum built for speed, and the peers. What cannot be had is said in one
 //! line, and the races go on without it.
 
-use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -9,7 +8,8 @@ use anyhow::{Context, Result};
 
 use super::case::{Case, Net, Program};
 use crate::machine;
-use crate::shell::Cmd;
+use crate::python;
+use crate::shell::{Cmd, path, target};
 
 /// The programs, or why one cannot be had.
 #[derive(Debug)]
@@ -29,9 +29,7 @@ pub(crate) struct Setup {
 impl Setup {
     /// Builds and installs what `cases` need. A `python` that has torch saves making one.
     pub(crate) fn prepare(root: &Path, cases: &[Case], python: Option<&Path>) -> Result<Self> {
-        let target =
-            env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), Into::into);
-        let work = root.join(target).join("peers");
+        let work = target(root).join("peers");
         let peers = root.join("benches/peers");
         fs::create_dir_all(&work).with_context(|| format!("cannot make {}", work.display()))?;
         Cmd::cargo(&["build", "--release", "--locked", "-p", "racksum-cli"]).run(root)?;
@@ -48,7 +46,7 @@ impl Setup {
         let python = match python {
             Some(python) => Ok(python.to_owned()),
             None if needs(|program| matches!(program, Program::Gloo { .. })) => {
-                said("Gloo", venv(root, &work, &peers))
+                said("Gloo", python::venv(root).map_err(|error| format!("{error:#}")))
             }
             None => Err(unneeded.clone()),
         };
@@ -91,30 +89,6 @@ fn said<T>(what: &str, had: Result<T, String>) -> Result<T, String> {
     had
 }
 
-/// A Python with the pinned packages, made at the first use and whenever the pins change.
-fn venv(root: &Path, work: &Path, peers: &Path) -> Result<PathBuf, String> {
-    let venv = work.join("venv");
-    let python = venv.join("bin/python");
-    let pins = peers.join("requirements.txt");
-    let wanted = fs::read_to_string(&pins).map_err(|error| error.to_string())?;
-    // Written last: what is there is whole.
-    let stamp = venv.join("installed.txt");
-    if fs::read_to_string(&stamp).is_ok_and(|installed| installed == wanted) {
-        return Ok(python);
-    }
-    if !machine::on_path("python3") {
-        return Err("no python3 here".to_owned());
-    }
-    let install = || -> Result<()> {
-        Cmd::new("python3", &["-m", "venv", "--clear", path(&venv)?]).run(root)?;
-        let pip = ["-m", "pip", "install", "--quiet", "--requirement", path(&pins)?];
-        Cmd::new(path(&python)?, &pip).run(root)?;
-        Ok(fs::write(&stamp, &wanted)?)
-    };
-    install().map_err(|error| format!("{error:#}"))?;
-    Ok(python)
-}
-
 /// The program that times Open MPI.
 fn openmpi(root: &Path, work: &Path, peers: &Path) -> Result<PathBuf, String> {
     provided(root, &["mpirun", "mpicc"], &["openmpi-bin", "libopenmpi-dev"])?;
@@ -153,8 +127,4 @@ fn compiled(
         compile().map_err(|error| format!("{error:#}"))?;
     }
     Ok(program)
-}
-
-fn path(path: &Path) -> Result<&str> {
-    path.to_str().with_context(|| format!("{} is no text", path.display()))
 }

@@ -1,0 +1,75 @@
+"""A two-tower recommender learns who likes what; a few users and items are most of what is seen.
+
+Ids are drawn as of Zipf's law, and tastes have a low rank that the towers can find. Each step
+touches few rows of either embedding.
+
+    racksum aggregator &
+    export RACKSUM_AGGREGATOR=127.0.0.1:7177
+    torchrun --nproc-per-node 4 examples/recommender.py --backend racksum
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from common import Run, flags
+
+USERS, ITEMS, WIDTH = 60_000, 40_000, 64
+TASTES = 8
+BATCH = 256
+SKEW = 1.1
+
+
+class Towers(nn.Module):
+    """A user and an item meet if their vectors are alike."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.users = nn.Embedding(USERS, WIDTH, sparse=sparse)
+        self.items = nn.Embedding(ITEMS, WIDTH, sparse=sparse)
+        for tower in (self.users, self.items):
+            nn.init.normal_(tower.weight, std=0.1)
+        self.of_user = nn.Linear(WIDTH, WIDTH)
+        self.of_item = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        return (self.of_user(self.users(users)) * self.of_item(self.items(items))).sum(1)
+
+
+def skewed(count: int) -> torch.Tensor:
+    """How likely each id is."""
+    return torch.arange(1, count + 1, dtype=torch.float64).pow(-SKEW).cumsum(0)
+
+
+def main() -> None:
+    parser = flags(__doc__, steps=100)
+    parser.add_argument("--sparse", action="store_true", help="sparse gradients of the embeddings")
+    run = Run(parser.parse_args())
+    truth = torch.Generator().manual_seed(0)
+    tastes = torch.randn(USERS, TASTES, generator=truth)
+    traits = torch.randn(ITEMS, TASTES, generator=truth)
+    seen_users, seen_items = skewed(USERS), skewed(ITEMS)
+
+    model = run.wrap(Towers(run.arguments.sparse))
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+    drawn = torch.Generator().manual_seed(run.arguments.seed * 1000 + run.rank)
+
+    def draw(seen: torch.Tensor) -> torch.Tensor:
+        points = torch.rand(BATCH, generator=drawn, dtype=torch.float64) * seen[-1]
+        return torch.searchsorted(seen, points)
+
+    def step(_: int) -> torch.Tensor:
+        users, items = draw(seen_users), draw(seen_items)
+        likes = ((tastes[users] * traits[items]).sum(1) > 0).float()
+        loss = nn.functional.binary_cross_entropy_with_logits(model(users, items), likes)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run.train(step, samples=BATCH)
+
+
+if __name__ == "__main__":
+    main()

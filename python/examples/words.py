@@ -1,0 +1,82 @@
+"""A model of words with a large embedding learns which word comes next in Python's own library.
+
+The text is the source of the standard library, which every machine with Python has. Each step
+touches few rows of the embedding: its gradient is mostly blocks of zeros, or with --sparse a sparse
+tensor.
+
+    racksum aggregator &
+    export RACKSUM_AGGREGATOR=127.0.0.1:7177
+    torchrun --nproc-per-node 4 examples/words.py --backend racksum
+"""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from common import Run, flags
+
+ROWS, WIDTH = 50_000, 256
+#: Words that may come next: the most common ones.
+CLASSES = 500
+CONTEXT = 16
+BATCH = 32
+FILES = 150
+
+
+class Words(nn.Module):
+    """The mean of what the last words mean says which comes next."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(ROWS, WIDTH, sparse=sparse)
+        nn.init.normal_(self.embedding.weight, std=0.1)
+        self.out = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, context: torch.Tensor) -> torch.Tensor:
+        return self.out(self.embedding(context).mean(1))
+
+
+def text() -> list[str]:
+    """The words of the first modules of the standard library."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(library.glob("*.py"))[:FILES]
+    return re.findall(r"\w+|[^\w\s]", "\n".join(f.read_text(errors="replace") for f in files))
+
+
+def main() -> None:
+    parser = flags(__doc__, steps=100)
+    parser.add_argument("--sparse", action="store_true", help="sparse gradients of the embedding")
+    run = Run(parser.parse_args())
+    words = text()
+    common = {word: nth for nth, (word, _) in enumerate(Counter(words).most_common(CLASSES))}
+    rows = torch.tensor([zlib.crc32(word.encode()) % ROWS for word in words])
+    nexts = torch.tensor([common.get(word, -1) for word in words])
+    places = torch.nonzero(nexts[CONTEXT:] >= 0).flatten()[run.rank :: run.world]
+
+    model = run.wrap(Words(run.arguments.sparse))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    drawn = torch.Generator().manual_seed(run.arguments.seed)
+    window = torch.arange(CONTEXT)
+
+    def step(_: int) -> torch.Tensor:
+        batch = places[torch.randint(len(places), (BATCH,), generator=drawn)]
+        loss = nn.functional.cross_entropy(
+            model(rows[batch[:, None] + window]), nexts[batch + CONTEXT]
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run.train(step, samples=BATCH)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""What can go wrong, one class per cause.
+
+Every class is an :class:`Error`; those that are also of a built-in class can be caught as that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "BadArgument",
+    "Error",
+    "JoinTimeout",
+    "Mismatch",
+    "NoAggregator",
+    "NoRoom",
+    "OpTimeout",
+    "Overflow",
+    "PeerLost",
+    "Refused",
+    "SessionClosed",
+    "TooManyOps",
+    "VersionMismatch",
+]
+
+
+class Error(RuntimeError):
+    """Anything that racksum reports."""
+
+
+class BadArgument(Error, ValueError):
+    """An argument, or a tensor, that cannot be: nothing was sent."""
+
+
+class Refused(Error):
+    """The aggregator does not take the rank: its rules, its limits, or another rank's claim."""
+
+
+class VersionMismatch(Refused):
+    """The aggregator, or the sidecar, speaks another version of the protocol."""
+
+
+class NoRoom(Refused):
+    """The aggregator had no room for the job for as long as it was waited for."""
+
+
+class NoAggregator(Error, ConnectionError):
+    """No aggregator can be reached, or none is left that the job could go on at."""
+
+
+class JoinTimeout(Error, TimeoutError):
+    """Not all ranks joined in time. ``missing`` are those that had not."""
+
+    def __init__(self, text: str, missing: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.missing = tuple(missing)
+
+
+class OpTimeout(Error, TimeoutError):
+    """An op did not end in time, and the session is over. ``missing`` are the ranks awaited."""
+
+    def __init__(self, text: str, missing: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.missing = tuple(missing)
+
+
+class PeerLost(Error, ConnectionError):
+    """Ranks are gone, and the session with them. ``ranks`` says which."""
+
+    def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)
+
+
+class Mismatch(Error, ValueError):
+    """The ranks called an op differently. The session goes on."""
+
+
+class Overflow(Error, OverflowError):
+    """A value that ``fixed32`` cannot carry, in the block at ``element``. The session goes on."""
+
+    def __init__(self, text: str, element: int = 0) -> None:
+        super().__init__(text)
+        self.element = element
+
+
+class TooManyOps(Error):
+    """As many ops are in flight as the job was granted: wait for the oldest."""
+
+
+class SessionClosed(Error):
+    """The session is over, or is of a process that this one was forked from."""

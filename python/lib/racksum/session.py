@@ -1,0 +1,357 @@
+"""A session: a rank's part in a job, and the ops that it starts."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
+
+from racksum import _racksum
+from racksum.errors import BadArgument, SessionClosed
+from racksum.options import ConnectOptions
+from racksum.tensor import empty_like, memory_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+__all__ = ["Handle", "Session", "connect"]
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+_log = logging.getLogger("racksum")
+
+#: Elements of a block: the unit that is sent or, if it is all zeros, not.
+DEFAULT_BLOCK = 256
+
+
+def connect(
+    aggregator: str | None = None,
+    *,
+    job: str | None = None,
+    rank: int | None = None,
+    world: int | None = None,
+    generation: int | None = None,
+    lanes: int | None = None,
+    pool_slots: int | None = None,
+    multicast: bool | None = None,
+    identity: str | None = None,
+    insecure: bool | None = None,
+    data_auth: str | None = None,
+    wait: bool | None = None,
+    rejoin: bool | None = None,
+    on_rank_loss: str | None = None,
+    join_timeout: float | None = None,
+    timeout: float | None = None,
+    mtu: int | None = None,
+    interface: str | None = None,
+) -> Session:
+    """Joins a job at an aggregator, and returns once all its ranks have.
+
+    What is not given is taken from the environment: ``RACKSUM_`` and the argument's name in
+    capitals, and then, where they say it, torchrun's variables.
+
+    :param aggregator: ``HOST:PORT``. ``A+B`` spreads the job over both; ``A,B`` goes on at B when A
+        is gone, or about to stop.
+    :param job: The job's name. Ranks of one name sum with each other. By default torchrun's run id.
+    :param rank: This rank, from 0; by default torchrun's ``RANK``.
+    :param world: How many ranks there are; by default torchrun's ``WORLD_SIZE``.
+    :param generation: Which life of the job it is: a restart has a greater one, and ends those
+        before it. By default torchrun's ``TORCHELASTIC_RESTART_COUNT``, or 0.
+    :param lanes: Priority classes of ops; an op of a lower lane goes first.
+    :param pool_slots: Most windows in flight of a lane; 0 leaves it to the aggregator.
+    :param multicast: Whether to take results by multicast if the aggregator sends them so.
+    :param identity: The identity file to connect with; needed beyond loopback.
+    :param insecure: Connect beyond loopback without identities.
+    :param data_auth: How datagrams must be authenticated: ``"none"``, ``"mac"`` or ``"aead"``.
+    :param wait: Wait while the aggregator has no room for the job, rather than be refused.
+    :param rejoin: This rank has closed its session between two ops, and comes back to the job.
+    :param on_rank_loss: ``"abort"`` ends the job when a rank is lost; ``"continue"`` goes on
+        without it. All ranks say the same.
+    :param join_timeout: Seconds to wait for room and for the other ranks.
+    :param timeout: Seconds that an op may take.
+    :param mtu: The path's MTU; by default the interface's.
+    :param interface: Which of this host's interfaces to use, in the grammar of
+        ``NCCL_SOCKET_IFNAME``; by default that variable's, and then ``GLOO_SOCKET_IFNAME``'s.
+    :raises racksum.Error: One of :mod:`racksum.errors`, which says why.
+    """
+    given = dict(locals())
+    return Session(ConnectOptions.resolve(**given))
+
+
+class Session:
+    """A rank's part in a job. Threads may share it; all ranks start the same ops in the same order.
+
+    As a context manager it leaves the job in the end.
+    """
+
+    def __init__(self, options: ConnectOptions) -> None:
+        """Joins a job. :func:`connect` makes the options."""
+        self._options = options
+        _racksum.keep_logs(min(_log.getEffectiveLevel(), logging.CRITICAL))
+        try:
+            self._session = _racksum.Session.connect(options)
+        finally:
+            _pass_on_logs()
+        self._closed = False
+        _open_sessions.add(self)
+        _log.info(
+            "rank %d of %d joined job %r, generation %d, at %s%s",
+            options.rank,
+            options.world,
+            options.job,
+            options.generation,
+            options.aggregator,
+            ", insecure: whoever answers there is believed" if options.insecure else "",
+        )
+
+    @property
+    def rank(self) -> int:
+        """This rank, from 0."""
+        return self._options.rank
+
+    @property
+    def world(self) -> int:
+        """How many ranks the job has."""
+        return self._options.world
+
+    @property
+    def job(self) -> str:
+        """The job's name."""
+        return self._options.job
+
+    @property
+    def generation(self) -> int:
+        """Which life of the job it is."""
+        return self._options.generation
+
+    @property
+    def options(self) -> ConnectOptions:
+        """How it was connected."""
+        return self._options
+
+    @property
+    def max_ops(self) -> int:
+        """How many ops may be in flight."""
+        return self._session.max_ops
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called, or this process was forked from the one connected."""
+        return self._closed or self._session.is_forked
+
+    def allreduce(
+        self,
+        x: T,
+        op: str = "sum",
+        *,
+        wire: str | None = None,
+        block: int = DEFAULT_BLOCK,
+        lane: int = 0,
+        tag: int | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduces a numpy array or a torch tensor in place with those of all other ranks.
+
+        :param x: A contiguous tensor in this host's memory, of float32, float64, float16, bfloat16,
+            int32 or int64. Nobody else may use it until the op has ended.
+        :param op: ``"sum"``, ``"avg"``, ``"min"`` or ``"max"``.
+        :param wire: How elements travel, if not unchanged: ``"bf16"``, ``"f16"``, ``"int8"`` (with
+            a scale a block) or ``"fixed32"``.
+        :param block: Elements of a block, 32 to 1024, a power of two: blocks of zeros are not sent.
+        :param lane: The lane; one of a lower number goes first.
+        :param tag: A number that all ranks must give alike; by default one of the shape.
+        :param async_op: Return a :class:`Handle` at once, rather than ``x`` once it is reduced.
+        :raises racksum.Mismatch: The ranks called it differently; all of them hear of it.
+        :raises racksum.PeerLost: A rank is gone. The session is over.
+        :raises racksum.OpTimeout: It took longer than the session's ``timeout``.
+        """
+        memory = memory_of(x)
+        call = Call(
+            elements=memory.elements,
+            dtype=memory.dtype,
+            wire=memory.dtype if wire is None else wire,
+            op=op,
+            block=block,
+            lane=lane,
+            tag=memory.tag if tag is None else tag,
+        )
+        started = self._session.submit(call, memory.address, memory.nbytes, x)
+        handle = Handle(started, lambda _: x)
+        return handle if async_op else handle.wait()
+
+    def allreduce_blocks(
+        self,
+        indices: T,
+        values: T,
+        elements: int,
+        op: str = "sum",
+        *,
+        wire: str | None = None,
+        block: int = DEFAULT_BLOCK,
+        lane: int = 0,
+        tag: int = 0,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduces a tensor of which only some blocks are given, as if all others were zero in it.
+
+        :param indices: Which blocks of the tensor are given, as int64: numpy or torch. What is
+            listed twice is combined, for ``"avg"`` by its sum.
+        :param values: Their elements one block after the other; only the tensor's last block may
+            have less than ``block``.
+        :param elements: How many elements the tensor has.
+        :return: The indices of the blocks that some rank has given and that are not all zeros,
+            sorted, and their reduced values, flat; or a :class:`Handle` of both.
+        """
+        places, memory = memory_of(indices), memory_of(values)
+        if places.dtype != "i64":
+            raise BadArgument(f"the indices of blocks are int64, and not {indices.dtype}")  # type: ignore[attr-defined]
+        call = Call(
+            elements=elements,
+            dtype=memory.dtype,
+            wire=memory.dtype if wire is None else wire,
+            op=op,
+            block=block,
+            lane=lane,
+            tag=tag,
+        )
+        started = self._session.submit_blocks(
+            call, places.address, places.elements, memory.address, memory.nbytes
+        )
+        size = memory.nbytes // memory.elements if memory.elements else 1
+
+        def result(sums: _racksum.Sums | None) -> tuple[T, T]:
+            sums = cast("_racksum.Sums", sums)
+            where = empty_like(indices, sums.count)
+            reduced = empty_like(values, sums.nbytes // size)
+            sums.copy_to(memory_of(where).address, memory_of(reduced).address)
+            return where, reduced
+
+        handle = Handle(started, result)
+        return handle if async_op else handle.wait()
+
+    def stats(self) -> dict[str, int]:
+        """Bytes, datagrams and repairs of this rank so far, in UDP payload."""
+        return self._session.stats()
+
+    def close(self) -> None:
+        """Leaves the job: what is in flight fails. Closing twice is the same as once."""
+        self._closed = True
+        self._session.close()
+        _pass_on_logs()
+
+    def __enter__(self) -> Self:
+        if self.closed:
+            raise SessionClosed("the session is closed; connect anew")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open"
+        return f"<racksum.Session {self.job!r} rank {self.rank} of {self.world}, {state}>"
+
+
+class Call(NamedTuple):
+    """What all ranks must call an op with."""
+
+    elements: int
+    dtype: str
+    wire: str
+    op: str
+    block: int
+    lane: int
+    tag: int
+
+
+class Handle(Generic[T]):
+    """An op in flight. It keeps its tensor; if it is dropped, the op goes on all the same."""
+
+    def __init__(self, op: _racksum.Op, result: Callable[[_racksum.Sums | None], T]) -> None:
+        self._op = op
+        self._make_result = result
+        self._lock = threading.Lock()
+        self._outcome: _Outcome[T] | None = None
+
+    def done(self) -> bool:
+        """Whether the op has ended, with a result or an error."""
+        return self._outcome is not None or self._op.wait(0.0)
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Waits for the op to end, and returns its result.
+
+        :raises TimeoutError: It has not ended in so many seconds; it goes on.
+        :raises racksum.Error: Why there is no result.
+        """
+        return self._wait(timeout).get()
+
+    def then(self, work: Callable[[T], U]) -> Handle[U]:
+        """The same op with the result that ``work`` makes of this one's, when it is waited for."""
+        return Handle(self._op, lambda sums: work(self._make_result(sums)))
+
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """The ranks that the result lacks, in a job that goes on without those it loses."""
+        outcome = self._wait(None)
+        outcome.get()
+        return outcome.absent
+
+    def _wait(self, timeout: float | None) -> _Outcome[T]:
+        if self._outcome is None:
+            ended = self._op.wait(timeout)
+            _pass_on_logs()
+            if not ended:
+                raise TimeoutError(f"the op goes on after {timeout} s")
+            with self._lock:
+                if self._outcome is None:
+                    self._outcome = self._take()
+        return self._outcome
+
+    def _take(self) -> _Outcome[T]:
+        try:
+            absent, sums = self._op.take()
+            return _Outcome(result=self._make_result(sums), absent=tuple(absent))
+        except Exception as error:
+            return _Outcome(error=error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outcome(Generic[T]):
+    """What came of an op."""
+
+    result: T | None = None
+    absent: tuple[int, ...] = ()
+    error: Exception | None = None
+
+    def get(self) -> T:
+        if self.error is not None:
+            raise self.error
+        return cast("T", self.result)
+
+
+def _pass_on_logs() -> None:
+    """Hands what the worker has logged to :mod:`logging`."""
+    for level, name, text in _racksum.take_logs():
+        logging.getLogger(name).log(level, "%s", text)
+
+
+_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Leaves all jobs while the interpreter is still there."""
+    for session in list(_open_sessions):
+        session.close()

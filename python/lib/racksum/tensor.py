@@ -1,0 +1,109 @@
+"""Where a tensor's elements lie: numpy arrays and torch tensors, without a copy."""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from typing import Any, NamedTuple
+
+from racksum.errors import BadArgument
+
+__all__ = ["Memory", "empty_like", "memory_of"]
+
+#: The element types that can be reduced.
+_LONG_NAMES = {
+    "float32": "f32",
+    "float64": "f64",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "int32": "i32",
+    "int64": "i64",
+}
+
+
+class Memory(NamedTuple):
+    """A contiguous tensor in this host's memory."""
+
+    address: int
+    nbytes: int
+    elements: int
+    dtype: str
+    #: Tells tensors of as many elements and another shape apart.
+    tag: int
+
+
+def memory_of(x: Any) -> Memory:
+    """Finds where the elements of a numpy array or a torch tensor lie.
+
+    Raises :class:`BadArgument`, which says why, if ``x`` is neither, or cannot be reduced in place.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return _of_torch(torch, x)
+    interface = getattr(x, "__array_interface__", None)
+    if interface is not None:
+        return _of_array(x, interface)
+    raise BadArgument(f"a numpy array or a torch tensor can be reduced, and not {type(x).__name__}")
+
+
+def empty_like(x: Any, elements: int, dtype: str | None = None) -> Any:
+    """A new flat tensor of the kind of ``x`` on this host, of its dtype or the named one."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return torch.empty(elements, dtype=x.dtype if dtype is None else getattr(torch, dtype))
+    import numpy as np  # noqa: PLC0415 - whoever has arrays has it, and nobody else needs it.
+
+    return np.empty(elements, dtype=x.dtype if dtype is None else dtype)
+
+
+def _of_torch(torch: Any, x: Any) -> Memory:
+    if x.layout is not torch.strided:
+        raise BadArgument(
+            f"a tensor of layout {x.layout} has no one place in memory; reduce its values, "
+            "or use racksum.torch, which takes sparse gradients"
+        )
+    if x.device.type != "cpu":
+        raise BadArgument(
+            f"the tensor is on {x.device}; a session reduces tensors of the host, "
+            "and racksum.torch takes those of a GPU through pinned memory"
+        )
+    dtype = _dtype(str(x.dtype).removeprefix("torch."))
+    if not x.is_contiguous():
+        raise BadArgument(f"{_described(x)} is not contiguous; pass x.contiguous()")
+    if x.is_conj() or x.is_neg():
+        raise BadArgument(f"{_described(x)} is a lazy view; pass x.resolve_conj().resolve_neg()")
+    return Memory(x.data_ptr(), x.nbytes, x.numel(), dtype, _tag(x.shape))
+
+
+def _of_array(x: Any, interface: dict[str, Any]) -> Memory:
+    # bfloat16 is ml_dtypes', and its interface calls it void.
+    dtype = _dtype(getattr(getattr(x, "dtype", None), "name", interface["typestr"]))
+    address, read_only = interface["data"]
+    if read_only:
+        raise BadArgument(f"{_described(x)} is read-only")
+    if interface["typestr"].startswith(">"):
+        raise BadArgument(
+            f"{_described(x)} is big-endian; pass x.astype(x.dtype.newbyteorder('='))"
+        )
+    if not x.flags.c_contiguous:
+        raise BadArgument(f"{_described(x)} is not contiguous; pass numpy.ascontiguousarray(x)")
+    return Memory(address, x.nbytes, x.size, dtype, _tag(x.shape))
+
+
+def _dtype(name: str) -> str:
+    try:
+        return _LONG_NAMES[name]
+    except KeyError:
+        raise BadArgument(
+            f"tensors of {', '.join(_LONG_NAMES)} can be reduced, and not of {name}"
+        ) from None
+
+
+def _described(x: Any) -> str:
+    return f"the tensor of shape {tuple(x.shape)} and type {x.dtype}"
+
+
+def _tag(shape: Any) -> int:
+    if len(shape) <= 1:
+        return 0
+    return zlib.crc32(repr(tuple(shape)).encode())

@@ -1,0 +1,226 @@
+"""Compressors of gradients, and the memory of what they leave out.
+
+The verbs are those of GRACE (Xu et al., "GRACE: A Compressed Communication Framework for
+Distributed Machine Learning", ICDCS 2021), so that compressors written for it plug in: what one
+decompresses to is what racksum sums, and blocks of it that are zeros are not sent. Those here
+choose whole blocks, so that all they leave out saves bytes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+import torch
+
+from racksum.errors import BadArgument
+from racksum.session import DEFAULT_BLOCK
+
+__all__ = [
+    "BlockRandomK",
+    "BlockThreshold",
+    "BlockTopK",
+    "BlockTopKRatio",
+    "Compressor",
+    "Memory",
+    "ResidualMemory",
+]
+
+
+class Compressor(Protocol):
+    """Leaves something out of tensors."""
+
+    def compress(self, tensor: torch.Tensor, name: str) -> tuple[list[torch.Tensor], Any]:
+        """What is left of a tensor, and what :meth:`decompress` needs besides."""
+        ...
+
+    def decompress(self, tensors: list[torch.Tensor], ctx: Any) -> torch.Tensor:
+        """A tensor of the shape of the one that was compressed."""
+        ...
+
+
+class Memory(Protocol):
+    """Remembers what a compressor leaves out, by the name of the tensor."""
+
+    def compensate(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """The tensor with what was left out before."""
+        ...
+
+    def update(
+        self,
+        tensor: torch.Tensor,
+        name: str,
+        compressor: Compressor,
+        tensor_compressed: list[torch.Tensor],
+        ctx: Any,
+    ) -> None:
+        """Remembers what compressing the compensated tensor has left out."""
+        ...
+
+
+class ResidualMemory:
+    """Error feedback: what is left out of a step is added to the next.
+
+    :param beta: How much of what was left out counts.
+    :param gamma: How much of the new gradient counts.
+    """
+
+    def __init__(self, beta: float = 1.0, gamma: float = 1.0) -> None:
+        self.beta = beta
+        self.gamma = gamma
+        self.residuals: dict[str, torch.Tensor] = {}
+
+    def compensate(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """The tensor with what was left out of the one of this name before."""
+        residual = self.residuals.get(name)
+        if residual is None:
+            return tensor * self.gamma if self.gamma != 1.0 else tensor
+        if residual.shape != tensor.shape:
+            raise BadArgument(
+                f"{name} has {tensor.numel()} elements, and had {residual.numel()} before: what "
+                "was left out of it then cannot be added; start to compress later (start_iter)"
+            )
+        return torch.add(tensor * self.gamma, residual, alpha=self.beta)
+
+    def update(
+        self,
+        tensor: torch.Tensor,
+        name: str,
+        compressor: Compressor,
+        tensor_compressed: list[torch.Tensor],
+        ctx: Any,
+    ) -> None:
+        """Remembers the tensor less what it decompresses to."""
+        self.residuals[name] = tensor - compressor.decompress(tensor_compressed, ctx)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What was left out so far, for a checkpoint of this rank."""
+        return dict(self.residuals)
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Takes up what a checkpoint of this rank holds."""
+        self.residuals = dict(state)
+
+
+class BlockCompressor(ABC):
+    """Keeps some blocks of a tensor.
+
+    :param block: Elements of a block, as of the op that sums what is kept.
+    """
+
+    def __init__(self, block: int = DEFAULT_BLOCK) -> None:
+        self.block = block
+
+    @abstractmethod
+    def choose(self, blocks: torch.Tensor, name: str) -> torch.Tensor:
+        """The indices of the blocks to keep, of a tensor of ``(count, block)`` elements."""
+
+    def compress(self, tensor: torch.Tensor, name: str) -> tuple[list[torch.Tensor], Any]:
+        """The blocks that are kept; their places, and the tensor's shape, stay here."""
+        flat = tensor.flatten()
+        missing = -len(flat) % self.block
+        blocks = torch.nn.functional.pad(flat, (0, missing)).view(-1, self.block)
+        chosen = self.choose(blocks, name)
+        return [blocks[chosen]], (chosen, tensor.shape)
+
+    def decompress(self, tensors: list[torch.Tensor], ctx: Any) -> torch.Tensor:
+        """The tensor with zeros in place of what was left out."""
+        (kept,), (chosen, shape) = tensors, ctx
+        count = -(-shape.numel() // self.block)
+        blocks = kept.new_zeros(count, self.block)
+        blocks[chosen] = kept
+        return blocks.view(-1)[: shape.numel()].view(shape)
+
+
+class BlockTopK(BlockCompressor):
+    """Keeps the blocks of the greatest Euclidean norms (OmniReduce's Block Top-k).
+
+    :param k: How many of each tensor.
+    """
+
+    def __init__(self, k: int, block: int = DEFAULT_BLOCK) -> None:
+        super().__init__(block)
+        if k < 1:
+            raise BadArgument(f"k is 1 or more, and not {k}")
+        self.k = k
+
+    def choose(self, blocks: torch.Tensor, name: str) -> torch.Tensor:  # noqa: ARG002
+        """The ``k`` blocks that weigh most."""
+        return _heaviest(blocks, self.k)
+
+
+class BlockTopKRatio(BlockCompressor):
+    """Keeps the blocks of the greatest norms, a share of each tensor's (OmniReduce).
+
+    :param compress_ratio: The share that is kept.
+    """
+
+    def __init__(self, compress_ratio: float, block: int = DEFAULT_BLOCK) -> None:
+        super().__init__(block)
+        self.compress_ratio = _share(compress_ratio)
+
+    def choose(self, blocks: torch.Tensor, name: str) -> torch.Tensor:  # noqa: ARG002
+        """The share of blocks that weigh most, one at least."""
+        return _heaviest(blocks, _count(len(blocks), self.compress_ratio))
+
+
+class BlockRandomK(BlockCompressor):
+    """Keeps a share of blocks at random, the same at all ranks.
+
+    :param compress_ratio: The share that is kept.
+    :param seed: All ranks give the same.
+    """
+
+    def __init__(self, compress_ratio: float, seed: int = 0, block: int = DEFAULT_BLOCK) -> None:
+        super().__init__(block)
+        self.compress_ratio = _share(compress_ratio)
+        self.seed = seed
+        self.steps: dict[str, int] = {}
+
+    def choose(self, blocks: torch.Tensor, name: str) -> torch.Tensor:
+        """Blocks that the seed, the tensor's name and how often it came before decide."""
+        step = self.steps.get(name, 0)
+        self.steps[name] = step + 1
+        seed = zlib.crc32(f"{self.seed} {name} {step}".encode())
+        order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed))
+        return order[: _count(len(blocks), self.compress_ratio)].to(blocks.device)
+
+    def state_dict(self) -> dict[str, int]:
+        """How often each tensor came."""
+        return dict(self.steps)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on as a checkpoint says."""
+        self.steps = dict(state)
+
+
+class BlockThreshold(BlockCompressor):
+    """Keeps the blocks in which some element is as great as this, or is not a number.
+
+    :param threshold: The least magnitude.
+    """
+
+    def __init__(self, threshold: float, block: int = DEFAULT_BLOCK) -> None:
+        super().__init__(block)
+        self.threshold = threshold
+
+    def choose(self, blocks: torch.Tensor, name: str) -> torch.Tensor:  # noqa: ARG002
+        """The blocks that hold a great element."""
+        small = blocks.abs().amax(1) < self.threshold
+        return torch.nonzero(~small).flatten()
+
+
+def _heaviest(blocks: torch.Tensor, k: int) -> torch.Tensor:
+    norms = torch.linalg.vector_norm(blocks, dim=1)
+    return torch.topk(norms, min(k, len(blocks)), sorted=False).indices
+
+
+def _count(blocks: int, share: float) -> int:
+    return min(max(round(blocks * share), 1), blocks)
+
+
+def _share(share: float) -> float:
+    if not 0 < share <= 1:
+        raise BadArgument(f"compress_ratio is a share above 0, and at most 1, and not {share}")
+    return share

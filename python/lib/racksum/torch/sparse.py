@@ -1,0 +1,133 @@
+"""Sparse COO tensors, as `nn.Embedding(sparse=True)` has for gradients, as lists of blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from racksum.session import DEFAULT_BLOCK, Handle, Session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["allreduce_sparse"]
+
+#: Elements that a block may have.
+_LEAST_BLOCK, _MOST_BLOCK = 32, 1024
+
+
+def allreduce_sparse(
+    session: Session,
+    x: torch.Tensor,
+    op: str = "sum",
+    *,
+    wire: str | None = None,
+    lane: int = 0,
+) -> Handle[torch.Tensor]:
+    """Starts reducing a sparse COO tensor with those of all other ranks.
+
+    Each rank may have other entries, none, or some twice. Only blocks that hold some entry travel,
+    and the indices are never sent one by one.
+
+    :param x: A sparse COO tensor of the host, coalesced or not.
+    :param op: ``"sum"`` or ``"avg"``: an entry that a rank lacks is zero.
+    :return: Of a new tensor, coalesced, with the entries that are not zeros at all ranks.
+    """
+    layout = _Layout.of(x)
+    indices, values, unpack = layout.pack(x)
+    handle: Handle[tuple[torch.Tensor, torch.Tensor]] = session.allreduce_blocks(
+        indices,
+        values,
+        layout.rows * layout.width,
+        op,
+        wire=wire,
+        block=layout.block,
+        lane=lane,
+        async_op=True,
+    )
+    return handle.then(lambda sums: layout.sparse(*unpack(*sums)))
+
+
+class _Layout(NamedTuple):
+    """A sparse tensor as rows: one of `width` elements for each place of its sparse dimensions."""
+
+    shape: torch.Size
+    sparse_dim: int
+    rows: int
+    width: int
+    block: int
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> _Layout:
+        sparse_dim = x.sparse_dim()
+        rows, width = x.shape[:sparse_dim].numel(), x.shape[sparse_dim:].numel()
+        # Blocks that rows consist of need no rearranging.
+        block = max(width & -width, 1)
+        if block < _LEAST_BLOCK:
+            block = DEFAULT_BLOCK
+        return cls(x.shape, sparse_dim, rows, width, min(block, _MOST_BLOCK))
+
+    def pack(
+        self, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Callable[..., tuple[torch.Tensor, torch.Tensor]]]:
+        """The blocks that hold entries, and what makes rows of the blocks of the result."""
+        rows = self._flat(x._indices())
+        values = x._values().reshape(-1, self.width)
+        if self.width % self.block == 0:
+            return (*self._split(rows, values), self._joined)
+        return (*self._scattered(rows, values), self._gathered)
+
+    def _flat(self, indices: torch.Tensor) -> torch.Tensor:
+        """The rows of entries with these indices."""
+        rows = torch.zeros(indices.shape[1], dtype=torch.int64)
+        for index, size in zip(indices, self.shape[: self.sparse_dim], strict=True):
+            rows = rows * size + index
+        return rows
+
+    def _split(self, rows: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows as the blocks that they consist of."""
+        each = self.width // self.block
+        blocks = (rows[:, None] * each + torch.arange(each)).flatten()
+        return blocks, values.contiguous().flatten()
+
+    def _joined(
+        self, blocks: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of whole blocks: of a row, some may be zeros and not there."""
+        each = self.width // self.block
+        rows, of_block = torch.unique_consecutive(blocks // each, return_inverse=True)
+        joined = values.new_zeros(len(rows), each, self.block)
+        joined[of_block, blocks % each] = values.view(-1, self.block)
+        return rows, joined.view(-1, self.width)
+
+    def _scattered(
+        self, rows: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows that begin and end within blocks, as blocks; of rows that are there twice, sums."""
+        elements = (rows[:, None] * self.width + torch.arange(self.width)).flatten()
+        blocks, of_element = torch.unique(elements // self.block, return_inverse=True)
+        scattered = values.new_zeros(len(blocks) * self.block)
+        scattered.index_add_(0, of_element * self.block + elements % self.block, values.flatten())
+        beyond = (blocks[-1].item() + 1) * self.block - self.rows * self.width if len(blocks) else 0
+        return blocks, scattered[: len(scattered) - max(beyond, 0)]
+
+    def _gathered(
+        self, blocks: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows, of those that blocks hold a part of, that are not zeros."""
+        elements = (blocks[:, None] * self.block + torch.arange(self.block)).flatten()
+        elements = elements[: len(values)]
+        nonzero = values != 0
+        elements, values = elements[nonzero], values[nonzero]
+        rows, of_element = torch.unique_consecutive(elements // self.width, return_inverse=True)
+        gathered = values.new_zeros(len(rows), self.width)
+        gathered[of_element, elements % self.width] = values
+        return rows, gathered
+
+    def sparse(self, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """A coalesced tensor of these rows."""
+        sizes = self.shape[: self.sparse_dim]
+        indices = torch.stack(torch.unravel_index(rows, sizes))
+        values = values.view(-1, *self.shape[self.sparse_dim :])
+        return torch.sparse_coo_tensor(indices, values, self.shape, is_coalesced=True)

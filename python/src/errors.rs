@@ -1,0 +1,96 @@
+//! Errors of the worker as exceptions of the package.
+
+use std::fmt::Display;
+use std::str::FromStr;
+
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use racksum_proto::error::{OpError, SubmitError};
+use racksum_proto::ids::Rank;
+use racksum_worker::{ConnectError, Error};
+
+/// Why a job could not be joined.
+pub(crate) fn of_connect(py: Python<'_>, error: &ConnectError) -> PyErr {
+    let text = error.to_string();
+    match error {
+        error if error.is_usage() => raise(py, "BadArgument", text),
+        ConnectError::Refused(_) | ConnectError::Draining => raise(py, "Refused", text),
+        ConnectError::Version { .. } => raise(py, "VersionMismatch", text),
+        ConnectError::NoRoom { .. } => raise(py, "NoRoom", text),
+        ConnectError::Incomplete { missing, .. } => {
+            raise(py, "JoinTimeout", (text, missing.clone()))
+        }
+        ConnectError::PeerLost { ranks, .. } => raise(py, "PeerLost", (text, numbers(ranks))),
+        ConnectError::Arguments(_)
+        | ConnectError::NoAddress { .. }
+        | ConnectError::NoWay { .. }
+        | ConnectError::Net(_)
+        | ConnectError::Silent
+        | ConnectError::Closed(_)
+        | ConnectError::NoAggregator(_) => raise(py, "NoAggregator", text),
+        ConnectError::GivenUp => raise(py, "SessionClosed", text),
+        ConnectError::Protocol(_) | ConnectError::Io(_) => raise(py, "Error", text),
+    }
+}
+
+/// Why an op gave no result.
+pub(crate) fn of_op(py: Python<'_>, error: &Error) -> PyErr {
+    let text = error.to_string();
+    match error {
+        Error::Submit(SubmitError::Descriptor(_) | SubmitError::NoSuchLane { .. })
+        | Error::Length { .. }
+        | Error::Blocks(_)
+        | Error::OtherClient => raise(py, "BadArgument", text),
+        Error::Submit(SubmitError::TooManyOps { .. }) => raise(py, "TooManyOps", text),
+        Error::Submit(SubmitError::PeerLost { ranks, .. })
+        | Error::Op(OpError::PeerLost { ranks, .. }) => {
+            raise(py, "PeerLost", (text, numbers(ranks)))
+        }
+        Error::Op(OpError::Timeout { missing, .. }) => {
+            let missing: Vec<u16> = missing.iter().map(|(rank, _)| rank.0).collect();
+            raise(py, "OpTimeout", (text, missing))
+        }
+        Error::Op(OpError::Mismatch { .. }) => raise(py, "Mismatch", text),
+        Error::Op(OpError::Overflow { element, .. }) => raise(py, "Overflow", (text, *element)),
+        Error::Op(OpError::NoAggregator { .. }) => raise(py, "NoAggregator", text),
+        Error::Submit(SubmitError::Ended { .. } | SubmitError::OpsExhausted)
+        | Error::Op(OpError::Ended { .. }) => raise(py, "SessionClosed", text),
+    }
+}
+
+fn numbers(ranks: &[Rank]) -> Vec<u16> {
+    ranks.iter().map(|rank| rank.0).collect()
+}
+
+/// Reads what users call something.
+pub(crate) fn read<T: FromStr<Err: Display>>(py: Python<'_>, name: &str) -> PyResult<T> {
+    name.parse().map_err(|error: T::Err| raise(py, "BadArgument", error.to_string()))
+}
+
+/// The exception of this name, with these arguments.
+pub(crate) fn raise<'py>(py: Python<'py>, name: &str, args: impl IntoArgs<'py>) -> PyErr {
+    let exception = py
+        .import("racksum.errors")
+        .and_then(|errors| errors.getattr(name)?.call1(args.into_args(py)?));
+    match exception {
+        Ok(exception) => PyErr::from_value(exception),
+        Err(error) => error,
+    }
+}
+
+/// What an exception is made with.
+pub(crate) trait IntoArgs<'py> {
+    fn into_args(self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>>;
+}
+
+impl<'py> IntoArgs<'py> for String {
+    fn into_args(self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        (self,).into_pyobject(py)
+    }
+}
+
+impl<'py, T: IntoPyObject<'py>> IntoArgs<'py> for (String, T) {
+    fn into_args(self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        self.into_pyobject(py)
+    }
+}

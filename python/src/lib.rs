@@ -1,0 +1,22 @@
+//! The Python extension `racksum._racksum`: what the worker does, in Python's terms, and nothing
+//! else. What users see is the package `racksum` beside this; read [`session`] first.
+
+mod errors;
+mod logs;
+mod memory;
+mod op;
+mod options;
+mod patience;
+mod session;
+
+use pyo3::pymodule;
+
+#[pymodule(name = "_racksum")]
+mod extension {
+    #[pymodule_export]
+    use crate::logs::{keep_logs, take_logs};
+    #[pymodule_export]
+    use crate::op::{Op, Sums};
+    #[pymodule_export]
+    use crate::session::Session;
+}

@@ -1,0 +1,97 @@
+//! What the worker logs, kept until the package hands it to `logging`: the worker's threads, which
+//! others wait for while they hold the GIL, must not wait for the GIL themselves.
+
+use std::collections::VecDeque;
+use std::fmt::{self, Write as _};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::Relaxed};
+use std::sync::{Mutex, Once, PoisonError};
+
+use pyo3::pyfunction;
+use tracing::field::{Field, Visit};
+use tracing::subscriber::Interest;
+use tracing::{Event, Level, Metadata, Subscriber};
+use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
+
+/// Most records that are kept; those that come then are dropped.
+const MOST: usize = 1000;
+
+/// A record: `logging`'s number of its level, where it is from, and what it says.
+type Record = (u8, String, String);
+
+static KEPT: Mutex<VecDeque<Record>> = Mutex::new(VecDeque::new());
+static ANY: AtomicBool = AtomicBool::new(false);
+/// `logging`'s number of the least level that is kept.
+static LEAST: AtomicU8 = AtomicU8::new(WARNING);
+static INSTALLED: Once = Once::new();
+
+const WARNING: u8 = 30;
+
+/// Keeps records of this level of `logging` and above from now on.
+#[pyfunction]
+pub(crate) fn keep_logs(least: u8) {
+    LEAST.store(least, Relaxed);
+    INSTALLED.call_once(|| {
+        // Another subscriber of the process, if there is one, is left in its place.
+        drop(tracing::subscriber::set_global_default(tracing_subscriber::registry().with(Keeper)));
+    });
+}
+
+/// Takes the records that were kept, oldest first.
+#[pyfunction]
+pub(crate) fn take_logs() -> Vec<Record> {
+    if !ANY.swap(false, Relaxed) {
+        return Vec::new();
+    }
+    KEPT.lock().unwrap_or_else(PoisonError::into_inner).drain(..).collect()
+}
+
+struct Keeper;
+
+impl<S: Subscriber> Layer<S> for Keeper {
+    fn register_callsite(&self, _: &'static Metadata<'static>) -> Interest {
+        // Which levels are kept may change.
+        Interest::sometimes()
+    }
+
+    fn enabled(&self, metadata: &Metadata<'_>, _: Context<'_, S>) -> bool {
+        metadata.target().starts_with("racksum")
+            && level_of(*metadata.level()) >= LEAST.load(Relaxed)
+    }
+
+    fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
+        let mut text = Text(String::new());
+        event.record(&mut text);
+        let metadata = event.metadata();
+        let record = (level_of(*metadata.level()), metadata.target().replace("::", "."), text.0);
+        let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
+        if kept.len() < MOST {
+            kept.push_back(record);
+        }
+        ANY.store(true, Relaxed);
+    }
+}
+
+/// The number that `logging` has for a level; tracing's finest has none.
+fn level_of(level: Level) -> u8 {
+    match level {
+        Level::ERROR => 40,
+        Level::WARN => WARNING,
+        Level::INFO => 20,
+        Level::DEBUG => 10,
+        Level::TRACE => 5,
+    }
+}
+
+/// A message, and its fields behind it.
+struct Text(String);
+
+impl Visit for Text {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        let space = if self.0.is_empty() { "" } else { " " };
+        // Writing to a string does not fail.
+        let _written = match field.name() {
+            "message" => write!(self.0, "{space}{value:?}"),
+            name => write!(self.0, "{space}{name}={value:?}"),
+        };
+    }
+}

@@ -1,0 +1,37 @@
+//! Memory that Python names by its address: the package passes those of contiguous tensors, which
+//! it holds meanwhile.
+
+#![expect(unsafe_code, reason = "tensors come as addresses: Python has no borrow to lend")]
+
+use std::ptr::NonNull;
+
+use pyo3::{Py, PyAny};
+use racksum_worker::Region;
+
+/// A tensor that an op reduces in place. What others do with it meanwhile is the caller's to order,
+/// as with every collective.
+pub(crate) fn region_of(address: usize, len: usize, owner: Py<PyAny>) -> Region {
+    let start = NonNull::new(address as *mut u8).unwrap_or(NonNull::dangling());
+    // SAFETY: a contiguous tensor of the package's, which `owner` keeps in place.
+    unsafe { Region::new(start, len, owner) }
+}
+
+/// A copy of the bytes at an address.
+pub(crate) fn read_from(address: usize, len: usize) -> Vec<u8> {
+    let mut bytes = vec![0; len];
+    if len > 0 {
+        // SAFETY: a contiguous tensor of the package's, which it holds during the call.
+        unsafe { std::ptr::copy_nonoverlapping(address as *const u8, bytes.as_mut_ptr(), len) };
+    }
+    bytes
+}
+
+/// Writes bytes to an address.
+pub(crate) fn write_to(address: usize, bytes: &[u8]) {
+    if !bytes.is_empty() {
+        // SAFETY: as above, of a tensor that the package has made with room for as many.
+        unsafe {
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len());
+        }
+    }
+}

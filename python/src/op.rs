@@ -1,0 +1,153 @@
+//! An op in flight.
+
+use std::sync::{PoisonError, RwLock};
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use racksum_worker::{Blocks, Client, Error, Handle, Reduced, Region};
+
+use crate::errors::{of_op, raise};
+use crate::memory::write_to;
+use crate::patience::wait_in_slices;
+use crate::session::Connected;
+
+/// An op in flight. If it goes, the op goes on, since the other ranks need it.
+#[pyclass(frozen, module = "racksum._racksum")]
+#[derive(Debug)]
+pub(crate) struct Op {
+    session: Connected,
+    /// Nothing once its outcome was taken.
+    running: RwLock<Option<Running>>,
+}
+
+/// What an op works on.
+#[derive(Debug)]
+pub(crate) enum Running {
+    InPlace(Handle<Region>),
+    Blocks(Handle<Blocks>),
+}
+
+impl Running {
+    fn ends_within(&self, client: &Client, limit: Duration) -> Result<bool, Error> {
+        match self {
+            Self::InPlace(handle) => client.ends_within(handle, limit),
+            Self::Blocks(handle) => client.ends_within(handle, limit),
+        }
+    }
+
+    fn finish(self, client: &Client) -> Result<Reduced<Option<Blocks>>, Error> {
+        Ok(match self {
+            Self::InPlace(handle) => {
+                let Reduced { absent, .. } = client.wait(handle)?;
+                Reduced { tensor: None, absent }
+            }
+            Self::Blocks(handle) => {
+                let Reduced { tensor, absent } = client.wait(handle)?;
+                Reduced { tensor: Some(tensor), absent }
+            }
+        })
+    }
+}
+
+impl Op {
+    pub(crate) const fn new(session: Connected, running: Running) -> Self {
+        Self { session, running: RwLock::new(Some(running)) }
+    }
+}
+
+#[pymethods]
+impl Op {
+    /// Waits until the op has ended, but not longer than `seconds`. Returns whether it has.
+    #[pyo3(signature = (seconds = None))]
+    fn wait(&self, py: Python<'_>, seconds: Option<f64>) -> PyResult<bool> {
+        let client = self.session.get(py)?;
+        // Whoever waits for longer than this waits for ever.
+        let limit = seconds
+            .map(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX));
+        let ended = wait_in_slices(py, limit, |slice| {
+            let running = self.running.read().unwrap_or_else(PoisonError::into_inner);
+            match running.as_ref().map(|running| running.ends_within(client, slice)) {
+                Some(Ok(false)) => None,
+                Some(Err(error)) => Some(Err(error)),
+                Some(Ok(true)) | None => Some(Ok(true)),
+            }
+        });
+        match ended? {
+            Some(ended) => ended.map_err(|error| of_op(py, &error)),
+            None => Ok(false),
+        }
+    }
+
+    /// Takes the outcome of an op that has ended, once: the ranks that the result lacks, and the
+    /// sums of an op on a list of blocks.
+    fn take(&self, py: Python<'_>) -> PyResult<(Vec<u16>, Option<Sums>)> {
+        let client = self.session.get(py)?;
+        let outcome = py.detach(|| {
+            let mut running = self.running.write().unwrap_or_else(PoisonError::into_inner);
+            running.take().map(|running| running.finish(client))
+        });
+        match outcome {
+            Some(Ok(Reduced { absent, tensor })) => {
+                let session = self.session.clone();
+                let sums = tensor.map(|blocks| Sums { session, blocks: Some(blocks) });
+                Ok((absent.iter().map(|rank| rank.0).collect(), sums))
+            }
+            Some(Err(error)) => Err(of_op(py, &error)),
+            None => Err(raise(py, "BadArgument", "the op's outcome was taken before".to_owned())),
+        }
+    }
+}
+
+/// The sums of an op on a list of blocks: those of the union of all ranks' blocks, sorted.
+#[pyclass(frozen, module = "racksum._racksum")]
+#[derive(Debug)]
+pub(crate) struct Sums {
+    session: Connected,
+    blocks: Option<Blocks>,
+}
+
+#[pymethods]
+impl Sums {
+    /// How many blocks there are.
+    #[getter]
+    fn count(&self) -> usize {
+        self.blocks.as_ref().map_or(0, |blocks| blocks.indices.len())
+    }
+
+    /// How many bytes their values have.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.blocks.as_ref().map_or(0, |blocks| blocks.values.len())
+    }
+
+    /// Writes the blocks' places, `count` numbers of 64 bits, and their values, `nbytes` bytes, to
+    /// memory that has room for them.
+    fn copy_to(&self, py: Python<'_>, indices: usize, values: usize) {
+        let Some(blocks) = &self.blocks else { return };
+        py.detach(|| {
+            let places: Vec<u8> =
+                blocks.indices.iter().flat_map(|index| i64::from(*index).to_ne_bytes()).collect();
+            write_to(indices, &places);
+            write_to(values, &blocks.values);
+        });
+    }
+}
+
+impl Drop for Sums {
+    fn drop(&mut self) {
+        // Fresh memory for the sums of later ops would cost more than the sums.
+        if let Some(blocks) = self.blocks.take() {
+            self.session.recycle(blocks);
+        }
+    }
+}
+
+impl Drop for Op {
+    #[expect(clippy::mem_forget, reason = "what a fork has copied cannot be let go")]
+    fn drop(&mut self) {
+        if self.session.is_forked() {
+            let running = self.running.get_mut().unwrap_or_else(PoisonError::into_inner);
+            std::mem::forget(running.take());
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! How a session connects, as the package's `ConnectOptions` says it.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use racksum_proto::ids::Generation;
+use racksum_worker::{ConnectOptions, aggregator_sets};
+
+use crate::errors::{raise, read};
+
+/// The attributes of the package's `ConnectOptions`, of the same names and meanings.
+#[derive(Debug, FromPyObject)]
+pub(crate) struct Options {
+    aggregator: String,
+    job: String,
+    generation: u32,
+    rank: u16,
+    world: u16,
+    lanes: u8,
+    pool_slots: u32,
+    multicast: bool,
+    identity: Option<PathBuf>,
+    insecure: bool,
+    data_auth: Option<String>,
+    wait: bool,
+    rejoin: bool,
+    on_rank_loss: String,
+    join_timeout: f64,
+    timeout: f64,
+    mtu: Option<usize>,
+    interface: Option<String>,
+}
+
+impl Options {
+    pub(crate) fn into_connect_options(self, py: Python<'_>) -> PyResult<ConnectOptions> {
+        let bad = |text: String| raise(py, "BadArgument", text);
+        let data_auth = self.data_auth.as_deref().map(|name| read(py, name)).transpose()?;
+        let on_rank_loss = read(py, &self.on_rank_loss)?;
+        let seconds = |name: &str, seconds: f64| {
+            Duration::try_from_secs_f64(seconds).map_err(|_| {
+                bad(format!("{name} is a number of seconds, not negative, and not {seconds}"))
+            })
+        };
+        let mut sets = aggregator_sets(&self.aggregator).map_err(bad)?.into_iter();
+        Ok(ConnectOptions {
+            aggregators: sets.next().unwrap_or_default(),
+            standbys: sets.collect(),
+            generation: Generation(self.generation),
+            rank: self.rank,
+            world: self.world,
+            lanes: self.lanes,
+            pool_slots: self.pool_slots,
+            multicast: self.multicast,
+            identity: self.identity,
+            insecure: self.insecure,
+            data_auth,
+            wait: self.wait,
+            rejoin: self.rejoin,
+            on_rank_loss,
+            join_timeout: seconds("join_timeout", self.join_timeout)?,
+            op_timeout: seconds("timeout", self.timeout)?,
+            mtu: self.mtu,
+            interface: self.interface,
+            ..ConnectOptions::new("", self.job)
+        })
+    }
+}

@@ -1,0 +1,32 @@
+//! Waiting without the GIL, so that a signal, Ctrl-C above all, is acted on.
+
+use std::time::Duration;
+
+use pyo3::{PyResult, Python};
+
+/// How long a signal may go unseen.
+const SLICE: Duration = Duration::from_millis(50);
+
+/// Waits in slices, none of them with the GIL, until `wait`, which waits so long at most, has come
+/// to something. Returns nothing if it has not in `limit`.
+///
+/// # Errors
+/// What a handler of a signal has raised.
+pub(crate) fn wait_in_slices<T: Send>(
+    py: Python<'_>,
+    limit: Option<Duration>,
+    mut wait: impl FnMut(Duration) -> Option<T> + Send,
+) -> PyResult<Option<T>> {
+    let mut left = limit;
+    loop {
+        let slice = left.map_or(SLICE, |left| left.min(SLICE));
+        if let Some(done) = py.detach(|| wait(slice)) {
+            return Ok(Some(done));
+        }
+        py.check_signals()?;
+        left = left.map(|left| left.saturating_sub(slice));
+        if left.is_some_and(|left| left.is_zero()) {
+            return Ok(None);
+        }
+    }
+}

@@ -1,0 +1,225 @@
+//! A session: a rank's part in a job.
+
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use racksum_proto::descriptor::Descriptor;
+use racksum_worker::{Blocks, Client, ConnectError, Connecting};
+
+use crate::errors::{of_connect, of_op, raise, read};
+use crate::memory::{read_from, region_of};
+use crate::op::{Op, Running};
+use crate::options::Options;
+use crate::patience::wait_in_slices;
+
+/// A rank of a job.
+#[pyclass(frozen, module = "racksum._racksum")]
+#[derive(Debug)]
+pub(crate) struct Session {
+    client: Connected,
+}
+
+/// A client, of the process that it was connected in. A child that was forked from that has none of
+/// its threads, and its locks may be held by them for ever.
+#[derive(Debug, Clone)]
+pub(crate) struct Connected {
+    client: Option<Arc<Client>>,
+    pid: u32,
+}
+
+impl Connected {
+    fn new(client: Client) -> Self {
+        Self { client: Some(Arc::new(client)), pid: std::process::id() }
+    }
+
+    /// Whether this is another process than the one that connected.
+    pub(crate) fn is_forked(&self) -> bool {
+        std::process::id() != self.pid
+    }
+
+    /// The client, in the process that it is of.
+    pub(crate) fn get(&self, py: Python<'_>) -> PyResult<&Client> {
+        match &self.client {
+            Some(client) if !self.is_forked() => Ok(client),
+            _ => Err(raise(
+                py,
+                "SessionClosed",
+                format!(
+                    "the session was connected by process {}, from which this one, {}, was \
+                     forked; connect after the fork",
+                    self.pid,
+                    std::process::id()
+                ),
+            )),
+        }
+    }
+
+    /// Hands back sums that are of no more use.
+    pub(crate) fn recycle(&self, blocks: Blocks) {
+        if let Some(client) = self.client.as_ref().filter(|_| !self.is_forked()) {
+            client.recycle(blocks);
+        }
+    }
+}
+
+impl Drop for Connected {
+    #[expect(clippy::mem_forget, reason = "what a fork has copied cannot be closed")]
+    fn drop(&mut self) {
+        let client = self.client.take();
+        if self.is_forked() {
+            std::mem::forget(client);
+        } else {
+            // A client that closes waits for its threads, which may take seconds.
+            Python::attach(|py| py.detach(|| drop(client)));
+        }
+    }
+}
+
+/// What an op does, as Python says it.
+#[derive(Debug, FromPyObject)]
+pub(crate) struct Call {
+    elements: u64,
+    dtype: String,
+    wire: String,
+    op: String,
+    block: usize,
+    lane: u8,
+    tag: u64,
+}
+
+impl Call {
+    fn descriptor(&self, py: Python<'_>) -> PyResult<Descriptor> {
+        let descriptor = Descriptor {
+            tag: self.tag,
+            wire: read(py, &self.wire)?,
+            reduction: read(py, &self.op)?,
+            lane: self.lane,
+            ..Descriptor::sum(self.elements, read(py, &self.dtype)?)
+        };
+        let cut = descriptor.with_block(self.block);
+        cut.map_err(|error| raise(py, "BadArgument", error.to_string()))
+    }
+}
+
+#[pymethods]
+impl Session {
+    /// Joins a job, and returns once all its ranks have.
+    #[staticmethod]
+    fn connect(py: Python<'_>, options: Options) -> PyResult<Self> {
+        let options = options.into_connect_options(py)?;
+        let connecting = Connecting::new();
+        let give_up = connecting.giver_up();
+        let (tell, hear) = channel();
+        let attempt = std::thread::Builder::new()
+            .name("racksum-connect".into())
+            .spawn(move || drop(tell.send(connecting.run(&options))))?;
+        // A panic of the attempt was printed where it happened, and is as if it was given up.
+        let connected = wait_in_slices(py, None, move |slice| match hear.recv_timeout(slice) {
+            Ok(connected) => Some(connected),
+            Err(RecvTimeoutError::Timeout) => None,
+            Err(RecvTimeoutError::Disconnected) => Some(Err(ConnectError::GivenUp)),
+        });
+        if connected.is_err() {
+            give_up.give_up();
+        }
+        drop(py.detach(|| attempt.join()));
+        match connected? {
+            Some(Ok(client)) => Ok(Self { client: Connected::new(client) }),
+            Some(Err(error)) => Err(of_connect(py, &error)),
+            None => Err(of_connect(py, &ConnectError::GivenUp)),
+        }
+    }
+
+    /// Starts reducing the bytes at an address in place. Their owner is kept until the op has
+    /// ended.
+    fn submit(
+        &self,
+        py: Python<'_>,
+        call: Call,
+        address: usize,
+        nbytes: usize,
+        owner: Py<PyAny>,
+    ) -> PyResult<Op> {
+        let client = self.client.get(py)?;
+        let descriptor = call.descriptor(py)?;
+        let region = region_of(address, nbytes, owner);
+        let handle = py.detach(|| client.submit(region, descriptor));
+        let handle = handle.map_err(|error| of_op(py, &error))?;
+        Ok(Op::new(self.client.clone(), Running::InPlace(handle)))
+    }
+
+    /// Starts reducing some blocks of a tensor: their places, `count` numbers of 64 bits, and their
+    /// values are copied.
+    #[pyo3(signature = (call, indices, count, values, nbytes))]
+    fn submit_blocks(
+        &self,
+        py: Python<'_>,
+        call: Call,
+        indices: usize,
+        count: usize,
+        values: usize,
+        nbytes: usize,
+    ) -> PyResult<Op> {
+        let client = self.client.get(py)?;
+        let descriptor = call.descriptor(py)?;
+        let handle = py.detach(|| {
+            let places = read_from(indices, count * size_of::<i64>());
+            let (places, _) = places.as_chunks();
+            let place = |bytes: &[u8; 8]| u32::try_from(i64::from_ne_bytes(*bytes));
+            // What is beyond 32 bits is beyond any tensor, which the worker says.
+            let indices = places.iter().map(|bytes| place(bytes).unwrap_or(u32::MAX)).collect();
+            client.submit(Blocks { indices, values: read_from(values, nbytes) }, descriptor)
+        });
+        let handle = handle.map_err(|error| of_op(py, &error))?;
+        Ok(Op::new(self.client.clone(), Running::Blocks(handle)))
+    }
+
+    /// Leaves the job: what is in flight fails.
+    fn close(&self, py: Python<'_>) {
+        if let Ok(client) = self.client.get(py) {
+            py.detach(|| client.close());
+        }
+    }
+
+    /// What has been sent and received so far.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let client = self.client.get(py)?;
+        let stats = py.detach(|| client.stats());
+        let dict = PyDict::new(py);
+        for (name, value) in [
+            ("tx_bytes", stats.tx_bytes),
+            ("rx_bytes", stats.rx_bytes),
+            ("tx_datagrams", stats.tx_datagrams),
+            ("rx_datagrams", stats.rx_datagrams),
+            ("retransmits", stats.retransmits),
+            ("asks", stats.asks),
+            ("probes", stats.probes),
+            ("rejects", stats.rejects),
+            ("kernel_drops", stats.kernel_drops),
+            ("send_failures", stats.send_failures),
+        ] {
+            dict.set_item(name, value)?;
+        }
+        Ok(dict)
+    }
+
+    /// How many ops may be in flight.
+    #[getter]
+    fn max_ops(&self, py: Python<'_>) -> PyResult<u16> {
+        Ok(self.client.get(py)?.welcome().max_ops)
+    }
+
+    /// Whether results come by multicast.
+    #[getter]
+    fn multicast(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.client.get(py)?.multicast())
+    }
+
+    /// Whether this process was forked from the one that connected.
+    #[getter]
+    fn is_forked(&self) -> bool {
+        self.client.is_forked()
+    }
+}

@@ -1,0 +1,108 @@
+"""A real aggregator on loopback, and jobs whose ranks are threads of the test."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+import racksum
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def binary() -> Path:
+    """The program `racksum`: of RACKSUM_BINARY, or the newest that cargo has built here."""
+    named = os.environ.get("RACKSUM_BINARY")
+    if named:
+        return Path(named)
+    built = [ROOT / "target" / profile / "racksum" for profile in ("release", "debug")]
+    built = [path for path in built if path.exists()]
+    if not built:
+        pytest.exit("there is no program racksum; run `cargo build` first", returncode=1)
+    return max(built, key=lambda path: path.stat().st_mtime)
+
+
+class Aggregator:
+    """An aggregator process of its own."""
+
+    def __init__(self, *arguments: str, port: int = 0) -> None:
+        command = [binary(), "aggregator", "--port", str(port), "--pool-mib", "64", *arguments]
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("RACKSUM_")
+        }
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        assert self.process.stdout is not None
+        ready = self.process.stdout.readline()
+        found = re.match(r"racksum aggregator on (\S+?): ", ready)
+        assert found, f"the aggregator said {ready!r}"
+        self.address = found[1]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(timeout=30)
+
+
+@pytest.fixture(scope="session")
+def shared_aggregator() -> Iterator[Aggregator]:
+    """One that tests share which do it no harm."""
+    aggregator = Aggregator("--max-jobs", "64")
+    yield aggregator
+    aggregator.stop()
+
+
+@pytest.fixture
+def aggregator() -> Iterator[Aggregator]:
+    """One that the test may kill."""
+    aggregator = Aggregator()
+    yield aggregator
+    if aggregator.process.poll() is None:
+        aggregator.kill()
+
+
+_jobs = count()
+
+
+class Cluster:
+    """Jobs at an aggregator."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def connect(self, **options: Any) -> racksum.Session:
+        """A session of a job of one rank, unless options say otherwise."""
+        options = {"job": self.new_job(), "rank": 0, "world": 1, "timeout": 20.0, **options}
+        return racksum.connect(options.pop("aggregator", self.address), **options)
+
+    @staticmethod
+    def new_job() -> str:
+        return f"job-{os.getpid()}-{next(_jobs)}"
+
+    def run(self, world: int, work: Callable[[racksum.Session], T], **options: Any) -> list[T]:
+        """Has every rank of a new job do the work, and returns what each came to."""
+        options = {"job": self.new_job(), "world": world, **options}
+
+        def be(rank: int) -> T:
+            with self.connect(rank=rank, **options) as session:
+                return work(session)
+
+        with ThreadPoolExecutor(world) as pool:
+            return list(pool.map(be, range(world)))
+
+
+@pytest.fixture
+def cluster(shared_aggregator: Aggregator) -> Cluster:
+    return Cluster(shared_aggregator.address)

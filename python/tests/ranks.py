@@ -1,0 +1,61 @@
+"""Ranks as processes with a Gloo group, which tests of PyTorch hand functions to."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import racksum
+
+#: Seconds that an op of a test may take.
+TIMEOUT = 30.0
+
+
+class Ranks:
+    """A process for each rank, for as long as the tests run: importing torch takes long."""
+
+    def __init__(self, world: int) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        spawn = multiprocessing.get_context("spawn")
+        self.world = world
+        self._pools = [
+            ProcessPoolExecutor(1, spawn, _initialize, (rank, world, port)) for rank in range(world)
+        ]
+
+    def run(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Has every rank do the work, which is a function of a module, and returns what it gave."""
+        running = [pool.submit(work, *arguments) for pool in self._pools]
+        try:
+            return [rank.result(timeout=100) for rank in running]
+        except TimeoutError:
+            # What hangs would hang for whoever comes next as well.
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for pool in self._pools:
+            for process in list((pool._processes or {}).values()):
+                process.kill()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _initialize(rank: int, world: int, port: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+    )
+
+
+def session_of_group(address: str, job: str, **options: Any) -> racksum.Session:
+    """A session of the ranks of the group."""
+    options = {"timeout": TIMEOUT, "join_timeout": TIMEOUT, **options}
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return racksum.connect(address, job=job, rank=rank, world=world, **options)

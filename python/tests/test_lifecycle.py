@@ -1,0 +1,262 @@
+"""From import to exit: threads, signals, forks, closing, and what becomes of lost ranks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import racksum
+
+
+def python(code: str, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    """Runs a script in a Python of its own."""
+    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, **options
+    )
+
+
+def test_importing_starts_no_thread_and_needs_neither_numpy_nor_torch():
+    ran = python(
+        """
+        import os, sys
+        import racksum
+        print(len(os.listdir("/proc/self/task")), "numpy" in sys.modules, "torch" in sys.modules)
+        """
+    )
+    assert ran.stdout == "1 False False\n", ran.stderr
+
+
+def test_closing_twice_is_closing_once_and_ops_after_it_are_refused(cluster):
+    session = cluster.connect()
+    assert not session.closed
+    session.close()
+    session.close()
+    assert session.closed
+    assert "closed" in repr(session)
+    with pytest.raises(racksum.SessionClosed, match="the client was closed"):
+        session.allreduce(np.ones(1, np.float32))
+    with pytest.raises(racksum.SessionClosed), session:
+        pass
+
+
+def test_closing_ends_what_another_thread_waits_for(cluster):
+    def work(session):
+        if session.rank == 1:
+            time.sleep(1.0)
+            return "late"
+        threading.Timer(0.3, session.close).start()
+        with pytest.raises(racksum.SessionClosed):
+            session.allreduce(np.ones(1, np.float32))
+        return "closed"
+
+    assert cluster.run(2, work) == ["closed", "late"]
+
+
+def test_a_session_that_nobody_holds_leaves_its_job(cluster):
+    job = cluster.new_job()
+    cluster.connect(job=job)
+    gc.collect()
+    with cluster.connect(job=job) as again:
+        assert again.allreduce(np.ones(1, np.float32)).tolist() == [1]
+
+
+def test_waiting_leaves_other_threads_alone(cluster):
+    def work(session):
+        if session.rank == 1:
+            time.sleep(0.5)
+            return session.allreduce(np.ones(1, np.float32)).item()
+        counted = 0
+        handle = session.allreduce(np.ones(1, np.float32), async_op=True)
+        waiter = threading.Thread(target=handle.wait)
+        waiter.start()
+        while waiter.is_alive():
+            counted += 1
+        assert counted > 1000, "this thread had to wait as well"
+        return handle.wait().item()
+
+    assert cluster.run(2, work) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "blocked",
+    [
+        "racksum.connect(sys.argv[1], job=sys.argv[2], rank=0, world=2)",
+        "connected().allreduce(numpy.ones(1, numpy.float32))",
+        "connected().allreduce(numpy.ones(1, numpy.float32), async_op=True).wait()",
+    ],
+    ids=["connect", "allreduce", "wait"],
+)
+def test_ctrl_c_works_while_waiting(cluster, blocked):
+    code = f"""
+        import sys, threading
+        import numpy, racksum
+
+        def connected():
+            def other():
+                kept.append(racksum.connect(sys.argv[1], job=sys.argv[2], rank=1, world=2))
+
+            thread = threading.Thread(target=other)
+            thread.start()
+            session = racksum.connect(sys.argv[1], job=sys.argv[2], rank=0, world=2)
+            thread.join()
+            print("connected", flush=True)
+            return session
+
+        kept = []
+        print("start", flush=True)
+        try:
+            {blocked}
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), cluster.address, cluster.new_job()],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "start\n"
+    if "connected()" in blocked:
+        assert process.stdout.readline() == "connected\n"
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=20)
+    assert said == "interrupted\n"
+    assert process.returncode == 0
+
+
+def test_a_fork_after_connecting_is_told_to_connect_itself(cluster):
+    held = [cluster.connect()]
+    held.append(held[0].allreduce(np.ones(1, np.float32), async_op=True))
+    child = os.fork()
+    if child == 0:
+        # The child must not run the rest of the tests, whatever comes.
+        code = 1
+        try:
+            code = in_child(*held)
+            held.clear()
+            gc.collect()
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    session, handle = held
+    assert handle.wait().item() == 1
+    assert session.allreduce(np.ones(1, np.float32)).item() == 1
+    session.close()
+
+
+def in_child(session: racksum.Session, handle: racksum.Handle) -> int:
+    """Returns 0 if the session of the parent says that it is not the child's."""
+    if not session.closed:
+        return 2
+    calls = [lambda: session.allreduce(np.ones(1, np.float32)), handle.wait, session.stats]
+    for nth, call in enumerate(calls):
+        try:
+            call()
+        except racksum.SessionClosed as error:
+            if "forked" not in str(error):
+                return 3 + nth
+        else:
+            return 13 + nth
+    session.close()
+    return 0
+
+
+def test_a_child_that_was_forked_may_connect(cluster):
+    with cluster.connect():
+        ran = python(
+            """
+            import os, sys
+            import numpy, racksum
+
+            session = racksum.connect(sys.argv[1], job=sys.argv[2], rank=0, world=1)
+            child = os.fork()
+            if child == 0:
+                own = racksum.connect(sys.argv[1], job=sys.argv[2] + "-child", rank=0, world=1)
+                assert own.allreduce(numpy.ones(2)).sum() == 2
+                sys.exit(7)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            assert session.allreduce(numpy.ones(2)).sum() == 2
+            """,
+            cluster.address,
+            cluster.new_job(),
+        )
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_a_script_that_never_closes_ends(cluster):
+    ran = python(
+        """
+        import sys
+        import numpy, racksum
+
+        session = racksum.connect(sys.argv[1], job=sys.argv[2], rank=0, world=1)
+        handle = session.allreduce(numpy.ones(100000), async_op=True)
+        """,
+        cluster.address,
+        cluster.new_job(),
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_a_killed_rank_is_named_to_the_others(cluster):
+    job = cluster.new_job()
+    code = """
+        import sys, time
+        import numpy, racksum
+
+        session = racksum.connect(sys.argv[1], job=sys.argv[2], rank=1, world=2)
+        session.allreduce(numpy.ones(10, numpy.float32))
+        time.sleep(60)
+    """
+    doomed = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), cluster.address, job])
+    with cluster.connect(job=job, world=2) as session:
+        session.allreduce(np.ones(10, np.float32))
+        doomed.kill()
+        doomed.wait()
+        with pytest.raises(racksum.PeerLost, match="lost rank 1") as lost:
+            session.allreduce(np.ones(10, np.float32))
+        assert lost.value.ranks == (1,)
+        assert isinstance(lost.value, ConnectionError)
+        with pytest.raises(racksum.PeerLost):
+            session.allreduce(np.ones(10, np.float32))
+
+
+def test_a_rank_that_does_not_call_is_named_when_time_is_up(cluster):
+    def work(session):
+        if session.rank == 1:
+            time.sleep(3.0)
+            return ()
+        with pytest.raises(racksum.OpTimeout, match="waiting for rank 1") as late:
+            session.allreduce(np.ones(10, np.float32))
+        assert isinstance(late.value, TimeoutError)
+        return late.value.missing
+
+    assert cluster.run(2, work, timeout=1.0) == [(1,), ()]
+
+
+def test_a_lost_aggregator_ends_the_session(aggregator):
+    with racksum.connect(aggregator.address, job="j", rank=0, world=1, timeout=20.0) as session:
+        session.allreduce(np.ones(10, np.float32))
+        aggregator.kill()
+        with pytest.raises((racksum.NoAggregator, racksum.SessionClosed)):
+            session.allreduce(np.ones(10, np.float32))
+
+
+def test_a_job_goes_on_at_its_second_aggregator(aggregator, shared_aggregator):
+    both = f"{aggregator.address},{shared_aggregator.address}"
+    with racksum.connect(both, job="second", rank=0, world=1, timeout=20.0) as session:
+        session.allreduce(np.ones(10, np.float32))
+        aggregator.kill()
+        assert session.allreduce(np.ones(10, np.float32)).sum() == 10

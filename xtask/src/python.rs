@@ -1,0 +1,46 @@
+//! The Python package: a Python of its own to test it with, and its tests.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, bail};
+
+use crate::machine;
+use crate::shell::{Cmd, path, target};
+
+/// Builds and installs the package as a user does, checks it and runs its tests.
+pub(crate) fn test(root: &Path) -> Result<()> {
+    let python = venv(root)?;
+    let package = root.join("python");
+    Cmd::new(path(&python)?, &["-m", "pip", "install", "--quiet", "--no-deps", path(&package)?])
+        .run(root)?;
+    // The aggregator that the tests call.
+    Cmd::cargo(&["build", "--release", "--locked", "-p", "racksum-cli"]).run(root)?;
+    for check in ["ruff check", "ruff format --check", "mypy", "pytest"] {
+        let module: Vec<&str> = ["-m"].into_iter().chain(check.split(' ')).collect();
+        Cmd::new(path(&python)?, &module).run(&package)?;
+    }
+    Ok(())
+}
+
+/// A Python with the pinned packages, made at the first use and whenever the pins change.
+pub(crate) fn venv(root: &Path) -> Result<PathBuf> {
+    let venv = target(root).join("venv");
+    let python = venv.join("bin/python");
+    let pins = root.join("python/requirements.txt");
+    let wanted = fs::read_to_string(&pins)?;
+    // Written last: what is there is whole.
+    let stamp = venv.join("installed.txt");
+    if fs::read_to_string(&stamp).is_ok_and(|installed| installed == wanted) {
+        return Ok(python);
+    }
+    let packages = ["python3", "python3-venv", "python3-pip"];
+    if let Some(why) = machine::provide(root, &["python3"], &packages)? {
+        bail!("{why}; install Python 3.11 or newer, with venv and pip");
+    }
+    Cmd::new("python3", &["-m", "venv", "--clear", path(&venv)?]).run(root)?;
+    let pip = ["-m", "pip", "install", "--quiet", "--requirement", path(&pins)?];
+    Cmd::new(path(&python)?, &pip).run(root)?;
+    fs::write(&stamp, &wanted)?;
+    Ok(python)
+}
