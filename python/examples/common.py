@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import racksum
 import racksum.torch
+
+Loss = Callable[[], torch.Tensor]
 
 
 def flags(description: str | None, *, steps: int) -> argparse.ArgumentParser:
@@ -40,54 +43,60 @@ class Run:
         torch.set_num_threads(1)
         torch.manual_seed(arguments.seed)
         self.session = racksum.connect() if arguments.backend == "racksum" else None
-        self.gradient_bytes = 0
+        self.ring_bytes: int | None = None
 
-    def wrap(self, model: nn.Module, **options: Any) -> DistributedDataParallel:
+    def wrap(
+        self, model: nn.Module, *, sparse: bool = False, **options: Any
+    ) -> DistributedDataParallel:
         """The model for all ranks: these are the lines that a script changes."""
         wrapped = DistributedDataParallel(model, **options)
         if self.session is not None:
             state = racksum.torch.State(self.session, wire=self.arguments.wire)
             wrapped.register_comm_hook(state, racksum.torch.allreduce_hook)
-        self.gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        # Gloo counts nothing; its ring sends each byte of dense gradients this often.
+        self.ring_bytes = None if sparse else 2 * (self.world - 1) * gradient_bytes // self.world
         return wrapped
 
-    def train(self, step: Any, samples: int) -> float:
-        """Calls ``step(i)``, which returns a loss, for each step, and prints what came of it."""
+    def train(self, step: Loss, held_out: Loss, samples: int) -> None:
+        """Trains, and prints what came of it.
+
+        :param step: Makes a step on ``samples`` samples of this rank; the loss before it.
+        :param held_out: The loss on samples that nobody trains on.
+        """
         arguments = self.arguments
-        loss = self._mean(step(0))
+        step()
         before = self._sent()
-        start = time.perf_counter()
+        took = 0.0
         for i in range(1, arguments.steps):
-            loss = step(i)
+            start = time.perf_counter()
+            step()
+            took += time.perf_counter() - start
             if arguments.curve and i % arguments.curve == 0:
-                self._say(step=i, loss=round(self._mean(loss), 6))
-        took = time.perf_counter() - start
+                self._say(step=i, loss=self._mean(held_out))
         steps = max(arguments.steps - 1, 1)
-        final = self._mean(loss)
-        # Gloo counts nothing; its ring sends each byte this often.
-        ring = 2 * (self.world - 1) * self.gradient_bytes // self.world
-        sent = ring if self.session is None else (self._sent() - before) // steps
+        sent = self.ring_bytes if self.session is None else (self._sent() - before) // steps
         self._say(
             backend=arguments.backend,
             ranks=self.world,
             steps_per_s=round(steps / took, 2),
             samples_per_s=round(steps * samples * self.world / took),
             sent_bytes_per_step=sent,
-            final_loss=round(final, 6),
+            final_loss=self._mean(held_out),
         )
         if self.session is not None:
             self.session.close()
         dist.destroy_process_group()
-        return final
 
     def _sent(self) -> int:
         """Bytes that this rank's session has sent so far."""
         return self.session.stats()["tx_bytes"] if self.session is not None else 0
 
-    def _mean(self, loss: torch.Tensor | float) -> float:
-        mean = torch.as_tensor(loss).detach().clone()
+    def _mean(self, held_out: Loss) -> float:
+        with torch.no_grad():
+            mean = held_out().detach().clone()
         dist.all_reduce(mean)
-        return mean.item() / self.world
+        return round(mean.item() / self.world, 6)
 
     def _say(self, **what: Any) -> None:
         if self.rank == 0:

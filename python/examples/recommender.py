@@ -18,6 +18,7 @@ from common import Run, flags
 USERS, ITEMS, WIDTH = 60_000, 40_000, 64
 TASTES = 8
 BATCH = 256
+HELD_OUT = 4096
 SKEW = 1.1
 
 
@@ -49,26 +50,31 @@ def main() -> None:
     truth = torch.Generator().manual_seed(0)
     tastes = torch.randn(USERS, TASTES, generator=truth)
     traits = torch.randn(ITEMS, TASTES, generator=truth)
-    seen_users, seen_items = skewed(USERS), skewed(ITEMS)
+    seen = skewed(USERS), skewed(ITEMS)
 
-    model = run.wrap(Towers(run.arguments.sparse))
+    sparse = run.arguments.sparse
+    model = run.wrap(Towers(sparse), sparse=sparse)
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
     drawn = torch.Generator().manual_seed(run.arguments.seed * 1000 + run.rank)
 
-    def draw(seen: torch.Tensor) -> torch.Tensor:
-        points = torch.rand(BATCH, generator=drawn, dtype=torch.float64) * seen[-1]
-        return torch.searchsorted(seen, points)
+    def draw(count: int) -> list[torch.Tensor]:
+        points = torch.rand(2, count, generator=drawn, dtype=torch.float64)
+        return [torch.searchsorted(s, p * s[-1]) for s, p in zip(seen, points, strict=True)]
 
-    def step(_: int) -> torch.Tensor:
-        users, items = draw(seen_users), draw(seen_items)
+    def loss_of(users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
         likes = ((tastes[users] * traits[items]).sum(1) > 0).float()
-        loss = nn.functional.binary_cross_entropy_with_logits(model(users, items), likes)
+        return nn.functional.binary_cross_entropy_with_logits(model(users, items), likes)
+
+    held_out = draw(HELD_OUT)
+
+    def step() -> torch.Tensor:
+        loss = loss_of(*draw(BATCH))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         return loss
 
-    run.train(step, samples=BATCH)
+    run.train(step, lambda: loss_of(*held_out), samples=BATCH)
 
 
 if __name__ == "__main__":

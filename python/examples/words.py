@@ -27,6 +27,7 @@ ROWS, WIDTH = 50_000, 256
 CLASSES = 500
 CONTEXT = 16
 BATCH = 32
+HELD_OUT = 4000
 FILES = 150
 
 
@@ -58,24 +59,29 @@ def main() -> None:
     common = {word: nth for nth, (word, _) in enumerate(Counter(words).most_common(CLASSES))}
     rows = torch.tensor([zlib.crc32(word.encode()) % ROWS for word in words])
     nexts = torch.tensor([common.get(word, -1) for word in words])
-    places = torch.nonzero(nexts[CONTEXT:] >= 0).flatten()[run.rank :: run.world]
+    places = torch.nonzero(nexts[CONTEXT:] >= 0).flatten()
+    # Each rank has places of its own, of both kinds; those that are held out are the last.
+    held_out = places[-HELD_OUT:][run.rank :: run.world]
+    places = places[:-HELD_OUT][run.rank :: run.world]
 
-    model = run.wrap(Words(run.arguments.sparse))
+    sparse = run.arguments.sparse
+    model = run.wrap(Words(sparse), sparse=sparse)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     drawn = torch.Generator().manual_seed(run.arguments.seed)
     window = torch.arange(CONTEXT)
 
-    def step(_: int) -> torch.Tensor:
-        batch = places[torch.randint(len(places), (BATCH,), generator=drawn)]
-        loss = nn.functional.cross_entropy(
-            model(rows[batch[:, None] + window]), nexts[batch + CONTEXT]
-        )
+    def loss_of(batch: torch.Tensor) -> torch.Tensor:
+        context = rows[batch[:, None] + window]
+        return nn.functional.cross_entropy(model(context), nexts[batch + CONTEXT])
+
+    def step() -> torch.Tensor:
+        loss = loss_of(places[torch.randint(len(places), (BATCH,), generator=drawn)])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         return loss
 
-    run.train(step, samples=BATCH)
+    run.train(step, lambda: loss_of(held_out), samples=BATCH)
 
 
 if __name__ == "__main__":
