@@ -41,7 +41,6 @@ pub(crate) fn of_op(py: Python<'_>, error: &Error) -> PyErr {
         | Error::Length { .. }
         | Error::Blocks(_)
         | Error::OtherClient => raise(py, "BadArgument", text),
-        Error::Submit(SubmitError::TooManyOps { .. }) => raise(py, "TooManyOps", text),
         Error::Submit(SubmitError::PeerLost { ranks, .. })
         | Error::Op(OpError::PeerLost { ranks, .. }) => {
             raise(py, "PeerLost", (text, numbers(ranks)))
@@ -55,6 +54,8 @@ pub(crate) fn of_op(py: Python<'_>, error: &Error) -> PyErr {
         Error::Op(OpError::NoAggregator { .. }) => raise(py, "NoAggregator", text),
         Error::Submit(SubmitError::Ended { .. } | SubmitError::OpsExhausted)
         | Error::Op(OpError::Ended { .. }) => raise(py, "SessionClosed", text),
+        // Room is waited for.
+        Error::Submit(SubmitError::TooManyOps { .. }) => raise(py, "Error", text),
     }
 }
 

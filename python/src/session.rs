@@ -6,7 +6,8 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use racksum_proto::descriptor::Descriptor;
-use racksum_worker::{Blocks, Client, ConnectError, Connecting};
+use racksum_proto::error::SubmitError;
+use racksum_worker::{Blocks, Client, ConnectError, Connecting, Error, Handle, Operand};
 
 use crate::errors::{of_connect, of_op, raise, read};
 use crate::memory::{read_from, region_of};
@@ -103,6 +104,30 @@ impl Call {
     }
 }
 
+impl Session {
+    /// Starts an op, once fewer are in flight than the job was granted.
+    fn start<T: Into<Operand> + Send>(
+        &self,
+        py: Python<'_>,
+        call: &Call,
+        operand: impl Fn(Python<'_>) -> T,
+    ) -> PyResult<Handle<T>> {
+        let client = self.client.get(py)?;
+        let descriptor = call.descriptor(py)?;
+        loop {
+            let operand = operand(py);
+            match py.detach(|| client.submit(operand, descriptor)) {
+                Ok(handle) => return Ok(handle),
+                Err(Error::Submit(SubmitError::TooManyOps { .. })) => {
+                    let has_room = |slice| client.has_room_within(call.lane, slice).then_some(());
+                    wait_in_slices(py, None, has_room)?;
+                }
+                Err(error) => return Err(of_op(py, &error)),
+            }
+        }
+    }
+}
+
 #[pymethods]
 impl Session {
     /// Joins a job, and returns once all its ranks have.
@@ -142,11 +167,8 @@ impl Session {
         nbytes: usize,
         owner: Py<PyAny>,
     ) -> PyResult<Op> {
-        let client = self.client.get(py)?;
-        let descriptor = call.descriptor(py)?;
-        let region = region_of(address, nbytes, owner);
-        let handle = py.detach(|| client.submit(region, descriptor));
-        let handle = handle.map_err(|error| of_op(py, &error))?;
+        let region = |py: Python<'_>| region_of(address, nbytes, owner.clone_ref(py));
+        let handle = self.start(py, &call, region)?;
         Ok(Op::new(self.client.clone(), Running::InPlace(handle)))
     }
 
@@ -162,17 +184,17 @@ impl Session {
         values: usize,
         nbytes: usize,
     ) -> PyResult<Op> {
-        let client = self.client.get(py)?;
-        let descriptor = call.descriptor(py)?;
-        let handle = py.detach(|| {
-            let places = read_from(indices, count * size_of::<i64>());
-            let (places, _) = places.as_chunks();
-            let place = |bytes: &[u8; 8]| u32::try_from(i64::from_ne_bytes(*bytes));
-            // What is beyond 32 bits is beyond any tensor, which the worker says.
-            let indices = places.iter().map(|bytes| place(bytes).unwrap_or(u32::MAX)).collect();
-            client.submit(Blocks { indices, values: read_from(values, nbytes) }, descriptor)
-        });
-        let handle = handle.map_err(|error| of_op(py, &error))?;
+        let blocks = |py: Python<'_>| {
+            py.detach(|| {
+                let places = read_from(indices, count * size_of::<i64>());
+                let (places, _) = places.as_chunks();
+                let place = |bytes: &[u8; 8]| u32::try_from(i64::from_ne_bytes(*bytes));
+                // What is beyond 32 bits is beyond any tensor, which the worker says.
+                let indices = places.iter().map(|bytes| place(bytes).unwrap_or(u32::MAX)).collect();
+                Blocks { indices, values: read_from(values, nbytes) }
+            })
+        };
+        let handle = self.start(py, &call, blocks)?;
         Ok(Op::new(self.client.clone(), Running::Blocks(handle)))
     }
 

@@ -30,9 +30,9 @@ class Ranks:
             ProcessPoolExecutor(1, spawn, _initialize, (rank, world, port)) for rank in range(world)
         ]
 
-    def run(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def run(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
         """Has every rank do the work, which is a function of a module, and returns what it gave."""
-        running = [pool.submit(work, *arguments) for pool in self._pools]
+        running = [pool.submit(work, *arguments, **named) for pool in self._pools]
         try:
             return [rank.result(timeout=100) for rank in running]
         except TimeoutError:

@@ -93,8 +93,10 @@ def test_waiting_leaves_other_threads_alone(cluster):
         "racksum.connect(sys.argv[1], job=sys.argv[2], rank=0, world=2)",
         "connected().allreduce(numpy.ones(1, numpy.float32))",
         "connected().allreduce(numpy.ones(1, numpy.float32), async_op=True).wait()",
+        "kept.append(connected()); "
+        "[kept[0].allreduce(numpy.ones(1, numpy.float32), async_op=True) for _ in range(1000)]",
     ],
-    ids=["connect", "allreduce", "wait"],
+    ids=["connect", "allreduce", "wait", "room"],
 )
 def test_ctrl_c_works_while_waiting(cluster, blocked):
     code = f"""

@@ -142,8 +142,11 @@ fn no_more_ops_are_taken_than_were_granted() {
                         client.submit(vec![0; 4], Descriptor::sum(1, DType::F32)).unwrap_err();
                     let max = usize::from(max);
                     assert_eq!(error, Error::Submit(SubmitError::TooManyOps { max }));
+                    assert!(!client.has_room_within(0, Duration::from_millis(20)));
                     full.clone().send(()).unwrap();
+                    assert!(client.has_room_within(0, Duration::from_secs(20)));
                 }
+                assert!(!client.has_room_within(2, Duration::ZERO), "there are two lanes");
                 // The refused op took no number: both ranks number the next alike.
                 let last = handles.split_off(1);
                 for (i, handle) in handles {

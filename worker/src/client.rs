@@ -139,7 +139,8 @@ impl Client {
     /// [`WireType::Fixed32`]: racksum_proto::dtype::WireType::Fixed32
     ///
     /// # Errors
-    /// Why the op was not taken.
+    /// Why the op was not taken: [`SubmitError::TooManyOps`] until
+    /// [`has_room_within`](Self::has_room_within) says otherwise.
     pub fn submit<T: Into<Operand>>(
         &self,
         operand: T,
@@ -204,7 +205,7 @@ impl Client {
     pub fn wait<T: TryFrom<Operand>>(&self, handle: Handle<T>) -> Result<Reduced<T>, Error> {
         self.check_own(&handle)?;
         let op = handle.op;
-        let ended = |state: &State| !state.engine.is_in_flight(op);
+        let ended = |state: &mut State| !state.engine.is_in_flight(op);
         let mut state = self.shared.await_that(self.shared.lock(), ended);
         let Finished { result, absent, payload } = state.engine.take(op).ok_or(GONE)?;
         drop(state);
@@ -219,9 +220,22 @@ impl Client {
     /// [`Error::OtherClient`] when another client started the op.
     pub fn ends_within<T>(&self, handle: &Handle<T>, limit: Duration) -> Result<bool, Error> {
         self.check_own(handle)?;
-        let ended = |state: &State| !state.engine.is_in_flight(handle.op);
+        let ended = |state: &mut State| !state.engine.is_in_flight(handle.op);
+        Ok(self.comes_within(limit, ended))
+    }
+
+    /// Waits until one more op of a lane may be in flight, but not longer than this. Returns
+    /// whether it may, unless another thread starts one first.
+    #[must_use]
+    pub fn has_room_within(&self, lane: u8, limit: Duration) -> bool {
+        let has_room = |engine: &mut Engine| engine.has_room(lane);
+        self.comes_within(limit, |state| state.run(has_room).unwrap_or(true))
+    }
+
+    fn comes_within(&self, limit: Duration, mut done: impl FnMut(&mut State) -> bool) -> bool {
         let deadline = Clock::start().now() + span(limit);
-        Ok(ended(&self.shared.await_until(deadline, self.shared.lock(), ended)))
+        let mut state = self.shared.await_until(deadline, self.shared.lock(), &mut done);
+        done(&mut state)
     }
 
     fn check_own<T>(&self, handle: &Handle<T>) -> Result<(), Error> {

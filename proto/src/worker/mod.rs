@@ -264,8 +264,11 @@ impl Worker {
         Ok(Geometry::new(descriptor).windows())
     }
 
-    /// Whether one more op of a lane may be in flight.
+    /// Whether one more op of a lane may be in flight; of a lane that there is not, none.
     pub fn has_room(&mut self, lane: u8) -> bool {
+        if lane >= self.config.lanes {
+            return false;
+        }
         // wire: W-43
         // An op whose outcome has not been polled is in flight as well.
         let running = self.ops.iter().filter(|op| !op.ended).count();

@@ -16,7 +16,6 @@ from racksum.errors import (
     PeerLost,
     Refused,
     SessionClosed,
-    TooManyOps,
     VersionMismatch,
 )
 from racksum.options import ConnectOptions
@@ -37,7 +36,6 @@ __all__ = [
     "Refused",
     "Session",
     "SessionClosed",
-    "TooManyOps",
     "VersionMismatch",
     "connect",
 ]

@@ -19,7 +19,6 @@ __all__ = [
     "PeerLost",
     "Refused",
     "SessionClosed",
-    "TooManyOps",
     "VersionMismatch",
 ]
 
@@ -82,10 +81,6 @@ class Overflow(Error, OverflowError):
     def __init__(self, text: str, element: int = 0) -> None:
         super().__init__(text)
         self.element = element
-
-
-class TooManyOps(Error):
-    """As many ops are in flight as the job was granted: wait for the oldest."""
 
 
 class SessionClosed(Error):

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 from racksum import _racksum
 from racksum.errors import BadArgument, SessionClosed
 from racksum.options import ConnectOptions
-from racksum.tensor import empty_like, memory_of
+from racksum.tensor import empty_like, memory_of, tag_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
+    from torch.futures import Future
     from typing_extensions import Self
 
 __all__ = ["Handle", "Session", "connect"]
@@ -154,7 +155,7 @@ class Session:
         wire: str | None = None,
         block: int = DEFAULT_BLOCK,
         lane: int = 0,
-        tag: int | None = None,
+        tag: int | str | None = None,
         async_op: bool = False,
     ) -> Any:
         """Reduces a numpy array or a torch tensor in place with those of all other ranks.
@@ -166,7 +167,7 @@ class Session:
             a scale a block) or ``"fixed32"``.
         :param block: Elements of a block, 32 to 1024, a power of two: blocks of zeros are not sent.
         :param lane: The lane; one of a lower number goes first.
-        :param tag: A number that all ranks must give alike; by default one of the shape.
+        :param tag: What all ranks must give alike, a number or a name; by default the shape.
         :param async_op: Return a :class:`Handle` at once, rather than ``x`` once it is reduced.
         :raises racksum.Mismatch: The ranks called it differently; all of them hear of it.
         :raises racksum.PeerLost: A rank is gone. The session is over.
@@ -180,7 +181,7 @@ class Session:
             op=op,
             block=block,
             lane=lane,
-            tag=memory.tag if tag is None else tag,
+            tag=memory.tag if tag is None else _number(tag),
         )
         started = self._session.submit(call, memory.address, memory.nbytes, x)
         handle = Handle(started, lambda _: x)
@@ -196,7 +197,7 @@ class Session:
         wire: str | None = None,
         block: int = DEFAULT_BLOCK,
         lane: int = 0,
-        tag: int = 0,
+        tag: int | str = 0,
         async_op: bool = False,
     ) -> Any:
         """Reduces a tensor of which only some blocks are given, as if all others were zero in it.
@@ -219,17 +220,16 @@ class Session:
             op=op,
             block=block,
             lane=lane,
-            tag=tag,
+            tag=_number(tag),
         )
         started = self._session.submit_blocks(
             call, places.address, places.elements, memory.address, memory.nbytes
         )
-        size = memory.nbytes // memory.elements if memory.elements else 1
 
         def result(sums: _racksum.Sums | None) -> tuple[T, T]:
             sums = cast("_racksum.Sums", sums)
             where = empty_like(indices, sums.count)
-            reduced = empty_like(values, sums.nbytes // size)
+            reduced = empty_like(values, sums.nbytes // values.itemsize)  # type: ignore[attr-defined]
             sums.copy_to(memory_of(where).address, memory_of(reduced).address)
             return where, reduced
 
@@ -301,6 +301,12 @@ class Handle(Generic[T]):
         """The same op with the result that ``work`` makes of this one's, when it is waited for."""
         return Handle(self._op, lambda sums: work(self._make_result(sums)))
 
+    def get_future(self) -> Future[T]:
+        """A :class:`torch.futures.Future` of the result, which a thread completes."""
+        from racksum.torch.work import future_of  # noqa: PLC0415 - only who calls this has torch.
+
+        return future_of(self)
+
     @property
     def absent(self) -> tuple[int, ...]:
         """The ranks that the result lacks, in a job that goes on without those it loses."""
@@ -339,6 +345,10 @@ class _Outcome(Generic[T]):
         if self.error is not None:
             raise self.error
         return cast("T", self.result)
+
+
+def _number(tag: int | str) -> int:
+    return tag_of(tag) if isinstance(tag, str) else tag
 
 
 def _pass_on_logs() -> None:

@@ -72,7 +72,7 @@ def _of_torch(torch: Any, x: Any) -> Memory:
         raise BadArgument(f"{_described(x)} is not contiguous; pass x.contiguous()")
     if x.is_conj() or x.is_neg():
         raise BadArgument(f"{_described(x)} is a lazy view; pass x.resolve_conj().resolve_neg()")
-    return Memory(x.data_ptr(), x.nbytes, x.numel(), dtype, _tag(x.shape))
+    return Memory(x.data_ptr(), x.nbytes, x.numel(), dtype, _tag_of_shape(x.shape))
 
 
 def _of_array(x: Any, interface: dict[str, Any]) -> Memory:
@@ -87,7 +87,7 @@ def _of_array(x: Any, interface: dict[str, Any]) -> Memory:
         )
     if not x.flags.c_contiguous:
         raise BadArgument(f"{_described(x)} is not contiguous; pass numpy.ascontiguousarray(x)")
-    return Memory(address, x.nbytes, x.size, dtype, _tag(x.shape))
+    return Memory(address, x.nbytes, x.size, dtype, _tag_of_shape(x.shape))
 
 
 def _dtype(name: str) -> str:
@@ -103,7 +103,10 @@ def _described(x: Any) -> str:
     return f"the tensor of shape {tuple(x.shape)} and type {x.dtype}"
 
 
-def _tag(shape: Any) -> int:
-    if len(shape) <= 1:
-        return 0
-    return zlib.crc32(repr(tuple(shape)).encode())
+def tag_of(what: str) -> int:
+    """A number that tells calls apart."""
+    return zlib.crc32(what.encode())
+
+
+def _tag_of_shape(shape: Any) -> int:
+    return tag_of(repr(tuple(shape))) if len(shape) > 1 else 0

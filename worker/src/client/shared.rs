@@ -112,7 +112,7 @@ impl Shared {
     pub(super) fn await_that<'a>(
         &'a self,
         state: MutexGuard<'a, State>,
-        done: impl Fn(&State) -> bool,
+        done: impl FnMut(&mut State) -> bool,
     ) -> MutexGuard<'a, State> {
         self.await_until(Time::NEVER, state, done)
     }
@@ -122,10 +122,10 @@ impl Shared {
         &'a self,
         deadline: Time,
         mut state: MutexGuard<'a, State>,
-        done: impl Fn(&State) -> bool,
+        mut done: impl FnMut(&mut State) -> bool,
     ) -> MutexGuard<'a, State> {
         state.waiting += 1;
-        while !done(&state) {
+        while !done(&mut state) {
             let left = left_until(deadline);
             if left == Some(Span::ZERO) {
                 break;
@@ -138,7 +138,7 @@ impl Shared {
                 state.asleep -= 1;
                 state.woken = state.woken.saturating_sub(1);
             } else {
-                state = self.drive(deadline, state, &done);
+                state = self.drive(deadline, state, &mut done);
             }
         }
         state.waiting -= 1;
@@ -168,11 +168,11 @@ impl Shared {
         &'a self,
         deadline: Time,
         mut state: MutexGuard<'a, State>,
-        done: impl Fn(&State) -> bool,
+        mut done: impl FnMut(&mut State) -> bool,
     ) -> MutexGuard<'a, State> {
         debug_assert!(!state.driving, "two threads would wake each other for every datagram");
         state.driving = true;
-        while !done(&state) {
+        while !done(&mut state) {
             let left = left_until(deadline);
             if left == Some(Span::ZERO) {
                 break;
@@ -282,12 +282,12 @@ impl Shared {
     /// Drives ops that nobody waits for.
     pub(super) fn drive_in_background(&self) {
         let mut state = self.lock();
-        let needless = |state: &State| state.waiting > 0 || state.is_at_rest();
+        let needless = |state: &mut State| state.waiting > 0 || state.is_at_rest();
         while !state.closed {
-            if needless(&state) {
+            if needless(&mut state) {
                 state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
             } else {
-                let told = |state: &State| state.closed || needless(state);
+                let told = |state: &mut State| state.closed || needless(state);
                 state = self.drive(Time::NEVER, state, told);
             }
         }

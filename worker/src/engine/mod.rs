@@ -284,6 +284,11 @@ impl Engine {
         self.payloads.contains_key(&op)
     }
 
+    /// Whether one more op of a lane may be in flight.
+    pub(crate) fn has_room(&mut self, lane: u8) -> bool {
+        self.machine.has_room(lane)
+    }
+
     /// Whether nothing is in flight, not even what other ranks may lack.
     pub(crate) fn is_idle(&self) -> bool {
         self.machine.is_idle()

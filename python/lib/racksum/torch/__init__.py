@@ -7,6 +7,8 @@
     model.register_comm_hook(racksum.torch.State(session), racksum.torch.allreduce_hook)
 """
 
+from racksum.torch.backend import Options
 from racksum.torch.hook import State, allreduce_hook
+from racksum.torch.sparse import allreduce_sparse
 
-__all__ = ["State", "allreduce_hook"]
+__all__ = ["Options", "State", "allreduce_hook", "allreduce_sparse"]

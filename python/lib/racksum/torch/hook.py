@@ -2,17 +2,17 @@
 
 # DDP looks at the annotations of a hook themselves, so that they are not put off here.
 import logging
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 from torch.futures import Future
 
 from racksum.errors import BadArgument
 from racksum.session import DEFAULT_BLOCK, Handle, Session
 from racksum.torch.compress import Compressor, Memory, ResidualMemory
 from racksum.torch.sparse import allreduce_sparse
+from racksum.torch.work import at_end_of_backward
 
 __all__ = ["State", "allreduce_hook"]
 
@@ -20,16 +20,6 @@ _log = logging.getLogger("racksum.torch")
 
 #: DDP rebuilds its buckets after the first step, so that what is known of one is of no use before.
 FIRST_STEADY_ITER = 2
-
-
-class _Running(NamedTuple):
-    """A bucket whose gradients are being averaged."""
-
-    handle: Handle[torch.Tensor]
-    future: Future[torch.Tensor]
-
-    def finish(self) -> None:
-        self.future.set_result(self.handle.wait())
 
 
 class State:
@@ -75,8 +65,6 @@ class State:
         self.iteration = 0
         self._bytes_before = 0
         self._bytes_after = 0
-        self._running: list[_Running] = []
-        self._in_backward = False
         _log.info(
             "allreduce_hook: wire=%s block=%d compressor=%s memory=%s start_iter=%d, %r",
             wire,
@@ -94,7 +82,7 @@ class State:
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the session, which is of this process."""
-        return {**self.__dict__, "session": None, "_running": []}
+        return {**self.__dict__, "session": None}
 
 
 def allreduce_hook(
@@ -104,32 +92,17 @@ def allreduce_hook(
     """Averages a bucket of gradients over the ranks of the session."""
     if state.session is None:
         raise BadArgument("the state has no session: one that was unpickled is to be given one")
-    if bucket.index() == 0:
-        # Of a step that failed, nobody waits for what it had begun.
-        state._running = []
-        state._in_backward = _at_end_of_backward(state)
-    running = _Running(_start(state, state.session, bucket), Future())
+    future: Future[torch.Tensor] = Future()
+    handle = _start(state, state.session, bucket)
     if bucket.is_last():
         state.iteration += 1
-    if state._in_backward:
-        state._running.append(running)
-    else:
-        running.finish()
-    return running.future
 
+    def finish() -> None:
+        future.set_result(handle.wait())
 
-def _at_end_of_backward(state: State) -> bool:
-    """Has the buckets of a step waited for when backward ends; false if this is not in one.
-
-    DDP waits for futures in C++, where an exception would lose its type. This is done in the same
-    place, just before that, on the thread that ran backward. The first step of a static graph calls
-    hooks once backward has ended, and a rank whose data has ended takes part in the steps of others
-    (``Join``) without one: there is no such place then.
-    """
-    if torch._C._current_autograd_node() is None:
-        return False
-    Variable._execution_engine.queue_callback(lambda: _finish(state))
-    return True
+    if not at_end_of_backward(finish):
+        finish()
+    return future
 
 
 def _start(
@@ -160,10 +133,3 @@ def _compressed(
     state._bytes_before += gradients.nbytes
     state._bytes_after += sum(tensor.nbytes for tensor in tensors)
     return compressor.decompress(tensors, ctx)
-
-
-def _finish(state: State) -> None:
-    """Waits for the buckets of a step, as DDP is about to."""
-    started, state._running = state._running, []
-    for running in started:
-        running.finish()

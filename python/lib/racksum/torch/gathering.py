@@ -1,0 +1,56 @@
+"""Gathering as a sum: of what each rank has in a place of its own, and zeros in all others.
+
+Blocks of zeros are not sent, so that each rank sends what is its own once, and what has all of it
+comes by multicast. Whatever the elements are, they are summed as integers, so that no bit changes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from racksum.torch.work import Pending
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from racksum.session import Session
+
+__all__ = ["broadcast", "gather_into"]
+
+_WORD = 4
+
+
+def broadcast(session: Session, x: torch.Tensor, root: int) -> Pending:
+    """Gives all ranks what the tensor of one rank has."""
+    if session.rank != root:
+        x.zero_()
+    words, finish = _words_of(x)
+    return _summed(session, words, f"broadcast from {root}").then(finish)
+
+
+def gather_into(session: Session, output: torch.Tensor, own: torch.Tensor) -> Pending:
+    """Fills ``output``, contiguous, with what all ranks have, rank by rank."""
+    parts = output.view(-1).view(session.world, -1)
+    # What is its own may lie in its place already.
+    parts[session.rank].copy_(own.reshape(-1))
+    parts[: session.rank].zero_()
+    parts[session.rank + 1 :].zero_()
+    words, finish = _words_of(output)
+    return _summed(session, words, "gather").then(finish)
+
+
+def _summed(session: Session, words: torch.Tensor, what: str) -> Pending:
+    # Ranks that call something else are told so.
+    return Pending(session.allreduce(words, tag=what, async_op=True).wait)
+
+
+def _words_of(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
+    """The memory of a contiguous tensor as integers, and what to do once they are summed."""
+    size = x.element_size()
+    if x.nbytes % _WORD == 0 and x.storage_offset() * size % _WORD == 0:
+        return x.view(-1).view(torch.uint8).view(torch.int32), lambda: None
+    octets = x.view(-1).view(torch.uint8)
+    copied = torch.nn.functional.pad(octets, (0, -x.nbytes % _WORD))
+    return copied.view(torch.int32), lambda: octets.copy_(copied[: x.nbytes])

@@ -1,0 +1,149 @@
+"""Ops in flight as PyTorch has them: futures, and works of a process group."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.futures import Future
+
+if TYPE_CHECKING:
+    from racksum.session import Handle
+
+__all__ = ["Pending", "Work", "at_end_of_backward", "future_of"]
+
+T = TypeVar("T")
+
+
+def at_end_of_backward(finish: Callable[[], Any]) -> bool:
+    """Has something done when backward ends; false if this is not called in one.
+
+    DDP waits for futures in C++, where an exception would lose its type. This is done in the same
+    place, just before that, on the thread that ran backward. The first step of a static graph calls
+    hooks once backward has ended, and a rank whose data has ended takes part in the steps of others
+    (``Join``) without one: there is no such place then.
+    """
+    if torch._C._current_autograd_node() is None:
+        return False
+    Variable._execution_engine.queue_callback(finish)
+    return True
+
+
+class Pending(NamedTuple):
+    """Something that ends: an op of racksum's, or what another backend does."""
+
+    wait: Callable[[float | None], Any]
+
+    @classmethod
+    def of_work(cls, work: dist.Work) -> Pending:
+        """What another backend does."""
+
+        def wait(seconds: float | None) -> bool:
+            return work.wait() if seconds is None else work.wait(timedelta(seconds=seconds))
+
+        return cls(wait)
+
+    def then(self, finish: Callable[[], Any]) -> Pending:
+        """The same, with something to do after it, once."""
+        finished = False
+
+        def wait(seconds: float | None) -> None:
+            nonlocal finished
+            self.wait(seconds)
+            if not finished:
+                finished = True
+                finish()
+
+        return Pending(wait)
+
+
+class Work(dist._Work):  # type: ignore[name-defined,misc]
+    """A collective in flight, and the tensors that it writes to.
+
+    Users have torch's own object in front of it, which asks it for no more than this: they find out
+    whether it has ended from its future.
+    """
+
+    def __init__(self, parts: Sequence[Pending], result: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._parts = parts
+        self._result = result
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits for all of it; a limit of zero is none."""
+        seconds = timeout.total_seconds() if timeout else None
+        for part in self._parts:
+            part.wait(seconds)
+        return True
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        """A future of the tensors."""
+        ended: Future[None] = Future()
+
+        def complete() -> None:
+            try:
+                self.wait()
+            finally:
+                ended.set_result(None)
+
+        if not at_end_of_backward(complete):
+            _completer.do(complete)
+        # What is raised here is an error for those as well who wait in C++.
+        return ended.then(self._result_after)
+
+    def _result_after(self, _: Future[None]) -> list[torch.Tensor]:
+        self.wait()
+        return self._result
+
+
+def future_of(handle: Handle[T]) -> Future[T]:
+    """A future of an op's result, which a thread completes: ops in the order of these calls."""
+    future: Future[T] = Future()
+
+    def complete() -> None:
+        try:
+            future.set_result(handle.wait())
+        except Exception as error:
+            future.set_exception(error)  # type: ignore[arg-type]
+
+    _completer.do(complete)
+    return future
+
+
+class _Completer:
+    """A thread, once there is something for it, that waits for ops."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._things: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._pid = 0
+
+    def do(self, thing: Callable[[], None]) -> None:
+        """Has the thread do something after what it was given before."""
+        with self._lock:
+            # A fork has no threads of the process that it was forked from.
+            if self._pid != os.getpid():
+                self._pid, self._things = os.getpid(), queue.SimpleQueue()
+                arguments = (self._things,)
+                threading.Thread(
+                    target=_do_all, args=arguments, name="racksum-futures", daemon=True
+                ).start()
+        self._things.put(thing)
+
+
+def _do_all(things: queue.SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        # Whoever has the future is told.
+        with contextlib.suppress(Exception):
+            things.get()()
+
+
+_completer = _Completer()

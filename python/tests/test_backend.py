@@ -1,0 +1,330 @@
+"""The c10d backend: every collective gives what Gloo gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import racksum
+import racksum.torch
+from conftest import Aggregator
+from ranks import Ranks
+
+WORLD = 3
+
+
+@pytest.fixture(scope="module")
+def ranks(shared_aggregator: Aggregator) -> Iterator[Ranks]:
+    ranks = Ranks(WORLD)
+    ranks.run(make_group, shared_aggregator.address)
+    yield ranks
+    ranks.close()
+
+
+_groups: dict[str, Any] = {}
+
+
+def make_group(address: str) -> None:
+    options = racksum.torch.Options(aggregator=address, job="backend")
+    _groups["racksum"] = dist.new_group(backend="racksum", pg_options=options)
+    _groups["gloo"] = None
+
+
+def both(collective: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
+    """What a collective gives with either backend."""
+    made = []
+    for backend in ("racksum", "gloo"):
+        torch.manual_seed(dist.get_rank())
+        made.append(collective(_groups[backend], *arguments))
+    return made[0], made[1]
+
+
+def same(collective: Callable[..., Any], *arguments: Any) -> None:
+    torch.testing.assert_close(*both(collective, *arguments), rtol=1e-6, atol=1e-6)
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.randint(-4, 5, shape).to(dtype)
+
+
+def allreduced(group: Any, op: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    x = numbers(shape, dtype)
+    dist.all_reduce(x, op, group=group)
+    return x
+
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int32,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+]
+OPS = ["SUM", "MIN", "MAX", "PRODUCT"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_allreduce(ranks: Ranks, op: str, dtype: torch.dtype) -> None:
+    ranks.run(check_allreduce, op, dtype)
+
+
+def check_allreduce(op: str, dtype: torch.dtype) -> None:
+    for shape in [(), (1,), (5, 7), (1000,), (0,)]:
+        same(allreduced, getattr(dist.ReduceOp, op), dtype, shape)
+
+
+def test_the_average_and_a_factor_are_gloos_sum_of_parts(ranks: Ranks) -> None:
+    ranks.run(check_average)
+
+
+def check_average() -> None:
+    x, mean, scaled = torch.full((10,), dist.get_rank() + 1.0), torch.ones(10), torch.ones(10)
+    dist.all_reduce(x, dist.ReduceOp.AVG, group=_groups["racksum"])
+    assert x.tolist() == [2.0] * 10
+    dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.5), group=_groups["racksum"])
+    assert scaled.tolist() == [0.5 * WORLD] * 10
+    assert mean.tolist() == [1.0] * 10
+
+
+@pytest.mark.parametrize("op", ["BAND", "BOR", "BXOR"])
+def test_bitwise_operators_are_gloos(ranks: Ranks, op: str) -> None:
+    ranks.run(check_allreduce, op, torch.int32)
+
+
+def test_booleans_and_complex_numbers(ranks: Ranks) -> None:
+    ranks.run(check_booleans_and_complex_numbers)
+
+
+def check_booleans_and_complex_numbers() -> None:
+    group, rank = _groups["racksum"], dist.get_rank()
+    for op, expected in [("SUM", True), ("MAX", True), ("MIN", False), ("PRODUCT", False)]:
+        x = torch.tensor([rank == 0, False, True])
+        dist.all_reduce(x, getattr(dist.ReduceOp, op), group=group)
+        assert x.tolist() == [expected, False, True], op
+    z = torch.full((3,), complex(rank, 1))
+    dist.all_reduce(z, group=group)
+    assert z.tolist() == [complex(3, 3)] * 3
+
+
+def test_the_average_of_integers_is_refused(ranks: Ranks) -> None:
+    ranks.run(check_average_of_integers)
+
+
+def check_average_of_integers() -> None:
+    with pytest.raises(racksum.BadArgument, match="not defined for i32"):
+        dist.all_reduce(
+            torch.ones(3, dtype=torch.int32), dist.ReduceOp.AVG, group=_groups["racksum"]
+        )
+    same(allreduced, dist.ReduceOp.SUM, torch.float32, (10,))
+
+
+def broadcasted(group: Any, dtype: torch.dtype, shape: tuple[int, ...], src: int) -> torch.Tensor:
+    x = numbers(shape, dtype)
+    dist.broadcast(x, src, group=group)
+    return x
+
+
+def gathered(group: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> list[torch.Tensor]:
+    parts = [torch.empty(shape, dtype=dtype) for _ in range(WORLD)]
+    dist.all_gather(parts, numbers(shape, dtype), group=group)
+    return parts
+
+
+def gathered_in_one(group: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    whole = torch.empty((WORLD * (shape[0] if shape else 1), *shape[1:]), dtype=dtype)
+    dist.all_gather_into_tensor(whole, numbers(shape or (1,), dtype), group=group)
+    return whole
+
+
+def scattered(group: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    own = torch.empty(shape, dtype=dtype)
+    dist.reduce_scatter(own, [numbers(shape, dtype) for _ in range(WORLD)], group=group)
+    return own
+
+
+def scattered_of_one(group: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    own = torch.empty(shape or (1,), dtype=dtype)
+    whole = numbers((WORLD * (shape[0] if shape else 1), *shape[1:]), dtype)
+    before = whole.clone()
+    dist.reduce_scatter_tensor(own, whole, group=group)
+    assert torch.equal(whole, before), "what is given stays as it is"
+    return own
+
+
+def reduced(group: Any, dtype: torch.dtype, shape: tuple[int, ...], dst: int) -> torch.Tensor:
+    x = numbers(shape, dtype)
+    dist.reduce(x, dst, group=group)
+    return x if dist.get_rank() == dst else torch.empty(0)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8], ids=str
+)
+def test_collectives(ranks: Ranks, dtype: torch.dtype) -> None:
+    ranks.run(check_collectives, dtype)
+
+
+def check_collectives(dtype: torch.dtype) -> None:
+    for shape in [(), (1,), (5, 7), (1000,)]:
+        for root in range(WORLD):
+            same(broadcasted, dtype, shape, root)
+            same(reduced, dtype, shape, root)
+        for collective in (gathered, gathered_in_one, scattered, scattered_of_one):
+            same(collective, dtype, shape)
+
+
+def test_what_is_broadcast_and_gathered_keeps_its_bits(ranks: Ranks) -> None:
+    ranks.run(check_bits)
+
+
+def check_bits() -> None:
+    odd = torch.tensor([-0.0, float("nan"), 1e-45, float("-inf")])
+    words = odd.view(torch.int32).tolist()
+    got = odd.clone() if dist.get_rank() == 1 else torch.ones(4)
+    dist.broadcast(got, 1, group=_groups["racksum"])
+    assert got.view(torch.int32).tolist() == words
+    parts = [torch.ones(4) for _ in range(WORLD)]
+    dist.all_gather(parts, odd, group=_groups["racksum"])
+    assert [part.view(torch.int32).tolist() for part in parts] == [words] * WORLD
+
+
+def test_gathering_in_place(ranks: Ranks) -> None:
+    ranks.run(check_gathering_in_place)
+
+
+def check_gathering_in_place() -> None:
+    whole = torch.zeros(WORLD, 10)
+    own = whole[dist.get_rank()]
+    own.fill_(dist.get_rank())
+    dist.all_gather_into_tensor(whole.view(-1), own, group=_groups["racksum"])
+    assert whole.mean(1).tolist() == [0.0, 1.0, 2.0]
+
+
+def test_what_goes_from_one_rank_to_another_is_gloos(ranks: Ranks) -> None:
+    ranks.run(check_delegated)
+
+
+def check_delegated() -> None:
+    group, rank = _groups["racksum"], dist.get_rank()
+    if rank == 0:
+        dist.send(torch.arange(5), 2, group=group)
+    if rank == 2:
+        got = torch.empty(5, dtype=torch.int64)
+        dist.recv(got, 0, group=group)
+        assert got.tolist() == list(range(5))
+    into = torch.empty(WORLD, dtype=torch.int64)
+    dist.all_to_all_single(into, torch.full((WORLD,), rank), group=group)
+    assert into.tolist() == [0, 1, 2]
+    parts = [torch.empty(1) for _ in range(WORLD)] if rank == 1 else None
+    dist.gather(torch.tensor([float(rank)]), parts, dst=1, group=group)
+    assert parts is None or [part.item() for part in parts] == [0, 1, 2]
+    own = torch.empty(1)
+    dist.scatter(
+        own,
+        [torch.tensor([float(i)]) for i in range(WORLD)] if rank == 1 else None,
+        src=1,
+        group=group,
+    )
+    assert own.item() == rank
+
+
+def test_objects(ranks: Ranks) -> None:
+    ranks.run(check_objects)
+
+
+def check_objects() -> None:
+    group, rank = _groups["racksum"], dist.get_rank()
+    things: list[Any] = [None] * WORLD
+    dist.all_gather_object(things, {"rank": rank, "text": "x" * rank}, group=group)
+    assert [thing["rank"] for thing in things] == [0, 1, 2]
+    one = ["hello"] if rank == 2 else [None]
+    dist.broadcast_object_list(one, src=2, group=group)
+    assert one == ["hello"]
+
+
+def test_asynchronous_and_coalesced(ranks: Ranks) -> None:
+    ranks.run(check_asynchronous)
+
+
+def check_asynchronous() -> None:
+    group = _groups["racksum"]
+    xs = [torch.full((100,), float(i)) for i in range(200)]
+    works = [dist.all_reduce(x, group=group, async_op=True) for x in xs]
+    futures = [work.get_future() for work in works[::2]]
+    for work in works[1::2]:
+        work.wait()
+    for future in futures:
+        future.wait()
+    assert [x[0].item() for x in xs] == [float(WORLD * i) for i in range(200)]
+    assert all(future.done() for future in futures)
+    with dist._coalescing_manager(group):
+        for x in xs[:3]:
+            dist.all_reduce(x, group=group)
+    assert [x[0].item() for x in xs[:3]] == [0, 9, 18]
+
+
+def test_sparse(ranks: Ranks) -> None:
+    ranks.run(check_sparse)
+
+
+def check_sparse() -> None:
+    torch.manual_seed(dist.get_rank())
+    rows = torch.randint(0, 50, (1, 0 if dist.get_rank() == 1 else 20))
+    x = torch.sparse_coo_tensor(rows, torch.randn(rows.shape[1], 8), (50, 8))
+    dense = x.to_dense()
+    dist.all_reduce(dense)
+    dist.all_reduce(x, group=_groups["racksum"])
+    torch.testing.assert_close(x.to_dense(), dense)
+
+
+def test_subsets_and_a_barrier(ranks: Ranks, shared_aggregator: Aggregator) -> None:
+    ranks.run(check_subsets, shared_aggregator.address)
+
+
+def check_subsets(address: str) -> None:
+    options = racksum.torch.Options(aggregator=address, job="subsets")
+    group = dist.new_group([0, 2], backend="racksum", pg_options=options)
+    if dist.get_rank() != 1:
+        x = torch.ones(3) * dist.get_rank()
+        dist.all_reduce(x, group=group)
+        assert x.tolist() == [2.0] * 3
+        dist.broadcast(x, 2, group=group)
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+    dist.barrier(_groups["racksum"])
+
+
+def test_ranks_that_call_different_collectives_are_told(
+    ranks: Ranks, shared_aggregator: Aggregator
+) -> None:
+    ranks.run(check_mismatch, shared_aggregator.address)
+
+
+def check_mismatch(address: str) -> None:
+    options = racksum.torch.Options(aggregator=address, job="mismatch")
+    group = dist.new_group(backend="racksum", pg_options=options)
+    x = torch.ones(8, dtype=torch.int32)
+    with pytest.raises(racksum.Mismatch):
+        dist.broadcast(x, dist.get_rank(), group=group)
+    dist.all_reduce(x, group=group)
+    dist.destroy_process_group(group)
+
+
+def test_no_aggregator_is_an_error_of_its_type(ranks: Ranks) -> None:
+    ranks.run(check_nobody_there)
+
+
+def check_nobody_there() -> None:
+    options = racksum.torch.Options(aggregator="127.0.0.1:9", job="nobody", join_timeout=2.0)
+    group = dist.new_group(backend="racksum", pg_options=options)
+    with pytest.raises(racksum.NoAggregator, match=r"127\.0\.0\.1:9"):
+        dist.all_reduce(torch.ones(1), group=group)
+    dist.destroy_process_group(group)

@@ -1,0 +1,165 @@
+"""DDP with the hook, and on the backend: the same training as on Gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import racksum
+import racksum.torch
+from ranks import TIMEOUT, Ranks, session_of_group
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+class Net(nn.Module):
+    """An embedding, of which a step touches few rows, and a part that not every step uses."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(500, 32, sparse=sparse)
+        self.hidden = nn.Linear(32, 64)
+        self.extra = nn.Linear(64, 64)
+        self.out = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor, extra: bool = True) -> torch.Tensor:
+        hidden = torch.relu(self.hidden(self.words(x).mean(1)))
+        return self.out(self.extra(hidden) if extra else hidden)
+
+
+@contextmanager
+def wrapped(
+    through: str, address: str, job: str, state: dict[str, Any], **options: Any
+) -> Iterator[DistributedDataParallel]:
+    """A model whose gradients go through this."""
+    torch.manual_seed(1)
+    net = Net(options.pop("sparse", False))
+    limit = {"timeout": TIMEOUT, "join_timeout": TIMEOUT}
+    if through == "backend":
+        pg_options = racksum.torch.Options(aggregator=address, job=job, **limit, **state)
+        group = dist.new_group(backend="racksum", pg_options=pg_options)
+        yield DistributedDataParallel(net, process_group=group, **options)
+        dist.destroy_process_group(group)
+        return
+    model = DistributedDataParallel(net, **options)
+    if through == "gloo":
+        yield model
+        return
+    with session_of_group(address, job) as session:
+        model.register_comm_hook(
+            racksum.torch.State(session, **state), racksum.torch.allreduce_hook
+        )
+        yield model
+
+
+def train(
+    through: str,
+    address: str,
+    job: str,
+    *,
+    steps: int = 5,
+    uneven: bool = False,
+    accumulate: bool = False,
+    state: dict[str, Any] | None = None,
+    **ddp: Any,
+) -> list[torch.Tensor]:
+    """Trains a few steps, and returns the weights."""
+    with wrapped(through, address, job, state or {}, bucket_cap_mb=0.05, **ddp) as model:
+        return _train(model, steps, uneven, accumulate)
+
+
+def _train(
+    model: DistributedDataParallel, steps: int, uneven: bool, accumulate: bool
+) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(steps):
+        x = torch.randint(500, (16, 8), generator=data)
+        y = torch.randint(10, (16,), generator=data)
+        extra = not (uneven and step % 2)
+        skip = accumulate and step % 2 == 0
+        with model.no_sync() if skip else nullcontext():
+            nn.functional.cross_entropy(model(x, extra), y).backward()
+        if not skip:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+THROUGH = ["hook", "backend"]
+
+
+def keywords(options: dict[str, Any]) -> str:
+    return "-".join(options) or "plain"
+
+
+@pytest.mark.parametrize("through", THROUGH)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"find_unused_parameters": True, "uneven": True},
+        {"accumulate": True},
+        {"sparse": True},
+    ],
+    ids=keywords,
+)
+def test_training_is_as_with_gloo(ranks, cluster, through, options):
+    gloo = ranks.run(train, "gloo", "", "", **options)
+    ours = ranks.run(train, through, cluster.address, cluster.new_job(), **options)
+    for of_gloo, of_one, of_other in zip(gloo[0], ours[0], ours[1], strict=True):
+        assert torch.equal(of_one, of_other), "the ranks have parted"
+        torch.testing.assert_close(of_one, of_gloo)
+
+
+@pytest.mark.parametrize("through", THROUGH)
+def test_the_same_training_twice_gives_the_same_bits(ranks, cluster, through):
+    once, again = (ranks.run(train, through, cluster.address, cluster.new_job()) for _ in range(2))
+    for one, other in zip(once[0], again[0], strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("through", THROUGH)
+def test_a_narrow_wire_is_near(ranks, cluster, through):
+    exact = ranks.run(train, through, cluster.address, cluster.new_job())
+    near = ranks.run(train, through, cluster.address, cluster.new_job(), state={"wire": "bf16"})
+    differs = False
+    for one, other in zip(exact[0], near[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.01)
+        differs |= not torch.equal(one, other)
+    assert differs
+
+
+def lose_a_rank(through: str, address: str, job: str, static: bool) -> str:
+    """Trains until rank 1 leaves; returns what rank 0 is told by backward."""
+    with wrapped(through, address, job, {}, static_graph=static) as model:
+        for step in range(3):
+            loss = model(torch.zeros(4, 8, dtype=torch.long)).sum()
+            if step == 2 and dist.get_rank() == 1:
+                return "left"
+            try:
+                loss.backward()
+            except racksum.PeerLost as lost:
+                return f"lost {lost.ranks}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("through", THROUGH)
+@pytest.mark.parametrize("static", [False, True])
+def test_a_lost_rank_is_an_error_of_backward_with_its_type(ranks, cluster, through, static):
+    told = ranks.run(lose_a_rank, through, cluster.address, cluster.new_job(), static)
+    assert told == ["lost (1,)", "left"]
