@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 import racksum
 import racksum.torch
 
 Loss = Callable[[], torch.Tensor]
+Step = Callable[[torch.Generator], None]
 
 
 def flags(description: str | None, *, steps: int) -> argparse.ArgumentParser:
@@ -29,6 +33,8 @@ def flags(description: str | None, *, steps: int) -> argparse.ArgumentParser:
     parser.add_argument("--wire", help="how gradients travel with racksum: bf16, f16, int8")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--curve", type=int, metavar="N", help="print the loss every N steps")
+    parser.add_argument("--checkpoint", type=Path, help="go on where it is, if it is there")
+    parser.add_argument("--save-every", type=int, metavar="N", help="save it every N steps")
     return parser
 
 
@@ -42,7 +48,7 @@ class Run:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         torch.set_num_threads(1)
         torch.manual_seed(arguments.seed)
-        self.session = racksum.connect() if arguments.backend == "racksum" else None
+        self.session = racksum.torch.connect() if arguments.backend == "racksum" else None
         self.ring_bytes: int | None = None
 
     def wrap(
@@ -58,35 +64,65 @@ class Run:
         self.ring_bytes = None if sparse else 2 * (self.world - 1) * gradient_bytes // self.world
         return wrapped
 
-    def train(self, step: Loss, held_out: Loss, samples: int) -> None:
+    def train(
+        self, model: nn.Module, optimizer: Optimizer, step: Step, held_out: Loss, samples: int
+    ) -> None:
         """Trains, and prints what came of it.
 
-        :param step: Makes a step on ``samples`` samples of this rank; the loss before it.
+        :param step: Makes a step on ``samples`` samples of this rank, which it draws with what it
+            is given.
         :param held_out: The loss on samples that nobody trains on.
         """
+        keeps = {"model": model, "optimizer": optimizer}
         arguments = self.arguments
-        step()
-        before = self._sent()
-        took = 0.0
-        for i in range(1, arguments.steps):
+        first, took, before = self._load(keeps), 0.0, 0
+        for i in range(first, arguments.steps):
+            draw = torch.Generator().manual_seed(hash((arguments.seed, self.rank, i)))
             start = time.perf_counter()
-            step()
-            took += time.perf_counter() - start
-            if arguments.curve and i % arguments.curve == 0:
-                self._say(step=i, loss=self._mean(held_out))
-        steps = max(arguments.steps - 1, 1)
+            step(draw)
+            if i == first:
+                # Of the first step the time and the bytes are of no interest.
+                before = self._sent()
+            else:
+                took += time.perf_counter() - start
+            done = i + 1
+            if arguments.curve and done % arguments.curve == 0:
+                self._say(step=done, loss=self._mean(held_out))
+            if arguments.save_every and done % arguments.save_every == 0:
+                self._save(keeps, done)
+        steps = max(arguments.steps - first - 1, 1)
         sent = self.ring_bytes if self.session is None else (self._sent() - before) // steps
         self._say(
             backend=arguments.backend,
             ranks=self.world,
-            steps_per_s=round(steps / took, 2),
-            samples_per_s=round(steps * samples * self.world / took),
+            steps_per_s=round(steps / took, 2) if took else None,
+            samples_per_s=round(steps * samples * self.world / took) if took else None,
             sent_bytes_per_step=sent,
             final_loss=self._mean(held_out),
+            weights=_digest(model),
         )
         if self.session is not None:
             self.session.close()
         dist.destroy_process_group()
+
+    def _load(self, keeps: dict[str, Any]) -> int:
+        """Takes up what a checkpoint holds, if there is one; returns the step it is of."""
+        path = self.arguments.checkpoint
+        if path is None or not path.exists():
+            return 0
+        saved = torch.load(path, weights_only=True)
+        for name, kept in keeps.items():
+            kept.load_state_dict(saved[name])
+        return saved["step"]
+
+    def _save(self, keeps: dict[str, Any], step: int) -> None:
+        """Leaves a checkpoint, which all ranks have alike: whole, or not at all."""
+        if self.rank == 0:
+            path = self.arguments.checkpoint
+            partial = path.with_suffix(".partial")
+            saved = {name: kept.state_dict() for name, kept in keeps.items()}
+            torch.save({"step": step, **saved}, partial)
+            partial.replace(path)
 
     def _sent(self) -> int:
         """Bytes that this rank's session has sent so far."""
@@ -101,3 +137,11 @@ class Run:
     def _say(self, **what: Any) -> None:
         if self.rank == 0:
             print(json.dumps(what), flush=True)
+
+
+def _digest(model: nn.Module) -> str:
+    """Tells weights apart that differ in any bit."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -44,19 +44,17 @@ def main() -> None:
     own = own[run.rank :: run.world]
     images, labels = images[own], labels[own]
     seen = len(images) - HELD_OUT // run.world
-    drawn = torch.Generator().manual_seed(run.arguments.seed)
 
     def loss_of(batch: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(model(images[batch]), labels[batch])
 
-    def step() -> torch.Tensor:
-        loss = loss_of(torch.randint(seen, (BATCH,), generator=drawn))
+    def step(draw: torch.Generator) -> None:
+        loss = loss_of(torch.randint(seen, (BATCH,), generator=draw))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        return loss
 
-    run.train(step, lambda: loss_of(torch.arange(seen, len(images))), samples=BATCH)
+    run.train(model, optimizer, step, lambda: loss_of(torch.arange(seen, len(images))), BATCH)
 
 
 if __name__ == "__main__":

@@ -55,26 +55,24 @@ def main() -> None:
     sparse = run.arguments.sparse
     model = run.wrap(Towers(sparse), sparse=sparse)
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
-    drawn = torch.Generator().manual_seed(run.arguments.seed * 1000 + run.rank)
 
-    def draw(count: int) -> list[torch.Tensor]:
-        points = torch.rand(2, count, generator=drawn, dtype=torch.float64)
+    def sample(count: int, draw: torch.Generator) -> list[torch.Tensor]:
+        points = torch.rand(2, count, generator=draw, dtype=torch.float64)
         return [torch.searchsorted(s, p * s[-1]) for s, p in zip(seen, points, strict=True)]
 
     def loss_of(users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
         likes = ((tastes[users] * traits[items]).sum(1) > 0).float()
         return nn.functional.binary_cross_entropy_with_logits(model(users, items), likes)
 
-    held_out = draw(HELD_OUT)
+    held_out = sample(HELD_OUT, torch.Generator().manual_seed(run.rank))
 
-    def step() -> torch.Tensor:
-        loss = loss_of(*draw(BATCH))
+    def step(draw: torch.Generator) -> None:
+        loss = loss_of(*sample(BATCH, draw))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        return loss
 
-    run.train(step, lambda: loss_of(*held_out), samples=BATCH)
+    run.train(model, optimizer, step, lambda: loss_of(*held_out), BATCH)
 
 
 if __name__ == "__main__":

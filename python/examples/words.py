@@ -67,21 +67,19 @@ def main() -> None:
     sparse = run.arguments.sparse
     model = run.wrap(Words(sparse), sparse=sparse)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    drawn = torch.Generator().manual_seed(run.arguments.seed)
     window = torch.arange(CONTEXT)
 
     def loss_of(batch: torch.Tensor) -> torch.Tensor:
         context = rows[batch[:, None] + window]
         return nn.functional.cross_entropy(model(context), nexts[batch + CONTEXT])
 
-    def step() -> torch.Tensor:
-        loss = loss_of(places[torch.randint(len(places), (BATCH,), generator=drawn)])
+    def step(draw: torch.Generator) -> None:
+        loss = loss_of(places[torch.randint(len(places), (BATCH,), generator=draw)])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        return loss
 
-    run.train(step, lambda: loss_of(held_out), samples=BATCH)
+    run.train(model, optimizer, step, lambda: loss_of(held_out), BATCH)
 
 
 if __name__ == "__main__":

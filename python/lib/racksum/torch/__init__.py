@@ -1,14 +1,23 @@
-"""What PyTorch takes: a communication hook for DDP.
+"""What PyTorch takes: a communication hook for DDP, one for FSDP2, and a backend of c10d.
 
 .. code-block:: python
 
-    session = racksum.connect("aggregator:7177")
+    session = racksum.torch.connect("aggregator:7177")
     model = DistributedDataParallel(model)
     model.register_comm_hook(racksum.torch.State(session), racksum.torch.allreduce_hook)
 """
 
 from racksum.torch.backend import Options
+from racksum.torch.fsdp import set_all_reduce_hook
+from racksum.torch.groups import connect
 from racksum.torch.hook import State, allreduce_hook
 from racksum.torch.sparse import allreduce_sparse
 
-__all__ = ["Options", "State", "allreduce_hook", "allreduce_sparse"]
+__all__ = [
+    "Options",
+    "State",
+    "allreduce_hook",
+    "allreduce_sparse",
+    "connect",
+    "set_all_reduce_hook",
+]

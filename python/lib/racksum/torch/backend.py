@@ -7,7 +7,6 @@ what goes from one rank to another, and operators and elements that racksum lack
 from __future__ import annotations
 
 import dataclasses
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,7 @@ from racksum.errors import BadArgument
 from racksum.options import ConnectOptions
 from racksum.session import DEFAULT_BLOCK, Session
 from racksum.torch.gathering import broadcast, gather_into
+from racksum.torch.groups import new_generation, of_group
 from racksum.torch.sparse import allreduce_sparse
 from racksum.torch.work import Pending, Work
 
@@ -85,7 +85,7 @@ class RacksumBackend(Backend):
             group.timeout,
         )
         if self.rank() == 0:
-            group.store.set(_GENERATION, str(int(time.time())))
+            group.store.set(_GENERATION, str(new_generation()))
 
     def getBackendName(self) -> str:  # noqa: N802 - c10d's name.
         """``racksum``."""
@@ -101,8 +101,8 @@ class RacksumBackend(Backend):
                 **{**limits, **self._options.connect}, rank=self.rank(), world=self.size()
             )
             generation = int(self._store.get(_GENERATION))
-            job = f"{options.job}/{self._name}"
-            self._session = Session(dataclasses.replace(options, job=job, generation=generation))
+            options = dataclasses.replace(options, generation=generation)
+            self._session = Session(of_group(options, self._name))
         return self._session
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:

@@ -1,0 +1,40 @@
+"""FSDP2: replicas of a sharded model whose gradients racksum averages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.distributed.fsdp import FSDPModule
+
+from racksum.errors import BadArgument
+from racksum.session import DEFAULT_BLOCK, Session
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["set_all_reduce_hook"]
+
+
+def set_all_reduce_hook(
+    model: nn.Module, session: Session, *, wire: str | None = None, block: int = DEFAULT_BLOCK
+) -> None:
+    """Has replicas average the gradients of their shards, as HSDP does.
+
+    Each replica shards the model over ranks of its own, ``fully_shard(model, mesh=shards)``; the
+    session's ranks are those that have the same shard (``racksum.torch.connect(group=replicas)``).
+
+    :param model: What ``fully_shard`` was applied to, whole or in parts.
+    :param session: The ranks that have this rank's shard.
+    :param wire: How gradients travel, if not unchanged: see :meth:`racksum.Session.allreduce`.
+    :param block: Elements of a block: blocks of zeros are not sent.
+    """
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not sharded:
+        raise BadArgument("nothing of the model is sharded: call fully_shard on it first")
+
+    def average(gradients: torch.Tensor) -> None:
+        session.allreduce(gradients, "avg", wire=wire, block=block)
+
+    for module in sharded:
+        module.set_all_reduce_hook(average)

@@ -1,0 +1,82 @@
+"""FSDP2: on the backend, and with replicas whose gradients racksum averages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import racksum
+import racksum.torch
+from ranks import TIMEOUT, Ranks, session_of_group
+
+WORLD = 4
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(WORLD)
+    yield ranks
+    ranks.close()
+
+
+def trained(shards: DeviceMesh, session: racksum.Session | None) -> list[torch.Tensor]:
+    """The weights after some steps of a model that is sharded over these ranks."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(30, 50), nn.GELU(), nn.Linear(50, 7))
+    for part in model:
+        fully_shard(part, mesh=shards)
+    fully_shard(model, mesh=shards)
+    if session is not None:
+        racksum.torch.set_all_reduce_hook(model, session)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(5):
+        x = torch.randn(16, 30, generator=data)
+        nn.functional.mse_loss(model(x), x[:, :7]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+def on_gloo() -> list[torch.Tensor]:
+    return trained(init_device_mesh("cpu", (WORLD,)), None)
+
+
+def on_the_backend(address: str, job: str) -> list[torch.Tensor]:
+    options = racksum.torch.Options(aggregator=address, job=job, timeout=TIMEOUT)
+    group = dist.new_group(backend="racksum", pg_options=options)
+    weights = trained(DeviceMesh.from_group(group, "cpu"), None)
+    dist.destroy_process_group(group)
+    return weights
+
+
+def in_replicas(address: str, job: str) -> list[torch.Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    replicas = mesh["replicas"].get_group()
+    with racksum.torch.connect(address, group=replicas, job=job, timeout=TIMEOUT) as session:
+        return trained(mesh["shards"], session)
+
+
+@pytest.mark.parametrize("ours", [on_the_backend, in_replicas])
+def test_training_is_as_with_gloo(ranks, cluster, ours):
+    gloo = ranks.run(on_gloo)
+    weights = ranks.run(ours, cluster.address, cluster.new_job())
+    for rank in weights:
+        for of_rank, of_gloo in zip(rank, gloo[0], strict=True):
+            torch.testing.assert_close(of_rank, of_gloo)
+
+
+def hook_of_what_is_whole(address: str, job: str) -> None:
+    refused = pytest.raises(racksum.BadArgument, match="call fully_shard on it first")
+    with session_of_group(address, job) as session, refused:
+        racksum.torch.set_all_reduce_hook(nn.Linear(2, 2), session)
+
+
+def test_a_model_that_is_not_sharded_is_refused(ranks, cluster):
+    ranks.run(hook_of_what_is_whole, cluster.address, cluster.new_job())
