@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -43,9 +45,12 @@ class Run:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         # DDP itself needs a group, for what it does besides gradients.
-        dist.init_process_group("gloo")
+        store, self.rank, self.world = next(rendezvous("env://"))
+        # Ranks that torchrun 2.15 starts again find the store as it was, with old addresses in it.
+        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"life {life}", store)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world)
         self.arguments = arguments
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
         torch.set_num_threads(1)
         torch.manual_seed(arguments.seed)
         self.session = racksum.torch.connect() if arguments.backend == "racksum" else None

@@ -7,6 +7,7 @@ what goes from one rank to another, and operators and elements that racksum lack
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from racksum.errors import BadArgument
 from racksum.options import ConnectOptions
 from racksum.session import DEFAULT_BLOCK, Session
 from racksum.torch.gathering import broadcast, gather_into
-from racksum.torch.groups import new_generation, of_group
+from racksum.torch.groups import is_generation_given, new_generation, of_group
 from racksum.torch.sparse import allreduce_sparse
 from racksum.torch.work import Pending, Work
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["Options", "register"]
-
-_GENERATION = "racksum/generation"
 
 _Op: Any = dist.ReduceOp.RedOpType
 
@@ -65,27 +64,19 @@ class Options:
 
 
 class RacksumBackend(Backend):
-    """The ranks of a process group. They join a job of their own when they first reduce.
-
-    Which life of the job it is, is the time at which the group's first rank made the group.
-    """
+    """The ranks of a process group. They join a job of their own when they first reduce."""
 
     def __init__(self, group: Any, options: Options) -> None:
         super().__init__(group.group_rank, group.group_size)
         self._options = options
-        self._store = group.store
         self._name = group.group_id
         self._timeout = group.timeout
         self._session: Session | None = None
         self._coalesced: list[Pending] | None = None
-        self._gloo: Any = ProcessGroupGloo(
-            PrefixStore("racksum/gloo", group.store),
-            group.group_rank,
-            group.group_size,
-            group.timeout,
-        )
-        if self.rank() == 0:
-            group.store.set(_GENERATION, str(new_generation()))
+        # Ranks that torchrun 2.15 starts again find the store as it was, with old addresses in it.
+        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = PrefixStore(f"racksum/gloo/{life}", group.store)
+        self._gloo: Any = ProcessGroupGloo(store, self.rank(), self.size(), group.timeout)
 
     def getBackendName(self) -> str:  # noqa: N802 - c10d's name.
         """``racksum``."""
@@ -100,8 +91,9 @@ class RacksumBackend(Backend):
             options = ConnectOptions.resolve(
                 **{**limits, **self._options.connect}, rank=self.rank(), world=self.size()
             )
-            generation = int(self._store.get(_GENERATION))
-            options = dataclasses.replace(options, generation=generation)
+            if not is_generation_given(self._options.connect):
+                agreed = self._agreed(new_generation())
+                options = dataclasses.replace(options, generation=agreed)
             self._session = Session(of_group(options, self._name))
         return self._session
 
@@ -221,6 +213,12 @@ class RacksumBackend(Backend):
     def abort(self) -> None:
         """Leaves the job: what is in flight fails."""
         self.shutdown()
+
+    def _agreed(self, number: int) -> int:
+        """The number of the group's first rank."""
+        agreed = torch.tensor([number])
+        self._gloo.broadcast(agreed, 0).wait()
+        return int(agreed)
 
     def _reduced(self, x: Tensor, opts: Any) -> Pending:
         """Starts reducing a tensor in place, whoever can."""

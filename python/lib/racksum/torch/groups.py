@@ -38,14 +38,19 @@ def connect(
     own = {"rank": dist.get_rank(group), "world": dist.get_world_size(group)}
     if own["rank"] < 0:
         raise BadArgument("this process is not in the group")
-    begun = [new_generation()]
-    dist.broadcast_object_list(begun, group_src=0, group=group)
-    if not os.environ.get("RACKSUM_GENERATION"):
-        options.setdefault("generation", begun[0])
+    if not is_generation_given(options):
+        begun = [new_generation()]
+        dist.broadcast_object_list(begun, group_src=0, group=group)
+        options["generation"] = begun[0]
     found = ConnectOptions.resolve(aggregator=aggregator, **options, **own)
     if group is not None and group is not dist.group.WORLD:
         found = of_group(found, group.group_name)
     return Session(found)
+
+
+def is_generation_given(options: dict[str, Any]) -> bool:
+    """Whether the user says which life of the job it is."""
+    return "generation" in options or bool(os.environ.get("RACKSUM_GENERATION"))
 
 
 def new_generation() -> int:
