@@ -10,7 +10,6 @@ mod admission;
 mod arena;
 mod config;
 mod failure;
-pub mod kernel;
 mod lifelines;
 mod locks;
 mod outbox;

@@ -8,6 +8,7 @@
 use std::collections::VecDeque;
 
 use bytes::BytesMut;
+use racksum_kernels::fold;
 use racksum_proto::aggregator::{Aggregation, Config, Fold, Place, ResultFragments};
 use racksum_proto::arith::Fold as Terms;
 use racksum_proto::dtype::WireType;
@@ -17,7 +18,6 @@ use racksum_proto::ids::Rank;
 use racksum_proto::wire::Header;
 
 use crate::arena::Arena;
-use crate::kernel;
 
 /// Most ranks of a job.
 pub const MAX_WORLD: u16 = 256;
@@ -300,7 +300,7 @@ impl Pieces<'_> {
     fn apply(&self, run: &Run<'_>, inputs: &[&[u8]], out: &mut [u8]) {
         let terms = Terms { world: u32::from(self.fold.weight), absent: run.absent };
         let descriptor = &self.fold.descriptor;
-        kernel::fold_run(descriptor.wire, descriptor.reduction, terms, inputs, out)
+        fold::fold_run(descriptor.wire, descriptor.reduction, terms, inputs, out)
             .expect("the plan gives runs of one length, of a descriptor that is valid");
     }
 

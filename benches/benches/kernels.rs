@@ -9,13 +9,12 @@ mod setting;
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput};
-use racksum_aggregator::kernel as fold_kernel;
 use racksum_benches::{WORLD, contribution, gradient, sparse};
+use racksum_kernels::{codec, fold};
 use racksum_proto::arith::Fold;
 use racksum_proto::dtype::{DType, Reduction, WireType};
 use racksum_proto::ids::{Generation, JobId, OpId, Rank, WindowId};
 use racksum_proto::wire::{Header, Kind};
-use racksum_worker::kernel as worker_kernel;
 
 fn main() {
     let mut criterion = setting::criterion();
@@ -57,8 +56,7 @@ fn scans(criterion: &mut Criterion) {
                 bencher.iter(|| {
                     for window in tensor.chunks_mut(WINDOW_LEN) {
                         let window = black_box(window);
-                        let occupancy =
-                            worker_kernel::scan_window(DType::F32, BLOCK_ELEMENTS, window);
+                        let occupancy = codec::scan_window(DType::F32, BLOCK_ELEMENTS, window);
                         black_box(occupancy);
                     }
                 });
@@ -124,8 +122,7 @@ fn bench_fold(
         bencher.iter(|| {
             for (inputs, out) in runs.iter().zip(out.chunks_mut(step)) {
                 let inputs = black_box(inputs.as_slice());
-                fold_kernel::fold_run(wire, reduction, fold, inputs, out)
-                    .expect("the inputs are alike");
+                fold::fold_run(wire, reduction, fold, inputs, out).expect("the inputs are alike");
             }
             black_box(&mut out);
         });
@@ -140,7 +137,7 @@ fn elementwise_conversions(criterion: &mut Criterion) {
         group.throughput(Throughput::Bytes(CACHED_LEN as u64));
         group.bench_function(BenchmarkId::new("encode", wire.name()), |bencher| {
             bencher.iter(|| {
-                worker_kernel::encode_run(DType::F32, wire, black_box(&src), &mut encoded)
+                codec::encode_run(DType::F32, wire, black_box(&src), &mut encoded)
                     .expect("f32 travels as the wire type");
                 black_box(&mut encoded);
             });
@@ -148,7 +145,7 @@ fn elementwise_conversions(criterion: &mut Criterion) {
         let mut decoded = vec![0; CACHED_LEN];
         group.bench_function(BenchmarkId::new("decode", wire.name()), |bencher| {
             bencher.iter(|| {
-                worker_kernel::decode_run(wire, DType::F32, black_box(&encoded), &mut decoded)
+                codec::decode_run(wire, DType::F32, black_box(&encoded), &mut decoded)
                     .expect("f32 travels as the wire type");
                 black_box(&mut decoded);
             });
@@ -169,7 +166,7 @@ fn scaled_conversions(criterion: &mut Criterion) {
             bencher.iter(|| {
                 let blocks = black_box(&src).chunks(tensor_block);
                 for (x, block) in blocks.zip(encoded.chunks_mut(wire_block)) {
-                    worker_kernel::encode_block(DType::F32, wire, WORLD, x, block)
+                    codec::encode_block(DType::F32, wire, WORLD, x, block)
                         .expect("f32 travels as the wire type");
                 }
                 black_box(&mut encoded);
@@ -180,7 +177,7 @@ fn scaled_conversions(criterion: &mut Criterion) {
             bencher.iter(|| {
                 let blocks = black_box(&encoded).chunks(wire_block);
                 for (block, y) in blocks.zip(decoded.chunks_mut(tensor_block)) {
-                    worker_kernel::decode_block(wire, DType::F32, block, y)
+                    codec::decode_block(wire, DType::F32, block, y)
                         .expect("f32 travels as the wire type");
                 }
                 black_box(&mut decoded);

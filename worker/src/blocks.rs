@@ -6,6 +6,7 @@
 use std::num::NonZeroU32;
 use std::ops::Range;
 
+use racksum_kernels::codec;
 use racksum_proto::arith::{self, ArithError, Fold, MAX_WORLD};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction};
@@ -13,7 +14,6 @@ use racksum_proto::geometry::{Geometry, Packed};
 use racksum_proto::worker::Delivery;
 
 use crate::error::Error;
-use crate::kernel;
 
 /// Blocks of a tensor: their places, and their values one after the other.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -89,7 +89,7 @@ impl BlockSet {
         let Blocks { indices, values } = &mut self.input;
         for (index, block) in indices.iter().zip(values.chunks_mut(elements * dtype.size())) {
             // wire: W-48
-            if kernel::scan_window(dtype, elements, block) != 0 {
+            if codec::scan_window(dtype, elements, block) != 0 {
                 let (window, block) = place(geometry, *index);
                 masks[window as usize] |= 1 << block;
             }

@@ -14,7 +14,6 @@ mod exponents;
 mod fault;
 mod grant;
 mod join;
-pub mod kernel;
 mod lookout;
 mod operand;
 mod options;

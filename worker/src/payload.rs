@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use racksum_kernels::codec;
 use racksum_proto::arith;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::WireType;
@@ -14,7 +15,6 @@ use racksum_proto::worker::{DataFragments, Delivery};
 
 use crate::blocks::BlockSet;
 use crate::exponents::{Exponents, agreement};
-use crate::kernel;
 use crate::tensor::Region;
 
 /// What an op reads and writes.
@@ -129,7 +129,7 @@ impl Payload {
         let range = self.bytes_of(self.geometry.elements_of(index));
         let block_elements = self.geometry.block_elements();
         // A list of blocks is scanned as a whole, before its op starts.
-        kernel::scan_window(dtype, block_elements, self.data.bytes_mut(range))
+        codec::scan_window(dtype, block_elements, self.data.bytes_mut(range))
     }
 
     /// The non-zero blocks of each window of a list of blocks; of a tensor they are found as it is
@@ -175,7 +175,7 @@ impl Payload {
         let Descriptor { dtype, wire, .. } = self.descriptor;
         let block = &mut whole[..wire.block_len(packed.elements)];
         self.each_source(packed, |src, _| {
-            kernel::encode_block(dtype, wire, self.world, src, block)
+            codec::encode_block(dtype, wire, self.world, src, block)
                 .expect("a valid descriptor encodes");
         });
         block
@@ -255,7 +255,7 @@ impl Payload {
             self.each_source(stretch, |src, offset| {
                 let len = src.len() / dtype.size() * wire.element_size();
                 let out = &mut body[offset..offset + len];
-                kernel::encode_run(dtype, wire, src, out).expect("a valid descriptor encodes");
+                codec::encode_run(dtype, wire, src, out).expect("a valid descriptor encodes");
             });
         }
     }
@@ -339,7 +339,7 @@ impl Payload {
         let Descriptor { dtype, wire, .. } = self.descriptor;
         let size = wire.element_size();
         let decode = |src: &[u8], dst: &mut [u8]| {
-            kernel::decode_run(wire, dtype, src, dst).expect("a valid descriptor decodes");
+            codec::decode_run(wire, dtype, src, dst).expect("a valid descriptor decodes");
         };
         if let Data::Blocks(blocks) = &mut self.data {
             // What a list holds of a window lies as it does in the payload.
@@ -350,11 +350,11 @@ impl Payload {
         // Of a sparse window they lie apart: some are on their way while one is written.
         let mut ahead = stretches.clone().skip(1);
         for next in ahead.by_ref().take(STRETCHES_AHEAD) {
-            kernel::prefetch_to_write(self.target(delivery.window, next, 0));
+            codec::prefetch_to_write(self.target(delivery.window, next, 0));
         }
         for stretch in stretches {
             if let Some(next) = ahead.next() {
-                kernel::prefetch_to_write(self.target(delivery.window, next, 0));
+                codec::prefetch_to_write(self.target(delivery.window, next, 0));
             }
             let src = &body[stretch.offset..][..stretch.elements * size];
             decode(src, self.target(delivery.window, stretch, 0));
@@ -371,7 +371,7 @@ impl Payload {
             }
             let dst = self.target(window, packed, before);
             before += dst.len();
-            kernel::decode_block(wire, dtype, src, dst).expect("a valid descriptor decodes");
+            codec::decode_block(wire, dtype, src, dst).expect("a valid descriptor decodes");
         }
         overflow
     }

@@ -17,11 +17,12 @@ enum MayImport {
 }
 
 /// The table of ARCHITECTURE.md. A crate without a row is a mistake.
-const ARROWS: [(&str, MayImport); 11] = [
+const ARROWS: [(&str, MayImport); 12] = [
     ("racksum-proto", MayImport::Only(&[])),
     ("racksum-net", MayImport::Only(&["racksum-proto"])),
-    ("racksum-aggregator", MayImport::Only(&["racksum-proto", "racksum-net"])),
-    ("racksum-worker", MayImport::Only(&["racksum-proto", "racksum-net"])),
+    ("racksum-kernels", MayImport::Only(&["racksum-proto"])),
+    ("racksum-aggregator", MayImport::Only(&["racksum-proto", "racksum-net", "racksum-kernels"])),
+    ("racksum-worker", MayImport::Only(&["racksum-proto", "racksum-net", "racksum-kernels"])),
     ("racksum-python", MayImport::Only(&["racksum-proto", "racksum-worker"])),
     ("racksum-sim", MayImport::Only(&["racksum-proto"])),
     (
@@ -29,6 +30,7 @@ const ARROWS: [(&str, MayImport); 11] = [
         MayImport::Only(&[
             "racksum-proto",
             "racksum-net",
+            "racksum-kernels",
             "racksum-aggregator",
             "racksum-worker",
             "racksum-sim",

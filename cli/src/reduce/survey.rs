@@ -4,9 +4,9 @@
 //! tensor, and for each block how many ranks hold it, as a digit of an i64 with room for the
 //! world. Digits of blocks that nobody holds are zero, and zeroes cost nothing on the wire.
 
+use racksum_kernels::codec;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
-use racksum_worker::kernel;
 
 use super::file::{Digest, GradientFile, Tensor};
 use crate::exit::Failure;
@@ -155,7 +155,7 @@ impl Layout {
             let window = &mut window[..step.min(tensor.len - from)];
             file.read(tensor, from, window)?;
             let blocks = window.len().div_ceil(block * self.descriptor.dtype.size());
-            let mask = kernel::scan_window(self.descriptor.dtype, block, window);
+            let mask = codec::scan_window(self.descriptor.dtype, block, window);
             held.extend((0..blocks).map(|block| mask >> block & 1 == 1));
         }
         Ok(held)

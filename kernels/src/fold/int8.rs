@@ -7,9 +7,9 @@ use racksum_proto::arith::{INT8_MAX, MAX_BLOCK_ELEMENTS, int8_scale};
 use racksum_proto::dtype::SCALE_LEN;
 
 use super::combine::Combine;
-use super::level::Task;
-use super::number::Number;
-use super::simd::Simd;
+use crate::level::Task;
+use crate::number::Number;
+use crate::simd::Simd;
 
 /// A fold of the blocks `inputs` to the block `out`, all of one length.
 pub(super) struct Run<'a, C> {

@@ -6,8 +6,8 @@ use std::marker::PhantomData;
 use racksum_proto::arith::{FIXED32_OVERFLOW, fixed32_overflowed};
 
 use super::combine::Combine;
-use super::level::Task;
-use super::simd::Simd;
+use crate::level::Task;
+use crate::simd::Simd;
 
 /// A fold of the blocks `inputs` to the block `out`, all of one length.
 pub(super) struct Run<'a, C> {

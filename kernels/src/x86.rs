@@ -6,15 +6,15 @@
 
 use std::arch::x86_64::*;
 
-use super::simd::{Halves, Lanes, Simd};
+use crate::simd::{Halves, Lanes, Simd};
 
 /// A machine with AVX2 and F16C.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Avx2(());
+pub(crate) struct Avx2(());
 
 /// A machine with the F, BW, DQ and VL parts of AVX-512.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Avx512(());
+pub(crate) struct Avx512(());
 
 impl Avx2 {
     /// The proof.
@@ -22,7 +22,7 @@ impl Avx2 {
     /// # Safety
     ///
     /// The machine has AVX2 and F16C.
-    pub(super) unsafe fn assume() -> Self {
+    pub(crate) unsafe fn assume() -> Self {
         Self(())
     }
 }
@@ -33,7 +33,7 @@ impl Avx512 {
     /// # Safety
     ///
     /// The machine has AVX-512 F, BW, DQ and VL.
-    pub(super) unsafe fn assume() -> Self {
+    pub(crate) unsafe fn assume() -> Self {
         Self(())
     }
 }

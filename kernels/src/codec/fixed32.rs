@@ -6,7 +6,8 @@ use std::marker::PhantomData;
 use racksum_proto::arith::{FIXED32_OVERFLOW, fixed32_exponent};
 
 use super::element::Wide;
-use super::level::Task;
+use crate::level::Task;
+use crate::simd::Simd;
 
 /// Encodes elements of `E` as one block.
 pub(super) struct Encode<'a, E> {
@@ -27,7 +28,7 @@ impl<E: Wide> Task for Encode<'_, E> {
     type Output = ();
 
     #[inline(always)]
-    fn run(self) {
+    fn run<S: Simd>(self, _: S) {
         let elements = E::elements(self.src);
         // Magnitudes are in the order of their bits, with the infinity and the NaNs at the end.
         let mut max_bits = 0;
@@ -53,7 +54,7 @@ impl<E: Wide> Task for Decode<'_, E> {
     type Output = ();
 
     #[inline(always)]
-    fn run(self) {
+    fn run<S: Simd>(self, _: S) {
         let (head, words) =
             self.block.split_first_chunk().expect("check_decode_block refuses a short block");
         let exponent = i32::from_le_bytes(*head);

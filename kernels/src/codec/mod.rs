@@ -10,7 +10,6 @@ mod convert;
 mod element;
 mod fixed32;
 mod int8;
-mod level;
 mod prefetch;
 mod scan;
 #[cfg(test)]
@@ -26,8 +25,8 @@ use racksum_proto::dtype::{DType, WireType};
 
 use self::convert::Convert;
 use self::element::{Bf16, Element, F16, F32, F64, Wide};
-pub use self::level::Level;
 use self::scan::Scan;
+use crate::level::Level;
 
 /// The occupancy of `window`: bit `b` is set if block `b`, of `block_elements` elements, has an
 /// element other than zero. The last block may be short. A zero block is rewritten to +0.0.
@@ -105,7 +104,7 @@ pub fn decode_block(
 
 /// Asks for the memory of `run`, which is written soon, and is not next to what is written now.
 /// Of a long one the beginning is asked for, and the processor goes on by itself.
-pub(crate) fn prefetch_to_write(run: &[u8]) {
+pub fn prefetch_to_write(run: &[u8]) {
     prefetch::to_write(&run[..run.len().min(prefetch::AHEAD)], 0);
 }
 

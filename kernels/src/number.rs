@@ -1,7 +1,7 @@
 //! Single numbers without branches, so that the compiler makes vectors of a few of them.
 
 /// A number that contributions are folded in.
-pub(super) trait Number: Copy {
+pub(crate) trait Number: Copy {
     /// What an absent rank holds.
     const ZERO: Self;
 
@@ -115,14 +115,14 @@ integer_number!(i64);
 
 /// The value of the bf16 with the bits `x`.
 #[inline(always)]
-pub(super) fn bf16_to_f32(x: u16) -> f32 {
+pub(crate) fn bf16_to_f32(x: u16) -> f32 {
     f32::from_bits(u32::from(x) << 16)
 }
 
 /// The bits of the bf16 nearest to `x`.
 #[inline(always)]
 #[expect(clippy::cast_possible_truncation, reason = "the upper half of 32 bits")]
-pub(super) fn f32_to_bf16(x: f32) -> u16 {
+pub(crate) fn f32_to_bf16(x: f32) -> u16 {
     let bits = x.to_bits();
     // Half a step, less the bit that makes an even one of a tie; past the largest, the carry
     // makes an infinity.
@@ -132,7 +132,7 @@ pub(super) fn f32_to_bf16(x: f32) -> u16 {
 
 /// The value of the f16 with the bits `x`.
 #[inline(always)]
-pub(super) fn f16_to_f32(x: u16) -> f32 {
+pub(crate) fn f16_to_f32(x: u16) -> f32 {
     let x = u32::from(x);
     // The exponent and fraction in their f32 places, where the exponent is 112 too small. The
     // product with 2^112 is exact, and makes normal numbers of denormals.
@@ -146,7 +146,7 @@ pub(super) fn f16_to_f32(x: u16) -> f32 {
 /// The bits of the f16 nearest to `x`.
 #[inline(always)]
 #[expect(clippy::cast_possible_truncation, reason = "a 16-bit pattern in 32 bits")]
-pub(super) fn f32_to_f16(x: f32) -> u16 {
+pub(crate) fn f32_to_f16(x: f32) -> u16 {
     let sign = (x.to_bits() >> 16) & 0x8000;
     let bits = x.to_bits() & 0x7fff_ffff;
     // Denormals: at 0.5 the distance between f32 neighbours is the least f16, so that the sum

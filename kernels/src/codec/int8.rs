@@ -6,7 +6,8 @@ use std::marker::PhantomData;
 use racksum_proto::arith::{INT8_MAX, int8_scale};
 
 use super::element::{Element, F32};
-use super::level::Task;
+use crate::level::Task;
+use crate::simd::Simd;
 
 /// Encodes elements of `E` as one block.
 pub(super) struct Encode<'a, E> {
@@ -26,7 +27,7 @@ impl<E: Element> Task for Encode<'_, E> {
     type Output = ();
 
     #[inline(always)]
-    fn run(self) {
+    fn run<S: Simd>(self, _: S) {
         let elements = E::elements(self.src);
         // Magnitudes are in the order of their bits, with the infinity and the NaNs at the end.
         let mut max_bits = 0;
@@ -51,7 +52,7 @@ impl<E: Element> Task for Decode<'_, E> {
     type Output = ();
 
     #[inline(always)]
-    fn run(self) {
+    fn run<S: Simd>(self, _: S) {
         let (head, bytes) =
             self.block.split_first_chunk().expect("check_decode_block refuses a short block");
         let scale = f32::from_le_bytes(*head);

@@ -2,10 +2,10 @@
 
 use std::array::from_fn;
 
-use super::number::{Number, bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+use crate::number::{Number, bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 
 /// An instruction set. To have a value of it proves that the machine has it.
-pub(super) trait Simd:
+pub(crate) trait Simd:
     Lanes<f32> + Lanes<f64> + Lanes<i32> + Lanes<i64> + Halves + Copy
 {
     /// How long a vector is.
@@ -13,7 +13,7 @@ pub(super) trait Simd:
 }
 
 /// Vectors of `N`.
-pub(super) trait Lanes<N>: Copy {
+pub(crate) trait Lanes<N>: Copy {
     /// A vector.
     type Vector: Copy;
 
@@ -52,7 +52,7 @@ pub(super) trait Lanes<N>: Copy {
 ///
 /// Of bf16 these are the lanes at even and those at odd places: a shift or a mask tells them
 /// apart, and no lane has to move.
-pub(super) trait Halves: Lanes<f32> {
+pub(crate) trait Halves: Lanes<f32> {
     /// The values of the f16 at the start of `bytes`.
     fn load_f16(self, bytes: &[u8]) -> [Self::Vector; 2];
 
@@ -68,7 +68,7 @@ pub(super) trait Halves: Lanes<f32> {
 
 /// The instructions every machine has: short arrays, for the compiler to make vectors of.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Portable;
+pub(crate) struct Portable;
 
 impl Simd for Portable {
     const BYTES: usize = 16;

@@ -4,9 +4,9 @@
 use std::marker::PhantomData;
 
 use super::combine::Combine;
-use super::level::Task;
-use super::number::Number;
-use super::simd::{Lanes, Simd};
+use crate::level::Task;
+use crate::number::Number;
+use crate::simd::{Lanes, Simd};
 
 /// A fold of `inputs` to `out`, all of one length: whole elements of `W`, and no less than a
 /// vector of the level it is run at.

@@ -1,7 +1,7 @@
 //! The three ways in which two numbers become one.
 
-use super::number::Number;
-use super::simd::Lanes;
+use crate::number::Number;
+use crate::simd::Lanes;
 
 /// How two numbers become one.
 pub(super) trait Combine {

@@ -1,7 +1,8 @@
 //! Which blocks of a window are zero.
 
-use super::level::Task;
 use super::prefetch::{self, AHEAD, LINE};
+use crate::level::Task;
+use crate::simd::Simd;
 
 /// A scan of `window`, cut into blocks of `block_len` bytes.
 pub(super) struct Scan<'a> {
@@ -15,7 +16,7 @@ impl Task for Scan<'_> {
     type Output = u64;
 
     #[inline(always)]
-    fn run(self) -> u64 {
+    fn run<S: Simd>(self, _: S) -> u64 {
         let mut occupancy = 0;
         for (b, block) in self.window.chunks_mut(self.block_len).enumerate() {
             prefetch::line(block, BLOCKS_AHEAD * self.block_len);

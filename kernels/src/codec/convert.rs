@@ -3,8 +3,9 @@
 use std::marker::PhantomData;
 
 use super::element::Element;
-use super::level::Task;
 use super::prefetch::{self, AHEAD};
+use crate::level::Task;
+use crate::simd::Simd;
 
 /// A conversion of the run `src` of elements of `From` to as many of `To`.
 pub(super) struct Convert<'a, From, To> {
@@ -17,7 +18,7 @@ impl<From: Element, To: Element> Task for Convert<'_, From, To> {
     type Output = ();
 
     #[inline(always)]
-    fn run(self) {
+    fn run<S: Simd>(self, _: S) {
         let (src, src_rest) = From::elements(self.src).as_chunks::<STEP>();
         let (dst, dst_rest) = To::elements_mut(self.dst).as_chunks_mut::<STEP>();
         for (x, y) in src.iter().zip(dst) {

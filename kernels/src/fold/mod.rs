@@ -9,13 +9,8 @@ mod combine;
 mod elementwise;
 mod fixed32;
 mod int8;
-mod level;
-mod number;
-mod simd;
 #[cfg(test)]
 mod tests;
-#[cfg(target_arch = "x86_64")]
-mod x86;
 
 use std::marker::PhantomData;
 
@@ -24,8 +19,8 @@ use racksum_proto::dtype::{Reduction, WireType};
 
 use self::combine::{Add, Combine, Greatest, Least};
 use self::elementwise::{Bf16, F16, F32, F64, I32, I64, Wire};
-pub use self::level::Level;
-use self::number::Number;
+use crate::level::{self, Level};
+use crate::number::Number;
 
 /// Reduces the contributions `inputs`, in rank order, to `out`.
 ///

@@ -1,14 +1,18 @@
 //! Which vector instructions this machine has, and how a kernel gets compiled for them.
 //!
-//! A kernel is plain code in a [`Task`], always inlined. [`Level::run`] inlines it into a
-//! function that may use the instructions of a level, so that its loops become vectors of that
-//! width.
+//! A kernel is a [`Task`], generic over the instruction set and always inlined. [`Level::run`]
+//! inlines it into a function that may use the instructions of a level; plain loops in it become
+//! vectors of that width, too.
 #![cfg_attr(
     target_arch = "x86_64",
     expect(unsafe_code, reason = "calls functions compiled for instructions found at run time")
 )]
 
 use std::sync::OnceLock;
+
+use crate::simd::{Portable, Simd};
+#[cfg(target_arch = "x86_64")]
+use crate::x86::{Avx2, Avx512};
 
 /// A set of vector instructions that this machine is known to have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,12 +32,12 @@ enum Isa {
 }
 
 /// A kernel with its arguments. `run` must be `#[inline(always)]`, and so must all it calls.
-pub(super) trait Task {
+pub(crate) trait Task {
     /// What it returns.
     type Output;
 
     /// Does the work.
-    fn run(self) -> Self::Output;
+    fn run<S: Simd>(self, simd: S) -> Self::Output;
 }
 
 impl Level {
@@ -49,9 +53,11 @@ impl Level {
         let found = [
             Some(Isa::Baseline),
             #[cfg(target_arch = "x86_64")]
-            is_x86_feature_detected!("avx2").then_some(Isa::Avx2),
+            (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c"))
+                .then_some(Isa::Avx2),
             #[cfg(target_arch = "x86_64")]
             (is_x86_feature_detected!("avx2")
+                && is_x86_feature_detected!("f16c")
                 && is_x86_feature_detected!("avx512f")
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512dq")
@@ -73,10 +79,35 @@ impl Level {
         }
     }
 
-    /// Runs `task`, compiled for this level.
-    pub(super) fn run<T: Task>(self, task: T) -> T::Output {
+    /// This level, or the widest below it of which a vector fits in `len` bytes, no less than
+    /// [`MIN_LEN`].
+    pub(crate) fn within(self, len: usize) -> Self {
+        if len >= self.vector_len() {
+            return self;
+        }
         match self.0 {
-            Isa::Baseline => task.run(),
+            Isa::Baseline => self,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => Self(Isa::Baseline),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => Self(Isa::Avx2).within(len),
+        }
+    }
+
+    fn vector_len(self) -> usize {
+        match self.0 {
+            Isa::Baseline => Portable::BYTES,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => Avx2::BYTES,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => Avx512::BYTES,
+        }
+    }
+
+    /// Runs `task`, compiled for this level.
+    pub(crate) fn run<T: Task>(self, task: T) -> T::Output {
+        match self.0 {
+            Isa::Baseline => task.run(Portable),
             // SAFETY: a level is only made of an instruction set that was detected.
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => unsafe { run_avx2(task) },
@@ -88,13 +119,18 @@ impl Level {
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,f16c")]
 fn run_avx2<T: Task>(task: T) -> T::Output {
-    task.run()
+    // SAFETY: this function is only called where its instructions exist.
+    task.run(unsafe { Avx2::assume() })
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,avx512f,avx512bw,avx512dq,avx512vl")]
+#[target_feature(enable = "avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
 fn run_avx512<T: Task>(task: T) -> T::Output {
-    task.run()
+    // SAFETY: this function is only called where its instructions exist.
+    task.run(unsafe { Avx512::assume() })
 }
+
+/// The length of the shortest vectors.
+pub(crate) const MIN_LEN: usize = Portable::BYTES;
