@@ -4,6 +4,8 @@
 //! QUIC endpoints with their TLS identities, and the one clock of the project. Not here: any rule
 //! of the protocol (that is `racksum-proto`) and any thread; callers own the loops.
 //!
+//! [`local`] is how processes of one host talk, and share memory.
+//!
 //! Read [`udp::UdpSocket`] for the data path and [`quic::connect`] for the control path. Linux
 //! only: the data path lives on `sendmmsg`, `UDP_SEGMENT`, `UDP_GRO` and `SO_RXQ_OVFL`.
 #![deny(unsafe_op_in_unsafe_fn)]
@@ -12,6 +14,7 @@ pub mod auth;
 pub mod clock;
 mod error;
 pub mod interface;
+pub mod local;
 pub mod multicast;
 mod options;
 pub mod quic;

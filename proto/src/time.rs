@@ -34,7 +34,7 @@ impl Span {
     /// A span of whole milliseconds.
     #[must_use]
     pub const fn from_millis(millis: u64) -> Self {
-        Self(millis * 1_000_000)
+        Self(millis.saturating_mul(1_000_000))
     }
 
     /// A span of whole seconds.

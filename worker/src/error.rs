@@ -2,6 +2,7 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use racksum_net::NetError;
@@ -48,6 +49,25 @@ pub enum ConnectError {
         /// The aggregator's.
         speaks: u16,
         /// The worker's.
+        own: u16,
+    },
+    /// Nobody is there as a sidecar.
+    #[error("no sidecar at {}: {why}; start `racksum worker --socket` with that path", path.display())]
+    NoSidecar {
+        /// Where it was called.
+        path: PathBuf,
+        /// Why it could not be.
+        why: String,
+    },
+    /// The sidecar is of another release.
+    #[error(
+        "the sidecar speaks version {speaks} of its protocol, and this rank version {own}; install \
+         the same release on both"
+    )]
+    SidecarVersion {
+        /// The sidecar's.
+        speaks: u16,
+        /// The rank's.
         own: u16,
     },
     /// The aggregator is about to stop, and takes no more jobs.
@@ -132,6 +152,9 @@ pub enum Error {
         /// Bytes that they take.
         need: u64,
     },
+    /// There is no memory that could be shared.
+    #[error("no memory to share with the sidecar: {0}")]
+    Memory(String),
     /// A block list that cannot be.
     #[error("{0}")]
     Blocks(String),

@@ -20,6 +20,7 @@ mod options;
 mod payload;
 mod route;
 mod search;
+pub mod sidecar;
 mod supervisor;
 pub mod tensor;
 

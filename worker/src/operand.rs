@@ -71,7 +71,7 @@ impl Operand {
     }
 }
 
-fn check_len(have: usize, descriptor: &Descriptor) -> Result<(), Error> {
+pub(crate) fn check_len(have: usize, descriptor: &Descriptor) -> Result<(), Error> {
     let need = descriptor.elements.saturating_mul(descriptor.dtype.size() as u64);
     if have as u64 == need && bytes_of(descriptor, 0..descriptor.elements).len() == have {
         return Ok(());

@@ -1,0 +1,121 @@
+//! Memory that processes share: whoever has its descriptor maps it.
+
+#![expect(unsafe_code, reason = "memory is mapped, and others may write to it")]
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+
+use rustix::fs::{
+    MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create,
+};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+/// Memory that other processes may have mapped too. Its size never changes.
+#[derive(Debug)]
+pub struct SharedMemory {
+    start: NonNull<u8>,
+    len: usize,
+    descriptor: OwnedFd,
+}
+
+// SAFETY: it is memory like any other; what it is used for is its users' to agree on.
+unsafe impl Send for SharedMemory {}
+// SAFETY: as above: `bytes` and `bytes_mut` are unsafe.
+unsafe impl Sync for SharedMemory {}
+
+impl SharedMemory {
+    /// New memory, of zeros.
+    ///
+    /// # Errors
+    /// The kernel's, when there is not so much.
+    pub fn new(len: usize) -> io::Result<Self> {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let descriptor = memfd_create("racksum", flags)?;
+        ftruncate(&descriptor, len as u64)?;
+        fcntl_add_seals(&descriptor, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        Self::map(descriptor, len)
+    }
+
+    /// The memory that a descriptor from another process is of.
+    ///
+    /// # Errors
+    /// The kernel's; `InvalidInput` when it could be made smaller, which would end this process as
+    /// it reads what is no more.
+    pub fn of(descriptor: OwnedFd) -> io::Result<Self> {
+        let sealed = fcntl_get_seals(&descriptor).unwrap_or(SealFlags::empty());
+        if !sealed.contains(SealFlags::SHRINK) {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "memory that is shared is a memfd, sealed against shrinking",
+            ));
+        }
+        let len = usize::try_from(fstat(&descriptor)?.st_size).unwrap_or(0);
+        Self::map(descriptor, len)
+    }
+
+    fn map(descriptor: OwnedFd, len: usize) -> io::Result<Self> {
+        if len == 0 {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "memory has some bytes"));
+        }
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: the kernel picks the place, where nothing is; the file is sealed, so that all of
+        // it stays there.
+        let start =
+            unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, &descriptor, 0) }?;
+        let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Self { start, len, descriptor })
+    }
+
+    /// How many bytes there are.
+    #[must_use]
+    #[expect(clippy::len_without_is_empty, reason = "there are some")]
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Where it lies in this process.
+    #[must_use]
+    pub const fn start(&self) -> NonNull<u8> {
+        self.start
+    }
+
+    /// Some of the bytes, to be read.
+    ///
+    /// # Safety
+    /// Nobody writes to them meanwhile, in this process or, as far as anything but their values
+    /// depends on it, in another.
+    #[must_use]
+    pub unsafe fn bytes(&self, range: Range<usize>) -> &[u8] {
+        assert!(range.start <= range.end && range.end <= self.len, "beyond the memory");
+        // SAFETY: within the mapping, which is there as long as `self`; the rest is the caller's.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(range.start), range.len()) }
+    }
+
+    /// Some of the bytes, to be written.
+    ///
+    /// # Safety
+    /// As [`bytes`](Self::bytes), and nobody reads them meanwhile.
+    #[must_use]
+    #[expect(clippy::mut_from_ref, reason = "the caller sees to it that nobody else has them")]
+    pub unsafe fn bytes_mut(&self, range: Range<usize>) -> &mut [u8] {
+        assert!(range.start <= range.end && range.end <= self.len, "beyond the memory");
+        // SAFETY: as above.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().add(range.start), range.len()) }
+    }
+}
+
+impl AsFd for SharedMemory {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.descriptor.as_fd()
+    }
+}
+
+impl Drop for SharedMemory {
+    fn drop(&mut self) {
+        // SAFETY: this is the mapping made in `map`, and nobody has any of it without `self`.
+        let unmapped = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
+        debug_assert!(unmapped.is_ok(), "a mapping can be undone");
+    }
+}

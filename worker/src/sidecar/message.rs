@@ -1,0 +1,91 @@
+//! What a sidecar and its ranks say to each other.
+
+use racksum_proto::control::Loss;
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::ids::Generation;
+use serde::{Deserialize, Serialize};
+
+/// The version of these messages. Both sides are of one release.
+pub(super) const VERSION: u16 = 1;
+
+/// What a rank says.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum FromRank {
+    /// It wants to be a rank of a job. The first message.
+    Join(Join),
+    /// It has the memory whose descriptor comes with this, and calls it so from now on.
+    Lend { memory: u32 },
+    /// It needs this memory no more.
+    TakeBack { memory: u32 },
+    /// It starts its next op, on the bytes of some memory from `at` on.
+    Submit { descriptor: [u8; Descriptor::LEN], memory: u32, at: u64 },
+    /// It leaves the job.
+    Leave,
+}
+
+/// A wish to be a rank of a job.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Join {
+    /// [`VERSION`] of the rank.
+    pub(super) version: u16,
+    pub(super) job: String,
+    pub(super) generation: Generation,
+    pub(super) rank: u16,
+    /// How many ranks the job has.
+    pub(super) world: u16,
+    /// How many of them are on this host.
+    pub(super) local_world: u16,
+    pub(super) lanes: u8,
+    /// Milliseconds that an op may take.
+    pub(super) op_timeout: u64,
+}
+
+/// What a sidecar says.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum FromSidecar {
+    /// It is of another release.
+    WrongVersion { speaks: u16 },
+    /// The process cannot be that rank, and why.
+    Refused { reason: String },
+    /// Ranks that have not joined yet.
+    Waiting { missing: Vec<u16> },
+    /// All ranks have joined: ops may start.
+    Ready,
+    /// An op has ended.
+    Ended { op: u32, outcome: Outcome },
+    /// Ranks are gone, and the job is over.
+    Lost { ranks: Vec<u16>, why: Loss },
+    /// An op has timed out, and the job is over.
+    TimedOut,
+    /// A greater generation of the job has begun.
+    Superseded,
+}
+
+/// What came of an op.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Outcome {
+    /// Its tensor is reduced.
+    Reduced,
+    /// The ranks called it differently. The job goes on.
+    Mismatch { one: Called, other: Called },
+    /// Not all ranks had called it in time. The job is over.
+    Timeout { after: u64, missing: Vec<u16> },
+}
+
+/// What a rank called an op with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Called {
+    pub(super) rank: u16,
+    pub(super) descriptor: [u8; Descriptor::LEN],
+}
+
+impl Called {
+    pub(super) fn new(rank: u16, descriptor: &Descriptor) -> Self {
+        let mut called = Self { rank, descriptor: [0; Descriptor::LEN] };
+        descriptor.encode(&mut called.descriptor);
+        called
+    }
+}

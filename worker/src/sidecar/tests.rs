@@ -1,0 +1,300 @@
+//! Ranks as threads, at a sidecar of the test's own.
+
+use std::path::PathBuf;
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+use proptest::prelude::*;
+use racksum_net::local::Listener;
+use racksum_proto::arith;
+use racksum_proto::control::{Loss, MAX_OPS};
+use racksum_proto::dtype::{DType, Reduction};
+use racksum_proto::ids::Generation;
+
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::error::{OpError, SubmitError};
+use racksum_proto::ids::Rank;
+
+use super::message::FromRank;
+use super::{Client, Sidecar};
+use crate::error::{ConnectError, Error};
+use crate::options::ConnectOptions;
+use crate::tensor::Region;
+use crate::tensor::tests::region_of;
+
+/// Long enough on a machine that is busy.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+struct Rig {
+    path: PathBuf,
+    sidecar: Sidecar,
+}
+
+impl Rig {
+    fn start() -> Self {
+        static STARTED: AtomicU32 = AtomicU32::new(0);
+        let name = format!("racksum-{}-{}", std::process::id(), STARTED.fetch_add(1, Relaxed));
+        let path = std::env::temp_dir().join(name);
+        let listener = Listener::bind(&path, 0o600).unwrap();
+        Self { sidecar: Sidecar::start(listener, 2).unwrap(), path }
+    }
+
+    fn call(&self, job: &str, rank: u16, world: u16) -> Client {
+        self.call_with(job, rank, world, |_| {})
+    }
+
+    fn call_with(
+        &self,
+        job: &str,
+        rank: u16,
+        world: u16,
+        set: impl FnOnce(&mut ConnectOptions),
+    ) -> Client {
+        let mut options = ConnectOptions::new("", job);
+        (options.rank, options.world) = (rank, world);
+        set(&mut options);
+        Client::call(&self.path, &options, world).unwrap()
+    }
+
+    /// All ranks of a job, once they have joined.
+    fn job(&self, job: &str, world: u16) -> Vec<Client> {
+        let ranks: Vec<_> = (0..world).map(|rank| self.call(job, rank, world)).collect();
+        for rank in &ranks {
+            assert!(rank.is_ready_within(PATIENCE).unwrap());
+        }
+        ranks
+    }
+}
+
+/// A tensor in memory of its own.
+fn own(bytes: Vec<u8>) -> Region {
+    region_of(bytes, ())
+}
+
+fn floats(value: f32, count: usize) -> Vec<u8> {
+    value.to_le_bytes().repeat(count)
+}
+
+fn sum_of(count: usize) -> Descriptor {
+    Descriptor::sum(count as u64, DType::F32)
+}
+
+/// Has all ranks reduce tensors; returns those of the first, and checks that all have the same.
+fn reduce(ranks: &[Client], descriptor: Descriptor, tensors: Vec<Vec<u8>>) -> Vec<u8> {
+    let memory: Vec<_> = ranks.iter().map(|rank| rank.lend(tensors[0].len()).unwrap()).collect();
+    // Every other tensor lies in shared memory.
+    let mut handles = Vec::new();
+    for (i, (rank, tensor)) in ranks.iter().zip(&tensors).enumerate() {
+        let region = if i % 2 == 0 {
+            memory[i].write(tensor);
+            memory[i].region(tensor.len())
+        } else {
+            own(tensor.clone())
+        };
+        handles.push(rank.submit(region, descriptor).unwrap());
+    }
+    let mut reduced = Vec::new();
+    for (rank, handle) in ranks.iter().zip(handles) {
+        let region = rank.wait(handle).unwrap();
+        reduced.push(region.bytes(0..region.len()).to_vec());
+    }
+    for other in &reduced {
+        assert_eq!(other, &reduced[0], "the ranks have different bits");
+    }
+    reduced.remove(0)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40))]
+
+    #[test]
+    fn what_is_folded_has_the_bits_of_the_definition(
+        dtype in prop::sample::select(&DType::ALL),
+        reduction in prop::sample::select(&Reduction::ALL),
+        world in 1..5_u16,
+        elements in prop_oneof![0..50_usize, 0..40_000_usize],
+        seed in any::<u64>(),
+    ) {
+        prop_assume!(reduction != Reduction::Avg || dtype.is_float());
+        let rig = Rig::start();
+        let ranks = rig.job("job", world);
+        let mut state = seed;
+        let mut byte = || {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (state >> 56) as u8
+        };
+        let len = elements * dtype.size();
+        let tensors: Vec<Vec<u8>> =
+            (0..world).map(|_| (0..len).map(|_| byte()).collect()).collect();
+        let descriptor = Descriptor { reduction, ..Descriptor::sum(elements as u64, dtype) };
+        let inputs: Vec<&[u8]> = tensors.iter().map(Vec::as_slice).collect();
+        let mut expected = vec![0; len];
+        let terms = arith::Fold { world: world.into(), absent: false };
+        arith::fold_run(dtype.native_wire(), reduction, terms, &inputs, &mut expected).unwrap();
+        prop_assert_eq!(reduce(&ranks, descriptor, tensors), expected);
+    }
+}
+
+#[test]
+fn ops_are_waited_for_in_any_order() {
+    let rig = Rig::start();
+    let ranks = rig.job("job", 3);
+    let start =
+        |rank: &Client, i: u8| rank.submit(own(floats(f32::from(i), 5000)), sum_of(5000)).unwrap();
+    let mut handles: Vec<Vec<_>> =
+        ranks.iter().map(|rank| (0..20).map(|i| start(rank, i)).collect()).collect();
+    for i in (0..20_u8).rev() {
+        for (rank, handles) in ranks.iter().zip(&mut handles) {
+            let region = rank.wait(handles.pop().unwrap()).unwrap();
+            assert_eq!(region.bytes(0..4), (3.0 * f32::from(i)).to_le_bytes());
+        }
+    }
+}
+
+#[test]
+fn no_more_ops_are_taken_than_may_be_in_flight() {
+    let rig = Rig::start();
+    let ranks = rig.job("job", 2);
+    let start = |rank: &Client| rank.submit(own(floats(1.0, 1)), sum_of(1));
+    let handles: Vec<_> = (0..MAX_OPS).map(|_| start(&ranks[0]).unwrap()).collect();
+    let max = MAX_OPS.into();
+    assert_eq!(start(&ranks[0]).unwrap_err(), Error::Submit(SubmitError::TooManyOps { max }));
+    assert!(!ranks[0].has_room_within(Duration::from_millis(20)));
+    let others: Vec<_> = (0..MAX_OPS).map(|_| start(&ranks[1]).unwrap()).collect();
+    assert!(ranks[0].has_room_within(PATIENCE));
+    for (handle, other) in handles.into_iter().zip(others) {
+        ranks[0].wait(handle).unwrap();
+        ranks[1].wait(other).unwrap();
+    }
+}
+
+#[test]
+fn an_op_goes_on_without_its_handle_and_keeps_its_tensor() {
+    let rig = Rig::start();
+    let ranks = rig.job("job", 2);
+    let (kept, gone) = std::sync::mpsc::channel::<()>();
+    drop(ranks[0].submit(region_of(floats(1.0, 10), kept), sum_of(10)).unwrap());
+    assert_eq!(gone.try_recv(), Err(std::sync::mpsc::TryRecvError::Empty));
+    let other = ranks[1].submit(own(floats(2.0, 10)), sum_of(10)).unwrap();
+    let region = ranks[1].wait(other).unwrap();
+    assert_eq!(region.bytes(0..4), 3f32.to_le_bytes());
+    assert_eq!(gone.recv_timeout(PATIENCE), Err(std::sync::mpsc::RecvTimeoutError::Disconnected));
+}
+
+#[test]
+fn ranks_that_disagree_are_told_and_go_on() {
+    let rig = Rig::start();
+    let ranks = rig.job("job", 2);
+    let one = ranks[0].submit(own(floats(1.0, 10)), sum_of(10)).unwrap();
+    let other = ranks[1].submit(own(floats(1.0, 11)), sum_of(11)).unwrap();
+    for (rank, handle) in ranks.iter().zip([one, other]) {
+        let error = rank.wait(handle).unwrap_err().to_string();
+        assert!(error.contains("the ranks disagree: rank 0 has sum of 10 x f32"), "{error}");
+    }
+    reduce(&ranks, sum_of(4), vec![floats(1.0, 4); 2]);
+}
+
+#[test]
+fn a_rank_that_is_gone_is_named_to_the_others() {
+    let rig = Rig::start();
+    let mut ranks = rig.job("job", 3);
+    let handle = ranks[0].submit(own(floats(1.0, 10)), sum_of(10)).unwrap();
+    ranks[2].line.hang_up();
+    let lost = OpError::PeerLost { ranks: vec![Rank(2)], why: Loss::Died };
+    assert_eq!(ranks[0].wait(handle).unwrap_err(), Error::Op(lost));
+    let refused = ranks[0].submit(own(floats(1.0, 10)), sum_of(10)).unwrap_err();
+    assert_eq!(
+        refused,
+        Error::Submit(SubmitError::PeerLost { ranks: vec![Rank(2)], why: Loss::Died })
+    );
+    ranks.clear();
+    // The job is gone with them, so that its name is free.
+    reduce(&rig.job("job", 2), sum_of(4), vec![floats(1.0, 4); 2]);
+}
+
+#[test]
+fn a_rank_that_leaves_is_only_missed_by_ops() {
+    let rig = Rig::start();
+    let ranks = rig.job("job", 3);
+    ranks[2].close();
+    ranks[1].close();
+    let handle = ranks[0].submit(own(floats(1.0, 10)), sum_of(10));
+    let error = match handle {
+        Ok(handle) => ranks[0].wait(handle).unwrap_err().to_string(),
+        Err(refused) => refused.to_string(),
+    };
+    assert!(error.contains("lost rank 1, 2") || error.contains("lost rank 2"), "{error}");
+    assert!(error.contains("left"), "{error}");
+}
+
+#[test]
+fn an_op_that_not_all_ranks_call_times_out() {
+    let rig = Rig::start();
+    let soon = |options: &mut ConnectOptions| options.op_timeout = Duration::from_millis(200);
+    let ranks: Vec<_> = (0..2).map(|rank| rig.call_with("job", rank, 2, soon)).collect();
+    assert!(ranks[0].is_ready_within(PATIENCE).unwrap());
+    let handle = ranks[0].submit(own(floats(1.0, 10)), sum_of(10)).unwrap();
+    match ranks[0].wait(handle).unwrap_err() {
+        Error::Op(OpError::Timeout { missing, .. }) => assert_eq!(missing[0].0, Rank(1)),
+        error => panic!("{error}"),
+    }
+}
+
+#[test]
+fn who_cannot_join_is_told_why() {
+    let rig = Rig::start();
+    let first = rig.call("job", 0, 2);
+    let refused = |client: Client| match client.is_ready_within(PATIENCE).unwrap_err() {
+        ConnectError::Refused(reason) => reason,
+        error => panic!("{error}"),
+    };
+    assert!(refused(rig.call("job", 0, 2)).starts_with("rank 0 has joined already, as process"));
+    assert_eq!(refused(rig.call("job", 1, 3)), "job \"job\" has 2 ranks, and rank 1 says 3");
+    assert_eq!(refused(rig.call("other", 3, 3)), "rank 3 is not one of 3 ranks");
+    assert!(!first.is_ready_within(Duration::from_millis(20)).unwrap());
+    assert_eq!(first.missing(), [1]);
+    let older = |options: &mut ConnectOptions| options.generation = Generation(2);
+    let restarted = rig.call_with("job", 0, 2, older);
+    assert!(!restarted.is_ready_within(Duration::from_millis(20)).unwrap());
+    let told = first.is_ready_within(PATIENCE).unwrap_err().to_string();
+    assert!(told.contains("a greater generation of the job has begun"), "{told}");
+    let late = "job \"job\" is in its life 2, and rank 1 is of life 0, before that";
+    assert_eq!(refused(rig.call("job", 1, 2)), late);
+}
+
+#[test]
+fn a_sidecar_that_is_gone_is_an_error_of_ops() {
+    let rig = Rig::start();
+    let ranks = rig.job("job", 2);
+    let handle = ranks[0].submit(own(floats(1.0, 10)), sum_of(10)).unwrap();
+    drop(rig.sidecar);
+    let error = ranks[0].wait(handle).unwrap_err().to_string();
+    assert!(error.contains("the sidecar at") && error.contains("hung up"), "{error}");
+    let options = ConnectOptions::new("", "job");
+    let error = Client::call(&rig.path, &options, 1).unwrap_err().to_string();
+    assert!(error.contains("start `racksum worker --socket` with that path"), "{error}");
+}
+
+#[test]
+fn what_a_rank_says_out_of_turn_ends_that_rank() {
+    let rig = Rig::start();
+    for nonsense in [
+        FromRank::Submit { descriptor: [0xff; Descriptor::LEN], memory: 0, at: 0 },
+        FromRank::Submit { descriptor: [0; Descriptor::LEN], memory: 7, at: u64::MAX },
+        FromRank::Lend { memory: 1 },
+    ] {
+        let ranks = rig.job("job", 2);
+        let handle = ranks[0].submit(own(floats(1.0, 10)), sum_of(10)).unwrap();
+        ranks[1].line.send(&nonsense, None).unwrap();
+        match ranks[0].wait(handle).unwrap_err() {
+            Error::Op(OpError::PeerLost { ranks, why }) => {
+                assert_eq!((ranks, why), (vec![Rank(1)], Loss::Broke));
+            }
+            error => panic!("{error}"),
+        }
+    }
+    while rig.sidecar.jobs() > 0 {
+        std::thread::yield_now();
+    }
+}
