@@ -11,7 +11,7 @@ use racksum_proto::auth::DataAuth;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::args::{self, Fanout};
-use crate::exit::{Failure, say, unheard};
+use crate::exit::{Failure, tell};
 use crate::status;
 use crate::stderr;
 
@@ -172,18 +172,6 @@ fn start(config: &Config) -> Result<Aggregator, Failure> {
     };
     stderr::warn(format_args!("no status socket: {why}; name one with --status-socket"));
     Ok(Aggregator::start(config.clone())?)
-}
-
-/// Says something that nobody has to hear: an aggregator serves on when its log is closed or full.
-fn tell(line: &str) {
-    let said = if stderr::has_room(io::stdout()) {
-        say(line)
-    } else {
-        Err(unheard(io::Error::other("nobody reads it")))
-    };
-    if let Err(unheard) = said {
-        stderr::warn(unheard);
-    }
 }
 
 /// Why an aggregator serves no more.

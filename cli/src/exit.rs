@@ -10,6 +10,8 @@ use racksum_proto::error::SubmitError;
 use racksum_worker::{ConnectError, Error};
 use serde::{Deserialize, Serialize};
 
+use crate::stderr;
+
 /// How the process ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Exit(u8);
@@ -38,6 +40,18 @@ impl Exit {
 pub(crate) fn say(line: &str) -> Result<(), Failure> {
     let mut out = io::stdout().lock();
     writeln!(out, "{line}").and_then(|()| out.flush()).map_err(unheard)
+}
+
+/// Says something that nobody has to hear: whoever serves goes on when its log is closed or full.
+pub(crate) fn tell(line: &str) {
+    let said = if stderr::has_room(io::stdout()) {
+        say(line)
+    } else {
+        Err(unheard(io::Error::other("nobody reads it")))
+    };
+    if let Err(unheard) = said {
+        stderr::warn(unheard);
+    }
 }
 
 /// Why nothing can be said on standard output.

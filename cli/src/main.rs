@@ -15,6 +15,7 @@ mod sim;
 mod standby;
 mod status;
 mod stderr;
+mod worker;
 
 use clap::{Parser, Subcommand};
 use exit::{Exit, Failure};
@@ -43,6 +44,8 @@ enum Command {
     Reduce(Box<reduce::Args>),
     /// Show what the aggregators of this host are doing, and whom their jobs wait for.
     Status(status::Args),
+    /// Be the sidecar of this host's ranks: sum their tensors in shared memory.
+    Worker(worker::Args),
     /// Run the protocol in the simulator.
     Sim(sim::Args),
 }
@@ -75,6 +78,7 @@ fn main() -> Exit {
         Command::Bench(args) => bench::run(&args),
         Command::Reduce(args) => reduce::run(&args),
         Command::Status(args) => status::run(&args),
+        Command::Worker(args) => worker::run(&args),
         Command::Sim(args) => sim::run(&args),
     });
     match done {

@@ -14,8 +14,12 @@ pub(crate) fn of_connect(py: Python<'_>, error: &ConnectError) -> PyErr {
     let text = error.to_string();
     match error {
         error if error.is_usage() => raise(py, "BadArgument", text),
-        ConnectError::Refused(_) | ConnectError::Draining => raise(py, "Refused", text),
-        ConnectError::Version { .. } => raise(py, "VersionMismatch", text),
+        ConnectError::Refused(_) | ConnectError::SidecarRefused(_) | ConnectError::Draining => {
+            raise(py, "Refused", text)
+        }
+        ConnectError::Version { .. } | ConnectError::SidecarVersion { .. } => {
+            raise(py, "VersionMismatch", text)
+        }
         ConnectError::NoRoom { .. } => raise(py, "NoRoom", text),
         ConnectError::Incomplete { missing, .. } => {
             raise(py, "JoinTimeout", (text, missing.clone()))
@@ -27,6 +31,7 @@ pub(crate) fn of_connect(py: Python<'_>, error: &ConnectError) -> PyErr {
         | ConnectError::Net(_)
         | ConnectError::Silent
         | ConnectError::Closed(_)
+        | ConnectError::NoSidecar { .. }
         | ConnectError::NoAggregator(_) => raise(py, "NoAggregator", text),
         ConnectError::GivenUp => raise(py, "SessionClosed", text),
         ConnectError::Protocol(_) | ConnectError::Io(_) => raise(py, "Error", text),
@@ -55,7 +60,9 @@ pub(crate) fn of_op(py: Python<'_>, error: &Error) -> PyErr {
         Error::Submit(SubmitError::Ended { .. } | SubmitError::OpsExhausted)
         | Error::Op(OpError::Ended { .. }) => raise(py, "SessionClosed", text),
         // Room is waited for.
-        Error::Submit(SubmitError::TooManyOps { .. }) => raise(py, "Error", text),
+        Error::Submit(SubmitError::TooManyOps { .. }) | Error::Memory(_) => {
+            raise(py, "Error", text)
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! The Python extension `racksum._racksum`: what the worker does, in Python's terms, and nothing
 //! else. What users see is the package `racksum` beside this; read [`session`] first.
 
+mod client;
 mod errors;
 mod logs;
 mod memory;
@@ -18,5 +19,5 @@ mod extension {
     #[pymodule_export]
     use crate::op::{Op, Sums};
     #[pymodule_export]
-    use crate::session::Session;
+    use crate::session::{Lent, Session};
 }

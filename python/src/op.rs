@@ -4,8 +4,9 @@ use std::sync::{PoisonError, RwLock};
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use racksum_worker::{Blocks, Client, Error, Handle, Reduced, Region};
+use racksum_worker::Blocks;
 
+use crate::client::Running;
 use crate::errors::{of_op, raise};
 use crate::memory::write_to;
 use crate::patience::wait_in_slices;
@@ -18,35 +19,6 @@ pub(crate) struct Op {
     session: Connected,
     /// Nothing once its outcome was taken.
     running: RwLock<Option<Running>>,
-}
-
-/// What an op works on.
-#[derive(Debug)]
-pub(crate) enum Running {
-    InPlace(Handle<Region>),
-    Blocks(Handle<Blocks>),
-}
-
-impl Running {
-    fn ends_within(&self, client: &Client, limit: Duration) -> Result<bool, Error> {
-        match self {
-            Self::InPlace(handle) => client.ends_within(handle, limit),
-            Self::Blocks(handle) => client.ends_within(handle, limit),
-        }
-    }
-
-    fn finish(self, client: &Client) -> Result<Reduced<Option<Blocks>>, Error> {
-        Ok(match self {
-            Self::InPlace(handle) => {
-                let Reduced { absent, .. } = client.wait(handle)?;
-                Reduced { tensor: None, absent }
-            }
-            Self::Blocks(handle) => {
-                let Reduced { tensor, absent } = client.wait(handle)?;
-                Reduced { tensor: Some(tensor), absent }
-            }
-        })
-    }
 }
 
 impl Op {
@@ -66,7 +38,7 @@ impl Op {
             .map(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX));
         let ended = wait_in_slices(py, limit, |slice| {
             let running = self.running.read().unwrap_or_else(PoisonError::into_inner);
-            match running.as_ref().map(|running| running.ends_within(client, slice)) {
+            match running.as_ref().map(|running| client.ends_within(running, slice)) {
                 Some(Ok(false)) => None,
                 Some(Err(error)) => Some(Err(error)),
                 Some(Ok(true)) | None => Some(Ok(true)),
@@ -84,13 +56,13 @@ impl Op {
         let client = self.session.get(py)?;
         let outcome = py.detach(|| {
             let mut running = self.running.write().unwrap_or_else(PoisonError::into_inner);
-            running.take().map(|running| running.finish(client))
+            running.take().map(|running| client.finish(running))
         });
         match outcome {
-            Some(Ok(Reduced { absent, tensor })) => {
+            Some(Ok((absent, blocks))) => {
                 let session = self.session.clone();
-                let sums = tensor.map(|blocks| Sums { session, blocks: Some(blocks) });
-                Ok((absent.iter().map(|rank| rank.0).collect(), sums))
+                let sums = blocks.map(|blocks| Sums { session, blocks: Some(blocks) });
+                Ok((absent, sums))
             }
             Some(Err(error)) => Err(of_op(py, &error)),
             None => Err(raise(py, "BadArgument", "the op's outcome was taken before".to_owned())),

@@ -30,9 +30,20 @@ pub(crate) struct Options {
     timeout: f64,
     mtu: Option<usize>,
     interface: Option<String>,
+    local_world: Option<u16>,
 }
 
 impl Options {
+    /// Where the sidecar is, if these name one.
+    pub(crate) fn sidecar(&self) -> Option<PathBuf> {
+        self.aggregator.strip_prefix("unix:").map(PathBuf::from)
+    }
+
+    /// How many of the job's ranks are on this host.
+    pub(crate) fn local_world(&self) -> u16 {
+        self.local_world.unwrap_or(self.world)
+    }
+
     pub(crate) fn into_connect_options(self, py: Python<'_>) -> PyResult<ConnectOptions> {
         let bad = |text: String| raise(py, "BadArgument", text);
         let data_auth = self.data_auth.as_deref().map(|name| read(py, name)).transpose()?;

@@ -1,5 +1,6 @@
 //! A session: a rank's part in a job.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 
@@ -7,11 +8,12 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::SubmitError;
-use racksum_worker::{Blocks, Client, ConnectError, Connecting, Error, Handle, Operand};
+use racksum_worker::{Blocks, ConnectError, Connecting, Error, Operand, sidecar};
 
+use crate::client::Client;
 use crate::errors::{of_connect, of_op, raise, read};
 use crate::memory::{read_from, region_of};
-use crate::op::{Op, Running};
+use crate::op::Op;
 use crate::options::Options;
 use crate::patience::wait_in_slices;
 
@@ -105,19 +107,37 @@ impl Call {
 }
 
 impl Session {
+    /// Joins a job at the sidecar of this host.
+    fn connect_beside(py: Python<'_>, path: &Path, options: Options) -> PyResult<Self> {
+        let local_world = options.local_world();
+        let options = options.into_connect_options(py)?;
+        let client = sidecar::Client::call(path, &options, local_world)
+            .map_err(|error| of_connect(py, &error))?;
+        let ready = wait_in_slices(py, Some(options.join_timeout), |slice| {
+            match client.is_ready_within(slice) {
+                Ok(ready) => ready.then_some(Ok(())),
+                Err(error) => Some(Err(error)),
+            }
+        })?;
+        let (missing, waited) = (client.missing(), options.join_timeout);
+        let incomplete = ConnectError::Incomplete { missing, waited, elsewhere: String::new() };
+        ready.unwrap_or(Err(incomplete)).map_err(|error| of_connect(py, &error))?;
+        Ok(Self { client: Connected::new(Client::Beside(client)) })
+    }
+
     /// Starts an op, once fewer are in flight than the job was granted.
     fn start<T: Into<Operand> + Send>(
         &self,
         py: Python<'_>,
         call: &Call,
         operand: impl Fn(Python<'_>) -> T,
-    ) -> PyResult<Handle<T>> {
+    ) -> PyResult<Op> {
         let client = self.client.get(py)?;
         let descriptor = call.descriptor(py)?;
         loop {
             let operand = operand(py);
             match py.detach(|| client.submit(operand, descriptor)) {
-                Ok(handle) => return Ok(handle),
+                Ok(running) => return Ok(Op::new(self.client.clone(), running)),
                 Err(Error::Submit(SubmitError::TooManyOps { .. })) => {
                     let has_room = |slice| client.has_room_within(call.lane, slice).then_some(());
                     wait_in_slices(py, None, has_room)?;
@@ -133,6 +153,9 @@ impl Session {
     /// Joins a job, and returns once all its ranks have.
     #[staticmethod]
     fn connect(py: Python<'_>, options: Options) -> PyResult<Self> {
+        if let Some(path) = options.sidecar() {
+            return Self::connect_beside(py, &path, options);
+        }
         let options = options.into_connect_options(py)?;
         let connecting = Connecting::new();
         let give_up = connecting.giver_up();
@@ -151,7 +174,7 @@ impl Session {
         }
         drop(py.detach(|| attempt.join()));
         match connected? {
-            Some(Ok(client)) => Ok(Self { client: Connected::new(client) }),
+            Some(Ok(client)) => Ok(Self { client: Connected::new(Client::Direct(client)) }),
             Some(Err(error)) => Err(of_connect(py, &error)),
             None => Err(of_connect(py, &ConnectError::GivenUp)),
         }
@@ -168,8 +191,7 @@ impl Session {
         owner: Py<PyAny>,
     ) -> PyResult<Op> {
         let region = |py: Python<'_>| region_of(address, nbytes, owner.clone_ref(py));
-        let handle = self.start(py, &call, region)?;
-        Ok(Op::new(self.client.clone(), Running::InPlace(handle)))
+        self.start(py, &call, region)
     }
 
     /// Starts reducing some blocks of a tensor: their places, `count` numbers of 64 bits, and their
@@ -194,8 +216,14 @@ impl Session {
                 Blocks { indices, values: read_from(values, nbytes) }
             })
         };
-        let handle = self.start(py, &call, blocks)?;
-        Ok(Op::new(self.client.clone(), Running::Blocks(handle)))
+        self.start(py, &call, blocks)
+    }
+
+    /// Memory of so many bytes that the sidecar has too; none without a sidecar.
+    fn lend(&self, py: Python<'_>, nbytes: usize) -> PyResult<Option<Lent>> {
+        let lent = self.client.get(py)?.lend(nbytes).transpose();
+        let memory = lent.map_err(|error| of_op(py, &Error::Memory(error.to_string())))?;
+        Ok(memory.map(|memory| Lent { memory }))
     }
 
     /// Leaves the job: what is in flight fails.
@@ -230,7 +258,7 @@ impl Session {
     /// How many ops may be in flight.
     #[getter]
     fn max_ops(&self, py: Python<'_>) -> PyResult<u16> {
-        Ok(self.client.get(py)?.welcome().max_ops)
+        Ok(self.client.get(py)?.max_ops())
     }
 
     /// Whether results come by multicast.
@@ -243,5 +271,21 @@ impl Session {
     #[getter]
     fn is_forked(&self) -> bool {
         self.client.is_forked()
+    }
+}
+
+/// Memory that the sidecar has too, as long as this is kept.
+#[pyclass(frozen, module = "racksum._racksum")]
+#[derive(Debug)]
+pub(crate) struct Lent {
+    memory: Arc<sidecar::Lent>,
+}
+
+#[pymethods]
+impl Lent {
+    /// Where it begins.
+    #[getter]
+    fn address(&self) -> usize {
+        self.memory.start().as_ptr() as usize
     }
 }

@@ -14,6 +14,7 @@ use racksum_proto::geometry::{Geometry, Packed};
 use racksum_proto::worker::Delivery;
 
 use crate::error::Error;
+use crate::payload::bytes_of;
 
 /// Blocks of a tensor: their places, and their values one after the other.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -170,6 +171,37 @@ impl BlockSet {
             values = self.values;
         }
         Blocks { indices, values }
+    }
+}
+
+impl Blocks {
+    /// The whole tensor, in which what is not listed is zero.
+    ///
+    /// # Errors
+    /// [`Error::Blocks`], of a list that cannot be.
+    pub fn spread(self, descriptor: &Descriptor) -> Result<Vec<u8>, Error> {
+        let Self { indices, values } = BlockSet::new(descriptor, self)?.input;
+        let full = descriptor.block_elements() * descriptor.dtype.size();
+        let mut tensor = vec![0; bytes_of(descriptor, 0..descriptor.elements).len()];
+        for (index, block) in indices.iter().zip(values.chunks(full)) {
+            let start = *index as usize * full;
+            tensor[start..start + block.len()].copy_from_slice(block);
+        }
+        Ok(tensor)
+    }
+
+    /// The blocks of a tensor that are not zero.
+    #[must_use]
+    pub fn gather(tensor: &mut [u8], descriptor: &Descriptor) -> Self {
+        let (dtype, elements) = (descriptor.dtype, descriptor.block_elements());
+        let mut blocks = Self::default();
+        for (index, block) in (0..).zip(tensor.chunks_mut(elements * dtype.size())) {
+            if codec::scan_window(dtype, elements, block) != 0 {
+                blocks.indices.push(index);
+                blocks.values.extend_from_slice(block);
+            }
+        }
+        blocks
     }
 }
 

@@ -59,6 +59,9 @@ pub enum ConnectError {
         /// Why it could not be.
         why: String,
     },
+    /// The sidecar refused the rank, or has let it go before the job was complete.
+    #[error("the sidecar refused: {0}")]
+    SidecarRefused(String),
     /// The sidecar is of another release.
     #[error(
         "the sidecar speaks version {speaks} of its protocol, and this rank version {own}; install \

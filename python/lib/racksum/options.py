@@ -34,6 +34,7 @@ class ConnectOptions:
     timeout: float = 60.0
     mtu: int | None = None
     interface: str | None = None
+    local_world: int | None = None
 
     @classmethod
     def resolve(
@@ -50,7 +51,15 @@ class ConnectOptions:
         for name, what in _NEEDED.items():
             if found.get(name) is None:
                 raise BadArgument(f"nobody says {what}")
-        return cls(**_checked(found))
+        options = cls(**_checked(found))
+        if options.is_beside and (options.rejoin or options.on_rank_loss != "abort"):
+            raise BadArgument("ranks of a sidecar neither rejoin nor go on without a rank")
+        return options
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it is a sidecar that the session connects to."""
+        return self.aggregator.startswith("unix:")
 
 
 def _checked(found: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +106,10 @@ def _flag(text: str) -> bool:
 
 
 _NEEDED = {
-    "aggregator": ('where the aggregator is: give connect("HOST:PORT"), or set RACKSUM_AGGREGATOR'),
+    "aggregator": (
+        'where the aggregator is: give connect("HOST:PORT") or, of a sidecar, '
+        'connect("unix:PATH"), or set RACKSUM_AGGREGATOR'
+    ),
     "job": "which job it is: give job=, or set RACKSUM_JOB",
     "rank": "which rank this is: give rank=, or set RACKSUM_RANK (torchrun sets RANK)",
     "world": "how many ranks there are: give world=, or set RACKSUM_WORLD (torchrun: WORLD_SIZE)",
@@ -106,6 +118,7 @@ _NEEDED = {
 _RANGES = {
     "rank": (0, 2**16 - 1),
     "world": (1, 2**16 - 1),
+    "local_world": (1, 2**16 - 1),
     "generation": (0, 2**32 - 1),
     "lanes": (1, 255),
     "pool_slots": (0, 2**32 - 1),
@@ -118,6 +131,7 @@ _VARIABLES: dict[str, tuple[tuple[str, ...], Any]] = {
     "job": (("RACKSUM_JOB",), str),
     "rank": (("RACKSUM_RANK", "RANK"), int),
     "world": (("RACKSUM_WORLD", "WORLD_SIZE"), int),
+    "local_world": (("RACKSUM_LOCAL_WORLD", "LOCAL_WORLD_SIZE"), int),
     "generation": (("RACKSUM_GENERATION", "TORCHELASTIC_RESTART_COUNT"), int),
     "identity": (("RACKSUM_IDENTITY",), str),
     "insecure": (("RACKSUM_INSECURE",), _flag),

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 from racksum import _racksum
 from racksum.errors import BadArgument, SessionClosed
 from racksum.options import ConnectOptions
+from racksum.shared import tensor_in
 from racksum.tensor import empty_like, memory_of, tag_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from torch.futures import Future
@@ -52,6 +53,7 @@ def connect(
     timeout: float | None = None,
     mtu: int | None = None,
     interface: str | None = None,
+    local_world: int | None = None,
 ) -> Session:
     """Joins a job at an aggregator, and returns once all its ranks have.
 
@@ -59,7 +61,7 @@ def connect(
     capitals, and then, where they say it, torchrun's variables.
 
     :param aggregator: ``HOST:PORT``. ``A+B`` spreads the job over both; ``A,B`` goes on at B when A
-        is gone, or about to stop.
+        is gone, or about to stop. ``unix:PATH`` is the sidecar of this host, ``racksum worker``.
     :param job: The job's name. Ranks of one name sum with each other. By default torchrun's run id.
     :param rank: This rank, from 0; by default torchrun's ``RANK``.
     :param world: How many ranks there are; by default torchrun's ``WORLD_SIZE``.
@@ -80,6 +82,8 @@ def connect(
     :param mtu: The path's MTU; by default the interface's.
     :param interface: Which of this host's interfaces to use, in the grammar of
         ``NCCL_SOCKET_IFNAME``; by default that variable's, and then ``GLOO_SOCKET_IFNAME``'s.
+    :param local_world: How many of the ranks are on this host and have its sidecar; by default
+        torchrun's ``LOCAL_WORLD_SIZE``, or all.
     :raises racksum.Error: One of :mod:`racksum.errors`, which says why.
     """
     given = dict(locals())
@@ -109,7 +113,9 @@ class Session:
             options.job,
             options.generation,
             options.aggregator,
-            ", insecure: whoever answers there is believed" if options.insecure else "",
+            ", insecure: whoever answers there is believed"
+            if options.insecure and not options.is_beside
+            else "",
         )
 
     @property
@@ -235,6 +241,21 @@ class Session:
 
         handle = Handle(started, result)
         return handle if async_op else handle.wait()
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = None) -> Any:
+        """A tensor whose memory is shared with the sidecar, so that it is reduced without a copy.
+
+        What it holds at first is not defined. Without a sidecar it is a tensor like any other.
+
+        :param dtype: Of torch, or of numpy; by default ``torch.float32`` where torch was imported,
+            or else ``numpy.float32``.
+        """
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        return tensor_in(self._session.lend, shape, dtype)
+
+    def empty_like(self, x: T) -> T:
+        """A tensor of the shape and the dtype of ``x``, as of :meth:`empty`."""
+        return cast("T", self.empty(tuple(x.shape), x.dtype))  # type: ignore[attr-defined]
 
     def stats(self) -> dict[str, int]:
         """Bytes, datagrams and repairs of this rank so far, in UDP payload."""

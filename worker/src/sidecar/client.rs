@@ -60,7 +60,7 @@ struct State {
 #[derive(Debug, Clone)]
 struct Over {
     ended: OpError,
-    refused: SubmitError,
+    refused: Error,
 }
 
 /// An op that was not waited for yet.
@@ -165,7 +165,7 @@ impl Client {
         let (copy, id, at) = self.place(&region)?;
         let mut state = self.shared.lock();
         if let Some(over) = &state.over {
-            return Err(over.refused.clone().into());
+            return Err(over.refused.clone());
         }
         let Called { descriptor, .. } = Called::new(0, &descriptor);
         // What cannot be said, the ear hears.
@@ -313,7 +313,9 @@ impl Shared {
             FromSidecar::WrongVersion { speaks } => {
                 state.refused = Some(ConnectError::SidecarVersion { speaks, own: VERSION });
             }
-            FromSidecar::Refused { reason } => state.refused = Some(ConnectError::Refused(reason)),
+            FromSidecar::Refused { reason } => {
+                state.refused = Some(ConnectError::SidecarRefused(reason));
+            }
             FromSidecar::Waiting { missing } => state.waiting = missing,
             FromSidecar::Ready => state.began = true,
             FromSidecar::Ended { op, outcome } => {
@@ -343,7 +345,7 @@ impl Shared {
     fn end(&self, over: Over) {
         let mut state = self.lock();
         if !state.began && state.refused.is_none() {
-            state.refused = Some(ConnectError::Closed(over.ended.to_string()));
+            state.refused = Some(ConnectError::SidecarRefused(over.ended.to_string()));
         }
         let ops: Vec<u32> = state.flights.keys().copied().collect();
         let landed: Vec<_> =
@@ -378,21 +380,21 @@ impl State {
 
 impl Over {
     fn because(why: &'static str) -> Self {
-        Self { ended: OpError::Ended { why }, refused: SubmitError::Ended { why } }
+        Self { ended: OpError::Ended { why }, refused: SubmitError::Ended { why }.into() }
     }
 
     fn lost(ranks: Vec<u16>, why: Loss) -> Self {
         let ranks: Vec<Rank> = ranks.into_iter().map(Rank).collect();
         Self {
             ended: OpError::PeerLost { ranks: ranks.clone(), why },
-            refused: SubmitError::PeerLost { ranks, why },
+            refused: SubmitError::PeerLost { ranks, why }.into(),
         }
     }
 
     fn gone(path: &Path, why: &str) -> Self {
         let tried = format!("the sidecar at {}: {why}", path.display());
-        let refused = SubmitError::Ended { why: "the sidecar is gone" };
-        Self { ended: OpError::NoAggregator { tried }, refused }
+        let ended = OpError::NoAggregator { tried };
+        Self { refused: ended.clone().into(), ended }
     }
 }
 

@@ -246,7 +246,7 @@ fn who_cannot_join_is_told_why() {
     let rig = Rig::start();
     let first = rig.call("job", 0, 2);
     let refused = |client: Client| match client.is_ready_within(PATIENCE).unwrap_err() {
-        ConnectError::Refused(reason) => reason,
+        ConnectError::SidecarRefused(reason) => reason,
         error => panic!("{error}"),
     };
     assert!(refused(rig.call("job", 0, 2)).starts_with("rank 0 has joined already, as process"));

@@ -1,0 +1,46 @@
+"""Tensors in memory that is shared with a sidecar."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from racksum._racksum import Lent
+
+__all__ = ["tensor_in"]
+
+
+def tensor_in(lend: Callable[[int], Lent | None], shape: tuple[int, ...], dtype: Any = None) -> Any:
+    """A new tensor in memory that ``lend`` gives, or in memory of its own if that gives none.
+
+    :param dtype: Of torch or of numpy; by default float32, of torch where it was imported.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and (dtype is None or isinstance(dtype, torch.dtype)):
+        dtype = dtype or torch.float32
+        buffer = _lent(lend, math.prod(shape) * dtype.itemsize)
+        if buffer is None:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(buffer, dtype=dtype).view(shape)
+    import numpy as np  # noqa: PLC0415 - whoever has arrays has it, and nobody else needs it.
+
+    dtype = np.dtype(dtype or np.float32)
+    buffer = _lent(lend, math.prod(shape) * dtype.itemsize)
+    if buffer is None:
+        return np.empty(shape, dtype)
+    return np.frombuffer(buffer, dtype).reshape(shape)
+
+
+def _lent(lend: Callable[[int], Lent | None], nbytes: int) -> Any:
+    """Memory of so many bytes; tensors that are made of it keep it."""
+    lent = lend(nbytes) if nbytes else None
+    if lent is None:
+        return None
+    buffer = (ctypes.c_char * nbytes).from_address(lent.address)
+    buffer.lent = lent  # type: ignore[attr-defined]
+    return buffer

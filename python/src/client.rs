@@ -1,0 +1,138 @@
+//! A rank of a job, whichever way its tensors go.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use racksum_proto::control::MAX_OPS;
+use racksum_proto::descriptor::Descriptor;
+use racksum_worker::{
+    self as worker, Blocks, Error, Handle, Operand, Reduced, Region, Stats, sidecar,
+};
+
+/// A rank of a job.
+#[derive(Debug)]
+pub(crate) enum Client {
+    /// It sends its tensors to an aggregator.
+    Direct(worker::Client),
+    /// It hands them to the sidecar of this host.
+    Beside(sidecar::Client),
+}
+
+/// An op in flight.
+#[derive(Debug)]
+pub(crate) enum Running {
+    InPlace(Handle<Region>),
+    Blocks(Handle<Blocks>),
+    Beside(sidecar::Handle),
+    /// Blocks that a sidecar sums as the tensor that they are of.
+    Spread(sidecar::Handle, Descriptor),
+}
+
+impl Client {
+    pub(crate) fn submit(
+        &self,
+        operand: impl Into<Operand>,
+        descriptor: Descriptor,
+    ) -> Result<Running, Error> {
+        Ok(match (self, operand.into()) {
+            (Self::Direct(client), Operand::Region(region)) => {
+                Running::InPlace(client.submit(region, descriptor)?)
+            }
+            (Self::Direct(client), Operand::Blocks(blocks)) => {
+                Running::Blocks(client.submit(blocks, descriptor)?)
+            }
+            (Self::Beside(client), Operand::Region(region)) => {
+                Running::Beside(client.submit(region, descriptor)?)
+            }
+            (Self::Beside(client), Operand::Blocks(blocks)) => {
+                let tensor = Region::from(blocks.spread(&descriptor)?);
+                Running::Spread(client.submit(tensor, descriptor)?, descriptor)
+            }
+            (_, Operand::Tensor(_)) => unreachable!("tensors of Python stay where they are"),
+        })
+    }
+
+    pub(crate) fn has_room_within(&self, lane: u8, limit: Duration) -> bool {
+        match self {
+            Self::Direct(client) => client.has_room_within(lane, limit),
+            Self::Beside(client) => client.has_room_within(limit),
+        }
+    }
+
+    /// Waits for an op to end, but not longer than this. Returns whether it has.
+    pub(crate) fn ends_within(&self, running: &Running, limit: Duration) -> Result<bool, Error> {
+        match (self, running) {
+            (Self::Direct(client), Running::InPlace(handle)) => client.ends_within(handle, limit),
+            (Self::Direct(client), Running::Blocks(handle)) => client.ends_within(handle, limit),
+            (Self::Beside(client), Running::Beside(handle) | Running::Spread(handle, _)) => {
+                client.ends_within(handle, limit)
+            }
+            _ => Err(Error::OtherClient),
+        }
+    }
+
+    /// Waits for an op to end: the ranks that its result lacks, and the sums of one on blocks.
+    pub(crate) fn finish(&self, running: Running) -> Result<(Vec<u16>, Option<Blocks>), Error> {
+        Ok(match (self, running) {
+            (Self::Direct(client), Running::InPlace(handle)) => {
+                let Reduced { absent, .. } = client.wait(handle)?;
+                (absent.iter().map(|rank| rank.0).collect(), None)
+            }
+            (Self::Direct(client), Running::Blocks(handle)) => {
+                let Reduced { tensor, absent } = client.wait(handle)?;
+                (absent.iter().map(|rank| rank.0).collect(), Some(tensor))
+            }
+            (Self::Beside(client), Running::Beside(handle)) => {
+                client.wait(handle)?;
+                (Vec::new(), None)
+            }
+            (Self::Beside(client), Running::Spread(handle, descriptor)) => {
+                let mut region = client.wait(handle)?;
+                (Vec::new(), Some(Blocks::gather(region.as_mut(), &descriptor)))
+            }
+            _ => return Err(Error::OtherClient),
+        })
+    }
+
+    /// Hands back sums that are of no more use.
+    pub(crate) fn recycle(&self, blocks: Blocks) {
+        if let Self::Direct(client) = self {
+            client.recycle(blocks);
+        }
+    }
+
+    /// Memory that the sidecar has too; none without a sidecar.
+    pub(crate) fn lend(&self, len: usize) -> Option<io::Result<Arc<sidecar::Lent>>> {
+        match self {
+            Self::Direct(_) => None,
+            Self::Beside(client) => Some(client.lend(len)),
+        }
+    }
+
+    pub(crate) fn close(&self) {
+        match self {
+            Self::Direct(client) => client.close(),
+            Self::Beside(client) => client.close(),
+        }
+    }
+
+    /// What it has sent and received: by a sidecar nothing.
+    pub(crate) fn stats(&self) -> Stats {
+        match self {
+            Self::Direct(client) => client.stats(),
+            Self::Beside(_) => Stats::default(),
+        }
+    }
+
+    pub(crate) fn max_ops(&self) -> u16 {
+        match self {
+            Self::Direct(client) => client.welcome().max_ops,
+            Self::Beside(_) => MAX_OPS,
+        }
+    }
+
+    pub(crate) fn multicast(&self) -> bool {
+        matches!(self, Self::Direct(client) if client.multicast())
+    }
+}

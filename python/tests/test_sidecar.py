@@ -1,0 +1,155 @@
+"""Ranks of a host with a sidecar."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import racksum
+from conftest import Cluster, binary
+
+
+class Sidecar(Cluster):
+    """A sidecar process, and jobs at it."""
+
+    def __init__(self, path: Path, *arguments: str) -> None:
+        super().__init__(f"unix:{path}")
+        self.path = path
+        command = [binary(), "worker", "--socket", path, *arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline().startswith(f"racksum worker at {path}: ")
+
+    def stop(self) -> None:
+        self.process.terminate()
+        assert self.process.wait(timeout=30) == 0
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    sidecar = Sidecar(tmp_path / "socket")
+    yield sidecar
+    if sidecar.process.poll() is None:
+        sidecar.stop()
+        assert not sidecar.path.exists()
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
+def test_tensors_are_reduced_in_place(sidecar, shared):
+    def work(session):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            for elements in (1, 1000, 300_000):
+                x = session.empty(elements, dtype) if shared else torch.empty(elements, dtype=dtype)
+                x.fill_(session.rank + 1)
+                assert session.allreduce(x) is x
+                assert x.eq(6).all()
+        y = session.empty((30, 20), np.float64) if shared else np.empty((30, 20))
+        y[:] = session.rank
+        session.allreduce(y[10:], "max")
+        return y.sum()
+
+    of_ranks = sidecar.run(3, work)
+    assert of_ranks == [20 * (20 * 2 + 10 * rank) for rank in range(3)]
+
+
+def test_an_average_and_a_list_of_blocks(sidecar):
+    def work(session):
+        x = np.full(5, session.rank, np.float32)
+        assert session.allreduce(x, "avg").tolist() == [0.5] * 5
+        indices = np.array([3, 1 + session.rank], np.int64)
+        where, sums = session.allreduce_blocks(indices, np.ones(64, np.float32), 320, block=32)
+        assert sums.tolist() == [1.0] * 64 + [2.0] * 32
+        return where.tolist()
+
+    assert sidecar.run(2, work) == [[1, 2, 3]] * 2
+
+
+def test_memory_that_is_shared_goes_with_its_tensors(sidecar):
+    def mapped():
+        return Path("/proc/self/maps").read_text().count("memfd:racksum")
+
+    with sidecar.connect() as session:
+        x = session.empty(1000)
+        part = x[10:20]
+        assert mapped() == 1
+        del x
+        gc.collect()
+        assert mapped() == 1, "a part of it is there"
+        part.fill_(1)
+        assert session.allreduce(part).tolist() == [1.0] * 10
+        del part
+        gc.collect()
+        assert mapped() == 0
+        like = session.empty_like(torch.ones(3, 4, dtype=torch.float64))
+        assert (like.shape, like.dtype) == ((3, 4), torch.float64)
+
+
+def test_without_a_sidecar_empty_is_a_tensor_like_any_other(cluster):
+    with cluster.connect() as session:
+        x = session.empty((2, 3))
+        assert (x.shape, x.dtype) == ((2, 3), torch.float32)
+        assert session.empty(4, np.int32).dtype == np.int32
+
+
+def test_ranks_that_disagree_are_told_and_go_on(sidecar):
+    def work(session):
+        with pytest.raises(racksum.Mismatch, match="the ranks disagree"):
+            session.allreduce(np.ones(10 + session.rank, np.float32))
+        return session.allreduce(np.ones(1, np.float32)).item()
+
+    assert sidecar.run(2, work) == [2, 2]
+
+
+def reduce_for_ever(session):
+    while True:
+        session.allreduce(np.ones(1, np.float32))
+
+
+def test_a_sidecar_that_is_killed_is_an_error_and_its_ranks_may_go_on_without(sidecar, cluster):
+    job = cluster.new_job()
+
+    def work(session):
+        session.allreduce(np.ones(1, np.float32))
+        if session.rank == 0:
+            time.sleep(0.3)
+            sidecar.process.kill()
+        with pytest.raises(racksum.NoAggregator, match="the sidecar at"):
+            reduce_for_ever(session)
+        with cluster.connect(job=job, rank=session.rank, world=2) as direct:
+            return direct.allreduce(np.ones(1, np.float32)).item()
+
+    assert sidecar.run(2, work) == [2, 2]
+
+
+def test_no_sidecar_is_an_error_that_says_what_to_start(tmp_path):
+    with pytest.raises(racksum.NoAggregator, match=r"start `racksum worker --socket`"):
+        racksum.connect(f"unix:{tmp_path}/none", job="job", rank=0, world=1)
+
+
+def test_ranks_that_do_not_come_are_named(sidecar):
+    with pytest.raises(racksum.JoinTimeout) as waited:
+        sidecar.connect(rank=0, world=3, join_timeout=0.5)
+    assert waited.value.missing == (1, 2)
+
+
+def test_what_a_sidecar_does_not_do_is_refused(sidecar):
+    with pytest.raises(racksum.BadArgument, match="neither rejoin nor go on"):
+        sidecar.connect(on_rank_loss="continue")
+    with pytest.raises(racksum.Refused, match="1 of the job's 2 ranks are on this host"):
+        sidecar.connect(world=2, local_world=1)
+
+
+def test_a_socket_where_somebody_serves_is_not_taken(sidecar):
+    command = [binary(), "worker", "--socket", sidecar.path]
+    second = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
+    assert second.returncode == 3
+    assert "somebody serves there already" in second.stderr
+    with sidecar.connect() as session:
+        session.allreduce(np.ones(1, np.float32))
