@@ -52,7 +52,10 @@ pub enum ConnectError {
         own: u16,
     },
     /// Nobody is there as a sidecar.
-    #[error("no sidecar at {}: {why}; start `racksum worker --socket` with that path", path.display())]
+    #[error(
+        "no sidecar at {}: {why}; start `racksum worker --socket` with that path",
+        path.display()
+    )]
     NoSidecar {
         /// Where it was called.
         path: PathBuf,
