@@ -6,6 +6,8 @@ use std::path::PathBuf;
 use std::thread::available_parallelism;
 
 use racksum_net::local::{Listener, listener_of_systemd, tell_systemd};
+use racksum_proto::auth::DataAuth;
+use racksum_worker::ConnectOptions;
 use racksum_worker::sidecar::Sidecar;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -24,6 +26,39 @@ pub(crate) struct Args {
     /// Threads that sum [default: one for each core].
     #[arg(long, value_name = "N")]
     threads: Option<NonZeroUsize>,
+    /// The aggregator where jobs meet that have ranks on other hosts.
+    #[arg(long, value_name = "HOST:PORT", env = "RACKSUM_AGGREGATOR")]
+    aggregator: Option<String>,
+    /// The identity file to connect with, of an aggregator's role, since it speaks for several
+    /// ranks: `racksum identity issue --role aggregator` writes it.
+    #[arg(long, value_name = "FILE", env = "RACKSUM_IDENTITY", conflicts_with = "insecure")]
+    identity: Option<PathBuf>,
+    /// Connect beyond loopback without identities.
+    #[arg(long)]
+    insecure: bool,
+    /// How datagrams are authenticated: none, mac or aead, as the aggregator does.
+    #[arg(long, value_name = "HOW")]
+    data_auth: Option<DataAuth>,
+    /// Which of this host's interfaces to call from, in the grammar of NCCL_SOCKET_IFNAME.
+    #[arg(long, value_name = "NAMES", env = "RACKSUM_INTERFACE")]
+    interface: Option<String>,
+    /// Wait while the aggregator has no room for a job, rather than be refused.
+    #[arg(long)]
+    wait: bool,
+}
+
+impl Args {
+    /// How jobs are joined that have ranks on other hosts.
+    fn upstream(&self) -> Option<ConnectOptions> {
+        Some(ConnectOptions {
+            identity: self.identity.clone(),
+            insecure: self.insecure,
+            data_auth: self.data_auth,
+            interface: self.interface.clone(),
+            wait: self.wait,
+            ..ConnectOptions::new(self.aggregator.as_ref()?, "")
+        })
+    }
 }
 
 fn mode(text: &str) -> Result<u32, String> {
@@ -54,9 +89,10 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     };
     let cores = || available_parallelism().map_or(1, NonZeroUsize::get);
     let threads = args.threads.map_or_else(cores, NonZeroUsize::get);
-    let sidecar = Sidecar::start(listener, threads)
+    let sidecar = Sidecar::start(listener, threads, args.upstream())
         .map_err(|error| Failure::unavailable(format!("cannot start threads: {error}")))?;
-    let ready = format!("racksum worker at {at}: {threads} threads");
+    let beyond = args.aggregator.as_ref().map(|at| format!(", aggregator {at}"));
+    let ready = format!("racksum worker at {at}: {threads} threads{}", beyond.unwrap_or_default());
     until_told(&ready)
         .map_err(|error| Failure::unavailable(format!("cannot wait for signals: {error}")))?;
     notify("STOPPING=1");

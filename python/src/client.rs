@@ -14,7 +14,7 @@ use racksum_worker::{
 #[derive(Debug)]
 pub(crate) enum Client {
     /// It sends its tensors to an aggregator.
-    Direct(worker::Client),
+    Direct(Box<worker::Client>),
     /// It hands them to the sidecar of this host.
     Beside(sidecar::Client),
 }

@@ -174,7 +174,9 @@ impl Session {
         }
         drop(py.detach(|| attempt.join()));
         match connected? {
-            Some(Ok(client)) => Ok(Self { client: Connected::new(Client::Direct(client)) }),
+            Some(Ok(client)) => {
+                Ok(Self { client: Connected::new(Client::Direct(Box::new(client))) })
+            }
             Some(Err(error)) => Err(of_connect(py, &error)),
             None => Err(of_connect(py, &ConnectError::GivenUp)),
         }

@@ -6,6 +6,7 @@ import gc
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import racksum
-from conftest import Cluster, binary
+from conftest import Aggregator, Cluster, binary
 
 
 class Sidecar(Cluster):
@@ -30,6 +31,16 @@ class Sidecar(Cluster):
     def stop(self) -> None:
         self.process.terminate()
         assert self.process.wait(timeout=30) == 0
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, shared_aggregator: Aggregator) -> Iterator[list[Sidecar]]:
+    """The sidecars of two hosts."""
+    flags = ["--aggregator", shared_aggregator.address]
+    hosts = [Sidecar(tmp_path / name, *flags) for name in ("one", "two")]
+    yield hosts
+    for host in hosts:
+        host.stop()
 
 
 @pytest.fixture
@@ -128,6 +139,70 @@ def test_a_sidecar_that_is_killed_is_an_error_and_its_ranks_may_go_on_without(si
     assert sidecar.run(2, work) == [2, 2]
 
 
+def on_hosts(hosts, cluster, work, ranks=((0, 0), (0, 1), (1, 2), (1, 3), (None, 4))):
+    """What a job comes to of which some ranks are at sidecars, and some are not."""
+    job = cluster.new_job()
+
+    def be(host, rank):
+        at = cluster if host is None else hosts[host]
+        local = sum(1 for other, _ in ranks if other == host) if host is not None else None
+        with at.connect(job=job, rank=rank, world=len(ranks), local_world=local) as session:
+            return work(session)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(lambda rank: be(*rank), ranks))
+
+
+def test_hosts_with_sidecars_and_ranks_without_are_one_job(hosts, cluster):
+    def work(session):
+        sums = []
+        for i, elements in enumerate((1, 1000, 0, 300_000)):
+            x = (
+                session.empty(elements, torch.float32)
+                if session.rank % 2
+                else torch.empty(elements)
+            )
+            x.fill_(session.rank + i)
+            session.allreduce(x)
+            assert x.eq(10 + 5 * i).all()
+            y = np.zeros(elements, np.float64)
+            y[: elements // 2] = session.rank
+            sums.append(session.allreduce(y, "avg").sum())
+        z = torch.full((1000,), session.rank, dtype=torch.int64)
+        assert session.allreduce(z, "max")[0] == 4
+        handles = [
+            session.allreduce(np.full(500, i, np.float32), async_op=True) for i in range(100)
+        ]
+        assert [handle.wait()[0] for handle in handles] == [5.0 * i for i in range(100)]
+        return sums
+
+    assert on_hosts(hosts, cluster, work) == [[0, 1000, 0, 300_000]] * 5
+
+
+def test_a_rank_that_is_lost_on_one_host_is_named_on_the_other(hosts, cluster):
+    def work(session):
+        session.allreduce(np.ones(1, np.float32))
+        if session.rank == 2:
+            time.sleep(0.2)
+            return None
+        with pytest.raises(racksum.PeerLost) as lost:
+            session.allreduce(np.ones(1, np.float32))
+        return lost.value.ranks
+
+    assert on_hosts(hosts, cluster, work) == [(2,), (2,), None, (2,), (2,)]
+
+
+def test_ranks_that_disagree_across_hosts_are_told_and_go_on(hosts, cluster):
+    def work(session):
+        host = session.rank // 2
+        with pytest.raises(racksum.Mismatch, match="the ranks disagree"):
+            session.allreduce(np.ones(10 + host, np.float32))
+        return session.allreduce(np.ones(1, np.float32)).item()
+
+    ranks = ((0, 0), (0, 1), (1, 2), (1, 3))
+    assert on_hosts(hosts, cluster, work, ranks) == [4, 4, 4, 4]
+
+
 def test_no_sidecar_is_an_error_that_says_what_to_start(tmp_path):
     with pytest.raises(racksum.NoAggregator, match=r"start `racksum worker --socket`"):
         racksum.connect(f"unix:{tmp_path}/none", job="job", rank=0, world=1)
@@ -142,7 +217,7 @@ def test_ranks_that_do_not_come_are_named(sidecar):
 def test_what_a_sidecar_does_not_do_is_refused(sidecar):
     with pytest.raises(racksum.BadArgument, match="neither rejoin nor go on"):
         sidecar.connect(on_rank_loss="continue")
-    with pytest.raises(racksum.Refused, match="1 of the job's 2 ranks are on this host"):
+    with pytest.raises(racksum.Refused, match="start it with --aggregator"):
         sidecar.connect(world=2, local_world=1)
 
 

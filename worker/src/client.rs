@@ -7,14 +7,15 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
-use racksum_proto::control::Welcome;
+use racksum_proto::control::{Absent, FromWorker, Loss, Welcome};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::SubmitError;
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::time::Span;
+use tokio::sync::mpsc::UnboundedSender;
 
 use crate::blocks::Blocks;
-use crate::control::{Closed, Mailbox, Word};
+use crate::control::{Closed, Control, Mailbox, Word};
 use crate::engine::{Engine, Finished, Stats};
 use crate::error::{ConnectError, Error};
 use crate::exponents::{self, Exponents, agreement};
@@ -44,6 +45,8 @@ pub struct Client {
     op_timeout: Span,
     /// Whose turn it is to start an op, where starting one takes several.
     turn: Mutex<()>,
+    /// What its first aggregators hear.
+    voices: Vec<UnboundedSender<FromWorker>>,
     /// Ends the session.
     stop: Sender<Word>,
     threads: Vec<JoinHandle<()>>,
@@ -100,8 +103,9 @@ impl Client {
         let shared = Arc::new(Shared::new(engine)?);
         let op_timeout = span(options.op_timeout);
         let (turn, threads) = (Mutex::default(), Vec::new());
+        let voices = membership.controls.iter().map(Control::voice).collect();
         let mut client =
-            Self { shared, welcome, shards, multicast, op_timeout, turn, stop, threads };
+            Self { shared, welcome, shards, multicast, op_timeout, turn, voices, stop, threads };
         let driver = Arc::clone(&client.shared);
         client.threads.push(spawn("racksum-drive", move || driver.drive_in_background())?);
         let (shared, options) = (Arc::clone(&client.shared), options.clone());
@@ -249,6 +253,14 @@ impl Client {
     /// fresh memory costs more than the sums.
     pub fn recycle(&self, blocks: Blocks) {
         self.shared.lock().run(|engine| engine.recycle(blocks.values));
+    }
+
+    /// Says that a rank is gone which this client speaks for besides its own: the job loses it.
+    pub(crate) fn part(&self, rank: u16, why: Loss) {
+        for voice in &self.voices {
+            // A connection that is closed has said so.
+            drop(voice.send(FromWorker::Parted(Absent { rank, why })));
+        }
     }
 
     /// Leaves the job, as the client does when it is dropped: ops in flight end with an error, and

@@ -189,6 +189,11 @@ impl Control {
         self.parting = FromWorker::Leave { next_op };
     }
 
+    /// How others say something to the aggregator.
+    pub(crate) fn voice(&self) -> UnboundedSender<FromWorker> {
+        self.say.clone()
+    }
+
     pub(crate) fn say(&self, word: FromWorker) {
         // A connection that is closed has said so.
         drop(self.say.send(word));

@@ -98,7 +98,11 @@ pub(crate) fn join(
             multicast: options.multicast && route.interface.is_some(),
             ..wish(options, (place, stripes), resume)
         };
-        controls.push(Control::start(route, join, options, mailbox)?);
+        let control = Control::start(route, join.clone(), options, mailbox)?;
+        for rank in &options.also {
+            control.say(FromWorker::Also(Join { rank: *rank, ..join.clone() }));
+        }
+        controls.push(control);
     }
     let (groups, welcomes, early) = Default::default();
     let mut session = Session { controls, early, socket, groups, welcomes };
@@ -129,7 +133,7 @@ pub(crate) fn wish(options: &ConnectOptions, stripe: (u8, u8), resume: Option<&R
         wait: options.wait,
         on_rank_loss: options.on_rank_loss,
         may_move: !options.standbys.is_empty(),
-        relays: false,
+        relays: !options.also.is_empty(),
         rejoin: options.rejoin && resume.is_none(),
         resume: resume.cloned(),
     }

@@ -38,6 +38,8 @@ pub struct ConnectOptions {
     pub generation: Generation,
     /// This worker's number, from 0.
     pub rank: u16,
+    /// Ranks that this worker speaks for besides its own: it contributes the sum of all of them.
+    pub also: Vec<u16>,
     /// How many ranks the job has.
     pub world: u16,
     /// Priority classes; an op of a lower lane goes first.
@@ -83,6 +85,7 @@ impl ConnectOptions {
             job: job.into(),
             generation: Generation(0),
             rank: 0,
+            also: Vec::new(),
             world: 1,
             lanes: 1,
             pool_slots: 0,

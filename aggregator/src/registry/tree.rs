@@ -66,13 +66,10 @@ pub(super) fn lost_with(member: Option<Member>, rank: u16, why: Loss) -> (Vec<u1
 impl Registry {
     /// Checks that what a rank wants can be had in a tree, if it is to be in one.
     pub(super) fn check_relay(&self, join: &Join) -> Result<(), String> {
-        let mine = self.shards.len();
-        if join.relays && join.data_ports.len() != mine {
-            return Err(format!(
-                "the parent has {mine} shards and the aggregator that calls it {}; start both with \
-                 the same --shards",
-                join.data_ports.len()
-            ));
+        let (mine, theirs) = (self.shards.len(), join.data_ports.len());
+        // A sidecar has one port for all shards.
+        if join.relays && theirs != mine && theirs != 1 {
+            return Err(other_shards(mine, theirs));
         }
         if join.relays || self.config.parent.is_some() { check_wish(join) } else { Ok(()) }
     }
@@ -163,6 +160,12 @@ impl Registry {
     /// Starts a job as its parent grants it.
     fn welcomed(&mut self, seat: &Seat, parent: SocketAddr, granted: Welcome) -> Joined {
         let (name, auth) = (&seat.job, self.config.data_auth());
+        let (mine, theirs) = (self.shards.len(), granted.data_ports.len());
+        if mine != theirs {
+            let reason = other_shards(theirs, mine);
+            self.refuse_all(name, &format!("its parent at {parent} refused: {reason}"));
+            return Joined::Ready;
+        }
         if !may_grant(&granted, self.shards.len()) {
             self.refuse_all(name, &strange(parent));
             return Joined::Ready;
@@ -450,6 +453,14 @@ impl Job {
 /// Whether a parent may grant this to an aggregator of so many shards.
 fn may_grant(granted: &Welcome, shards: usize) -> bool {
     granted.is_sound() && granted.data_ports.len() == shards && !granted.rack.is_empty()
+}
+
+/// Why an aggregator cannot be another's parent.
+fn other_shards(parent: usize, calling: usize) -> String {
+    format!(
+        "the parent has {parent} shards and the aggregator that calls it {calling}; start both \
+         with the same --shards"
+    )
 }
 
 /// Why a parent is none.

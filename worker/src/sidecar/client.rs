@@ -300,14 +300,14 @@ impl Shared {
     fn hear(&self, line: &Line, path: &Path) {
         loop {
             match line.recv() {
-                Ok(Some((message, _))) => self.take_in(message),
+                Ok(Some((message, _))) => self.take_in(message, path),
                 Ok(None) => break self.end(Over::gone(path, "it has hung up")),
                 Err(error) => break self.end(Over::gone(path, &error.to_string())),
             }
         }
     }
 
-    fn take_in(&self, message: FromSidecar) {
+    fn take_in(&self, message: FromSidecar, path: &Path) {
         let mut state = self.lock();
         match message {
             FromSidecar::WrongVersion { speaks } => {
@@ -327,6 +327,10 @@ impl Shared {
             FromSidecar::Lost { ranks, why } => {
                 drop(state);
                 return self.end(Over::lost(ranks, why));
+            }
+            FromSidecar::CutOff { why } => {
+                drop(state);
+                return self.end(Over::gone(path, &why));
             }
             FromSidecar::TimedOut => {
                 drop(state);
@@ -412,6 +416,7 @@ impl Outcome {
                 (Some(one), Some(other)) => Err(OpError::Mismatch { op, one, other }),
                 _ => Err(OpError::Ended { why: "the sidecar does not keep to the protocol" }),
             },
+            Self::Overflow { element } => Err(OpError::Overflow { op, element }),
             Self::Timeout { after, missing } => Err(OpError::Timeout {
                 op,
                 after: Span::from_millis(after),

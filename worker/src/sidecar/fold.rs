@@ -2,6 +2,7 @@
 
 #![expect(unsafe_code, reason = "the memory is shared with other processes")]
 
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::{AcqRel, Relaxed};
@@ -10,6 +11,8 @@ use racksum_kernels::fold::fold_run;
 use racksum_net::local::SharedMemory;
 use racksum_proto::arith;
 use racksum_proto::descriptor::Descriptor;
+
+use crate::tensor::Region;
 
 /// Bytes of a tensor that are folded at a time: those of all ranks of a host stay in a cache until
 /// the sum is written over them. Whole elements of every type.
@@ -29,6 +32,22 @@ impl Place {
         let (at, len) = (usize::try_from(at).ok()?, usize::try_from(len).ok()?);
         let is_within = at.checked_add(len).is_some_and(|end| end <= memory.len());
         is_within.then(|| Self { memory: Arc::clone(memory), at, len })
+    }
+
+    /// The tensor, as an op of a client's.
+    pub(super) fn region(&self) -> Region {
+        let start = self.memory.start().as_ptr().wrapping_add(self.at);
+        let start = NonNull::new(start).unwrap_or(NonNull::dangling());
+        // SAFETY: within the memory, which stays where it is as long as it is kept. That the rank
+        // leaves it alone, nothing but the job's sums depends on.
+        unsafe { Region::new(start, self.len, Arc::clone(&self.memory)) }
+    }
+
+    /// Writes what another place has, of the same length, which nobody else has or writes to.
+    pub(super) fn copy_from(&self, other: &Self) {
+        let len = self.len.min(other.len);
+        // SAFETY: the tensors are of two ranks, and nobody in this process works on them.
+        unsafe { self.bytes_mut(0, len).copy_from_slice(other.bytes(0, len)) };
     }
 
     /// Bytes of the tensor, to be read.
@@ -60,6 +79,8 @@ pub(super) struct Fold {
     places: Vec<Place>,
     /// How many ranks the job has: the divisor of an average.
     world: u32,
+    /// How many of the places get the sum: of one host's part in a job the first.
+    targets: usize,
     /// Chunks that nobody has begun begin here.
     next: AtomicUsize,
     /// Chunks that are not done.
@@ -67,16 +88,28 @@ pub(super) struct Fold {
 }
 
 impl Fold {
-    /// A fold of tensors of one descriptor, each of a rank, in rank order.
+    /// A fold of tensors of one descriptor, each of a rank, in rank order. If these are not all
+    /// ranks of the job, it makes their part of the sum, for the first.
     pub(super) fn new(descriptor: Descriptor, places: Vec<Place>, world: u32) -> Self {
+        let targets = if places.len() == world as usize { places.len() } else { 1 };
         let chunks = places.first().map_or(0, |place| place.len.div_ceil(CHUNK));
         let (next, left) = (AtomicUsize::new(0), AtomicUsize::new(chunks));
-        Self { descriptor, places, world, next, left }
+        Self { descriptor, places, world, targets, next, left }
     }
 
     /// Whether there is nothing to fold.
     pub(super) fn is_empty(&self) -> bool {
         self.places.first().is_none_or(|place| place.len == 0)
+    }
+
+    /// What was folded.
+    pub(super) const fn descriptor(&self) -> Descriptor {
+        self.descriptor
+    }
+
+    /// Where the tensors lie.
+    pub(super) fn places(&self) -> &[Place] {
+        &self.places
     }
 
     /// Whether every chunk has been begun by some thread.
@@ -102,7 +135,10 @@ impl Fold {
     }
 
     fn fold_chunk(&self, from: usize, sum: &mut [u8]) {
-        let Self { descriptor, world, places, .. } = self;
+        let Self { places, world, targets, .. } = self;
+        let is_part = *targets < places.len() || *targets < *world as usize;
+        let partial = self.descriptor.of_partial_sum();
+        let descriptor = if is_part { partial } else { self.descriptor };
         let len = sum.len();
         // SAFETY: a chunk is one thread's, and it writes only to `sum` while it reads these.
         let read = |place| unsafe { Place::bytes(place, from, len) };
@@ -111,7 +147,7 @@ impl Fold {
         let wire = descriptor.dtype.native_wire();
         fold_run(wire, descriptor.reduction, terms, &inputs, sum)
             .expect("a valid descriptor folds");
-        for place in places {
+        for place in &places[..*targets] {
             // SAFETY: a chunk is one thread's, and it reads none of them any more.
             unsafe { place.bytes_mut(from, len) }.copy_from_slice(sum);
         }

@@ -2,16 +2,25 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use racksum_net::clock::Clock;
 use racksum_net::local::{Line, Peer};
 use racksum_proto::control::Loss;
 use racksum_proto::descriptor::Descriptor;
-use racksum_proto::ids::Generation;
+use racksum_proto::error::{OpError, SubmitError};
+use racksum_proto::ids::{Generation, Rank};
 use racksum_proto::time::{Span, Time};
 
 use super::fold::{Fold, Place};
 use super::message::{Called, FromSidecar, Join, Outcome};
+use super::upstream::{Folded, Upstream};
+use crate::client::{Connecting, GiveUp};
+use crate::error::Error;
+use crate::options::ConnectOptions;
+
+/// Ranks give up when they have waited for long enough.
+const FOR_EVER: Duration = Duration::from_secs(1 << 20);
 
 /// A life of a job.
 #[derive(Debug)]
@@ -33,9 +42,13 @@ struct State {
     left: BTreeSet<u16>,
     /// All ranks have joined.
     began: bool,
+    /// Where the sums go, if not all ranks are on this host.
+    upstream: Option<Arc<Upstream>>,
+    /// Gives up to call the aggregator, if it is being called.
+    give_up: Option<GiveUp>,
     /// Ops that not all ranks have called.
     gathering: BTreeMap<u32, Gathering>,
-    /// How many ops are being folded.
+    /// How many ops are being folded, or summed with those of other hosts.
     folding: usize,
     /// What ended the job.
     over: Option<FromSidecar>,
@@ -72,8 +85,9 @@ impl Job {
         }
     }
 
-    /// Adds a rank; refused with a sentence.
-    pub(super) fn join(&self, join: &Join, line: &Arc<Line>, peer: Peer) -> Result<(), String> {
+    /// Adds a rank; refused with a sentence. Returns whether it was the last of this host, and
+    /// there are others.
+    pub(super) fn join(&self, join: &Join, line: &Arc<Line>, peer: Peer) -> Result<bool, String> {
         self.check(join, peer)?;
         let mut state = self.lock();
         if let Some(member) = state.members.get(&join.rank) {
@@ -82,21 +96,58 @@ impl Job {
                 join.rank, member.pid
             ));
         }
-        if state.began {
+        if state.began || state.members.len() == usize::from(self.local_world) {
             return Err(format!("job {:?} is running: its ranks have joined", join.job));
         }
         let member = Member { line: Arc::clone(line), pid: peer.pid, next_op: 0 };
         state.members.insert(join.rank, member);
-        let missing = usize::from(self.local_world) - state.members.len();
-        state.began = missing == 0;
+        let all_here = state.members.len() == usize::from(self.local_world);
+        let is_alone = self.local_world == self.world;
+        state.began = all_here && is_alone;
         if state.began {
             state.tell_all(&FromSidecar::Ready);
-        } else {
-            let missing =
-                (0..self.world).filter(|rank| !state.members.contains_key(rank)).collect();
+        } else if is_alone {
+            // Of other hosts nothing is known.
+            let is_missing = |rank: &u16| !state.members.contains_key(rank);
+            let missing = (0..self.world).filter(is_missing).collect();
             state.tell_all(&FromSidecar::Waiting { missing });
         }
-        Ok(())
+        Ok(all_here && !is_alone)
+    }
+
+    /// Joins the job at the aggregator, for all ranks of this host: they are told what comes of it.
+    pub(super) fn call(self: &Arc<Self>, name: &str, upstream: &ConnectOptions) {
+        let connecting = Connecting::new();
+        let mut state = self.lock();
+        let mut ranks = state.members.keys().copied();
+        let Some(rank) = ranks.next() else { return };
+        let options = ConnectOptions {
+            job: name.to_owned(),
+            generation: self.generation,
+            rank,
+            also: ranks.collect(),
+            world: self.world,
+            lanes: self.lanes,
+            join_timeout: FOR_EVER,
+            op_timeout: Duration::from_nanos(self.op_timeout.0),
+            ..upstream.clone()
+        };
+        state.give_up = Some(connecting.giver_up());
+        drop(state);
+        let started =
+            connecting.run(&options).map_err(|error| error.to_string()).and_then(|client| {
+                let upstream = Upstream::start(client, Arc::downgrade(self));
+                upstream.map_err(|error| error.to_string())
+            });
+        let mut state = self.lock();
+        match started {
+            Ok(upstream) if state.give_up.take().is_some() => {
+                (state.upstream, state.began) = (Some(Arc::new(upstream)), true);
+                state.tell_all(&FromSidecar::Ready);
+            }
+            Ok(_) => {}
+            Err(reason) => state.tell_all(&FromSidecar::Refused { reason }),
+        }
     }
 
     /// Checks that a rank means the job that there is.
@@ -147,23 +198,45 @@ impl Job {
         let called = state.gathering.remove(&op)?.called;
         if let Some(outcome) = disagreement(&called) {
             state.tell_all(&FromSidecar::Ended { op, outcome });
+            if self.local_world < self.world {
+                // Ranks of other hosts have called the op, and wait for this one's.
+                let why = "its ranks on this host disagree about an op".into();
+                state.end(FromSidecar::CutOff { why });
+            }
             return None;
         }
         let places = called.into_values().map(|(_, place)| place).collect();
         let fold = Fold::new(descriptor, places, self.world.into());
-        if fold.is_empty() {
-            state.tell_all(&FromSidecar::Ended { op, outcome: Outcome::Reduced });
-            return None;
-        }
         state.folding += 1;
         Some((op, fold))
     }
 
-    /// Tells the ranks what came of a fold.
-    pub(super) fn ended(&self, op: u32, outcome: &Outcome) {
+    /// Passes on what was folded, if it is not all.
+    pub(super) fn folded(&self, op: u32, fold: &Fold) {
+        let upstream = self.lock().upstream.clone();
+        match upstream {
+            None => self.ended(op, Ok(())),
+            Some(upstream) => {
+                let (descriptor, places) = (fold.descriptor(), fold.places().to_vec());
+                upstream.pass(Folded { op, descriptor, places });
+            }
+        }
+    }
+
+    /// Tells the ranks what came of an op.
+    pub(super) fn ended(&self, op: u32, result: Result<(), Error>) {
         let mut state = self.lock();
         state.folding -= 1;
-        state.tell_all(&FromSidecar::Ended { op, outcome: outcome.clone() });
+        let (outcome, end) = match result {
+            Ok(()) => (Some(Outcome::Reduced), None),
+            Err(error) => said(error),
+        };
+        if let Some(outcome) = outcome {
+            state.tell_all(&FromSidecar::Ended { op, outcome });
+        }
+        if let Some(end) = end {
+            state.end(end);
+        }
         state.tell_end();
     }
 
@@ -173,6 +246,11 @@ impl Job {
         if state.members.remove(&rank).is_none() {
             return false;
         }
+        if let Some(give_up) = state.give_up.take() {
+            give_up.give_up();
+            let reason = format!("rank {rank} has gone before the job was complete");
+            state.tell_all(&FromSidecar::Refused { reason });
+        }
         if state.began {
             let is_needed = !state.gathering.is_empty();
             if why == Loss::Left && !is_needed {
@@ -181,7 +259,14 @@ impl Job {
                 state.end(FromSidecar::Lost { ranks: vec![rank], why });
             }
         }
-        state.members.is_empty()
+        let is_last = state.members.is_empty();
+        let upstream = state.upstream.clone().filter(|_| is_last || state.over.is_some());
+        let gone = state.over.is_some().then_some((rank, why));
+        drop(state);
+        if let Some(upstream) = upstream {
+            upstream.close(gone);
+        }
+        is_last
     }
 
     /// Ends the job, whose next life has begun.
@@ -232,6 +317,30 @@ impl State {
             self.tell_all(why);
             self.told = true;
         }
+    }
+}
+
+/// What ranks are told of an op that has failed at the aggregator: what came of it, and what has
+/// ended the job.
+fn said(error: Error) -> (Option<Outcome>, Option<FromSidecar>) {
+    let numbers = |ranks: Vec<Rank>| ranks.into_iter().map(|rank| rank.0).collect();
+    match error {
+        Error::Op(OpError::Mismatch { one, other, .. }) => {
+            let called = |(rank, descriptor): (Rank, Descriptor)| Called::new(rank.0, &descriptor);
+            let (one, other) = (called(one), called(other));
+            (Some(Outcome::Mismatch { one, other }), None)
+        }
+        Error::Op(OpError::Overflow { element, .. }) => (Some(Outcome::Overflow { element }), None),
+        Error::Op(OpError::Timeout { after, missing, .. }) => {
+            let missing = missing.into_iter().map(|(rank, _)| rank.0).collect();
+            let outcome = Outcome::Timeout { after: after.as_millis(), missing };
+            (Some(outcome), Some(FromSidecar::TimedOut))
+        }
+        Error::Op(OpError::PeerLost { ranks, why })
+        | Error::Submit(SubmitError::PeerLost { ranks, why }) => {
+            (None, Some(FromSidecar::Lost { ranks: numbers(ranks), why }))
+        }
+        error => (None, Some(FromSidecar::CutOff { why: error.to_string() })),
     }
 }
 

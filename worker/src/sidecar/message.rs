@@ -57,6 +57,8 @@ pub(super) enum FromSidecar {
     Ended { op: u32, outcome: Outcome },
     /// Ranks are gone, and the job is over.
     Lost { ranks: Vec<u16>, why: Loss },
+    /// The job has nowhere to go on, and why.
+    CutOff { why: String },
     /// An op has timed out, and the job is over.
     TimedOut,
     /// A greater generation of the job has begun.
@@ -71,6 +73,8 @@ pub(super) enum Outcome {
     Reduced,
     /// The ranks called it differently. The job goes on.
     Mismatch { one: Called, other: Called },
+    /// A value that the wire type cannot carry. The job goes on.
+    Overflow { element: u64 },
     /// Not all ranks had called it in time. The job is over.
     Timeout { after: u64, missing: Vec<u16> },
 }

@@ -14,6 +14,7 @@ mod queue;
 mod server;
 #[cfg(test)]
 mod tests;
+mod upstream;
 
 pub use client::{Client, Handle};
 pub use lent::Lent;

@@ -5,7 +5,6 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use super::fold::Fold;
 use super::job::Job;
-use super::message::Outcome;
 
 /// A fold, and whom to tell of it.
 #[derive(Debug)]
@@ -52,7 +51,7 @@ impl Queue {
         let mut sum = Vec::new();
         while let Some(task) = self.next() {
             if task.fold.work(&mut sum) {
-                task.job.ended(task.op, &Outcome::Reduced);
+                task.job.folded(task.op, &task.fold);
             }
         }
     }

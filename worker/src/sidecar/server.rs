@@ -16,6 +16,7 @@ use super::fold::Place;
 use super::job::Job;
 use super::message::{FromRank, FromSidecar, Join, VERSION};
 use super::queue::{Queue, Task};
+use crate::options::ConnectOptions;
 
 /// How often ops are looked for that have taken too long.
 const TICK: Duration = Duration::from_millis(100);
@@ -37,18 +38,26 @@ pub struct Sidecar {
 #[derive(Debug, Default)]
 struct Shared {
     jobs: Mutex<HashMap<String, Arc<Job>>>,
+    /// How to call the aggregator, if there is one.
+    upstream: Option<ConnectOptions>,
     /// Those that have called and not hung up.
     lines: Mutex<Vec<Arc<Line>>>,
     queue: Queue,
 }
 
 impl Sidecar {
-    /// Serves whoever calls, with so many threads to fold.
+    /// Serves whoever calls, with so many threads to fold. Jobs that have ranks on other hosts are
+    /// joined as `upstream` says, whose job and ranks are of no interest.
     ///
     /// # Errors
     /// The kernel's, when there are no threads.
-    pub fn start(listener: Listener, folders: usize) -> io::Result<Self> {
-        let (listener, shared) = (Arc::new(listener), Arc::new(Shared::default()));
+    pub fn start(
+        listener: Listener,
+        folders: usize,
+        upstream: Option<ConnectOptions>,
+    ) -> io::Result<Self> {
+        let shared = Shared { upstream, ..Shared::default() };
+        let (listener, shared) = (Arc::new(listener), Arc::new(shared));
         let (stop, stopped) = channel();
         let threads = Vec::new();
         let mut sidecar = Self { listener, shared, threads, stop: Some(stop) };
@@ -139,6 +148,13 @@ impl Shared {
 
     fn join(&self, join: &Join, line: &Arc<Line>, peer: Peer) -> Result<Arc<Job>, String> {
         check(join)?;
+        if join.local_world < join.world && self.upstream.is_none() {
+            let Join { local_world, world, .. } = *join;
+            return Err(format!(
+                "{local_world} of the job's {world} ranks are on this host, and the sidecar knows \
+                 no aggregator for the others; start it with --aggregator"
+            ));
+        }
         let mut jobs = self.jobs();
         let job = match jobs.get(&join.job) {
             Some(job) if job.generation == join.generation => Arc::clone(job),
@@ -153,8 +169,13 @@ impl Shared {
                 Arc::new(Job::new(join, peer))
             }
         };
-        job.join(join, line, peer)?;
+        let is_to_call = job.join(join, line, peer)?;
         jobs.insert(join.job.clone(), Arc::clone(&job));
+        if let Some(upstream) = self.upstream.clone().filter(|_| is_to_call) {
+            let (called, name) = (Arc::clone(&job), join.job.clone());
+            spawn("racksum-call", move || called.call(&name, &upstream))
+                .map_err(|error| error.to_string())?;
+        }
         Ok(job)
     }
 
@@ -178,8 +199,12 @@ impl Shared {
                     let place = Place::new(memory, at, len)
                         .ok_or_else(|| broken("a tensor beyond its memory"))?;
                     if let Some((op, fold)) = job.submit(rank, descriptor, place) {
-                        let task = Task { fold, job: Arc::clone(job), op };
-                        self.queue.push(descriptor.lane, task);
+                        match fold.is_empty() {
+                            true => job.folded(op, &fold),
+                            false => self
+                                .queue
+                                .push(descriptor.lane, Task { fold, job: Arc::clone(job), op }),
+                        }
                     }
                 }
                 FromRank::Leave => return Ok(Loss::Left),
@@ -210,12 +235,6 @@ fn check(join: &Join) -> Result<(), String> {
     }
     if lanes == 0 {
         return Err("a job has one lane or more".into());
-    }
-    if local_world < world {
-        return Err(format!(
-            "{local_world} of the job's {world} ranks are on this host, and this sidecar sums \
-             those of one host only"
-        ));
     }
     Ok(())
 }

@@ -37,7 +37,7 @@ impl Rig {
         let name = format!("racksum-{}-{}", std::process::id(), STARTED.fetch_add(1, Relaxed));
         let path = std::env::temp_dir().join(name);
         let listener = Listener::bind(&path, 0o600).unwrap();
-        Self { sidecar: Sidecar::start(listener, 2).unwrap(), path }
+        Self { sidecar: Sidecar::start(listener, 2, None).unwrap(), path }
     }
 
     fn call(&self, job: &str, rank: u16, world: u16) -> Client {

@@ -381,7 +381,6 @@ fn a_job_that_the_parent_refuses_is_refused_to_all_at_once() {
 fn a_parent_that_does_not_keep_to_the_protocol_is_refused_and_not_called_again() {
     let bad = [
         Welcome { rack: Vec::new(), ..welcome() },
-        Welcome { data_ports: vec![5001, 5002], ..welcome() },
         Welcome { data_ports: vec![0], ..welcome() },
         Welcome { pool_slots: u32::MAX, ..welcome() },
         Welcome { pool_slots: 1, ..welcome() },
@@ -402,6 +401,20 @@ fn a_parent_that_does_not_keep_to_the_protocol_is_refused_and_not_called_again()
         assert_eq!(told(&mut three), Some(FromAggregator::Refused { reason }), "{word:?}");
         assert_eq!((said(&mut call), registry.jobs()), (vec!["Stop".to_owned()], 0));
     }
+}
+
+#[test]
+fn a_parent_with_another_number_of_shards_is_refused_with_what_to_do() {
+    let mut registry = leaf();
+    let (mut call, [(seat, mut three), _]) = rack(&mut registry);
+    let granted = Welcome { data_ports: vec![5001, 5002], ..welcome() };
+    registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(granted));
+    let reason = format!(
+        "its parent at {PARENT} refused: the parent has 2 shards and the aggregator that calls it \
+         1; start both with the same --shards"
+    );
+    assert_eq!(told(&mut three), Some(FromAggregator::Refused { reason }));
+    assert_eq!((said(&mut call), registry.jobs()), (vec!["Stop".to_owned()], 0));
 }
 
 #[test]
