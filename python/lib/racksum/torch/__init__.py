@@ -12,12 +12,15 @@ from racksum.torch.fsdp import set_all_reduce_hook
 from racksum.torch.groups import connect
 from racksum.torch.hook import State, allreduce_hook
 from racksum.torch.sparse import allreduce_sparse
+from racksum.torch.study import Study, study
 
 __all__ = [
     "Options",
     "State",
+    "Study",
     "allreduce_hook",
     "allreduce_sparse",
     "connect",
     "set_all_reduce_hook",
+    "study",
 ]

@@ -1,0 +1,378 @@
+"""What racksum would do for a model: measured on a few steps, which change nothing.
+
+How times are predicted is told in ``docs/study.md``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
+from torch.nn.parallel import DistributedDataParallel
+
+from racksum.errors import BadArgument
+from racksum.session import DEFAULT_BLOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor, nn
+
+__all__ = ["Bucket", "Prediction", "Study", "study"]
+
+#: Sizes of blocks that are compared.
+BLOCKS = (32, 64, 128, 256, 512, 1024)
+#: Bytes of an element on the wire, by the name of the wire type; int8 has a scale a block besides.
+WIRES = {"f32": 4, "bf16": 2, "int8": 1}
+#: Bytes of headers on a full datagram of 1500 bytes, and of payload.
+_HEADERS, _PAYLOAD = 28 + 40, 1432
+_MB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """A bucket of gradients, as DDP makes them."""
+
+    elements: int
+    sparse: bool
+    #: Seconds from the start of a step until its gradients are there.
+    ready: float
+    #: By size of block, the share of blocks that are not zero: of this rank, and of all ranks.
+    density: dict[int, float]
+    union: dict[int, float]
+
+    def sent(self, wire: str, block: int) -> float:
+        """Bytes that this rank sends of it, a step."""
+        return _wire_bytes(self.elements * self.density[block], wire, block)
+
+    def received(self, wire: str, block: int) -> float:
+        """Bytes that it receives."""
+        return _wire_bytes(self.elements * self.union[block], wire, block)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a step takes on a link of so many Gbit/s."""
+
+    gbit_per_s: float
+    #: Seconds with racksum, at the best wire and size of block, and these.
+    racksum: float
+    wire: str
+    block: int
+    #: Seconds with a ring that sends each dense byte of f32.
+    ring: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """What racksum would do for a model."""
+
+    world: int
+    #: Seconds of a step without communication, and how much of it comes after the gradients.
+    compute: float
+    after: float
+    #: Whether the ranks' blocks were compared; if not, the union is that of blocks which each rank
+    #: has at random.
+    compared: bool
+    buckets: list[Bucket]
+    links: list[float] = field(default_factory=lambda: [1.0, 10.0, 25.0, 100.0])
+
+    def sent(self, wire: str = "f32", block: int = DEFAULT_BLOCK) -> float:
+        """Bytes that this rank sends a step."""
+        return sum(bucket.sent(wire, block) for bucket in self.buckets)
+
+    def received(self, wire: str = "f32", block: int = DEFAULT_BLOCK) -> float:
+        """Bytes that it receives."""
+        return sum(bucket.received(wire, block) for bucket in self.buckets)
+
+    def ring_bytes(self) -> float:
+        """Bytes that it would send, and receive, in a ring."""
+        elements = sum(bucket.elements for bucket in self.buckets)
+        return 2 * (self.world - 1) / self.world * elements * WIRES["f32"]
+
+    def step_time(self, gbit_per_s: float, wire: str = "f32", block: int = DEFAULT_BLOCK) -> float:
+        """Seconds that a step takes with racksum."""
+
+        def seconds(bucket: Bucket) -> float:
+            # A link carries both ways at once.
+            return max(bucket.sent(wire, block), bucket.received(wire, block)) * 8e-9 / gbit_per_s
+
+        return self._overlapped(seconds)
+
+    def ring_time(self, gbit_per_s: float) -> float:
+        """Seconds that a step takes with a ring."""
+        share = 2 * (self.world - 1) / self.world * WIRES["f32"] * (1 + _HEADERS / _PAYLOAD)
+        return self._overlapped(lambda bucket: bucket.elements * share * 8e-9 / gbit_per_s)
+
+    def _overlapped(self, seconds: Callable[[Bucket], float]) -> float:
+        """A bucket goes when it is ready and those before it have gone; then comes the rest."""
+        free = 0.0
+        for bucket in self.buckets:
+            free = max(free, bucket.ready) + seconds(bucket)
+        return max(free, self.compute - self.after) + self.after
+
+    def predict(self, gbit_per_s: float, wires: Iterable[str] = ("f32",)) -> Prediction:
+        """The best that racksum does on a link, of these wires: others than f32 round."""
+        choices = [(wire, block) for wire in wires for block in BLOCKS]
+        # Of what is as good, the larger block costs less work.
+        wire, block = min(choices, key=lambda c: (round(self.step_time(gbit_per_s, *c), 6), -c[1]))
+        return Prediction(
+            gbit_per_s=gbit_per_s,
+            racksum=self.step_time(gbit_per_s, wire, block),
+            wire=wire,
+            block=block,
+            ring=self.ring_time(gbit_per_s),
+        )
+
+    def to_json(self) -> str:
+        """All of it, for programs."""
+        known = {
+            **asdict(self),
+            "sent_bytes": self.sent(),
+            "received_bytes": self.received(),
+            "ring_bytes": self.ring_bytes(),
+            "predictions": [
+                asdict(self.predict(link, wires))
+                for link in self.links
+                for wires in (("f32",), tuple(WIRES))
+            ],
+        }
+        return json.dumps(known, indent=2)
+
+    def __str__(self) -> str:
+        """A table of the buckets, and one of the links."""
+        union = "union" if self.compared else "union if at random"
+        lines = [
+            f"{self.world} ranks, {self.compute * 1e3:.1f} ms of compute a step, blocks of "
+            f"{DEFAULT_BLOCK}",
+            f"{'bucket':>8}{'MB':>10}{'ready':>10}{'density':>10}  {union}",
+        ]
+        for i, bucket in enumerate(self.buckets):
+            lines.append(
+                f"{i:>8}{bucket.elements * 4 / 1e6:>10.2f}{bucket.ready * 1e3:>7.1f} ms"
+                f"{bucket.density[DEFAULT_BLOCK]:>10.2%}  {bucket.union[DEFAULT_BLOCK]:.2%}"
+                + ("  sparse" if bucket.sparse else "")
+            )
+        lines.append(
+            f"a step sends {self.sent() / 1e6:.2f} MB and receives {self.received() / 1e6:.2f} MB; "
+            f"a ring {self.ring_bytes() / 1e6:.2f} MB"
+        )
+        lines.append(f"{'Gbit/s':>8}{'ring':>12}{'racksum':>12}{'faster':>8}  best")
+        for link in self.links:
+            for wires in (("f32",), tuple(WIRES)):
+                at = self.predict(link, wires)
+                lines.append(
+                    f"{link:>8g}{at.ring * 1e3:>9.1f} ms{at.racksum * 1e3:>9.1f} ms"
+                    f"{at.ring / at.racksum:>7.2f}x  {at.wire}, blocks of {at.block}"
+                )
+        return "\n".join(lines)
+
+    def plot(self, path: str | Path) -> None:
+        """Writes a picture (PNG) of step times against the link. Needs matplotlib."""
+        from matplotlib.figure import Figure  # noqa: PLC0415 - for this alone.
+
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
+        links = [0.5 * 2 ** (i / 4) for i in range(37)]
+        axes.loglog(links, [self.ring_time(link) * 1e3 for link in links], label="ring, f32")
+        for wire in WIRES:
+            times = [self.predict(link, [wire]).racksum * 1e3 for link in links]
+            axes.loglog(links, times, label=f"racksum, {wire}")
+        axes.axhline(self.compute * 1e3, color="grey", linestyle=":", label="compute")
+        axes.set(xlabel="Gbit/s", ylabel="ms a step", title=f"{self.world} ranks")
+        axes.legend()
+        figure.savefig(path, format="png")
+
+
+def study(
+    model: nn.Module,
+    loader: Iterable[Any],
+    loss: Callable[[nn.Module, Any], Tensor],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    steps: int = 5,
+    world: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    bucket_cap_mb: float = 25.0,
+    links: Sequence[float] = (1.0, 10.0, 25.0, 100.0),
+) -> Study:
+    """Runs a few steps, and says what racksum would do for the model.
+
+    Nothing is changed by them: weights, gradients, buffers, the optimizer and random numbers are
+    afterwards what they were. If there is a process group, all its ranks call this together.
+
+    :param model: The model, wrapped by DDP or not.
+    :param loader: What gives batches; ``steps`` + 1 are taken, the first of which is not counted.
+    :param loss: The loss of the model on a batch.
+    :param optimizer: Whose step is timed as well.
+    :param world: How many ranks to predict for; by default those of the group.
+    :param group: The ranks whose blocks are compared; by default the default group, if there is
+        one.
+    :param bucket_cap_mb: As of DDP.
+    :param links: Gbit/s of a rank's link, to predict for.
+    """
+    if steps < 1:
+        raise BadArgument(f"steps is 1 or more, and not {steps}")
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    world = ranks if world is None else world
+    if world < 1:
+        raise BadArgument(f"world is 1 or more, and not {world}")
+    net = model.module if isinstance(model, DistributedDataParallel) else model
+    with _as_it_was(net, optimizer):
+        measured = _Steps(net, loss, optimizer, bucket_cap_mb)
+        for _, batch in zip(range(steps + 1), loader, strict=False):
+            measured.step(batch)
+        if len(measured.times) < 2:  # noqa: PLR2004 - one, and the first.
+            raise BadArgument("the loader has no two batches: the first is for warming up")
+        compared = ranks > 1 and ranks == world
+        buckets = measured.buckets(group if compared else None, compared, world)
+    return Study(
+        world=world,
+        compute=statistics.median(measured.times[1:]),
+        after=statistics.median(measured.afters[1:]),
+        compared=compared,
+        buckets=buckets,
+        links=list(links),
+    )
+
+
+class _Steps:
+    """Steps of a model, and what is seen of their gradients."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        loss: Callable[[nn.Module, Any], Tensor],
+        optimizer: torch.optim.Optimizer | None,
+        bucket_cap_mb: float,
+    ) -> None:
+        self.net = net
+        self.loss = loss
+        self.optimizer = optimizer
+        self.bucket_cap_mb = bucket_cap_mb
+        self.times: list[float] = []
+        self.afters: list[float] = []
+        #: Of each step, when the gradient of each parameter was there.
+        self.ready: list[dict[int, float]] = []
+        self.parameters = [p for p in net.parameters() if p.requires_grad]
+        #: Of each parameter and size of block, which blocks of the last step are not zero.
+        self.last: list[dict[int, Tensor]] = []
+
+    def step(self, batch: Any) -> None:
+        ready: dict[int, float] = {}
+        start = time.perf_counter()
+        hooks = [
+            p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda _, i=i: ready.__setitem__(i, time.perf_counter() - start)
+            )
+            for i, p in enumerate(self.parameters)
+        ]
+        for parameter in self.parameters:
+            parameter.grad = None
+        start = time.perf_counter()
+        self.loss(self.net, batch).backward()  # type: ignore[no-untyped-call]
+        backward = time.perf_counter()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        end = time.perf_counter()
+        for hook in hooks:
+            hook.remove()
+        self.times.append(end - start)
+        self.afters.append(end - backward)
+        self.ready.append(ready)
+        self.last = [_occupied(parameter) for parameter in self.parameters]
+
+    def buckets(self, group: dist.ProcessGroup | None, compared: bool, world: int) -> list[Bucket]:
+        """The buckets that DDP would make, in the order in which they are ready."""
+        order = sorted(range(len(self.parameters)), key=self._ready)
+        parameters: list[Tensor] = [self.parameters[i] for i in order]
+        sparse = [_is_sparse(parameter) for parameter in parameters]
+        cap = int(self.bucket_cap_mb * _MB)
+        indices, _ = _compute_bucket_assignment_by_size(parameters, [_MB, cap], sparse)
+        return [
+            self._bucket([order[i] for i in members], group, compared, world) for members in indices
+        ]
+
+    def _bucket(
+        self, members: list[int], group: dist.ProcessGroup | None, compared: bool, world: int
+    ) -> Bucket:
+        density, union = {}, {}
+        for block in BLOCKS:
+            occupied = torch.cat([self.last[i][block] for i in members])
+            density[block] = occupied.float().mean().item() if len(occupied) else 0.0
+            if compared:
+                dist.all_reduce(occupied, dist.ReduceOp.MAX, group=group)
+                union[block] = occupied.float().mean().item() if len(occupied) else 0.0
+            else:
+                union[block] = 1 - (1 - density[block]) ** world
+        return Bucket(
+            elements=sum(self.parameters[i].numel() for i in members),
+            sparse=_is_sparse(self.parameters[members[0]]),
+            ready=max(self._ready(i) for i in members),
+            density=density,
+            union=union,
+        )
+
+    def _ready(self, i: int) -> float:
+        """When a gradient is there, seconds from the start; at the end if it never is."""
+        times = [ready.get(i) for ready in self.ready[1:]]
+        known = [at for at in times if at is not None]
+        return statistics.median(known) if known else max(self.times)
+
+
+def _is_sparse(parameter: Tensor) -> bool:
+    return parameter.grad is not None and parameter.grad.is_sparse
+
+
+def _occupied(parameter: Tensor) -> dict[int, Tensor]:
+    """By size of block, which blocks of a gradient are not zero, as bytes."""
+    gradient = parameter.grad
+    if gradient is None:
+        counts = {block: -(-parameter.numel() // block) for block in BLOCKS}
+        return {block: torch.zeros(n, dtype=torch.uint8) for block, n in counts.items()}
+    flat = (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)
+    finest = _blocks_of((flat != 0).to(torch.uint8), BLOCKS[0])
+    return {block: _blocks_of(finest, block // BLOCKS[0]).cpu() for block in BLOCKS}
+
+
+def _blocks_of(marks: Tensor, size: int) -> Tensor:
+    """The greatest of each ``size`` marks."""
+    if not len(marks):
+        return marks
+    padded = torch.nn.functional.pad(marks, (0, -len(marks) % size))
+    return padded.view(-1, size).amax(1)
+
+
+def _wire_bytes(elements: float, wire: str, block: int) -> float:
+    scale = 4 / block if wire == "int8" else 0.0
+    return elements * (WIRES[wire] + scale) * (1 + _HEADERS / _PAYLOAD)
+
+
+@contextmanager
+def _as_it_was(net: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Puts back what steps change."""
+    tensors = [*net.parameters(), *net.buffers()]
+    values = [tensor.detach().clone() for tensor in tensors]
+    gradients = [parameter.grad for parameter in net.parameters()]
+    options = copy.deepcopy(optimizer.state_dict()) if optimizer is not None else None
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
+        for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        if optimizer is not None and options is not None:
+            optimizer.load_state_dict(options)

@@ -1,0 +1,150 @@
+"""What a study says of a model, and that it changes nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import racksum
+import racksum.torch
+from racksum.torch.study import Bucket, Study
+from ranks import Ranks
+
+ROWS, WIDTH = 1000, 64
+
+
+class Net(nn.Module):
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(ROWS, WIDTH, sparse=sparse)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.drop = nn.Dropout(0.5)
+        self.out = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.drop(self.norm(self.words(x).mean(1))))
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def batches(rows: list[int]) -> Any:
+    while True:
+        yield torch.tensor(rows).repeat(8, 1)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_study_changes_nothing(sparse):
+    torch.manual_seed(1)
+    model = Net(sparse)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0 if sparse else 0.9)
+    loss(model, next(batches([1, 2]))).backward()
+    optimizer.step()
+    before = {
+        "model": {name: value.clone() for name, value in model.state_dict().items()},
+        "optimizer": str(optimizer.state_dict()),
+        "random": torch.get_rng_state(),
+    }
+    gradient = model.out.weight.grad
+    racksum.torch.study(model, batches([5]), loss, optimizer=optimizer, steps=2)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before["model"][name]), name
+    assert str(optimizer.state_dict()) == before["optimizer"]
+    assert torch.equal(torch.get_rng_state(), before["random"])
+    assert model.out.weight.grad is gradient
+    assert model.training
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_density_is_the_share_of_blocks_that_are_not_zero(sparse):
+    model = nn.Embedding(ROWS, WIDTH, sparse=sparse)
+    found = racksum.torch.study(model, batches([0, 1, 7]), loss, steps=1, world=4)
+    [bucket] = found.buckets
+    assert bucket.elements == ROWS * WIDTH
+    assert bucket.sparse == sparse
+    # Three rows of 64: six blocks of 32, three of 64; two of 256, of four rows each.
+    assert bucket.density[32] == pytest.approx(6 / (ROWS * 2))
+    assert bucket.density[64] == pytest.approx(3 / ROWS)
+    assert bucket.density[256] == pytest.approx(2 / (ROWS / 4))
+    assert not found.compared
+    assert bucket.union[64] == pytest.approx(1 - (1 - 3 / ROWS) ** 4)
+
+
+def test_ranks_compare_their_blocks():
+    ranks = Ranks(2)
+    of_ranks = ranks.run(union_of_ranks)
+    ranks.close()
+    assert of_ranks == [(True, 2, pytest.approx(3 / ROWS))] * 2
+
+
+def union_of_ranks() -> tuple[bool, int, float]:
+    model = nn.Embedding(ROWS, WIDTH)
+    rows = [0, 1] if dist.get_rank() == 0 else [1, 2]
+    found = racksum.torch.study(model, batches(rows), loss, steps=1)
+    return found.compared, found.world, found.buckets[0].union[64]
+
+
+def bucket(megabytes: float, ready: float, density: float = 1.0, union: float = 1.0) -> Bucket:
+    blocks = (32, 64, 128, 256, 512, 1024)
+    return Bucket(
+        elements=int(megabytes * 250_000),
+        sparse=False,
+        ready=ready,
+        density=dict.fromkeys(blocks, density),
+        union=dict.fromkeys(blocks, union),
+    )
+
+
+def study_of(*buckets: Bucket, compute: float = 0.1, after: float = 0.0) -> Study:
+    return Study(world=4, compute=compute, after=after, compared=True, buckets=list(buckets))
+
+
+def test_time_on_the_link_is_added_to_what_it_does_not_overlap():
+    headers = 1 + 68 / 1432
+    dense = study_of(bucket(100, ready=0.1))
+    assert dense.step_time(1) == pytest.approx(0.1 + 0.8 * headers)
+    assert dense.ring_time(1) == pytest.approx(0.1 + 1.2 * headers)
+    assert dense.step_time(1, "bf16") == pytest.approx(0.1 + 0.4 * headers)
+    early = study_of(bucket(5, ready=0.02), bucket(1, ready=0.1))
+    assert early.step_time(1) == pytest.approx(0.1 + 0.008 * headers), "the first went meanwhile"
+    late = study_of(bucket(100, ready=0.02), bucket(1, ready=0.1), after=0.01)
+    assert late.step_time(1) == pytest.approx(0.02 + 0.808 * headers + 0.01)
+    sparse = study_of(bucket(100, ready=0.1, density=0.01, union=0.04))
+    assert sparse.step_time(1) == pytest.approx(0.1 + 0.032 * headers)
+    assert sparse.sent() == pytest.approx(1e6 * headers)
+
+
+def test_the_best_of_wires_and_blocks_is_found():
+    found = study_of(bucket(100, ready=0.1))
+    assert found.predict(1).wire == "f32"
+    assert found.predict(1, ("f32", "bf16", "int8")).wire == "int8"
+    fine = bucket(100, ready=0.1)
+    fine.density.update({32: 0.01})
+    fine.union.update({32: 0.02})
+    assert study_of(fine).predict(1).block == 32
+
+
+def test_what_is_said_of_it(tmp_path):
+    found = study_of(bucket(100, ready=0.05), bucket(2, ready=0.1, density=0.01, union=0.03))
+    text = str(found)
+    assert "4 ranks, 100.0 ms of compute a step" in text
+    assert "1.00%  3.00%" in text
+    known = json.loads(found.to_json())
+    assert len(known["predictions"]) == 8
+    assert known["ring_bytes"] == pytest.approx(153e6)
+    found.plot(tmp_path / "study.png")
+    assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_studied_is_refused():
+    model = nn.Linear(2, 2)
+    with pytest.raises(racksum.BadArgument, match="steps is 1 or more"):
+        racksum.torch.study(model, batches([1]), loss, steps=0)
+    with pytest.raises(racksum.BadArgument, match="no two batches"):
+        racksum.torch.study(model, [torch.ones(1, 2)], loss)
