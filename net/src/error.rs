@@ -222,7 +222,6 @@ impl NetError {
                 | Self::InsecureIdentity
                 | Self::Unprotected { .. }
                 | Self::Certificate { .. }
-                | Self::MtuTooSmall { .. }
                 | Self::NoInterface { .. }
                 | Self::EmptyPattern { .. }
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import racksum
@@ -163,3 +166,63 @@ def lose_a_rank(through: str, address: str, job: str, static: bool) -> str:
 def test_a_lost_rank_is_an_error_of_backward_with_its_type(ranks, cluster, through, static):
     told = ranks.run(lose_a_rank, through, cluster.address, cluster.new_job(), static)
     assert told == ["lost (1,)", "left"]
+
+
+def fall_back(addresses: str, job: str) -> list[torch.Tensor]:
+    """Trains; before the third step the aggregator is told to be killed. Returns the weights."""
+    state = {"fallback": "process_group"}
+    with wrapped("hook", addresses, job, state, bucket_cap_mb=0.05) as model:
+        _train(model, 2, uneven=False, accumulate=False)
+        os.kill(int(job.rpartition("-")[2]), signal.SIGKILL)
+        return _train(model, 3, uneven=False, accumulate=False)
+
+
+def test_the_process_group_averages_when_the_aggregator_is_gone(ranks, aggregator):
+    job = f"fallback-{aggregator.process.pid}"
+    weights = ranks.run(fall_back, aggregator.address, job)
+    gloo = ranks.run(train_twice)
+    for one, other, of_gloo in zip(*weights, gloo[0], strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, of_gloo)
+
+
+def train_twice() -> list[torch.Tensor]:
+    with wrapped("gloo", "", "", {}, bucket_cap_mb=0.05) as model:
+        _train(model, 2, uneven=False, accumulate=False)
+        return _train(model, 3, uneven=False, accumulate=False)
+
+
+def train_on_uneven_data(through: str, address: str, job: str) -> list[torch.Tensor]:
+    """Ranks have batches in different numbers, and those that are done join the others."""
+    with wrapped(through, address, job, {}) as model:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Join([model]):
+            for step in range(3 + 2 * dist.get_rank()):
+                x = torch.full((4, 8), step + dist.get_rank(), dtype=torch.long)
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("through", THROUGH)
+def test_ranks_whose_data_ends_join_the_others(ranks, cluster, through):
+    weights = ranks.run(train_on_uneven_data, through, cluster.address, cluster.new_job())
+    assert len(weights[0]) == len(weights[1])
+
+
+def train_in_lanes(address: str, job: str) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    model = DistributedDataParallel(Net(), bucket_cap_mb=0.01)
+    with session_of_group(address, job, lanes=3) as session:
+        state = racksum.torch.State(session, prioritize=True)
+        model.register_comm_hook(state, racksum.torch.allreduce_hook)
+        return _train(model, 5, uneven=False, accumulate=False)
+
+
+def test_buckets_in_lanes_are_averaged_all_the_same(ranks, aggregator):
+    weights = ranks.run(train_in_lanes, aggregator.address, "lanes")
+    for one, other in zip(*weights, strict=True):
+        assert torch.equal(one, other)
+    for one, plain in zip(weights[0], ranks.run(train, "gloo", "", "")[0], strict=True):
+        torch.testing.assert_close(one, plain)

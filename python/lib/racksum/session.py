@@ -139,6 +139,11 @@ class Session:
         return self._options.generation
 
     @property
+    def lanes(self) -> int:
+        """How many priority classes ops have."""
+        return self._options.lanes
+
+    @property
     def options(self) -> ConnectOptions:
         """How it was connected."""
         return self._options

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from racksum.errors import BadArgument
 from racksum.session import DEFAULT_BLOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = [
     "BlockRandomK",
@@ -25,6 +28,7 @@ __all__ = [
     "Compressor",
     "Memory",
     "ResidualMemory",
+    "Rounded",
 ]
 
 
@@ -209,6 +213,58 @@ class BlockThreshold(BlockCompressor):
         """The blocks that hold a great element."""
         small = blocks.abs().amax(1) < self.threshold
         return torch.nonzero(~small).flatten()
+
+
+class Rounded:
+    """Rounds to what a wire type carries, after another compressor that keeps whole blocks.
+
+    So what the wire would round off is remembered, and added to the next step.
+
+    :param wire: ``"bf16"``, ``"f16"`` or ``"int8"``: that of the op as well.
+    :param block: Elements of a block, as of the op.
+    """
+
+    def __init__(
+        self, wire: str, compressor: Compressor | None = None, block: int = DEFAULT_BLOCK
+    ) -> None:
+        if wire not in _ROUNDED:
+            raise BadArgument(
+                f"wire {wire!r} rounds nothing that is known; {', '.join(_ROUNDED)} do"
+            )
+        self.round = _ROUNDED[wire]
+        self.compressor = compressor
+        self.block = block
+
+    def compress(self, tensor: torch.Tensor, name: str) -> tuple[list[torch.Tensor], Any]:
+        """What the compressor keeps, rounded."""
+        if self.compressor is None:
+            return [self.round(tensor, self.block)], None
+        tensors, ctx = self.compressor.compress(tensor, name)
+        return [self.round(kept, self.block) for kept in tensors], ctx
+
+    def decompress(self, tensors: list[torch.Tensor], ctx: Any) -> torch.Tensor:
+        """As of the compressor."""
+        return tensors[0] if self.compressor is None else self.compressor.decompress(tensors, ctx)
+
+
+def _as_bytes(x: torch.Tensor, block: int) -> torch.Tensor:
+    """Each element as a whole number of its block's scale, as ``racksum_proto::arith`` defines."""
+    flat = x.float().flatten()
+    blocks = torch.nn.functional.pad(flat, (0, -len(flat) % block)).view(-1, block)
+    greatest = blocks.abs().amax(1, keepdim=True) if len(blocks) else blocks.new_zeros(0, 1)
+    limits = torch.finfo(torch.float32)
+    scale = (greatest / 127).clamp(limits.tiny, limits.max / 127)
+    scale = torch.where(greatest.isfinite(), scale, torch.nan)
+    whole = (blocks / scale).clamp(-127, 127).round()
+    rounded = torch.where(greatest == 0, 0.0, whole * scale)
+    return rounded.view(-1)[: len(flat)].view(x.shape).to(x.dtype)
+
+
+_ROUNDED: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "bf16": lambda x, _: x.to(torch.bfloat16).to(x.dtype),
+    "f16": lambda x, _: x.to(torch.float16).to(x.dtype),
+    "int8": _as_bytes,
+}
 
 
 def _heaviest(blocks: torch.Tensor, k: int) -> torch.Tensor:

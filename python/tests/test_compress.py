@@ -1,0 +1,151 @@
+"""Compressors keep what they say, and the memory has what they leave out."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+import racksum
+import racksum.torch
+from racksum.torch.compress import (
+    BlockRandomK,
+    BlockThreshold,
+    BlockTopK,
+    BlockTopKRatio,
+    ResidualMemory,
+    Rounded,
+)
+
+BLOCK = 32
+
+
+def tensor(*greatest: float) -> torch.Tensor:
+    """A tensor of blocks, each with one element that is not zero; the last block is short."""
+    x = torch.zeros(len(greatest), BLOCK)
+    x[:, 3] = torch.tensor(greatest)
+    return x.flatten()[:-5]
+
+
+def kept(compressor, x: torch.Tensor, name: str = "x") -> list[int]:
+    """Which blocks are left of a tensor; they are as they were."""
+    left = compressor.decompress(*compressor.compress(x, name))
+    assert left.shape == x.shape
+    marks = [bool(block.any()) for block in left.split(BLOCK)]
+    for is_kept, before, after in zip(marks, x.split(BLOCK), left.split(BLOCK), strict=True):
+        assert not is_kept or torch.equal(before, after)
+    return [i for i, is_kept in enumerate(marks) if is_kept]
+
+
+def test_the_heaviest_blocks_are_kept():
+    x = tensor(1, -5, 0, 3, 2)
+    assert kept(BlockTopK(2, BLOCK), x) == [1, 3]
+    assert kept(BlockTopK(100, BLOCK), x) == [0, 1, 3, 4]
+    assert kept(BlockTopKRatio(0.6, BLOCK), x) == [1, 3, 4]
+    assert kept(BlockTopKRatio(0.001, BLOCK), x) == [1], "one at least"
+    assert kept(BlockThreshold(2.0, BLOCK), x) == [1, 3, 4]
+
+
+def test_blocks_that_are_not_numbers_are_kept():
+    assert kept(BlockThreshold(2.0, BLOCK), tensor(1, float("inf"), 0)) == [1]
+    left = BlockThreshold(2.0, BLOCK)
+    x = tensor(1, float("nan"))
+    assert left.decompress(*left.compress(x, "x"))[BLOCK + 3].isnan()
+
+
+def test_blocks_at_random_are_the_same_at_all_ranks_and_others_each_step():
+    x = torch.ones(100 * BLOCK)
+    one, other = BlockRandomK(0.2, seed=7, block=BLOCK), BlockRandomK(0.2, seed=7, block=BLOCK)
+    steps = [kept(one, x) for _ in range(3)]
+    assert [kept(other, x) for _ in range(3)] == steps
+    assert all(len(step) == 20 for step in steps)
+    assert steps[0] != steps[1]
+    assert kept(one, x, "y") != kept(other, x, "z"), "each tensor has its own"
+    again = BlockRandomK(0.2, seed=7, block=BLOCK)
+    again.load_state_dict({"x": 2})
+    assert kept(again, x) == steps[2]
+
+
+def test_what_is_left_out_comes_with_the_next_step():
+    memory, compressor = ResidualMemory(), BlockTopK(1, BLOCK)
+    sent = torch.zeros(3 * BLOCK - 5)
+    given = torch.zeros_like(sent)
+    for _ in range(30):
+        x = memory.compensate(tensor(1, 2, 3), "x")
+        given += tensor(1, 2, 3)
+        tensors, ctx = compressor.compress(x, "x")
+        memory.update(x, "x", compressor, tensors, ctx)
+        sent += compressor.decompress(tensors, ctx)
+        torch.testing.assert_close(sent + memory.residuals["x"], given)
+    assert sent.split(BLOCK)[0].any(), "in the end the lightest was sent as well"
+
+
+def test_a_tensor_that_changes_its_size_is_refused():
+    memory, compressor = ResidualMemory(), BlockTopK(1, BLOCK)
+    x = tensor(1, 2)
+    memory.update(x, "bucket 0", compressor, *compressor.compress(x, "bucket 0"))
+    with pytest.raises(racksum.BadArgument, match="bucket 0 has 10 elements, and had 59 before"):
+        memory.compensate(torch.ones(10), "bucket 0")
+
+
+@pytest.mark.parametrize("wire", ["bf16", "f16", "int8"])
+def test_rounding_is_that_of_the_wire(cluster, wire):
+    x = torch.randn(1000) * torch.logspace(-3, 3, 1000)
+    compressor = Rounded(wire, block=BLOCK)
+    [rounded], _ = compressor.compress(x, "x")
+    assert not torch.equal(rounded, x)
+    with cluster.connect() as session:
+        sent = session.allreduce(x.clone(), wire=wire, block=BLOCK)
+    if wire == "int8":
+        # What comes back is rounded as well, to a scale that may be one in the last bit off.
+        torch.testing.assert_close(rounded, sent, rtol=1e-6, atol=0)
+    else:
+        assert torch.equal(rounded, sent)
+
+
+def test_rounding_what_another_compressor_keeps():
+    compressor = Rounded("bf16", BlockTopK(1, BLOCK), BLOCK)
+    x = tensor(1, 1.2345678)
+    left = compressor.decompress(*compressor.compress(x, "x"))
+    assert left.nonzero().tolist() == [[BLOCK + 3]]
+    assert left[BLOCK + 3] == torch.tensor(1.2345678).bfloat16().float()
+    zeros_and_worse = torch.cat([torch.zeros(BLOCK), torch.tensor([1.0, float("inf")])])
+    [rounded], _ = Rounded("int8", block=BLOCK).compress(zeros_and_worse, "x")
+    assert rounded[:BLOCK].eq(0).all()
+    assert rounded[BLOCK:].isnan().all()
+
+
+def test_a_state_is_pickled_without_its_session(cluster):
+    with cluster.connect() as session:
+        memory = ResidualMemory()
+        memory.residuals["bucket 0"] = torch.ones(3)
+        state = racksum.torch.State(session, compressor=BlockTopK(3), memory=memory)
+        state.iteration = 5
+        again = pickle.loads(pickle.dumps(state))
+        assert again.session is None
+        assert again.iteration == 5
+        assert again.memory.residuals["bucket 0"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: BlockTopK(0), "k is 1 or more"),
+        (lambda: BlockTopKRatio(1.5), "compress_ratio is a share"),
+        (lambda: BlockRandomK(0.0), "compress_ratio is a share"),
+        (lambda: Rounded("f32"), "rounds nothing that is known"),
+        (
+            lambda: racksum.torch.State(None, compressor=BlockTopK(1), start_iter=1),
+            "start_iter is 2",
+        ),
+        (lambda: racksum.torch.State(None, fallback="hope"), "fallback is one of"),
+        (
+            lambda: racksum.torch.State(None, memory=ResidualMemory(), error_feedback=False),
+            "error_feedback=False",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(make, match):
+    with pytest.raises(racksum.BadArgument, match=match):
+        make()
