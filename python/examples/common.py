@@ -7,14 +7,17 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -25,8 +28,10 @@ Loss = Callable[[], torch.Tensor]
 Step = Callable[[torch.Generator], None]
 
 
-def flags(description: str | None, *, steps: int) -> argparse.ArgumentParser:
-    """The flags that all examples have."""
+def flags(
+    description: str | None, *, steps: int, checkpoints: bool = True
+) -> argparse.ArgumentParser:
+    """The flags that examples have."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -35,8 +40,10 @@ def flags(description: str | None, *, steps: int) -> argparse.ArgumentParser:
     parser.add_argument("--wire", help="how gradients travel with racksum: bf16, f16, int8")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--curve", type=int, metavar="N", help="print the loss every N steps")
-    parser.add_argument("--checkpoint", type=Path, help="go on where it is, if it is there")
-    parser.add_argument("--save-every", type=int, metavar="N", help="save it every N steps")
+    parser.set_defaults(checkpoint=None, save_every=None)
+    if checkpoints:
+        parser.add_argument("--checkpoint", type=Path, help="go on where it is, if it is there")
+        parser.add_argument("--save-every", type=int, metavar="N", help="save it every N steps")
     return parser
 
 
@@ -53,7 +60,7 @@ class Run:
         self.arguments = arguments
         torch.set_num_threads(1)
         torch.manual_seed(arguments.seed)
-        self.session = racksum.torch.connect() if arguments.backend == "racksum" else None
+        self.session: racksum.Session | None = None
         self.ring_bytes: int | None = None
 
     def wrap(
@@ -61,13 +68,30 @@ class Run:
     ) -> DistributedDataParallel:
         """The model for all ranks: these are the lines that a script changes."""
         wrapped = DistributedDataParallel(model, **options)
-        if self.session is not None:
+        if self.arguments.backend == "racksum":
+            self.session = racksum.torch.connect()
             state = racksum.torch.State(self.session, wire=self.arguments.wire)
             wrapped.register_comm_hook(state, racksum.torch.allreduce_hook)
         gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         # Gloo counts nothing; its ring sends each byte of dense gradients this often.
         self.ring_bytes = None if sparse else 2 * (self.world - 1) * gradient_bytes // self.world
         return wrapped
+
+    def shard(self, model: nn.Module, parts: Iterable[nn.Module], replicas: int) -> None:
+        """Shards a model over some of the ranks, of which there are several replicas."""
+        shape = replicas, self.world // replicas
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+        over = mesh
+        if self.arguments.backend == "racksum":
+            self.session = racksum.torch.connect(group=mesh["replicas"].get_group())
+            over = mesh["shards"]
+        for part in parts:
+            fully_shard(part, mesh=over)
+        fully_shard(model, mesh=over)
+        if self.session is not None:
+            racksum.torch.set_all_reduce_hook(model, self.session, wire=self.arguments.wire)
+        shard_bytes = sum(p.to_local().nbytes for p in model.parameters())
+        self.ring_bytes = 2 * (replicas - 1) * shard_bytes // replicas
 
     def train(
         self, model: nn.Module, optimizer: Optimizer, step: Step, held_out: Loss, samples: int
@@ -148,5 +172,6 @@ def _digest(model: nn.Module) -> str:
     """Tells weights apart that differ in any bit."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        digest.update(whole.detach().numpy().tobytes())
     return digest.hexdigest()[:16]

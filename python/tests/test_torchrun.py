@@ -66,7 +66,7 @@ class Torchrun:
 
 @pytest.mark.parametrize(
     "command",
-    [["digits.py"], ["words.py", "--sparse"], ["recommender.py", "--sparse"]],
+    [["letters.py"], ["digits.py"], ["words.py", "--sparse"], ["recommender.py", "--sparse"]],
     ids=" ".join,
 )
 def test_an_example_learns_what_it_learns_with_gloo(shared_aggregator, command):

@@ -1,0 +1,84 @@
+"""A transformer learns which letter comes next, sharded by FSDP2 over some ranks of each replica.
+
+The text is the source of the standard library, which every machine with Python has. Replicas
+average the gradients of their shards: with gloo that is PyTorch's own HSDP.
+
+racksum aggregator &
+export RACKSUM_AGGREGATOR=127.0.0.1:7177
+torchrun --nproc-per-node 4 examples/letters.py --backend racksum
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from common import Run, flags
+
+WIDTH, LAYERS, CONTEXT = 128, 4, 64
+LETTERS = 128
+BATCH = 8
+HELD_OUT = 64
+FILES = 60
+
+
+class Letters(nn.Module):
+    """Layers of attention to the letters before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.letters = nn.Embedding(LETTERS, WIDTH)
+        self.places = nn.Embedding(CONTEXT, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                WIDTH, 4, 4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True
+            )
+            for _ in range(LAYERS)
+        )
+        self.out = nn.Linear(WIDTH, LETTERS)
+        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.letters(x) + self.places.weight
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=self.mask, is_causal=True)
+        return self.out(hidden)
+
+
+def main() -> None:
+    parser = flags(__doc__, steps=100, checkpoints=False)
+    parser.add_argument("--replicas", type=int, default=2)
+    run = Run(parser.parse_args())
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(library.glob("*.py"))[:FILES]
+    text = "".join(f.read_text(errors="replace") for f in files).encode("ascii", "replace")
+    letters = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    places = len(letters) - CONTEXT - 1
+
+    model = Letters()
+    run.shard(model, model.layers, run.arguments.replicas)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    window = torch.arange(CONTEXT)
+
+    def loss_of(starts: torch.Tensor) -> torch.Tensor:
+        at = starts[:, None] + window
+        return nn.functional.cross_entropy(model(letters[at]).transpose(1, 2), letters[at + 1])
+
+    # Each rank has places of its own, of both kinds; those that are held out are the last.
+    held_out = torch.linspace(0.9 * places, places - 1, HELD_OUT).long()[run.rank :: run.world]
+
+    def step(draw: torch.Generator) -> None:
+        loss = loss_of(torch.randint(int(0.9 * places) - CONTEXT, (BATCH,), generator=draw))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    run.train(model, optimizer, step, lambda: loss_of(held_out), BATCH)
+
+
+if __name__ == "__main__":
+    main()
