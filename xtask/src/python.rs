@@ -10,10 +10,8 @@ use crate::shell::{Cmd, path, target};
 
 /// Builds and installs the package as a user does, checks it and runs its tests.
 pub(crate) fn test(root: &Path) -> Result<()> {
-    let python = venv(root)?;
+    let python = installed(root)?;
     let package = root.join("python");
-    Cmd::new(path(&python)?, &["-m", "pip", "install", "--quiet", "--no-deps", path(&package)?])
-        .run(root)?;
     // The aggregator that the tests call.
     Cmd::cargo(&["build", "--release", "--locked", "-p", "racksum-cli"]).run(root)?;
     for check in ["ruff check", "ruff format --check", "mypy", "pytest"] {
@@ -21,6 +19,15 @@ pub(crate) fn test(root: &Path) -> Result<()> {
         Cmd::new(path(&python)?, &module).run(&package)?;
     }
     Ok(())
+}
+
+/// A Python with the package, as it is now, and the pinned packages.
+pub(crate) fn installed(root: &Path) -> Result<PathBuf> {
+    let python = venv(root)?;
+    let package = root.join("python");
+    Cmd::new(path(&python)?, &["-m", "pip", "install", "--quiet", "--no-deps", path(&package)?])
+        .run(root)?;
+    Ok(python)
 }
 
 /// A Python with the pinned packages, made at the first use and whenever the pins change.

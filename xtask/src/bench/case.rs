@@ -105,6 +105,8 @@ pub(crate) enum Program {
     Gloo {
         sparse: bool,
     },
+    /// Steps of training.
+    Training(Training),
     /// Over TCP; dense only, loopback only.
     OpenMpi,
     /// Bare sockets; dense only, loopback only.
@@ -117,9 +119,26 @@ impl Program {
     pub(crate) const fn racksum(&self) -> Option<&Racksum> {
         match self {
             Self::Racksum(racksum) => Some(racksum),
-            Self::Gloo { .. } | Self::OpenMpi | Self::Floor { .. } => None,
+            Self::Gloo { .. } | Self::OpenMpi | Self::Floor { .. } | Self::Training(_) => None,
         }
     }
+
+    /// How the aggregator serves that it needs, if it needs one.
+    pub(crate) const fn served(&self) -> Option<&Racksum> {
+        match self {
+            Self::Training(training) => training.racksum.as_ref(),
+            _ => self.racksum(),
+        }
+    }
+}
+
+/// A training script that takes some steps at a time, with racksum or with Gloo.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub(crate) struct Training {
+    /// Of `python/examples`, or of the peers.
+    pub(crate) script: &'static str,
+    pub(crate) flags: &'static [&'static str],
+    pub(crate) racksum: Option<Racksum>,
 }
 
 /// How racksum runs.

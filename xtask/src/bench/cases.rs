@@ -1,6 +1,8 @@
 //! The cases, one for each line of the table of bounds, and small ones of every mechanism.
 
-use super::case::{Bound, Case, Figure, Input, Memory, Net, Program, Race, Racksum, Side, Wire};
+use super::case::{
+    Bound, Case, Figure, Input, Memory, Net, Program, Race, Racksum, Side, Training, Wire,
+};
 use super::volume::{Data, Overlap};
 
 /// All cases that have bounds, in the order of the table.
@@ -30,6 +32,7 @@ pub(crate) fn all(seed: u64) -> Vec<Case> {
     cases.push(two_aggregators(seed));
     cases.push(tenants(seed));
     cases.extend(authenticated(seed));
+    cases.extend(trainings(seed));
     cases
 }
 
@@ -214,6 +217,53 @@ fn on_slow_links(seed: u64) -> Vec<Case> {
             &[time(15.0, 11.0)],
         ),
         race("sparse10-1g-w8", random(0.1), &[RACKSUM, GLOO, GLOO_SPARSE], &[time(560.0, 520.0)]),
+    ]
+}
+
+/// Training with four ranks at 1 Gbit/s: steps of DDP with the hook beside DDP with Gloo.
+fn trainings(seed: u64) -> Vec<Case> {
+    let race = |name: &str, bytes: u64, sides: &[(&'static str, Training)], bounds: &[Bound]| {
+        let side = |(name, training): &(&'static str, Training)| Side {
+            name,
+            program: Program::Training(*training),
+        };
+        Case::Race(Race {
+            name: name.to_owned(),
+            world: 4,
+            net: GIGABIT,
+            shards: 1,
+            iterations: 1,
+            data: dense(seed, bytes),
+            sides: sides.iter().map(side).collect(),
+            bounds: bounds.to_vec(),
+        })
+    };
+    let racksum = Some(Racksum::PLAIN);
+    let words = Training { script: "words", flags: &["--steps=5"], racksum };
+    let sparse = Training { flags: &["--steps=20", "--sparse"], ..words };
+    let layers = Training { script: "layers", flags: &["--steps=3"], racksum };
+    let gloo = |training| Training { racksum: None, ..training };
+    let bf16 = Training { racksum: Some(Racksum::BF16), ..layers };
+    let bf16_gain = Bound { figure: Figure::Gain("racksum-bf16", "gloo"), must: 1.8, reach: 2.5 };
+    vec![
+        race(
+            "train-words-1g-w4",
+            51_714_000,
+            &[("racksum", words), ("gloo", gloo(words))],
+            &[gain("gloo", 3.0, 8.0)],
+        ),
+        race(
+            "train-sparse-1g-w4",
+            51_714_000,
+            &[("racksum", sparse), ("gloo", gloo(sparse))],
+            &[gain("gloo", 2.0, 4.0)],
+        ),
+        race(
+            "train-layers-1g-w4",
+            42_000_000,
+            &[("racksum", layers), ("racksum-bf16", bf16), ("gloo", gloo(layers))],
+            &[gain("gloo", 1.3, 1.6), bf16_gain],
+        ),
     ]
 }
 

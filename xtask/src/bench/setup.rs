@@ -45,6 +45,9 @@ impl Setup {
         let unneeded = "no case needs it".to_owned();
         let python = match python {
             Some(python) => Ok(python.to_owned()),
+            None if needs(|program| matches!(program, Program::Training(_))) => {
+                said("training", python::installed(root).map_err(|error| format!("{error:#}")))
+            }
             None if needs(|program| matches!(program, Program::Gloo { .. })) => {
                 said("Gloo", python::venv(root).map_err(|error| format!("{error:#}")))
             }
@@ -74,7 +77,7 @@ impl Setup {
     pub(crate) fn missing(&self, program: &Program) -> Option<String> {
         match program {
             Program::Racksum(_) => None,
-            Program::Gloo { .. } => self.python.as_ref().err().cloned(),
+            Program::Gloo { .. } | Program::Training(_) => self.python.as_ref().err().cloned(),
             Program::OpenMpi => self.mpi.as_ref().err().cloned(),
             Program::Floor { .. } => self.floor.as_ref().err().cloned(),
         }

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::case::{Net, Program, Race, Racksum, Side, Wire};
+use super::case::{Net, Program, Race, Racksum, Side, Training, Wire};
 use super::crew::Crew;
 use super::neighbour::Neighbour;
 use super::network::{Drops, Host, INTERFACE, Network};
@@ -44,7 +44,7 @@ impl Place {
             }
         };
         let mut place = Self { aggregators: Vec::new(), network };
-        for racksum in race.sides.iter().filter_map(|side| side.program.racksum()).copied() {
+        for racksum in race.sides.iter().filter_map(|side| side.program.served()).copied() {
             let there = place.serving(racksum).count();
             for i in there..usize::from(racksum.aggregators) {
                 place.serve(race, racksum, i, setup, logs)?;
@@ -148,6 +148,7 @@ impl Team {
         match side.program {
             Program::Racksum(racksum) => Self::racksum(race, side, racksum, place, setup, logs),
             Program::Gloo { sparse } => Self::gloo(race, side, sparse, place, setup, logs),
+            Program::Training(training) => Self::training(race, side, training, place, setup, logs),
             Program::OpenMpi => Self::openmpi(race, side, setup, logs),
             Program::Floor { wire } => Self::floor(race, side, wire, setup, logs),
         }
@@ -214,14 +215,7 @@ impl Team {
         logs: &Path,
     ) -> Result<Self> {
         let Ok(python) = &setup.python else { bail!("there is no python with torch") };
-        let master = match place.worker(0) {
-            // A host of its own, but two sides may be Gloo.
-            Some(host) => {
-                let nth = race.sides.iter().position(|other| other.name == side.name);
-                format!("{}:{}", host.addr, 29_500 + nth.unwrap_or(0))
-            }
-            None => format!("127.0.0.1:{}", free_port()?),
-        };
+        let master = master(race, side, place)?.to_string();
         let data = race.data;
         let mode = if sparse { "sparse" } else { "dense" };
         let rank = |rank: u16| {
@@ -244,6 +238,47 @@ impl Team {
         if sparse {
             same_blocks(&data.volume(race.world), &answers)?;
         }
+        Ok(Self { crew, neighbour: None })
+    }
+
+    fn training(
+        race: &Race,
+        side: &Side,
+        training: Training,
+        place: &Place,
+        setup: &Setup,
+        logs: &Path,
+    ) -> Result<Self> {
+        let Ok(python) = &setup.python else { bail!("there is no python with torch") };
+        let master = master(race, side, place)?;
+        let rank = |rank: u16| {
+            let host = place.worker(rank);
+            let mut command = on(host, python);
+            command.arg(setup.peers.join("training.py")).arg(training.script);
+            command.args(training.flags);
+            command
+                .env("RANK", rank.to_string())
+                .env("WORLD_SIZE", race.world.to_string())
+                .env("MASTER_ADDR", master.ip().to_string())
+                .env("MASTER_PORT", master.port().to_string())
+                .env("GLOO_SOCKET_IFNAME", if host.is_some() { INTERFACE } else { "lo" })
+                .env("OMP_NUM_THREADS", "1");
+            let served = training.racksum.and_then(|racksum| place.serving(racksum).next());
+            match (served, training.racksum) {
+                (Some(serving), Some(racksum)) => {
+                    command.args(["--backend", "racksum", "--wire", racksum.wire.name()]);
+                    command.env("RACKSUM_AGGREGATOR", serving.addr.to_string());
+                    command.env("RACKSUM_INSECURE", "1");
+                    command.env("RACKSUM_JOB", format!("{}-{}", race.name, side.name));
+                }
+                _ => {
+                    command.args(["--backend", "gloo"]);
+                }
+            }
+            command
+        };
+        let mut crew = Crew::start(side.name, (0..race.world).map(rank), logs)?;
+        ready(&crew.answers(START_TIMEOUT)?)?;
         Ok(Self { crew, neighbour: None })
     }
 
@@ -379,6 +414,19 @@ impl Iteration {
             retransmits: answers.iter().filter_map(|answer| answer.retransmits).sum(),
         })
     }
+}
+
+/// Where the first rank of a side with Gloo listens.
+fn master(race: &Race, side: &Side, place: &Place) -> Result<SocketAddr> {
+    Ok(match place.worker(0) {
+        // A host of its own, but two sides may be Gloo.
+        Some(host) => {
+            let nth = race.sides.iter().position(|other| other.name == side.name);
+            let nth = u16::try_from(nth.unwrap_or(0)).context("too many sides")?;
+            SocketAddr::from((host.addr, 29_500 + nth))
+        }
+        None => SocketAddr::from((Ipv4Addr::LOCALHOST, free_port()?)),
+    })
 }
 
 fn free_port() -> Result<u16> {

@@ -1,0 +1,34 @@
+"""A dense model of 42 MB: layers that are all used in every step."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from common import Run, flags
+
+WIDTH, LAYERS = 1024, 10
+BATCH = 32
+
+
+def main() -> None:
+    run = Run(flags(__doc__, steps=3).parse_args())
+    layers = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+    model = run.wrap(nn.Sequential(*layers))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(model(x), x)
+
+    def step(draw: torch.Generator) -> None:
+        loss = loss_of(torch.randn(BATCH, WIDTH, generator=draw))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    held_out = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(run.rank))
+    run.train(model, optimizer, step, lambda: loss_of(held_out), BATCH)
+
+
+if __name__ == "__main__":
+    main()
