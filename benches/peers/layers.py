@@ -8,7 +8,7 @@ from torch import nn
 from common import Run, flags
 
 WIDTH, LAYERS = 1024, 10
-BATCH = 32
+BATCH = 16
 
 
 def main() -> None:

@@ -26,7 +26,6 @@ ROWS, WIDTH = 50_000, 256
 #: Words that may come next: the most common ones.
 CLASSES = 500
 CONTEXT = 16
-BATCH = 32
 HELD_OUT = 4000
 FILES = 150
 
@@ -54,7 +53,9 @@ def text() -> list[str]:
 def main() -> None:
     parser = flags(__doc__, steps=100)
     parser.add_argument("--sparse", action="store_true", help="sparse gradients of the embedding")
+    parser.add_argument("--batch", type=int, default=32, help="samples of a rank, a step")
     run = Run(parser.parse_args())
+    batch = run.arguments.batch
     words = text()
     common = {word: nth for nth, (word, _) in enumerate(Counter(words).most_common(CLASSES))}
     rows = torch.tensor([zlib.crc32(word.encode()) % ROWS for word in words])
@@ -69,17 +70,17 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     window = torch.arange(CONTEXT)
 
-    def loss_of(batch: torch.Tensor) -> torch.Tensor:
-        context = rows[batch[:, None] + window]
-        return nn.functional.cross_entropy(model(context), nexts[batch + CONTEXT])
+    def loss_of(starts: torch.Tensor) -> torch.Tensor:
+        context = rows[starts[:, None] + window]
+        return nn.functional.cross_entropy(model(context), nexts[starts + CONTEXT])
 
     def step(draw: torch.Generator) -> None:
-        loss = loss_of(places[torch.randint(len(places), (BATCH,), generator=draw)])
+        loss = loss_of(places[torch.randint(len(places), (batch,), generator=draw)])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
-    run.train(model, optimizer, step, lambda: loss_of(held_out), BATCH)
+    run.train(model, optimizer, step, lambda: loss_of(held_out), batch)
 
 
 if __name__ == "__main__":
