@@ -7,7 +7,8 @@ use std::num::NonZeroU32;
 use std::ops::Range;
 
 use racksum_kernels::codec;
-use racksum_proto::arith::{self, ArithError, Fold, MAX_WORLD};
+use racksum_kernels::fold::fold_run;
+use racksum_proto::arith::{ArithError, Fold, MAX_WORLD};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction};
 use racksum_proto::geometry::{Geometry, Packed};
@@ -279,5 +280,5 @@ fn sum(
 ) -> Result<(), ArithError> {
     let reduction = if reduction == Reduction::Avg { Reduction::Sum } else { reduction };
     let fold = Fold { world: u32::try_from(parts.len()).unwrap_or(u32::MAX), absent: false };
-    arith::fold_run(dtype.native_wire(), reduction, fold, parts, out)
+    fold_run(dtype.native_wire(), reduction, fold, parts, out)
 }
