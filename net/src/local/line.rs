@@ -75,8 +75,8 @@ impl Line {
         Ok(Self { socket })
     }
 
-    /// Sends a message, with a descriptor if it is to have one. Does not wait for a reader: what
-    /// does not fit is an error.
+    /// Sends a message, with a descriptor if it is to have one; waits while the other side has
+    /// many to read. A line that fails is hung up.
     ///
     /// # Errors
     /// [`LineError`].
@@ -84,6 +84,24 @@ impl Line {
         &self,
         message: &T,
         descriptor: Option<BorrowedFd<'_>>,
+    ) -> Result<(), LineError> {
+        self.send_with(message, descriptor, SendFlags::NOSIGNAL).inspect_err(|_| self.hang_up())
+    }
+
+    /// Sends a message at once: when the other side has too many to read, the line fails.
+    ///
+    /// # Errors
+    /// [`LineError`].
+    pub fn send_now<T: Serialize>(&self, message: &T) -> Result<(), LineError> {
+        self.send_with(message, None, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)
+            .inspect_err(|_| self.hang_up())
+    }
+
+    fn send_with<T: Serialize>(
+        &self,
+        message: &T,
+        descriptor: Option<BorrowedFd<'_>>,
+        flags: SendFlags,
     ) -> Result<(), LineError> {
         let bytes = serde_json::to_vec(message)?;
         if bytes.len() > MAX_MESSAGE {
@@ -95,7 +113,6 @@ impl Line {
         if !descriptors.is_empty() {
             ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
         }
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         let bytes = [IoSlice::new(&bytes)];
         retry_on_intr(|| sendmsg(&self.socket, &bytes, &mut ancillary, flags))?;
         Ok(())

@@ -21,6 +21,9 @@ use crate::operand::check_len;
 use crate::options::ConnectOptions;
 use crate::tensor::Region;
 
+/// How long a sidecar may take to let a rank go.
+const PARTING: Duration = Duration::from_secs(1);
+
 /// A rank of a job whose ranks have a sidecar. Ops end in any order; each rank must start the same
 /// ops in the same order.
 #[derive(Debug)]
@@ -52,6 +55,8 @@ struct State {
     in_flight: u16,
     /// Why there are no more ops.
     over: Option<Over>,
+    /// The sidecar has hung up.
+    gone: bool,
     /// Memory that tensors were copied to, for those of later ops.
     spare: Vec<Arc<Lent>>,
 }
@@ -168,7 +173,7 @@ impl Client {
             return Err(over.refused.clone());
         }
         let Called { descriptor, .. } = Called::new(0, &descriptor);
-        // What cannot be said, the ear hears.
+        // The ear hears of a line that fails.
         drop(self.line.send(&FromRank::Submit { descriptor, memory: id, at }, None));
         let op = state.next_op;
         state.next_op += 1;
@@ -240,11 +245,14 @@ impl Client {
         }
     }
 
-    /// Leaves the job: what is in flight fails.
+    /// Leaves the job: what is in flight fails. The sidecar has let the rank go when this returns,
+    /// unless it is stuck, so that the rank may join again.
     pub fn close(&self) {
         self.shared.end(Over::because("the client was closed"));
         // A sidecar that is gone needs no word.
-        drop(self.line.send(&FromRank::Leave, None));
+        if self.line.send(&FromRank::Leave, None).is_ok() {
+            drop(self.shared.wait(PARTING, |state| !state.gone));
+        }
         self.line.hang_up();
     }
 }
@@ -298,13 +306,15 @@ impl Shared {
 
     /// Hears the sidecar until it is gone.
     fn hear(&self, line: &Line, path: &Path) {
-        loop {
+        let why = loop {
             match line.recv() {
                 Ok(Some((message, _))) => self.take_in(message, path),
-                Ok(None) => break self.end(Over::gone(path, "it has hung up")),
-                Err(error) => break self.end(Over::gone(path, &error.to_string())),
+                Ok(None) => break "it has hung up".to_owned(),
+                Err(error) => break error.to_string(),
             }
-        }
+        };
+        self.lock().gone = true;
+        self.end(Over::gone(path, &why));
     }
 
     fn take_in(&self, message: FromSidecar, path: &Path) {

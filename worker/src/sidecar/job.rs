@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use racksum_net::clock::Clock;
 use racksum_net::local::{Line, Peer};
-use racksum_proto::control::Loss;
+use racksum_proto::control::{Loss, MAX_OPS};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::{Generation, Rank};
@@ -119,6 +119,10 @@ impl Job {
     pub(super) fn call(self: &Arc<Self>, name: &str, upstream: &ConnectOptions) {
         let connecting = Connecting::new();
         let mut state = self.lock();
+        if state.members.len() < usize::from(self.local_world) {
+            let reason = "a rank has gone before the job was complete".into();
+            return state.tell_all(&FromSidecar::Refused { reason });
+        }
         let mut ranks = state.members.keys().copied();
         let Some(rank) = ranks.next() else { return };
         let options = ConnectOptions {
@@ -185,6 +189,10 @@ impl Job {
         if !state.left.is_empty() {
             let ranks = state.left.iter().copied().collect();
             state.end(FromSidecar::Lost { ranks, why: Loss::Left });
+        }
+        if state.gathering.len() >= MAX_OPS.into() && !state.gathering.contains_key(&op) {
+            // More than its client may have in flight.
+            state.end(FromSidecar::Lost { ranks: vec![rank], why: Loss::Broke });
         }
         if state.over.is_some() {
             return None;
@@ -298,10 +306,8 @@ impl Job {
 impl State {
     fn tell_all(&self, message: &FromSidecar) {
         for member in self.members.values() {
-            if member.line.send(message, None).is_err() {
-                // Its thread hears that, and lets the rank go.
-                member.line.hang_up();
-            }
+            // A line that fails is hung up, so that its thread lets the rank go.
+            drop(member.line.send_now(message));
         }
     }
 

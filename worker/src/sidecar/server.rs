@@ -119,6 +119,7 @@ impl Shared {
             });
             if let Err(error) = served {
                 tracing::warn!(%error, "a caller could not be served");
+                self.lines().pop();
             }
         }
     }
@@ -241,7 +242,7 @@ fn check(join: &Join) -> Result<(), String> {
 
 fn say(line: &Line, message: &FromSidecar) {
     // Whoever has hung up needs no word.
-    drop(line.send(message, None));
+    drop(line.send_now(message));
 }
 
 fn broken(what: &'static str) -> LineError {

@@ -72,7 +72,6 @@ class RacksumBackend(Backend):
         self._name = group.group_id
         self._timeout = group.timeout
         self._session: Session | None = None
-        self._coalesced: list[Pending] | None = None
         # Ranks that torchrun 2.15 starts again find the store as it was, with old addresses in it.
         life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"racksum/gloo/{life}", group.store)
