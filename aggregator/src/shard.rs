@@ -207,9 +207,9 @@ impl Shard {
         risen && self.jobs.values().map(Job::timeout).min() <= Some(self.clock.now())
     }
 
-    /// The most windows that any job has yet to fold.
+    /// About how many bytes of sums are still to come, of the job with most.
     fn backlog(&self) -> u64 {
-        self.jobs.values().map(|job| job.machine.backlog()).max().unwrap_or(0)
+        self.jobs.values().map(|job| job.machine.backlog_bytes()).max().unwrap_or(0)
     }
 
     /// Does what it was told and takes what has arrived. Returns how many messages that was, or

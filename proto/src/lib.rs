@@ -20,6 +20,7 @@ pub mod arith;
 pub mod auth;
 pub mod congestion;
 pub mod control;
+mod density;
 pub mod descriptor;
 pub mod dtype;
 pub mod error;

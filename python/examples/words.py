@@ -24,7 +24,7 @@ from common import Run, flags
 
 ROWS, WIDTH = 50_000, 256
 #: Words that may come next: the most common ones.
-CLASSES = 500
+CLASSES = 100
 CONTEXT = 16
 HELD_OUT = 4000
 FILES = 150
@@ -53,7 +53,7 @@ def text() -> list[str]:
 def main() -> None:
     parser = flags(__doc__, steps=100)
     parser.add_argument("--sparse", action="store_true", help="sparse gradients of the embedding")
-    parser.add_argument("--batch", type=int, default=32, help="samples of a rank, a step")
+    parser.add_argument("--batch", type=int, default=16, help="samples of a rank, a step")
     run = Run(parser.parse_args())
     batch = run.arguments.batch
     words = text()

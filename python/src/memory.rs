@@ -18,10 +18,14 @@ pub(crate) fn region_of(address: usize, len: usize, owner: Py<PyAny>) -> Region 
 
 /// A copy of the bytes at an address.
 pub(crate) fn read_from(address: usize, len: usize) -> Vec<u8> {
-    let mut bytes = vec![0; len];
+    let mut bytes = Vec::with_capacity(len);
     if len > 0 {
-        // SAFETY: a contiguous tensor of the package's, which it holds during the call.
-        unsafe { std::ptr::copy_nonoverlapping(address as *const u8, bytes.as_mut_ptr(), len) };
+        // SAFETY: a contiguous tensor of the package's, which it holds during the call; there is
+        // room for as many bytes, which are initialised then.
+        unsafe {
+            std::ptr::copy_nonoverlapping(address as *const u8, bytes.as_mut_ptr(), len);
+            bytes.set_len(len);
+        }
     }
     bytes
 }

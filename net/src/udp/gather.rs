@@ -23,7 +23,7 @@ impl Gather {
         Self { pause: (pause >= Self::SHORTEST).then_some(pause) }
     }
 
-    /// Whether to pause, when `backlog` windows are still to come: a small op never waits.
+    /// Whether to pause, when so many bytes are still to come: a small op never waits.
     #[must_use]
     pub const fn is_due(&self, backlog: u64) -> bool {
         self.pause.is_some() && backlog >= Self::BULK
@@ -43,8 +43,8 @@ impl Gather {
 
     /// What is shorter is lost in the kernel's timer slack, 50 us.
     const SHORTEST: Span = Span::from_micros(20);
-    /// Windows from which on a pause is short beside the rest of the op.
-    const BULK: u64 = 64;
+    /// Bytes from which on a pause is short beside the rest of the op.
+    const BULK: u64 = 4 << 20;
 }
 
 #[cfg(test)]
@@ -56,9 +56,9 @@ mod tests {
         let longest = Span::from_micros(200);
         let roomy = Gather::new(8 << 20, longest);
         assert_eq!(roomy.pause, Some(longest));
-        assert!(roomy.is_due(64) && !roomy.is_due(63));
+        assert!(roomy.is_due(4 << 20) && !roomy.is_due((4 << 20) - 1));
         assert_eq!(Gather::new(1 << 20, longest).pause, Some(Span(65_536)));
-        assert!(!Gather::new(212_992, longest).is_due(1 << 20));
+        assert!(!Gather::new(212_992, longest).is_due(1 << 30));
     }
 
     #[test]

@@ -224,6 +224,13 @@ impl Aggregation {
         self.streams.iter().map(Stream::backlog).max().unwrap_or(0)
     }
 
+    /// The most bytes of results that the backlog of any stream comes to, if its windows are like
+    /// the last.
+    #[must_use]
+    pub fn backlog_bytes(&self) -> u64 {
+        self.streams.iter().map(Stream::backlog_bytes).max().unwrap_or(0)
+    }
+
     /// Takes a datagram of one message. `congested` says that it carried an ECN congestion mark.
     pub fn handle_datagram(
         &mut self,

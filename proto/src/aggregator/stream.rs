@@ -1,5 +1,6 @@
 //! One stream of a job: who opened what, what has arrived, what may be folded next.
 
+mod credit;
 mod lost;
 mod parent;
 
@@ -12,6 +13,7 @@ use super::Config;
 use super::occupancy::{OPEN_AHEAD, Occupancy};
 use super::pool::Pool;
 use crate::congestion::Congestion;
+use crate::density::Density;
 use crate::error::Reject;
 use crate::geometry::{Fragmentation, Stripe};
 use crate::ids::{OpId, Rank, WindowId};
@@ -118,6 +120,8 @@ pub(super) struct Stream {
     pub(super) folded: VecDeque<u64>,
     /// The first window behind the newest result, or behind ops that failed after it.
     pub(super) results_end: u64,
+    /// Bytes of the results of windows.
+    density: Density,
     /// The last window with a result of the op that `next` lies in.
     previous: u32,
     /// The lowest unacknowledged window that the ranks have been told of.
@@ -149,6 +153,7 @@ impl Stream {
             resulted: 0,
             folded: VecDeque::with_capacity(slots),
             results_end: 0,
+            density: Density::default(),
             previous: Header::NO_PREVIOUS,
             announced: 0,
             told_arrived: 0,
@@ -164,38 +169,9 @@ impl Stream {
         opened.saturating_sub(self.next)
     }
 
-    /// The lowest window that some rank has not acknowledged: the base of all credits.
-    pub(super) fn low(&self) -> u64 {
-        self.folded.front().copied().unwrap_or(self.resulted)
-    }
-
-    /// The credit to write into a header (wire: W-33).
-    pub(super) fn announce(&mut self) -> WindowId {
-        self.announced = self.low();
-        self.sequence.window(self.announced)
-    }
-
-    /// What the ranks should be told although there is no result to tell them with: of credits, or
-    /// that all they sent before a window has left the path. A result says so itself.
-    pub(super) fn poll_credit(&mut self) -> Option<WindowId> {
-        let far = self.told_arrived.max(self.resulted) + Self::TOLD_WINDOWS;
-        let is_due = self.low() - self.announced > self.pool.len() / 4
-            || self.arrived().all(|arrived| arrived >= far);
-        // The result of a window that can be folded and sent says as much. Looked for last, since
-        // it moves on over windows that nobody owes.
-        if !is_due || self.poll_ready().is_some() {
-            return None;
-        }
-        self.told_arrived = self.arrived().min().unwrap_or(0).max(self.resulted);
-        Some(self.sequence.window(self.told_arrived))
-    }
-
-    /// For each rank, what it sent of the windows before this has arrived, or is lost.
-    fn arrived(&self) -> impl Iterator<Item = u64> {
-        self.ranks().zip(&self.ranks).map(|(rank, progress)| {
-            let Progress { sent, opened, .. } = *progress;
-            self.occupancy.next_of(rank, sent.max(self.next), opened).unwrap_or(opened)
-        })
+    /// About how many bytes the results of the backlog have.
+    pub(super) fn backlog_bytes(&self) -> u64 {
+        self.density.of(self.backlog())
     }
 
     /// Takes the acknowledgement of a rank.
@@ -563,6 +539,7 @@ impl Stream {
         slot.previous = previous;
         slot.absent = absent;
         let len = slot.result_len;
+        self.density.note((ready.position + 1).saturating_sub(self.results_end), len);
         self.results.on_sent(len);
         self.folded.push_back(ready.position);
         self.results_end = ready.position + 1;
@@ -582,10 +559,6 @@ impl Stream {
             self.pass_results(entry.end());
         }
     }
-
-    /// Windows more than were told that arrive from every rank before it is told: a credit costs
-    /// each rank about what a window costs.
-    const TOLD_WINDOWS: u64 = 2;
 
     fn move_to(&mut self, position: u64) {
         if position > self.next {

@@ -196,10 +196,11 @@ impl Worker {
         self.is_idle() && !answers
     }
 
-    /// The most windows that any stream has yet to have passed: how much is still to come.
+    /// The most bytes of results that are still to come in any stream, if its windows are like the
+    /// last.
     #[must_use]
     pub fn backlog(&self) -> u64 {
-        self.streams.iter().map(|stream| stream.sequence.end() - stream.cursor).max().unwrap_or(0)
+        self.streams.iter().map(Stream::backlog).max().unwrap_or(0)
     }
 
     /// Starts an op, whose windows are scanned as they are about to be sent.

@@ -4,6 +4,7 @@ use alloc::collections::VecDeque;
 use core::ops::Range;
 
 use super::{Config, Path};
+use crate::density::Density;
 use crate::descriptor::Descriptor;
 use crate::geometry::{Stripe, WINDOW_BYTES};
 use crate::ids::{OpId, WindowId};
@@ -113,8 +114,10 @@ pub(super) struct Stream {
     pub(super) probes: u32,
     /// The last of them, until an answer.
     pub(super) probe: Option<Probe>,
-    /// Windows and bytes of results since the last acknowledgement, and since when.
+    /// Results since the last acknowledgement.
     pub(super) unacked: Unacked,
+    /// Bytes of the results of windows.
+    density: Density,
     pub(super) ack_due: bool,
     /// Whom it waits for.
     pub(super) waited: Waited,
@@ -158,7 +161,8 @@ impl Probe {
 /// Results that have not been acknowledged.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Unacked {
-    windows: u64,
+    /// The first window that is not, with a result or not.
+    from: u64,
     bytes: usize,
     since: Option<Time>,
 }
@@ -195,6 +199,7 @@ impl Stream {
             probes: 0,
             probe: None,
             unacked: Unacked::default(),
+            density: Density::default(),
             waited: Waited::new(),
             ack_due: false,
             congested: false,
@@ -334,15 +339,16 @@ impl Stream {
             if !first.complete() || first.start > self.cursor {
                 return None;
             }
-            self.unacked.windows += 1;
             self.unacked.bytes += first.len;
             self.unacked.since.get_or_insert(now);
-            self.ack_due |= self.unacked.windows >= (self.pool / 4).max(1)
-                || self.unacked.bytes >= Self::MAX_UNACKED_BYTES;
             self.quiet_since = now;
             self.probes = 0;
             let entry = self.sequence.at(first.position).copied();
+            self.density.note(first.position + 1 - self.cursor, first.len);
             self.cursor = first.position + 1;
+            // Windows of zeros take up the pool as well.
+            self.ack_due |= self.cursor - self.unacked.from >= (self.pool / 4).max(1)
+                || self.unacked.bytes >= Self::MAX_UNACKED_BYTES;
             self.skip_failed();
             if let Some(entry) = entry.filter(|entry| entry.end() == first.position + 1) {
                 return Some(entry.op);
@@ -361,9 +367,20 @@ impl Stream {
 
     /// The acknowledgement to write into a header; it is owed no more (wire: W-32).
     pub(super) fn acknowledge(&mut self) -> WindowId {
-        self.unacked = Unacked::default();
+        self.unacked = Unacked { from: self.cursor, bytes: 0, since: None };
         self.ack_due = false;
         self.sequence.window(self.cursor)
+    }
+
+    /// Notes that the next window has no slot, which only acknowledgements free: this rank's comes
+    /// at once if nothing else of its own will take it along.
+    pub(super) fn note_no_slot(&mut self) {
+        self.ack_due |= self.in_flight.is_empty() && self.unacked.from < self.cursor;
+    }
+
+    /// About how many bytes of results are still to come.
+    pub(super) fn backlog(&self) -> u64 {
+        self.density.of(self.sequence.end() - self.cursor)
     }
 
     /// Whether results are awaited.

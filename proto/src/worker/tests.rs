@@ -43,6 +43,42 @@ fn opened(worker: &mut Worker) -> Vec<OpId> {
     ops
 }
 
+/// Which window is acknowledged by a datagram that says nothing else.
+fn acknowledged(worker: &mut Worker) -> Option<u32> {
+    let mut out = [0xa5; Header::LEN + 1408];
+    let mut acked = None;
+    while let Some(transmit) = worker.poll_transmit(Time(1), &mut out, &mut ()) {
+        let Transmit::Datagram { len, .. } = transmit else { continue };
+        let (header, _) = Header::decode(&out[..len]).unwrap();
+        if header.kind == Kind::Ack {
+            acked = Some(header.ack.index);
+        }
+    }
+    acked
+}
+
+/// Starts an op on windows of which these blocks are not zero.
+fn submit(worker: &mut Worker, masks: &[u64]) -> OpId {
+    let descriptor = Descriptor::sum(masks.len() as u64 * 60 * 256, DType::F32);
+    worker.submit_scanned(Time(0), descriptor, masks.to_vec(), Span::from_secs(1)).unwrap()
+}
+
+/// The result of a window comes, one block; nobody has acknowledged anything of its op.
+fn arrive(worker: &mut Worker, window: WindowId, previous: u32) {
+    let header = Header {
+        kind: Kind::Result,
+        window,
+        ack: WindowId::new(window.op, 0),
+        mask: 1,
+        length: 1024,
+        previous,
+        ..Header::probe(JobId(1), Generation(0), 0)
+    };
+    let verdict = worker.handle_decoded(Time(1), &header, &[0; 1024], false, &mut ());
+    let Verdict::Deliver(delivery) = verdict else { panic!("{verdict:?}") };
+    worker.handle_delivered(Time(1), &delivery, &mut ());
+}
+
 #[test]
 fn an_op_that_is_scanned_already_is_opened_once_the_one_before_it_failed() {
     let mut worker = worker();
@@ -120,4 +156,29 @@ fn an_op_that_all_have_ended_elsewhere_is_passed_over_before_it_is_opened_again(
     assert!(worker.is_idle());
     let second = submit(&mut worker);
     assert_eq!(opened(&mut worker), [second]);
+}
+
+#[test]
+fn windows_of_zeros_count_for_acknowledgements_as_they_do_for_the_pool() {
+    let mut worker = Worker::new(Config { pool_slots: 16, ..config() }, Time(0));
+    let op = submit(&mut worker, &[1, 0, 0, 0, 0, 0, 1, 0]);
+    assert_eq!(opened(&mut worker), [op]);
+    arrive(&mut worker, WindowId::new(op, 0), Header::NO_PREVIOUS);
+    assert_eq!(acknowledged(&mut worker), None);
+    // Of another rank; with it, more than a quarter of the pool is done.
+    arrive(&mut worker, WindowId::new(op, 5), 0);
+    assert_eq!(acknowledged(&mut worker), Some(6));
+}
+
+#[test]
+fn a_rank_that_the_pool_stops_acknowledges_at_once() {
+    // A quarter of the pool is more than what comes.
+    let mut worker = Worker::new(Config { pool_slots: 16, ..config() }, Time(0));
+    let mut masks = [0; 20];
+    (masks[0], masks[17]) = (1, 1);
+    let op = submit(&mut worker, &masks);
+    assert_eq!(opened(&mut worker), [op]);
+    assert_eq!(acknowledged(&mut worker), None);
+    arrive(&mut worker, WindowId::new(op, 0), Header::NO_PREVIOUS);
+    assert_eq!(acknowledged(&mut worker), Some(1));
 }

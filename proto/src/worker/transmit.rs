@@ -171,7 +171,11 @@ impl Worker {
             let admitted = in_flight == 0 || path.congestion.admits(len);
             // The aggregator may have moved on over an op of whose failure this rank is yet to
             // hear: its windows count all the same.
-            if position >= low + pool || in_flight >= pool || !admitted {
+            if position >= low + pool {
+                self.streams[at].note_no_slot();
+                return None;
+            }
+            if in_flight >= pool || !admitted {
                 return None;
             }
             break (window, len);

@@ -87,7 +87,8 @@ pub(crate) struct Progress {
 pub(crate) enum Next {
     /// There may be more to do at once.
     Step,
-    /// There may be a few datagrams at once, or many a little later: this many windows are to come.
+    /// There may be a few datagrams at once, or many a little later: about this many bytes are to
+    /// come.
     Gather(u64),
     /// Wait for datagrams, but not longer than this.
     Wait(Option<Span>),

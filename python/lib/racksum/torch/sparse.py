@@ -80,22 +80,25 @@ class _Layout(NamedTuple):
 
     def _flat(self, indices: torch.Tensor) -> torch.Tensor:
         """The rows of entries with these indices."""
-        rows = torch.zeros(indices.shape[1], dtype=torch.int64)
-        for index, size in zip(indices, self.shape[: self.sparse_dim], strict=True):
+        rows = indices[0]
+        for index, size in zip(indices[1:], self.shape[1 : self.sparse_dim], strict=True):
             rows = rows * size + index
         return rows
 
     def _split(self, rows: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows as the blocks that they consist of."""
         each = self.width // self.block
-        blocks = (rows[:, None] * each + torch.arange(each)).flatten()
-        return blocks, values.contiguous().flatten()
+        if each > 1:
+            rows = (rows[:, None] * each + torch.arange(each)).flatten()
+        return rows, values.contiguous().flatten()
 
     def _joined(
         self, blocks: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of whole blocks: of a row, some may be zeros and not there."""
         each = self.width // self.block
+        if each == 1:
+            return blocks, values
         rows, of_block = torch.unique_consecutive(blocks // each, return_inverse=True)
         joined = values.new_zeros(len(rows), each, self.block)
         joined[of_block, blocks % each] = values.view(-1, self.block)
@@ -128,6 +131,6 @@ class _Layout(NamedTuple):
     def sparse(self, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """A coalesced tensor of these rows."""
         sizes = self.shape[: self.sparse_dim]
-        indices = torch.stack(torch.unravel_index(rows, sizes))
+        indices = rows[None] if len(sizes) == 1 else torch.stack(torch.unravel_index(rows, sizes))
         values = values.view(-1, *self.shape[self.sparse_dim :])
         return torch.sparse_coo_tensor(indices, values, self.shape, is_coalesced=True)
