@@ -200,11 +200,11 @@ impl Shared {
                     let place = Place::new(memory, at, len)
                         .ok_or_else(|| broken("a tensor beyond its memory"))?;
                     if let Some((op, fold)) = job.submit(rank, descriptor, place) {
-                        match fold.is_empty() {
-                            true => job.folded(op, &fold),
-                            false => self
-                                .queue
-                                .push(descriptor.lane, Task { fold, job: Arc::clone(job), op }),
+                        if fold.is_empty() {
+                            job.folded(op, &fold);
+                        } else {
+                            let job = Arc::clone(job);
+                            self.queue.push(descriptor.lane, Task { fold, job, op });
                         }
                     }
                 }
