@@ -107,8 +107,12 @@ pub(crate) enum Program {
     },
     /// Steps of training.
     Training(Training),
-    /// Over TCP; dense only, loopback only.
-    OpenMpi,
+    /// Through the sidecar of a host; dense only, loopback only.
+    Sidecar(Way),
+    /// Over TCP, or shared memory; dense only, loopback only.
+    OpenMpi {
+        shared: bool,
+    },
     /// Bare sockets; dense only, loopback only.
     Floor {
         wire: Wire,
@@ -119,7 +123,11 @@ impl Program {
     pub(crate) const fn racksum(&self) -> Option<&Racksum> {
         match self {
             Self::Racksum(racksum) => Some(racksum),
-            Self::Gloo { .. } | Self::OpenMpi | Self::Floor { .. } | Self::Training(_) => None,
+            Self::Gloo { .. }
+            | Self::OpenMpi { .. }
+            | Self::Floor { .. }
+            | Self::Sidecar(_)
+            | Self::Training(_) => None,
         }
     }
 
@@ -128,6 +136,31 @@ impl Program {
         match self {
             Self::Training(training) => training.racksum.as_ref(),
             _ => self.racksum(),
+        }
+    }
+}
+
+/// What is reduced through the sidecar, and how.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Way {
+    /// A tensor in memory that the sidecar has too.
+    Shared,
+    /// A tensor of the rank's own.
+    Own,
+    /// A bucket, by the hook of DDP.
+    Hook,
+    /// Nothing: a tensor is copied to another and back.
+    Memcpy,
+}
+
+impl Way {
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Shared => "shared",
+            Self::Own => "own",
+            Self::Hook => "hook",
+            Self::Memcpy => "memcpy",
         }
     }
 }

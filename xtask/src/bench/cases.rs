@@ -1,7 +1,7 @@
 //! The cases, one for each line of the table of bounds, and small ones of every mechanism.
 
 use super::case::{
-    Bound, Case, Figure, Input, Memory, Net, Program, Race, Racksum, Side, Training, Wire,
+    Bound, Case, Figure, Input, Memory, Net, Program, Race, Racksum, Side, Training, Way, Wire,
 };
 use super::volume::{Data, Overlap};
 
@@ -33,6 +33,8 @@ pub(crate) fn all(seed: u64) -> Vec<Case> {
     cases.push(tenants(seed));
     cases.extend(authenticated(seed));
     cases.extend(trainings(seed));
+    cases.push(sidecar(seed));
+    cases.push(hook(seed));
     cases
 }
 
@@ -130,7 +132,8 @@ const GLOO: Side = Side { name: "gloo", program: Program::Gloo { sparse: false }
 const GLOO_SPARSE: Side = Side { name: "gloo-sparse", program: Program::Gloo { sparse: true } };
 const FLOOR: Side = Side { name: "floor", program: Program::Floor { wire: Wire::F32 } };
 const FLOOR_BF16: Side = Side { name: "floor", program: Program::Floor { wire: Wire::Bf16 } };
-const OPENMPI: Side = Side { name: "openmpi", program: Program::OpenMpi };
+const OPENMPI: Side = Side { name: "openmpi", program: Program::OpenMpi { shared: false } };
+const OPENMPI_SHARED: Side = Side { name: "openmpi", program: Program::OpenMpi { shared: true } };
 
 /// Shards that dense tensors go through on loopback: the aggregator's share of two cores is what
 /// its threads can have of them beside eight ranks.
@@ -265,6 +268,45 @@ fn trainings(seed: u64) -> Vec<Case> {
             &[gain("gloo", 1.3, 1.6), bf16_gain],
         ),
     ]
+}
+
+/// Eight ranks of one host: through its sidecar, and through what Gloo and Open MPI have for that.
+fn sidecar(seed: u64) -> Case {
+    let ahead = |side, peer, must, reach| Bound { figure: Figure::Gain(side, peer), must, reach };
+    Case::Race(Race {
+        name: "sidecar-w8".to_owned(),
+        world: 8,
+        net: Net::Loopback,
+        shards: 1,
+        iterations: 3,
+        data: dense(seed, 100_000_000),
+        sides: vec![beside("shared", Way::Shared), beside("own", Way::Own), GLOO, OPENMPI_SHARED],
+        bounds: vec![
+            ahead("shared", "gloo", 4.0, 6.0),
+            ahead("shared", "openmpi", 3.0, 4.5),
+            ahead("own", "gloo", 1.8, 2.5),
+            ahead("own", "openmpi", 1.3, 1.8),
+        ],
+    })
+}
+
+/// What the hook costs by itself: a bucket of the only rank, beside copying it there and back.
+fn hook(seed: u64) -> Case {
+    let cost = Figure::Cost("hook", "memcpy");
+    Case::Race(Race {
+        name: "hook-w1".to_owned(),
+        world: 1,
+        net: Net::Loopback,
+        shards: 1,
+        iterations: 10,
+        data: dense(seed, 25_000_000),
+        sides: vec![beside("hook", Way::Hook), beside("memcpy", Way::Memcpy)],
+        bounds: vec![Bound { figure: cost, must: 1.5, reach: 1.1 }],
+    })
+}
+
+const fn beside(name: &'static str, way: Way) -> Side {
+    Side { name, program: Program::Sidecar(way) }
 }
 
 /// One per cent of the blocks on loopback: the times were set where Gloo's sparse sum took 113 ms,

@@ -45,15 +45,19 @@ impl Setup {
         let unneeded = "no case needs it".to_owned();
         let python = match python {
             Some(python) => Ok(python.to_owned()),
-            None if needs(|program| matches!(program, Program::Training(_))) => {
-                said("training", python::installed(root).map_err(|error| format!("{error:#}")))
+            None if needs(|program| {
+                matches!(program, Program::Training(_) | Program::Sidecar(_))
+            }) =>
+            {
+                let installed = python::installed(root);
+                said("the Python package", installed.map_err(|error| format!("{error:#}")))
             }
             None if needs(|program| matches!(program, Program::Gloo { .. })) => {
                 said("Gloo", python::venv(root).map_err(|error| format!("{error:#}")))
             }
             None => Err(unneeded.clone()),
         };
-        let mpi = if needs(|program| *program == Program::OpenMpi) {
+        let mpi = if needs(|program| matches!(program, Program::OpenMpi { .. })) {
             said("Open MPI", openmpi(root, &work, &peers))
         } else {
             Err(unneeded.clone())
@@ -77,8 +81,10 @@ impl Setup {
     pub(crate) fn missing(&self, program: &Program) -> Option<String> {
         match program {
             Program::Racksum(_) => None,
-            Program::Gloo { .. } | Program::Training(_) => self.python.as_ref().err().cloned(),
-            Program::OpenMpi => self.mpi.as_ref().err().cloned(),
+            Program::Gloo { .. } | Program::Training(_) | Program::Sidecar(_) => {
+                self.python.as_ref().err().cloned()
+            }
+            Program::OpenMpi { .. } => self.mpi.as_ref().err().cloned(),
             Program::Floor { .. } => self.floor.as_ref().err().cloned(),
         }
     }

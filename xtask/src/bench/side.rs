@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::case::{Net, Program, Race, Racksum, Side, Training, Wire};
+use super::case::{Net, Program, Race, Racksum, Side, Training, Way, Wire};
 use super::crew::Crew;
 use super::neighbour::Neighbour;
 use super::network::{Drops, Host, INTERFACE, Network};
@@ -123,6 +123,8 @@ fn served(line: &str) -> Option<SocketAddr> {
 pub(crate) struct Team {
     crew: Crew,
     neighbour: Option<Neighbour>,
+    /// What its ranks need.
+    _served: Option<Crew>,
 }
 
 /// One iteration of a side.
@@ -149,7 +151,8 @@ impl Team {
             Program::Racksum(racksum) => Self::racksum(race, side, racksum, place, setup, logs),
             Program::Gloo { sparse } => Self::gloo(race, side, sparse, place, setup, logs),
             Program::Training(training) => Self::training(race, side, training, place, setup, logs),
-            Program::OpenMpi => Self::openmpi(race, side, setup, logs),
+            Program::Sidecar(way) => Self::sidecar(race, side, way, setup, logs),
+            Program::OpenMpi { shared } => Self::openmpi(race, side, shared, setup, logs),
             Program::Floor { wire } => Self::floor(race, side, wire, setup, logs),
         }
     }
@@ -203,7 +206,7 @@ impl Team {
             command
         };
         let neighbour = racksum.beside.map(|bytes| start(&other, &of_other, bytes));
-        Ok(Self { crew, neighbour: neighbour.transpose()?.map(Neighbour::new) })
+        Ok(Self { neighbour: neighbour.transpose()?.map(Neighbour::new), ..Self::of(crew) })
     }
 
     fn gloo(
@@ -221,11 +224,9 @@ impl Team {
         let rank = |rank: u16| {
             let host = place.worker(rank);
             let mut command = on(host, python);
-            command.arg(setup.peers.join("gloo.py"));
-            command.args(["--rank", &rank.to_string(), "--world", &race.world.to_string()]);
-            command.args(["--master", &master, "--mode", mode, "--interactive"]);
+            command.arg(setup.peers.join("gloo.py")).args(gloo_flags(race, rank, &master));
+            command.args(["--mode", mode]);
             command.args(["--iface", if host.is_some() { INTERFACE } else { "lo" }]);
-            command.args(["--bytes", &data.bytes.to_string(), "--seed", &data.seed.to_string()]);
             if sparse {
                 command.args(["--density", &data.density.to_string()]);
                 command.args(["--overlap", data.overlap.name()]);
@@ -238,7 +239,7 @@ impl Team {
         if sparse {
             same_blocks(&data.volume(race.world), &answers)?;
         }
-        Ok(Self { crew, neighbour: None })
+        Ok(Self::of(crew))
     }
 
     fn training(
@@ -279,16 +280,37 @@ impl Team {
         };
         let mut crew = Crew::start(side.name, (0..race.world).map(rank), logs)?;
         ready(&crew.answers(START_TIMEOUT)?)?;
-        Ok(Self { crew, neighbour: None })
+        Ok(Self::of(crew))
     }
 
-    fn openmpi(race: &Race, side: &Side, setup: &Setup, logs: &Path) -> Result<Self> {
+    fn sidecar(race: &Race, side: &Side, way: Way, setup: &Setup, logs: &Path) -> Result<Self> {
+        let Ok(python) = &setup.python else { bail!("there is no python with torch") };
+        ensure!(race.net == Net::Loopback, "a sidecar is for the ranks of one host");
+        let socket = logs.join(format!("{}.sock", side.name));
+        let mut worker = Command::new(&setup.racksum);
+        worker.arg("worker").arg("--socket").arg(&socket);
+        let mut worker = Crew::start(&format!("{}-worker", side.name), [worker], logs)?;
+        worker.lines(START_TIMEOUT)?;
+        let master = SocketAddr::from((Ipv4Addr::LOCALHOST, free_port()?)).to_string();
+        let rank = |rank: u16| {
+            let mut command = Command::new(python);
+            command.arg(setup.peers.join("sidecar.py")).args(gloo_flags(race, rank, &master));
+            command.args(["--way", way.name(), "--iface", "lo", "--sidecar"]).arg(&socket);
+            command
+        };
+        let mut crew = Crew::start(side.name, (0..race.world).map(rank), logs)?;
+        ready(&crew.answers(START_TIMEOUT)?)?;
+        Ok(Self { _served: Some(worker), ..Self::of(crew) })
+    }
+
+    fn openmpi(race: &Race, side: &Side, shared: bool, setup: &Setup, logs: &Path) -> Result<Self> {
         let Ok(mpi) = &setup.mpi else { bail!("there is no Open MPI") };
         ensure!(race.net == Net::Loopback, "Open MPI's ranks are all on one host here");
         let mut command = Command::new("mpirun");
         command
             .args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"])
-            .args(["--mca", "pml", "ob1", "--mca", "btl", "tcp,self"])
+            .args(["--mca", "pml", "ob1", "--mca", "btl"])
+            .arg(if shared { "vader,self" } else { "tcp,self" })
             .args(["--mca", "btl_tcp_if_include", "lo"])
             .args(["-n", &race.world.to_string()])
             .arg(mpi)
@@ -296,7 +318,7 @@ impl Team {
             .args(["--seed", &race.data.seed.to_string(), "--interactive"]);
         let mut crew = Crew::start(side.name, [command], logs)?;
         ready(&crew.answers(START_TIMEOUT)?)?;
-        Ok(Self { crew, neighbour: None })
+        Ok(Self::of(crew))
     }
 
     fn floor(race: &Race, side: &Side, wire: Wire, setup: &Setup, logs: &Path) -> Result<Self> {
@@ -309,7 +331,12 @@ impl Team {
             .args(["--seed", &race.data.seed.to_string(), "--interactive"]);
         let mut crew = Crew::start(side.name, [command], logs)?;
         ready(&crew.answers(START_TIMEOUT)?)?;
-        Ok(Self { crew, neighbour: None })
+        Ok(Self::of(crew))
+    }
+
+    /// Ranks that need nothing and nobody.
+    const fn of(crew: Crew) -> Self {
+        Self { crew, neighbour: None, _served: None }
     }
 
     /// Lets the neighbour send, if there is one, or has it be quiet.
@@ -345,6 +372,19 @@ pub(crate) fn rank_of(
 
 fn on(host: Option<&Host>, program: &Path) -> Command {
     host.map_or_else(|| Command::new(program), |host| host.command(program))
+}
+
+/// What `gloo.py` is told of any case.
+fn gloo_flags(race: &Race, rank: u16, master: &str) -> Vec<String> {
+    let Race { world, data, .. } = race;
+    vec![
+        "--interactive".to_owned(),
+        format!("--rank={rank}"),
+        format!("--world={world}"),
+        format!("--master={master}"),
+        format!("--bytes={}", data.bytes),
+        format!("--seed={}", data.seed),
+    ]
 }
 
 /// What racksum's ranks are set to.
