@@ -17,17 +17,14 @@ def main() -> None:
     model = run.wrap(nn.Sequential(*layers))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-    def loss_of(x: torch.Tensor) -> torch.Tensor:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.mse_loss(model(x), x)
 
-    def step(draw: torch.Generator) -> None:
-        loss = loss_of(torch.randn(BATCH, WIDTH, generator=draw))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    def batch(draw: torch.Generator) -> torch.Tensor:
+        return torch.randn(BATCH, WIDTH, generator=draw)
 
     held_out = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(run.rank))
-    run.train(model, optimizer, step, lambda: loss_of(held_out), BATCH)
+    run.train(model, optimizer, loss, batch, held_out)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ contract.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import sys
 import time
@@ -24,32 +25,50 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "python" / "examples")]
 
 import common  # noqa: E402 - of the examples.
 
+import racksum.torch  # noqa: E402
+
 #: Steps before the first that is timed: DDP makes its buckets anew after one.
 WARM_UP = 3
+#: Gbit/s of the links whose step times are predicted.
+LINK = 1.0
 
 
 class Timed(common.Run):
     """A run that takes steps when it is told to."""
 
-    def train(self, model, optimizer, step, held_out, samples) -> None:
+    def train(self, model, optimizer, loss, batch, held_out) -> None:
         draw = torch.Generator().manual_seed(self.rank)
+        batches = (batch(draw) for _ in itertools.count())
+        arguments = self.arguments
+        found = racksum.torch.study(model, batches, loss, optimizer=optimizer)
         for _ in range(WARM_UP):
-            step(draw)
+            common.step(model, optimizer, loss, next(batches))
         dist.barrier()
-        print(json.dumps({"ready": True, "rank": self.rank, "world": self.world}), flush=True)
+        ready = {"ready": True, "rank": self.rank, "world": self.world}
+        predicted = self.predicted(found)
+        if predicted is not None:
+            ready["predicted_us"] = predicted * arguments.steps * 1e6
+        print(json.dumps(ready), flush=True)
         for line in sys.stdin:
             if line.strip() == "quit":
                 break
+            drawn = [next(batches) for _ in range(arguments.steps)]
             dist.barrier()
             start = time.monotonic_ns()
-            for _ in range(self.arguments.steps):
-                step(draw)
+            for one in drawn:
+                common.step(model, optimizer, loss, one)
             end = time.monotonic_ns()
             answer = {"us": (end - start) / 1e3, "start_ns": start, "end_ns": end}
             print(json.dumps(answer), flush=True)
+        self.close()
+
+    def predicted(self, found: racksum.torch.Study) -> float | None:
+        """Seconds that a step is to take; of what Gloo does with sparse tensors nothing is known."""
         if self.session is not None:
-            self.session.close()
-        dist.destroy_process_group()
+            return found.step_time(LINK, self.arguments.wire or "f32", self.arguments.block)
+        if any(bucket.sparse for bucket in found.buckets):
+            return None
+        return found.ring_time(LINK)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -23,14 +24,19 @@ from torch.optim import Optimizer
 
 import racksum
 import racksum.torch
+from racksum.torch.compress import BlockRandomK, BlockThreshold, BlockTopKRatio
 
-Loss = Callable[[], torch.Tensor]
-Step = Callable[[torch.Generator], None]
+Batch = Any
+Loss = Callable[[nn.Module, Batch], torch.Tensor]
+
+COMPRESSORS = {
+    "top-k": BlockTopKRatio,
+    "random-k": BlockRandomK,
+    "threshold": BlockThreshold,
+}
 
 
-def flags(
-    description: str | None, *, steps: int, checkpoints: bool = True
-) -> argparse.ArgumentParser:
+def flags(description: str | None, *, steps: int) -> argparse.ArgumentParser:
     """The flags that examples have."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -40,11 +46,22 @@ def flags(
     parser.add_argument("--wire", help="how gradients travel with racksum: bf16, f16, int8")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--curve", type=int, metavar="N", help="print the loss every N steps")
-    parser.set_defaults(checkpoint=None, save_every=None)
-    if checkpoints:
-        parser.add_argument("--checkpoint", type=Path, help="go on where it is, if it is there")
-        parser.add_argument("--save-every", type=int, metavar="N", help="save it every N steps")
+    whole = parser.add_argument_group("of models that DDP wraps")
+    whole.add_argument("--checkpoint", type=Path, help="go on where it is, if it is there")
+    whole.add_argument("--save-every", type=int, metavar="N", help="save it every N steps")
+    whole.add_argument("--compressor", choices=COMPRESSORS, help="leave blocks out")
+    whole.add_argument("--keep", type=float, default=0.1, help="the share, or the threshold")
+    whole.add_argument("--block", type=int, default=256, help="elements of a block")
+    whole.add_argument("--no-feedback", action="store_true", help="what is left out is lost")
+    whole.add_argument("--study", action="store_true", help="say what racksum would do, and stop")
     return parser
+
+
+def step(model: nn.Module, optimizer: Optimizer, loss: Loss, batch: Batch) -> None:
+    """A step of training, as anyone's."""
+    optimizer.zero_grad()
+    loss(model, batch).backward()
+    optimizer.step()
 
 
 class Run:
@@ -70,12 +87,26 @@ class Run:
         wrapped = DistributedDataParallel(model, **options)
         if self.arguments.backend == "racksum":
             self.session = racksum.torch.connect()
-            state = racksum.torch.State(self.session, wire=self.arguments.wire)
-            wrapped.register_comm_hook(state, racksum.torch.allreduce_hook)
+            wrapped.register_comm_hook(self._state(), racksum.torch.allreduce_hook)
         gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         # Gloo counts nothing; its ring sends each byte of dense gradients this often.
         self.ring_bytes = None if sparse else 2 * (self.world - 1) * gradient_bytes // self.world
         return wrapped
+
+    def _state(self) -> racksum.torch.State:
+        """What the hook does besides averaging."""
+        arguments = self.arguments
+        compressor = None
+        if arguments.compressor is not None:
+            make = COMPRESSORS[arguments.compressor]
+            compressor = make(arguments.keep, block=arguments.block)
+        return racksum.torch.State(
+            self.session,
+            wire=arguments.wire,
+            block=arguments.block,
+            compressor=compressor,
+            error_feedback=not arguments.no_feedback,
+        )
 
     def shard(self, model: nn.Module, parts: Iterable[nn.Module], replicas: int) -> None:
         """Shards a model over some of the ranks, of which there are several replicas."""
@@ -94,29 +125,38 @@ class Run:
         self.ring_bytes = 2 * (replicas - 1) * shard_bytes // replicas
 
     def train(
-        self, model: nn.Module, optimizer: Optimizer, step: Step, held_out: Loss, samples: int
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: Loss,
+        batch: Callable[[torch.Generator], Batch],
+        held_out: Batch,
     ) -> None:
         """Trains, and prints what came of it.
 
-        :param step: Makes a step on ``samples`` samples of this rank, which it draws with what it
-            is given.
-        :param held_out: The loss on samples that nobody trains on.
+        :param loss: The mean loss of the model on a batch.
+        :param batch: Draws a batch of this rank's, whose first part has a sample in each row.
+        :param held_out: Samples that nobody trains on.
         """
-        keeps = {"model": model, "optimizer": optimizer}
         arguments = self.arguments
-        first, took, before = self._load(keeps), 0.0, 0
+        if arguments.study:
+            self._study(model, optimizer, loss, batch)
+            return
+        keeps = {"model": model, "optimizer": optimizer}
+        first, took, before, samples = self._load(keeps), 0.0, 0, 0
         for i in range(first, arguments.steps):
-            draw = torch.Generator().manual_seed(hash((arguments.seed, self.rank, i)))
+            drawn = batch(torch.Generator().manual_seed(hash((arguments.seed, self.rank, i))))
             start = time.perf_counter()
-            step(draw)
+            step(model, optimizer, loss, drawn)
             if i == first:
                 # Of the first step the time and the bytes are of no interest.
                 before = self._sent()
             else:
                 took += time.perf_counter() - start
+                samples += len(drawn[0]) if isinstance(drawn, tuple) else len(drawn)
             done = i + 1
             if arguments.curve and done % arguments.curve == 0:
-                self._say(step=done, loss=self._mean(held_out))
+                self._say(step=done, loss=self._mean(loss, model, held_out))
             if arguments.save_every and done % arguments.save_every == 0:
                 self._save(keeps, done)
         steps = max(arguments.steps - first - 1, 1)
@@ -125,14 +165,33 @@ class Run:
             backend=arguments.backend,
             ranks=self.world,
             steps_per_s=round(steps / took, 2) if took else None,
-            samples_per_s=round(steps * samples * self.world / took) if took else None,
+            samples_per_s=round(samples * self.world / took) if took else None,
             sent_bytes_per_step=sent,
-            final_loss=self._mean(held_out),
+            final_loss=self._mean(loss, model, held_out),
             weights=_digest(model),
         )
+        self.close()
+
+    def close(self) -> None:
+        """Leaves the job and the group."""
         if self.session is not None:
             self.session.close()
         dist.destroy_process_group()
+
+    def _study(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: Loss,
+        batch: Callable[[torch.Generator], Batch],
+    ) -> None:
+        """Says what racksum would do for the model."""
+        draw = torch.Generator().manual_seed(self.rank)
+        batches = (batch(draw) for _ in itertools.count())
+        found = racksum.torch.study(model, batches, loss, optimizer=optimizer)
+        if self.rank == 0:
+            print(found)
+        self.close()
 
     def _load(self, keeps: dict[str, Any]) -> int:
         """Takes up what a checkpoint holds, if there is one; returns the step it is of."""
@@ -157,9 +216,9 @@ class Run:
         """Bytes that this rank's session has sent so far."""
         return self.session.stats()["tx_bytes"] if self.session is not None else 0
 
-    def _mean(self, held_out: Loss) -> float:
+    def _mean(self, loss: Loss, model: nn.Module, held_out: Batch) -> float:
         with torch.no_grad():
-            mean = held_out().detach().clone()
+            mean = loss(model, held_out).detach().clone()
         dist.all_reduce(mean)
         return round(mean.item() / self.world, 6)
 

@@ -45,16 +45,13 @@ def main() -> None:
     images, labels = images[own], labels[own]
     seen = len(images) - HELD_OUT // run.world
 
-    def loss_of(batch: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(model(images[batch]), labels[batch])
+    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(images[rows]), labels[rows])
 
-    def step(draw: torch.Generator) -> None:
-        loss = loss_of(torch.randint(seen, (BATCH,), generator=draw))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    def batch(draw: torch.Generator) -> torch.Tensor:
+        return torch.randint(seen, (BATCH,), generator=draw)
 
-    run.train(model, optimizer, step, lambda: loss_of(torch.arange(seen, len(images))), BATCH)
+    run.train(model, optimizer, loss, batch, held_out=torch.arange(seen, len(images)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """A transformer learns which letter comes next, sharded by FSDP2 over some ranks of each replica.
 
 The text is the source of the standard library, which every machine with Python has. Replicas
-average the gradients of their shards: with gloo that is PyTorch's own HSDP.
+average the gradients of their shards: with gloo that is PyTorch's own HSDP. With --whole each rank
+has all of the model, and DDP wraps it.
 
 racksum aggregator &
 export RACKSUM_AGGREGATOR=127.0.0.1:7177
@@ -18,7 +19,7 @@ from torch import nn
 
 from common import Run, flags
 
-WIDTH, LAYERS, CONTEXT = 128, 4, 64
+WIDTH, LAYERS, CONTEXT = 64, 2, 32
 LETTERS = 128
 BATCH = 8
 HELD_OUT = 64
@@ -50,8 +51,9 @@ class Letters(nn.Module):
 
 
 def main() -> None:
-    parser = flags(__doc__, steps=100, checkpoints=False)
+    parser = flags(__doc__, steps=200)
     parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--whole", action="store_true", help="DDP, and not FSDP2")
     run = Run(parser.parse_args())
     library = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(library.glob("*.py"))[:FILES]
@@ -59,25 +61,24 @@ def main() -> None:
     letters = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     places = len(letters) - CONTEXT - 1
 
-    model = Letters()
-    run.shard(model, model.layers, run.arguments.replicas)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model: nn.Module = Letters()
+    if run.arguments.whole:
+        model = run.wrap(model)
+    else:
+        run.shard(model, model.layers, run.arguments.replicas)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     window = torch.arange(CONTEXT)
 
-    def loss_of(starts: torch.Tensor) -> torch.Tensor:
+    def loss(model: nn.Module, starts: torch.Tensor) -> torch.Tensor:
         at = starts[:, None] + window
         return nn.functional.cross_entropy(model(letters[at]).transpose(1, 2), letters[at + 1])
 
+    def batch(draw: torch.Generator) -> torch.Tensor:
+        return torch.randint(int(0.9 * places) - CONTEXT, (BATCH,), generator=draw)
+
     # Each rank has places of its own, of both kinds; those that are held out are the last.
     held_out = torch.linspace(0.9 * places, places - 1, HELD_OUT).long()[run.rank :: run.world]
-
-    def step(draw: torch.Generator) -> None:
-        loss = loss_of(torch.randint(int(0.9 * places) - CONTEXT, (BATCH,), generator=draw))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    run.train(model, optimizer, step, lambda: loss_of(held_out), BATCH)
+    run.train(model, optimizer, loss, batch, held_out)
 
 
 if __name__ == "__main__":

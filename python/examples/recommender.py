@@ -56,23 +56,23 @@ def main() -> None:
     model = run.wrap(Towers(sparse), sparse=sparse)
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
 
-    def sample(count: int, draw: torch.Generator) -> list[torch.Tensor]:
-        points = torch.rand(2, count, generator=draw, dtype=torch.float64)
-        return [torch.searchsorted(s, p * s[-1]) for s, p in zip(seen, points, strict=True)]
+    def sample(count: int, draw: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        users, items = torch.rand(2, count, generator=draw, dtype=torch.float64)
+        return (
+            torch.searchsorted(seen[0], users * seen[0][-1]),
+            torch.searchsorted(seen[1], items * seen[1][-1]),
+        )
 
-    def loss_of(users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+    def loss(model: nn.Module, pairs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        users, items = pairs
         likes = ((tastes[users] * traits[items]).sum(1) > 0).float()
         return nn.functional.binary_cross_entropy_with_logits(model(users, items), likes)
 
+    def batch(draw: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        return sample(BATCH, draw)
+
     held_out = sample(HELD_OUT, torch.Generator().manual_seed(run.rank))
-
-    def step(draw: torch.Generator) -> None:
-        loss = loss_of(*sample(BATCH, draw))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    run.train(model, optimizer, step, lambda: loss_of(*held_out), BATCH)
+    run.train(model, optimizer, loss, batch, held_out)
 
 
 if __name__ == "__main__":

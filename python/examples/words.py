@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--sparse", action="store_true", help="sparse gradients of the embedding")
     parser.add_argument("--batch", type=int, default=16, help="samples of a rank, a step")
     run = Run(parser.parse_args())
-    batch = run.arguments.batch
+    samples = run.arguments.batch
     words = text()
     common = {word: nth for nth, (word, _) in enumerate(Counter(words).most_common(CLASSES))}
     rows = torch.tensor([zlib.crc32(word.encode()) % ROWS for word in words])
@@ -70,17 +70,14 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     window = torch.arange(CONTEXT)
 
-    def loss_of(starts: torch.Tensor) -> torch.Tensor:
+    def loss(model: nn.Module, starts: torch.Tensor) -> torch.Tensor:
         context = rows[starts[:, None] + window]
         return nn.functional.cross_entropy(model(context), nexts[starts + CONTEXT])
 
-    def step(draw: torch.Generator) -> None:
-        loss = loss_of(places[torch.randint(len(places), (batch,), generator=draw)])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    def batch(draw: torch.Generator) -> torch.Tensor:
+        return places[torch.randint(len(places), (samples,), generator=draw)]
 
-    run.train(model, optimizer, step, lambda: loss_of(held_out), batch)
+    run.train(model, optimizer, loss, batch, held_out)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ mod extension {
     #[pymodule_export]
     use crate::logs::{keep_logs, take_logs};
     #[pymodule_export]
+    use crate::memory::scan;
+    #[pymodule_export]
     use crate::op::{Op, Sums};
     #[pymodule_export]
     use crate::session::{Lent, Session};

@@ -5,8 +5,31 @@
 
 use std::ptr::NonNull;
 
-use pyo3::{Py, PyAny};
+use pyo3::types::PyBytes;
+use pyo3::{Bound, Py, PyAny, PyResult, Python, pyfunction};
+use racksum_proto::descriptor::Descriptor;
 use racksum_worker::Region;
+
+use crate::errors::{raise, read};
+
+/// Which blocks of the tensor at an address are not zero: a bit for each, the lowest of a byte
+/// first, in as many words of 64 bits as there must be. Blocks of -0.0 become such of +0.0.
+#[pyfunction]
+pub(crate) fn scan<'py>(
+    py: Python<'py>,
+    address: usize,
+    nbytes: usize,
+    dtype: &str,
+    block: usize,
+    owner: Py<PyAny>,
+) -> PyResult<Bound<'py, PyBytes>> {
+    let descriptor = Descriptor::sum(0, read(py, dtype)?).with_block(block);
+    let descriptor = descriptor.map_err(|error| raise(py, "BadArgument", error.to_string()))?;
+    let mut region = region_of(address, nbytes, owner);
+    let words = py.detach(|| racksum_worker::scan(region.as_mut(), &descriptor));
+    let bytes: Vec<u8> = words.into_iter().flat_map(u64::to_le_bytes).collect();
+    Ok(PyBytes::new(py, &bytes))
+}
 
 /// A tensor that an op reduces in place. What others do with it meanwhile is the caller's to order,
 /// as with every collective.

@@ -96,6 +96,7 @@ def bucket(megabytes: float, ready: float, density: float = 1.0, union: float = 
         elements=int(megabytes * 250_000),
         sparse=False,
         ready=ready,
+        scan=0.0,
         density=dict.fromkeys(blocks, density),
         union=dict.fromkeys(blocks, union),
     )
@@ -146,5 +147,7 @@ def test_what_cannot_be_studied_is_refused():
     model = nn.Linear(2, 2)
     with pytest.raises(racksum.BadArgument, match="steps is 1 or more"):
         racksum.torch.study(model, batches([1]), loss, steps=0)
-    with pytest.raises(racksum.BadArgument, match="no two batches"):
-        racksum.torch.study(model, [torch.ones(1, 2)], loss)
+    with pytest.raises(racksum.BadArgument, match="the loader has no 8 batches"):
+        racksum.torch.study(model, [torch.ones(1, 2)] * 7, loss)
+    with pytest.raises(racksum.BadArgument, match="no parameters that are trained"):
+        racksum.torch.study(nn.ReLU(), [], loss)

@@ -290,15 +290,26 @@ pub(crate) enum Figure {
     Gain(&'static str, &'static str),
     /// The first side's time as a multiple of the second's, which is to be small.
     Cost(&'static str, &'static str),
+    /// The share by which a side's time misses what was predicted of it, which is to be small.
+    Miss(&'static str),
+}
+
+/// What is known of a side's time, in microseconds.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Took {
+    pub(crate) measured: f64,
+    pub(crate) predicted: Option<f64>,
 }
 
 impl Figure {
     /// The figure, given the sides' times; `None` without one of them.
-    pub(crate) fn value(self, time: impl Fn(&str) -> Option<f64>) -> Option<f64> {
+    pub(crate) fn value(self, took: impl Fn(&str) -> Option<Took>) -> Option<f64> {
+        let time = |side| Some(took(side)?.measured);
         Some(match self {
             Self::Time(side) => time(side)?,
             Self::Gain(side, other) => time(other)? / time(side)?,
             Self::Cost(side, other) => time(side)? / time(other)?,
+            Self::Miss(side) => (took(side)?.predicted? / time(side)? - 1.0).abs(),
         })
     }
 
@@ -307,6 +318,7 @@ impl Figure {
             Self::Time(side) => side.to_owned(),
             Self::Gain(side, other) => format!("{other} / {side}"),
             Self::Cost(side, other) => format!("{side} / {other}"),
+            Self::Miss(side) => format!("{side}, off its prediction"),
         }
     }
 
@@ -315,20 +327,21 @@ impl Figure {
         match self {
             Self::Time(_) => ms(value),
             Self::Gain(..) | Self::Cost(..) => format!("{value:.2}"),
+            Self::Miss(_) => format!("{:.0} %", value * 100.0),
         }
     }
 
     /// The sign between a value and its bound.
     pub(crate) const fn sign(self) -> &'static str {
         match self {
-            Self::Time(_) | Self::Cost(..) => "<=",
+            Self::Time(_) | Self::Cost(..) | Self::Miss(_) => "<=",
             Self::Gain(..) => ">=",
         }
     }
 
     fn keeps(self, value: f64, bound: f64) -> bool {
         match self {
-            Self::Time(_) | Self::Cost(..) => value <= bound,
+            Self::Time(_) | Self::Cost(..) | Self::Miss(_) => value <= bound,
             Self::Gain(..) => value >= bound,
         }
     }
@@ -374,25 +387,28 @@ impl Bound {
 mod tests {
     use super::*;
 
-    fn time(side: &str) -> Option<f64> {
+    fn took(side: &str) -> Option<Took> {
         match side {
-            "racksum" => Some(200.0),
-            "gloo" => Some(300.0),
+            "racksum" => Some(Took { measured: 200.0, predicted: Some(180.0) }),
+            "gloo" => Some(Took { measured: 300.0, predicted: None }),
             _ => None,
         }
     }
 
     #[test]
     fn figures_are_times_or_their_ratios() {
-        assert_eq!(Figure::Time("racksum").value(time), Some(200.0));
-        assert_eq!(Figure::Gain("racksum", "gloo").value(time), Some(1.5));
-        assert_eq!(Figure::Cost("gloo", "racksum").value(time), Some(1.5));
-        assert_eq!(Figure::Gain("racksum", "openmpi").value(time), None);
+        assert_eq!(Figure::Time("racksum").value(took), Some(200.0));
+        assert_eq!(Figure::Gain("racksum", "gloo").value(took), Some(1.5));
+        assert_eq!(Figure::Cost("gloo", "racksum").value(took), Some(1.5));
+        assert_eq!(Figure::Gain("racksum", "openmpi").value(took), None);
+        let miss = Figure::Miss("racksum").value(took).unwrap();
+        assert!((miss - 0.1).abs() < 1e-9, "{miss}");
+        assert_eq!(Figure::Miss("gloo").value(took), None);
     }
 
     #[test]
     fn small_times_and_large_gains_pass() {
-        let judge = |figure, must, reach| Bound { figure, must, reach }.judge(figure.value(time));
+        let judge = |figure, must, reach| Bound { figure, must, reach }.judge(figure.value(took));
         let of_time = |must, reach| judge(Figure::Time("racksum"), must, reach);
         assert_eq!(of_time(200.0, 199.0), Verdict::Pass);
         assert_eq!(of_time(250.0, 200.0), Verdict::Reach);

@@ -1,5 +1,5 @@
 //! `cargo xtask bench peers`: racksum beside the programs it is compared with, and beside its
-//! bounds.
+//! bounds; and `cargo xtask bench learning`, what training comes to with it.
 //!
 //! `benches/README.md` tells a reader of the results what is measured and how. Here: [`cases`]
 //! says what is measured, [`race`] how, [`side`] what the programs are, [`network`] over which
@@ -10,6 +10,7 @@ mod case;
 mod cases;
 mod crew;
 mod host;
+mod learning;
 mod memory;
 mod neighbour;
 mod network;
@@ -28,6 +29,7 @@ use clap::{Args, Subcommand};
 
 use self::case::{Case, Net};
 use self::host::Provenance;
+use self::learning::LearningArgs;
 use self::race::Rounds;
 use self::report::{Ending, Record};
 use self::setup::Setup;
@@ -47,6 +49,8 @@ enum What {
     /// Builds and installs what it needs, and says what it does without. As root it makes network
     /// namespaces for the cases on slow links, and removes them.
     Peers(PeersArgs),
+    /// Train the examples with Gloo and with racksum, and compare what they learn.
+    Learning(LearningArgs),
 }
 
 #[derive(Debug, Args)]
@@ -84,7 +88,13 @@ struct PeersArgs {
 
 /// Measures; `true` when nothing failed and, if demanded, every bound is kept.
 pub(crate) fn run(root: &Path, args: &BenchArgs) -> Result<bool> {
-    let What::Peers(args) = &args.what;
+    match &args.what {
+        What::Peers(args) => peers(root, args),
+        What::Learning(args) => learning::run(root, args).map(|()| true),
+    }
+}
+
+fn peers(root: &Path, args: &PeersArgs) -> Result<bool> {
     let mut cases = cases::chosen(&args.case, args.seed).map_err(|why| anyhow!(why))?;
     if args.list {
         list(&cases);

@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::Result;
 use serde::Serialize;
 
-use super::case::{Bound, Figure, Race, Side, Verdict};
+use super::case::{Bound, Figure, Race, Side, Took, Verdict};
 use super::network::Drops;
 use super::setup::Setup;
 use super::side::{Iteration, Place, Team};
@@ -42,6 +42,8 @@ pub(crate) struct SideOutcome {
     pub(crate) failed: Option<String>,
     /// Of the rounds, each of which counts with the median of its iterations.
     pub(crate) summary: Option<Summary>,
+    /// What an iteration was to take, if the side says so.
+    pub(crate) predicted_us: Option<f64>,
     /// Of what single ranks measured of themselves, over all iterations.
     pub(crate) rank_summary: Option<Summary>,
     pub(crate) thrift: Option<Thrift>,
@@ -85,6 +87,7 @@ pub(crate) fn run(
             tell(&format!("setting up {}", side.name));
             let team = Team::start(race, side, &place, setup, logs);
             racer.team = racer.log.keep(team, "set-up");
+            racer.log.predicted_us = racer.team.as_ref().and_then(Team::predicted_us);
         }
     }
     let total = rounds.warmup + rounds.counted;
@@ -115,6 +118,7 @@ struct Racer {
 struct Log {
     skipped: Option<String>,
     failed: Option<String>,
+    predicted_us: Option<f64>,
     /// The iterations of each round that counts.
     rounds: Vec<Vec<Iteration>>,
     drops: Drops,
@@ -160,12 +164,12 @@ impl Outcome {
         let volume = race.data.volume(race.world);
         let sides = race.sides.iter().zip(logs);
         let sides: Vec<_> = sides.map(|(side, log)| SideOutcome::of(side, log, &volume)).collect();
-        let time = |name: &str| {
-            let (i, _) = race.side(name)?;
-            Some(sides.get(i)?.summary?.median)
+        let took = |name: &str| {
+            let side = sides.get(race.side(name)?.0)?;
+            Some(Took { measured: side.summary?.median, predicted: side.predicted_us })
         };
         let judge = |bound: &Bound| {
-            let value = bound.figure.value(time);
+            let value = bound.figure.value(took);
             let verdict = bound.judge(value);
             let Bound { figure, must, reach } = *bound;
             BoundOutcome { figure, name: figure.name(), value, must, reach, verdict }
@@ -194,6 +198,7 @@ impl SideOutcome {
             skipped: log.skipped.clone(),
             failed: log.failed.clone(),
             summary: Summary::of(&medians),
+            predicted_us: log.predicted_us,
             rank_summary: Summary::of(&rank_times),
             thrift,
             retransmits: all().map(|iteration| iteration.retransmits).sum(),

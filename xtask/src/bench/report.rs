@@ -187,6 +187,9 @@ fn of_side(side: &SideOutcome) -> String {
         write!(text, "; queues dropped {at_hosts} at hosts, {at_switch} at the switch")
             .expect("a string takes everything");
     }
+    if let Some(us) = side.predicted_us {
+        write!(text, "  predicted {}", ms(us)).expect("a string takes everything");
+    }
     if let Some(how) = &side.failed {
         write!(text, "\n  {name:<18} FAILED in {how}").expect("a string takes everything");
     }
@@ -251,6 +254,7 @@ mod tests {
             skipped: None,
             failed: None,
             summary,
+            predicted_us: Some(190_000.0),
             rank_summary: summary,
             thrift: Some(Thrift { tx: 1.017, rx: 1.02, holds }),
             retransmits: 3,
@@ -271,6 +275,7 @@ mod tests {
         let table = race_ending(true, Verdict::Pass).table();
         assert!(table.contains("205 ms") && table.contains("101.7 %"), "{table}");
         assert!(table.contains("I3 holds; queues dropped 0 at hosts, 9 at the"), "{table}");
+        assert!(table.contains("predicted 190 ms"), "{table}");
         let bound = "gloo / racksum: 1.50; must be >= 1.45, reach >= 1.70: PASS\n";
         assert!(table.contains(bound), "{table}");
         assert!(race_ending(false, Verdict::Pass).table().contains("I3 BROKEN"));

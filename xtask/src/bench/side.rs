@@ -125,6 +125,7 @@ pub(crate) struct Team {
     neighbour: Option<Neighbour>,
     /// What its ranks need.
     _served: Option<Crew>,
+    predicted_us: Option<f64>,
 }
 
 /// One iteration of a side.
@@ -279,8 +280,10 @@ impl Team {
             command
         };
         let mut crew = Crew::start(side.name, (0..race.world).map(rank), logs)?;
-        ready(&crew.answers(START_TIMEOUT)?)?;
-        Ok(Self::of(crew))
+        let answers = crew.answers(START_TIMEOUT)?;
+        ready(&answers)?;
+        // All ranks predict the same.
+        Ok(Self { predicted_us: answers[0]["predicted_us"].as_f64(), ..Self::of(crew) })
     }
 
     fn sidecar(race: &Race, side: &Side, way: Way, setup: &Setup, logs: &Path) -> Result<Self> {
@@ -336,7 +339,12 @@ impl Team {
 
     /// Ranks that need nothing and nobody.
     const fn of(crew: Crew) -> Self {
-        Self { crew, neighbour: None, _served: None }
+        Self { crew, neighbour: None, _served: None, predicted_us: None }
+    }
+
+    /// What an iteration was to take, if the ranks have said so.
+    pub(crate) const fn predicted_us(&self) -> Option<f64> {
+        self.predicted_us
     }
 
     /// Lets the neighbour send, if there is one, or has it be quiet.

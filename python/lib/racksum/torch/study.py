@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -17,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 from torch.nn.parallel import DistributedDataParallel
 
 from racksum.errors import BadArgument
 from racksum.session import DEFAULT_BLOCK
+from racksum.torch.steps import BLOCKS, Look, Steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,13 +28,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Bucket", "Prediction", "Study", "study"]
 
-#: Sizes of blocks that are compared.
-BLOCKS = (32, 64, 128, 256, 512, 1024)
 #: Bytes of an element on the wire, by the name of the wire type; int8 has a scale a block besides.
 WIRES = {"f32": 4, "bf16": 2, "int8": 1}
 #: Bytes of headers on a full datagram of 1500 bytes, and of payload.
 _HEADERS, _PAYLOAD = 28 + 40, 1432
-_MB = 1 << 20
+#: Steps before the first that counts: DDP makes its buckets anew after one.
+_WARM_UP = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +44,8 @@ class Bucket:
     sparse: bool
     #: Seconds from the start of a step until its gradients are there.
     ready: float
+    #: Seconds that it takes to find which of its blocks are not zero.
+    scan: float
     #: By size of block, the share of blocks that are not zero: of this rank, and of all ranks.
     density: dict[int, float]
     union: dict[int, float]
@@ -104,8 +103,9 @@ class Study:
         """Seconds that a step takes with racksum."""
 
         def seconds(bucket: Bucket) -> float:
-            # A link carries both ways at once.
-            return max(bucket.sent(wire, block), bucket.received(wire, block)) * 8e-9 / gbit_per_s
+            # A link carries both ways at once, and what was scanned goes while the rest is.
+            most = max(bucket.sent(wire, block), bucket.received(wire, block))
+            return max(most * 8e-9 / gbit_per_s, bucket.scan)
 
         return self._overlapped(seconds)
 
@@ -203,7 +203,7 @@ def study(
     steps: int = 5,
     world: int | None = None,
     group: dist.ProcessGroup | None = None,
-    bucket_cap_mb: float = 25.0,
+    bucket_cap_mb: float | None = None,
     links: Sequence[float] = (1.0, 10.0, 25.0, 100.0),
 ) -> Study:
     """Runs a few steps, and says what racksum would do for the model.
@@ -212,13 +212,14 @@ def study(
     afterwards what they were. If there is a process group, all its ranks call this together.
 
     :param model: The model, wrapped by DDP or not.
-    :param loader: What gives batches; ``steps`` + 1 are taken, the first of which is not counted.
+    :param loader: What gives batches; ``steps`` + 3 are taken: two to warm up, and the last to look
+        at its gradients.
     :param loss: The loss of the model on a batch.
     :param optimizer: Whose step is timed as well.
     :param world: How many ranks to predict for; by default those of the group.
-    :param group: The ranks whose blocks are compared; by default the default group, if there is
-        one.
-    :param bucket_cap_mb: As of DDP.
+    :param group: The ranks whose blocks and times are compared; by default the default group, if
+        there is one.
+    :param bucket_cap_mb: As of DDP; by default that of the model, if DDP wraps it.
     :param links: Gbit/s of a rank's link, to predict for.
     """
     if steps < 1:
@@ -227,130 +228,62 @@ def study(
     world = ranks if world is None else world
     if world < 1:
         raise BadArgument(f"world is 1 or more, and not {world}")
+    if ranks > 1 and group is None:
+        group = dist.group.WORLD
+    compared = ranks > 1 and ranks == world
     net = model.module if isinstance(model, DistributedDataParallel) else model
     with _as_it_was(net, optimizer):
-        measured = _Steps(net, loss, optimizer, bucket_cap_mb)
-        for _, batch in zip(range(steps + 1), loader, strict=False):
-            measured.step(batch)
-        if len(measured.times) < 2:  # noqa: PLR2004 - one, and the first.
-            raise BadArgument("the loader has no two batches: the first is for warming up")
-        compared = ranks > 1 and ranks == world
-        buckets = measured.buckets(group if compared else None, compared, world)
+        made = Steps(model, loss, optimizer, bucket_cap_mb=bucket_cap_mb, group=group)
+        looks = _watched(made, loader, steps)
+    times = made.times()
+    if compared:
+        # All wait for the slowest.
+        dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
+    compute, after, *readies = times.tolist()
     return Study(
         world=world,
-        compute=statistics.median(measured.times[1:]),
-        after=statistics.median(measured.afters[1:]),
+        compute=compute,
+        after=after,
         compared=compared,
-        buckets=buckets,
+        buckets=[
+            _bucket(look, ready, group if compared else None, world)
+            for look, ready in zip(looks, readies, strict=True)
+        ],
         links=list(links),
     )
 
 
-class _Steps:
-    """Steps of a model, and what is seen of their gradients."""
-
-    def __init__(
-        self,
-        net: nn.Module,
-        loss: Callable[[nn.Module, Any], Tensor],
-        optimizer: torch.optim.Optimizer | None,
-        bucket_cap_mb: float,
-    ) -> None:
-        self.net = net
-        self.loss = loss
-        self.optimizer = optimizer
-        self.bucket_cap_mb = bucket_cap_mb
-        self.times: list[float] = []
-        self.afters: list[float] = []
-        #: Of each step, when the gradient of each parameter was there.
-        self.ready: list[dict[int, float]] = []
-        self.parameters = [p for p in net.parameters() if p.requires_grad]
-        #: Of each parameter and size of block, which blocks of the last step are not zero.
-        self.last: list[dict[int, Tensor]] = []
-
-    def step(self, batch: Any) -> None:
-        ready: dict[int, float] = {}
-        start = time.perf_counter()
-        hooks = [
-            p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _, i=i: ready.__setitem__(i, time.perf_counter() - start)
-            )
-            for i, p in enumerate(self.parameters)
-        ]
-        for parameter in self.parameters:
-            parameter.grad = None
-        start = time.perf_counter()
-        self.loss(self.net, batch).backward()  # type: ignore[no-untyped-call]
-        backward = time.perf_counter()
-        if self.optimizer is not None:
-            self.optimizer.step()
-        end = time.perf_counter()
-        for hook in hooks:
-            hook.remove()
-        self.times.append(end - start)
-        self.afters.append(end - backward)
-        self.ready.append(ready)
-        self.last = [_occupied(parameter) for parameter in self.parameters]
-
-    def buckets(self, group: dist.ProcessGroup | None, compared: bool, world: int) -> list[Bucket]:
-        """The buckets that DDP would make, in the order in which they are ready."""
-        order = sorted(range(len(self.parameters)), key=self._ready)
-        parameters: list[Tensor] = [self.parameters[i] for i in order]
-        sparse = [_is_sparse(parameter) for parameter in parameters]
-        cap = int(self.bucket_cap_mb * _MB)
-        indices, _ = _compute_bucket_assignment_by_size(parameters, [_MB, cap], sparse)
-        return [
-            self._bucket([order[i] for i in members], group, compared, world) for members in indices
-        ]
-
-    def _bucket(
-        self, members: list[int], group: dist.ProcessGroup | None, compared: bool, world: int
-    ) -> Bucket:
-        density, union = {}, {}
-        for block in BLOCKS:
-            occupied = torch.cat([self.last[i][block] for i in members])
-            density[block] = occupied.float().mean().item() if len(occupied) else 0.0
-            if compared:
-                dist.all_reduce(occupied, dist.ReduceOp.MAX, group=group)
-                union[block] = occupied.float().mean().item() if len(occupied) else 0.0
-            else:
-                union[block] = 1 - (1 - density[block]) ** world
-        return Bucket(
-            elements=sum(self.parameters[i].numel() for i in members),
-            sparse=_is_sparse(self.parameters[members[0]]),
-            ready=max(self._ready(i) for i in members),
-            density=density,
-            union=union,
-        )
-
-    def _ready(self, i: int) -> float:
-        """When a gradient is there, seconds from the start; at the end if it never is."""
-        times = [ready.get(i) for ready in self.ready[1:]]
-        known = [at for at in times if at is not None]
-        return statistics.median(known) if known else max(self.times)
+def _watched(made: Steps, loader: Iterable[Any], steps: int) -> list[Look]:
+    """Makes steps on batches, the last of which is looked at."""
+    batches = iter(loader)
+    try:
+        for i in range(_WARM_UP + steps):
+            made.step(next(batches), counts=i >= _WARM_UP)
+        return made.look(next(batches))
+    except StopIteration:
+        raise BadArgument(
+            f"the loader has no {_WARM_UP + steps + 1} batches: {_WARM_UP} are for warming up, and "
+            "one is for looking at its gradients"
+        ) from None
 
 
-def _is_sparse(parameter: Tensor) -> bool:
-    return parameter.grad is not None and parameter.grad.is_sparse
-
-
-def _occupied(parameter: Tensor) -> dict[int, Tensor]:
-    """By size of block, which blocks of a gradient are not zero, as bytes."""
-    gradient = parameter.grad
-    if gradient is None:
-        counts = {block: -(-parameter.numel() // block) for block in BLOCKS}
-        return {block: torch.zeros(n, dtype=torch.uint8) for block, n in counts.items()}
-    flat = (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)
-    finest = _blocks_of((flat != 0).to(torch.uint8), BLOCKS[0])
-    return {block: _blocks_of(finest, block // BLOCKS[0]).cpu() for block in BLOCKS}
-
-
-def _blocks_of(marks: Tensor, size: int) -> Tensor:
-    """The greatest of each ``size`` marks."""
-    if not len(marks):
-        return marks
-    padded = torch.nn.functional.pad(marks, (0, -len(marks) % size))
-    return padded.view(-1, size).amax(1)
+def _bucket(look: Look, ready: float, group: dist.ProcessGroup | None, world: int) -> Bucket:
+    density, union = {}, {}
+    for block, occupied in look.occupied.items():
+        density[block] = occupied.float().mean().item() if len(occupied) else 0.0
+        if group is None:
+            union[block] = 1 - (1 - density[block]) ** world
+        else:
+            dist.all_reduce(occupied, dist.ReduceOp.MAX, group=group)
+            union[block] = occupied.float().mean().item() if len(occupied) else 0.0
+    return Bucket(
+        elements=look.elements,
+        sparse=look.sparse,
+        ready=ready,
+        scan=look.scan,
+        density=density,
+        union=union,
+    )
 
 
 def _wire_bytes(elements: float, wire: str, block: int) -> float:

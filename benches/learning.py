@@ -1,0 +1,206 @@
+#!/usr/bin/env python3
+"""What training comes to with racksum: the losses of the examples as they fall, beside Gloo's.
+
+    python learning.py --racksum target/release/racksum --out target/learning
+
+`cargo xtask bench learning` sets up what this needs and starts it. Each example trains with four
+ranks on this host, with Gloo, with racksum, and with racksum once more, from one seed; then the
+transformer of letters with compressors. Losses are those on samples that nobody trains on. Written
+are tables, `learning.jsonl` with every curve, and `learning.png`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "python" / "examples"
+RANKS = 4
+
+#: Examples, and their flags.
+EXACT = [
+    ("digits", []),
+    ("words", []),
+    ("words", ["--sparse"]),
+    ("recommender", []),
+    ("recommender", ["--sparse"]),
+    ("letters", []),
+    ("letters", ["--whole"]),
+]
+#: How far the final loss may be from Gloo's, of itself.
+MOST_OFF = 1e-3
+
+#: What is compressed: many steps, since what is left out of one goes with another.
+COMPRESSED = ("letters", ["--whole", "--block=32"])
+#: Compressors, their amounts, and how far the final loss may be from that of dense gradients.
+COMPRESSORS = [
+    ("top-k", "0.1", 0.02),
+    ("top-k", "0.01", 0.05),
+    ("random-k", "0.1", 0.02),
+    ("threshold", "0.02", 0.02),
+    ("threshold", "0.1", 0.05),
+]
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What a run came to."""
+
+    name: str
+    curve: list[tuple[int, float]]
+    final_loss: float
+    weights: str
+    steps_per_s: float
+    sent_bytes_per_step: int | None
+
+    def off(self, other: Learnt) -> float:
+        """How far the final loss is from another's, as a share of it."""
+        return self.final_loss / other.final_loss - 1
+
+    def most_off(self, other: Learnt) -> float:
+        """The same, where the curves are farthest apart."""
+        pairs = zip(self.curve, other.curve, strict=True)
+        return max(abs(ours / theirs - 1) for (_, ours), (_, theirs) in pairs)
+
+
+class Bench:
+    """Runs at one aggregator."""
+
+    def __init__(self, aggregator: str, out: Path) -> None:
+        self._aggregator = aggregator
+        self._out = out / "learning.jsonl"
+        self._out.write_text("")
+
+    def learn(self, example: str, flags: list[str], backend: str, steps: int) -> Learnt:
+        """Trains an example."""
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(RANKS), str(EXAMPLES / f"{example}.py")),
+            *(f"--backend={backend}", f"--steps={steps}", f"--curve={max(steps // 50, 1)}"),
+            *flags,
+        ]
+        environment = {**os.environ, "RACKSUM_AGGREGATOR": self._aggregator, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            sys.exit(f"error: {' '.join(command)} failed:\n{done.stderr}")
+        *curve, end = [json.loads(line) for line in done.stdout.splitlines()]
+        learnt = Learnt(
+            name=" ".join([example, *flags, backend]),
+            curve=[(point["step"], point["loss"]) for point in curve],
+            final_loss=end["final_loss"],
+            weights=end["weights"],
+            steps_per_s=end["steps_per_s"],
+            sent_bytes_per_step=end["sent_bytes_per_step"],
+        )
+        with self._out.open("a") as out:
+            out.write(json.dumps({"steps": steps, **asdict(learnt)}) + "\n")
+        return learnt
+
+
+def exact(bench: Bench, steps: int, figure: Figure) -> bool:
+    """Every example with racksum beside Gloo, and a second time."""
+    print(f"\n{steps} steps of f32, {RANKS} ranks: the final loss is Gloo's within {MOST_OFF:g}")
+    print(f"{'example':<22}{'gloo':>10}{'racksum':>10}{'off':>10}{'most':>10}   again")
+    good = True
+    all_axes = figure.subplots(2, 4).flatten()
+    for (example, flags), axes in zip(EXACT, all_axes, strict=False):
+        gloo = bench.learn(example, flags, "gloo", steps)
+        ours, again = (bench.learn(example, flags, "racksum", steps) for _ in range(2))
+        off, name = ours.off(gloo), " ".join([example, *flags])
+        same = ours.weights == again.weights
+        good &= abs(off) <= MOST_OFF and same
+        print(
+            f"{name:<22}{gloo.final_loss:>10.5f}{ours.final_loss:>10.5f}{off:>+10.1e}"
+            f"{ours.most_off(gloo):>10.1e}   {'same weights' if same else 'OTHER WEIGHTS'}",
+            flush=True,
+        )
+        plot(axes, [(gloo, "gloo", "-"), (ours, "racksum", "--")])
+        axes.set_title(name, fontsize="medium")
+    all_axes[-1].remove()
+    return good
+
+
+def compressed(bench: Bench, steps: int, figure: Figure) -> bool:
+    """Compressors with error feedback, and without."""
+    example, flags = COMPRESSED
+    print(f"\n{steps} steps of {example} with compressors: off is from the loss of dense gradients")
+    head = ("compressor", "sent", "loss", "off", "must", "without feedback")
+    print("{:<18}{:>10}{:>10}{:>9}{:>8}{:>22}".format(*head))
+    dense = bench.learn(example, flags, "racksum", steps)
+    lines = [(dense, "dense", "-")]
+    print(f"{'none':<18}{dense.sent_bytes_per_step:>10}{dense.final_loss:>10.4f}", flush=True)
+    good = True
+    for name, keep, most in COMPRESSORS:
+        chosen = [*flags, f"--compressor={name}", f"--keep={keep}"]
+        ours = bench.learn(example, chosen, "racksum", steps)
+        without = bench.learn(example, [*chosen, "--no-feedback"], "racksum", steps)
+        off = ours.off(dense)
+        good &= off <= most and without.final_loss > ours.final_loss
+        print(
+            f"{name + ' ' + keep:<18}{ours.sent_bytes_per_step:>10}{ours.final_loss:>10.4f}"
+            f"{off:>+9.1%}{most:>8.0%}{without.final_loss:>13.4f}{without.off(dense):>+9.1%}",
+            flush=True,
+        )
+        lines += [(ours, f"{name} {keep}", "--"), (without, f"{name} {keep}, no feedback", ":")]
+    axes = figure.subplots()
+    plot(axes, lines)
+    axes.set_title(f"{example} with compressors", fontsize="medium")
+    return good
+
+
+def plot(axes: Axes, lines: list[tuple[Learnt, str, str]]) -> None:
+    """Draws curves, each with its label and its style."""
+    for learnt, label, style in lines:
+        axes.plot(*zip(*learnt.curve, strict=True), style, label=label)
+    axes.set(xlabel="steps", ylabel="loss, held out")
+    axes.legend(fontsize="x-small")
+
+
+@contextmanager
+def aggregator(racksum: Path) -> Iterator[str]:
+    """An aggregator for as long as it is needed: its address."""
+    command = [str(racksum), "aggregator", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        said = process.stdout.readline() if process.stdout else ""
+        found = re.match(r"racksum aggregator on (\S+?): ", said)
+        if not found:
+            sys.exit(f"error: the aggregator said {said!r}")
+        try:
+            yield found[1]
+        finally:
+            process.terminate()
+
+
+def main() -> int:
+    """Trains as the flags say."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--racksum", type=Path, required=True, help="the program racksum")
+    parser.add_argument("--out", type=Path, required=True, help="where results go")
+    parser.add_argument("--steps", type=int, default=500, help="of each example")
+    parser.add_argument("--compressed-steps", type=int, default=1000)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(14, 10), layout="constrained")
+    above, below = figure.subfigures(2, 1)
+    with aggregator(arguments.racksum) as address:
+        bench = Bench(address, arguments.out)
+        good = exact(bench, arguments.steps, above)
+        good &= compressed(bench, arguments.compressed_steps, below)
+    figure.savefig(arguments.out / "learning.png")
+    print(f"\n{'as demanded' if good else 'NOT as demanded'}; results: {arguments.out}")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""Steps of a model under DDP whose ranks exchange nothing, and what is seen of them.
+
+So a step costs all that it costs under DDP, the copies to and from buckets included, but for what
+goes over the network; and buckets are DDP's own, as it has made them anew after the first step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from racksum import _racksum
+from racksum.errors import BadArgument
+from racksum.session import DEFAULT_BLOCK
+from racksum.tensor import memory_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["BLOCKS", "Look", "Steps"]
+
+#: Sizes of blocks that are looked at.
+BLOCKS = (32, 64, 128, 256, 512, 1024)
+
+#: What of a model that DDP wraps already decides on its buckets.
+_OPTIONS = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+
+
+class Look(NamedTuple):
+    """What is seen of the gradients of a bucket."""
+
+    elements: int
+    sparse: bool
+    #: By size of block, a byte for each block: whether it is not zero.
+    occupied: dict[int, Tensor]
+    #: Seconds that an op takes to find that out.
+    scan: float
+
+    @classmethod
+    def at(cls, gradients: Tensor) -> Look:
+        """Looks at a bucket."""
+        flat = (gradients.to_dense() if gradients.is_sparse else gradients).detach().reshape(-1)
+        on_host = flat.cpu()
+        start = time.perf_counter()
+        _scanned(on_host, DEFAULT_BLOCK)
+        took = time.perf_counter() - start
+        finest = _scanned(on_host, BLOCKS[0])
+        return cls(
+            elements=len(flat),
+            sparse=gradients.is_sparse,
+            occupied={block: _coarser(finest, block // BLOCKS[0]) for block in BLOCKS},
+            # Lists of blocks, and blocks on a GPU, are found otherwise.
+            scan=took if on_host is flat and not gradients.is_sparse else 0.0,
+        )
+
+
+class Steps:
+    """Steps of a model, each on a batch.
+
+    :param model: The model. If DDP wraps it already, it is wrapped anew in the same way.
+    :param group: The ranks of the model; without one it has but this.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[nn.Module, Any], Tensor],
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        bucket_cap_mb: float | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        options: dict[str, Any] = {}
+        if isinstance(model, DistributedDataParallel):
+            options = {name: getattr(model, name) for name in _OPTIONS}
+            bucket_cap_mb = bucket_cap_mb or model.bucket_bytes_cap / (1 << 20)
+            model = model.module
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if not trained:
+            raise BadArgument("the model has no parameters that are trained")
+        self._loss = loss
+        self._optimizer = optimizer
+        self._clock = _Clock(trained[0].device)
+        self._seen = _Seen(self._clock)
+        self._model = DistributedDataParallel(
+            model,
+            process_group=group or _alone(trained[0].device),
+            bucket_cap_mb=bucket_cap_mb,
+            init_sync=False,
+            **options,
+        )
+        self._model.register_comm_hook(self._seen, _see)
+        self._times: list[float] = []
+        self._afters: list[float] = []
+        self._readies: list[list[float]] = []
+
+    def step(self, batch: Any, counts: bool) -> None:
+        """Makes a step, whose times may count."""
+        clock = self._clock
+        clock.settle()
+        start = clock.mark()
+        self._model.zero_grad(set_to_none=True)
+        self._loss(self._model, batch).backward()  # type: ignore[no-untyped-call]
+        backward = clock.mark()
+        if self._optimizer is not None:
+            self._optimizer.step()
+        end = clock.mark()
+        clock.settle()
+        if counts:
+            self._times.append(clock.seconds(start, end))
+            self._afters.append(clock.seconds(backward, end))
+            readies = sorted(self._seen.readies.items())
+            self._readies.append([clock.seconds(start, ready) for _, ready in readies])
+
+    def look(self, batch: Any) -> list[Look]:
+        """Makes a step, and looks at each bucket of gradients, in the order in which they go."""
+        self._seen.looks = {}
+        self.step(batch, counts=False)
+        return [look for _, look in sorted(self._seen.looks.items())]
+
+    def times(self) -> Tensor:
+        """Medians in seconds: of a step, of what comes after backward, and until each bucket."""
+        readies = [statistics.median(of_bucket) for of_bucket in zip(*self._readies, strict=True)]
+        return torch.tensor(
+            [statistics.median(self._times), statistics.median(self._afters), *readies],
+            dtype=torch.float64,
+        )
+
+
+class _Seen:
+    """What the hook sees of a step."""
+
+    def __init__(self, clock: _Clock) -> None:
+        self.clock = clock
+        self.readies: dict[int, Any] = {}
+        self.looks: dict[int, Look] | None = None
+
+
+def _see(seen: _Seen, bucket: dist.GradBucket) -> Future[torch.Tensor]:  # type: ignore[name-defined]
+    gradients = bucket.buffer()
+    seen.readies[bucket.index()] = seen.clock.mark()
+    if seen.looks is not None:
+        seen.looks[bucket.index()] = Look.at(gradients)
+    devices = [gradients.device] if gradients.device.type != "cpu" else []
+    future: Future[torch.Tensor] = Future(devices=devices)
+    future.set_result(gradients)
+    return future
+
+
+# DDP looks at the annotations of a hook themselves.
+_see.__annotations__ = {
+    "bucket": dist.GradBucket,  # type: ignore[attr-defined]
+    "return": Future[torch.Tensor],
+}
+
+
+class _Clock:
+    """Times on a device: a GPU is still at work when the host has gone on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = torch.get_device_module(device) if device.type != "cpu" else None
+
+    def mark(self) -> Any:
+        """Now, as far as what was started so far is concerned."""
+        if self._gpu is None:
+            return time.perf_counter()
+        event = self._gpu.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def settle(self) -> None:
+        """Waits for what was started so far."""
+        if self._gpu is not None:
+            self._gpu.synchronize()
+
+    def seconds(self, one: Any, other: Any) -> float:
+        """How long after one mark the other was."""
+        if self._gpu is None:
+            return float(other - one)
+        return float(one.elapsed_time(other)) / 1e3
+
+
+def _alone(device: torch.device) -> dist.ProcessGroup:
+    """A group of this process, apart from all others."""
+    store = HashStore()
+    group = dist.ProcessGroup(store, 0, 1)
+    gloo = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(gloo)
+    group._register_backend(device, gloo, ProcessGroupGloo(store, 0, 1))
+    return group
+
+
+def _scanned(flat: Tensor, block: int) -> Tensor:
+    """A byte for each block of a tensor of the host: whether it is not zero."""
+    memory = memory_of(flat)
+    bits = _racksum.scan(memory.address, memory.nbytes, memory.dtype, block, flat)
+    words = torch.frombuffer(bytearray(bits), dtype=torch.uint8) if bits else torch.empty(0)
+    marks = (words.to(torch.uint8)[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    return marks.flatten()[: -(-len(flat) // block)]
+
+
+def _coarser(marks: Tensor, size: int) -> Tensor:
+    """The greatest of each ``size`` marks."""
+    if not len(marks):
+        return marks
+    padded = torch.nn.functional.pad(marks, (0, -len(marks) % size))
+    return padded.view(-1, size).amax(1)

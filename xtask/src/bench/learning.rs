@@ -1,0 +1,44 @@
+//! `cargo xtask bench learning`: what the examples learn with racksum, beside Gloo.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use clap::Args;
+
+use crate::python;
+use crate::shell::{Cmd, path, target};
+
+/// How long the examples train.
+#[derive(Debug, Args)]
+pub(crate) struct LearningArgs {
+    /// Steps of each example.
+    #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(u32).range(1..))]
+    steps: u32,
+    /// Steps with compressors.
+    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..))]
+    compressed_steps: u32,
+    /// Where the curves go. [default: learning in cargo's target folder]
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+}
+
+/// Trains. It is an error when a loss is not as demanded.
+pub(crate) fn run(root: &Path, args: &LearningArgs) -> Result<()> {
+    let python = python::installed(root)?;
+    Cmd::cargo(&["build", "--release", "--locked", "-p", "racksum-cli"]).run(root)?;
+    let out = args.out.clone().unwrap_or_else(|| target(root).join("learning"));
+    let racksum = target(root).join("release/racksum");
+    let (steps, compressed) = (args.steps.to_string(), args.compressed_steps.to_string());
+    let arguments = [
+        "benches/learning.py",
+        "--racksum",
+        path(&racksum)?,
+        "--out",
+        path(&out)?,
+        "--steps",
+        &steps,
+        "--compressed-steps",
+        &compressed,
+    ];
+    Cmd::new(path(&python)?, &arguments).run(root)
+}
