@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -106,3 +107,15 @@ class Cluster:
 @pytest.fixture
 def cluster(shared_aggregator: Aggregator) -> Cluster:
     return Cluster(shared_aggregator.address)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a GPU, and is skipped without one")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    # Whoever only tests other things need not wait until torch is imported.
+    if gpu and not importlib.import_module("torch").cuda.is_available():
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason="there is no GPU that CUDA could use"))

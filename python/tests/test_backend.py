@@ -35,20 +35,23 @@ def make_group(address: str) -> None:
 
 
 def both(collective: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
-    """What a collective gives with either backend."""
+    """What a collective gives with either backend: with Gloo, of the host."""
     made = []
-    for backend in ("racksum", "gloo"):
+    for backend, device in (("racksum", torch.get_default_device()), ("gloo", "cpu")):
         torch.manual_seed(dist.get_rank())
-        made.append(collective(_groups[backend], *arguments))
+        with torch.device(device):
+            made.append(collective(_groups[backend], *arguments))
     return made[0], made[1]
 
 
 def same(collective: Callable[..., Any], *arguments: Any) -> None:
-    torch.testing.assert_close(*both(collective, *arguments), rtol=1e-6, atol=1e-6)
+    made = both(collective, *arguments)
+    torch.testing.assert_close(*made, rtol=1e-6, atol=1e-6, check_device=False)
 
 
 def numbers(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.randint(-4, 5, shape).to(dtype)
+    drawn = torch.randint(-4, 5, shape, device="cpu")
+    return drawn.to(torch.get_default_device(), dtype)
 
 
 def allreduced(group: Any, op: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -220,6 +223,11 @@ def check_delegated() -> None:
         got = torch.empty(5, dtype=torch.int64)
         dist.recv(got, 0, group=group)
         assert got.tolist() == list(range(5))
+    check_exchanges()
+
+
+def check_exchanges() -> None:
+    group, rank = _groups["racksum"], dist.get_rank()
     into = torch.empty(WORLD, dtype=torch.int64)
     dist.all_to_all_single(into, torch.full((WORLD,), rank), group=group)
     assert into.tolist() == [0, 1, 2]
@@ -277,7 +285,7 @@ def test_sparse(ranks: Ranks) -> None:
 
 def check_sparse() -> None:
     torch.manual_seed(dist.get_rank())
-    rows = torch.randint(0, 50, (1, 0 if dist.get_rank() == 1 else 20))
+    rows = numbers((1, 0 if dist.get_rank() == 1 else 20), torch.int64) + 30
     x = torch.sparse_coo_tensor(rows, torch.randn(rows.shape[1], 8), (50, 8))
     dense = x.to_dense()
     dist.all_reduce(dense)

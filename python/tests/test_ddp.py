@@ -48,7 +48,7 @@ def wrapped(
 ) -> Iterator[DistributedDataParallel]:
     """A model whose gradients go through this."""
     torch.manual_seed(1)
-    net = Net(options.pop("sparse", False))
+    net = Net(options.pop("sparse", False)).to(torch.get_default_device())
     limit = {"timeout": TIMEOUT, "join_timeout": TIMEOUT}
     if through == "backend":
         pg_options = racksum.torch.Options(aggregator=address, job=job, **limit, **state)
@@ -87,10 +87,11 @@ def _train(
     model: DistributedDataParallel, steps: int, uneven: bool, accumulate: bool
 ) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    device = next(model.parameters()).device
     data = torch.Generator().manual_seed(dist.get_rank())
     for step in range(steps):
-        x = torch.randint(500, (16, 8), generator=data)
-        y = torch.randint(10, (16,), generator=data)
+        x = torch.randint(500, (16, 8), generator=data, device="cpu").to(device)
+        y = torch.randint(10, (16,), generator=data, device="cpu").to(device)
         extra = not (uneven and step % 2)
         skip = accumulate and step % 2 == 0
         with model.no_sync() if skip else nullcontext():

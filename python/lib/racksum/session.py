@@ -387,7 +387,7 @@ _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 @atexit.register
-def _close_all() -> None:
+def close_all() -> None:
     """Leaves all jobs while the interpreter is still there."""
     for session in list(_open_sessions):
         session.close()

@@ -25,7 +25,7 @@ def tensor_in(lend: Callable[[int], Lent | None], shape: tuple[int, ...], dtype:
         dtype = dtype or torch.float32
         buffer = _lent(lend, math.prod(shape) * dtype.itemsize)
         if buffer is None:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(buffer, dtype=dtype).view(shape)
     import numpy as np  # noqa: PLC0415 - whoever has arrays has it, and nobody else needs it.
 

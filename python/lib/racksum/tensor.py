@@ -47,10 +47,14 @@ def memory_of(x: Any) -> Memory:
 
 
 def empty_like(x: Any, elements: int, dtype: str | None = None) -> Any:
-    """A new flat tensor of the kind of ``x`` on this host, of its dtype or the named one."""
+    """A new flat tensor of the kind of ``x`` on this host, of its dtype or the named one.
+
+    It is pinned if ``x`` is: then it is on its way to a GPU.
+    """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
-        return torch.empty(elements, dtype=x.dtype if dtype is None else getattr(torch, dtype))
+        dtype = x.dtype if dtype is None else getattr(torch, dtype)
+        return torch.empty(elements, dtype=dtype, device="cpu", pin_memory=x.is_pinned())
     import numpy as np  # noqa: PLC0415 - whoever has arrays has it, and nobody else needs it.
 
     return np.empty(elements, dtype=x.dtype if dtype is None else dtype)
@@ -72,7 +76,7 @@ def _of_torch(torch: Any, x: Any) -> Memory:
         raise BadArgument(f"{_described(x)} is not contiguous; pass x.contiguous()")
     if x.is_conj() or x.is_neg():
         raise BadArgument(f"{_described(x)} is a lazy view; pass x.resolve_conj().resolve_neg()")
-    return Memory(x.data_ptr(), x.nbytes, x.numel(), dtype, _tag_of_shape(x.shape))
+    return Memory(x.data_ptr(), x.nbytes, x.numel(), dtype, tag_of_shape(x.shape))
 
 
 def _of_array(x: Any, interface: dict[str, Any]) -> Memory:
@@ -87,7 +91,7 @@ def _of_array(x: Any, interface: dict[str, Any]) -> Memory:
         )
     if not x.flags.c_contiguous:
         raise BadArgument(f"{_described(x)} is not contiguous; pass numpy.ascontiguousarray(x)")
-    return Memory(address, x.nbytes, x.size, dtype, _tag_of_shape(x.shape))
+    return Memory(address, x.nbytes, x.size, dtype, tag_of_shape(x.shape))
 
 
 def _dtype(name: str) -> str:
@@ -108,5 +112,6 @@ def tag_of(what: str) -> int:
     return zlib.crc32(what.encode())
 
 
-def _tag_of_shape(shape: Any) -> int:
+def tag_of_shape(shape: Any) -> int:
+    """A number that tells tensors of as many elements and another shape apart."""
     return tag_of(repr(tuple(shape))) if len(shape) > 1 else 0

@@ -2,6 +2,7 @@
 
 What reduces is racksum's, and so is what can be said as a sum (:mod:`racksum.torch.gathering`);
 what goes from one rank to another, and operators and elements that racksum lacks, are Gloo's.
+Tensors of a GPU go to either by way of the host (:mod:`racksum.torch.staging`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import Backend, PrefixStore, ProcessGroupGloo
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from racksum.errors import BadArgument
 from racksum.options import ConnectOptions
@@ -20,12 +23,11 @@ from racksum.session import DEFAULT_BLOCK, Session
 from racksum.torch.gathering import broadcast, gather_into
 from racksum.torch.groups import is_generation_given, new_generation, of_group
 from racksum.torch.sparse import allreduce_sparse
-from racksum.torch.work import Pending, Work
+from racksum.torch.staging import Staging, allreduce, staging_of, to_host
+from racksum.torch.work import Ends, Pending, Work
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
+    from collections.abc import Callable, Sequence
 
 __all__ = ["Options", "register"]
 
@@ -72,6 +74,7 @@ class RacksumBackend(Backend):
         self._name = group.group_id
         self._timeout = group.timeout
         self._session: Session | None = None
+        self._staging = Staging()
         # Ranks that torchrun 2.15 starts again find the store as it was, with old addresses in it.
         life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"racksum/gloo/{life}", group.store)
@@ -91,9 +94,11 @@ class RacksumBackend(Backend):
                 **{**limits, **self._options.connect}, rank=self.rank(), world=self.size()
             )
             if not is_generation_given(self._options.connect):
+                self._staging.drain()
                 agreed = self._agreed(new_generation())
                 options = dataclasses.replace(options, generation=agreed)
             self._session = Session(of_group(options, self._name))
+            staging_of(self._session, self._staging)
         return self._session
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
@@ -149,7 +154,7 @@ class RacksumBackend(Backend):
         _check_dense(x)
         whole = x.new_empty((self.size(), *x.shape))
 
-        def copy_out() -> None:
+        def copy_out(_: object) -> None:
             for part, of_rank in zip(parts, whole, strict=True):
                 part.copy_(of_rank.view_as(part))
 
@@ -170,38 +175,46 @@ class RacksumBackend(Backend):
         return Work([gather_into(self.session, *pair) for pair in pairs], list(outputs))
 
     def barrier(self, opts: Any) -> Work:
-        """Ends once all ranks have called it."""
-        nothing = torch.zeros(1, dtype=torch.int32)
-        handle = self.session.allreduce(nothing, tag="barrier", async_op=True)
-        return Work([Pending(handle.wait)], [])
+        """Ends once all ranks have called it, and their GPUs have come to it."""
+        session, device = self.session, opts.device or torch.device("cpu")
+        nothing = torch.zeros(1, dtype=torch.int32, device="cpu")
 
-    def send(self, *args: Any) -> Any:
-        """Gloo's."""
-        return self._gloo.send(*args)
+        def start() -> Ends:
+            handle: Ends = session.allreduce(nothing, tag="barrier", async_op=True)
+            return handle
 
-    def recv(self, *args: Any) -> Any:
-        """Gloo's."""
-        return self._gloo.recv(*args)
+        if self._staging.takes(device):
+            return Work([self._staging.stage(device, start, lambda _: None)], [])
+        self._staging.drain()
+        return Work([start()], [])
 
-    def recv_anysource(self, *args: Any) -> Any:
+    def send(self, tensors: Sequence[Tensor], *args: Any) -> Any:
         """Gloo's."""
-        return self._gloo.recv_anysource(*args)
+        return self._gloo.send(self._of_host(tensors), *args)
 
-    def gather(self, *args: Any) -> Any:
+    def recv(self, tensors: Sequence[Tensor], *args: Any) -> Any:
         """Gloo's."""
-        return self._gloo.gather(*args)
+        return self._gloo.recv(self._of_host(tensors), *args)
 
-    def scatter(self, *args: Any) -> Any:
+    def recv_anysource(self, tensors: Sequence[Tensor], *args: Any) -> Any:
         """Gloo's."""
-        return self._gloo.scatter(*args)
+        return self._gloo.recv_anysource(self._of_host(tensors), *args)
 
-    def alltoall(self, *args: Any) -> Any:
+    def gather(self, outputs: Any, *args: Any) -> Any:
         """Gloo's."""
-        return self._gloo.alltoall(*args)
+        return Work([self._delegated(self._gloo.gather, outputs, *args)], tree_leaves(outputs))
 
-    def all_to_all_single(self, *args: Any) -> Any:
+    def scatter(self, outputs: Any, *args: Any) -> Any:
         """Gloo's."""
-        return self._gloo.all_to_all_single(*args)
+        return Work([self._delegated(self._gloo.scatter, outputs, *args)], tree_leaves(outputs))
+
+    def alltoall(self, outputs: Any, *args: Any) -> Any:
+        """Gloo's."""
+        return Work([self._delegated(self._gloo.alltoall, outputs, *args)], tree_leaves(outputs))
+
+    def all_to_all_single(self, output: Any, *args: Any) -> Any:
+        """Gloo's."""
+        return Work([self._delegated(self._gloo.all_to_all_single, output, *args)], [output])
 
     def shutdown(self) -> None:
         """Leaves the job."""
@@ -215,11 +228,39 @@ class RacksumBackend(Backend):
 
     def _agreed(self, number: int) -> int:
         """The number of the group's first rank."""
-        agreed = torch.tensor([number])
+        agreed = torch.tensor([number], device="cpu")
         self._gloo.broadcast(agreed, 0).wait()
         return int(agreed)
 
-    def _reduced(self, x: Tensor, opts: Any) -> Pending:
+    def _of_host(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Tensors for Gloo to send or receive."""
+        # On their way down, what comes would wait for all that was called before.
+        for x in tensors:
+            if self._staging.takes(x.device):
+                raise BadArgument(
+                    f"the tensor is on {x.device}; one rank sends another tensors of the host: "
+                    'pass x.cpu(), or make the group of "cpu:racksum,cuda:nccl"'
+                )
+        return tensors
+
+    def _delegated(self, call: Callable[..., Any], outputs: Any, *args: Any) -> Ends:
+        """Has Gloo do something, which writes to ``outputs``."""
+        [device, *_] = [x.device for x in tree_leaves((outputs, args)) if isinstance(x, Tensor)]
+        if not self._staging.takes(device):
+            self._staging.drain()
+            return Pending(call(outputs, *args))
+
+        def start() -> Ends:
+            copies, *rest = tree_map_only(Tensor, lambda x: to_host(x)[0], (outputs, *args))
+            return Pending(call(copies, *rest)).then(lambda _: copies)
+
+        def copy_out(copies: Any) -> None:
+            for x, copy in zip(tree_leaves(outputs), tree_leaves(copies), strict=True):
+                x.copy_(copy, non_blocking=True)
+
+        return self._staging.stage(device, start, copy_out)
+
+    def _reduced(self, x: Tensor, opts: Any) -> Ends:
         """Starts reducing a tensor in place, whoever can."""
         by = opts.reduceOp.op
         if by == _Op.PREMUL_SUM:
@@ -234,27 +275,25 @@ class RacksumBackend(Backend):
         if x.dtype is torch.bool and by in _OF_BOOLEANS:
             x = x.view(torch.uint8)
             delegated.reduceOp = _OF_BOOLEANS[by]
-        return Pending.of_work(self._gloo.allreduce([x], delegated))
+        return self._delegated(self._gloo.allreduce, [x], delegated)
 
-    def _reduced_here(self, x: Tensor, by: str) -> Pending:
+    def _reduced_here(self, x: Tensor, by: str) -> Ends:
         options = self._options
         narrows = by in ("sum", "avg") and x.is_floating_point()
         wire = options.wire if narrows else None
         if x.is_sparse:
-            handle = allreduce_sparse(self.session, x, by, wire=wire)
-            return Pending(handle.then(x.copy_).wait)
-        handle = self.session.allreduce(x, by, wire=wire, block=options.block, async_op=True)
-        return Pending(handle.wait)
+            return allreduce_sparse(self.session, x, by, wire=wire).then(x.copy_)
+        return allreduce(self.session, x, by, wire=wire, block=options.block)
 
-    def _scattered(self, output: Tensor, whole: Tensor, opts: Any) -> Pending:
+    def _scattered(self, output: Tensor, whole: Tensor, opts: Any) -> Ends:
         """Reduces ``whole``, which is of this call alone, and takes this rank's part of it."""
         own = whole.view(self.size(), -1)[self.rank()]
-        return self._reduced(whole, opts).then(lambda: output.copy_(own.view_as(output)))
+        return self._reduced(whole, opts).then(lambda _: output.copy_(own.view_as(output)))
 
 
 def register() -> None:
     """Makes the backend known to torch, which calls this where it looks for entry points."""
-    dist.Backend.register_backend("racksum", _create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend("racksum", _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(group: Any, options: Options | None) -> RacksumBackend:

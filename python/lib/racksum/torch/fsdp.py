@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from racksum.errors import BadArgument
 from racksum.session import DEFAULT_BLOCK, Session
+from racksum.torch.staging import allreduce
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,7 @@ def set_all_reduce_hook(
         raise BadArgument("nothing of the model is sharded: call fully_shard on it first")
 
     def average(gradients: torch.Tensor) -> None:
-        session.allreduce(gradients, "avg", wire=wire, block=block)
+        allreduce(session, gradients, "avg", wire=wire, block=block).wait()
 
     for module in sharded:
         module.set_all_reduce_hook(average)

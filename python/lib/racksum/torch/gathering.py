@@ -10,27 +10,29 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from racksum.torch.work import Pending
+from racksum.torch.staging import allreduce
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from racksum.session import Session
+    from racksum.torch.work import Ends
 
 __all__ = ["broadcast", "gather_into"]
 
 _WORD = 4
 
 
-def broadcast(session: Session, x: torch.Tensor, root: int) -> Pending:
+def broadcast(session: Session, x: torch.Tensor, root: int) -> Ends:
     """Gives all ranks what the tensor of one rank has."""
     if session.rank != root:
         x.zero_()
     words, finish = _words_of(x)
-    return _summed(session, words, f"broadcast from {root}").then(finish)
+    # Ranks that call something else are told so.
+    return allreduce(session, words, tag=f"broadcast from {root}").then(finish)
 
 
-def gather_into(session: Session, output: torch.Tensor, own: torch.Tensor) -> Pending:
+def gather_into(session: Session, output: torch.Tensor, own: torch.Tensor) -> Ends:
     """Fills ``output``, contiguous, with what all ranks have, rank by rank."""
     parts = output.view(-1).view(session.world, -1)
     # What is its own may lie in its place already.
@@ -38,19 +40,14 @@ def gather_into(session: Session, output: torch.Tensor, own: torch.Tensor) -> Pe
     parts[: session.rank].zero_()
     parts[session.rank + 1 :].zero_()
     words, finish = _words_of(output)
-    return _summed(session, words, "gather").then(finish)
+    return allreduce(session, words, tag="gather").then(finish)
 
 
-def _summed(session: Session, words: torch.Tensor, what: str) -> Pending:
-    # Ranks that call something else are told so.
-    return Pending(session.allreduce(words, tag=what, async_op=True).wait)
-
-
-def _words_of(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
+def _words_of(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[object], object]]:
     """The memory of a contiguous tensor as integers, and what to do once they are summed."""
-    size = x.element_size()
+    x, size = x.detach(), x.element_size()
     if x.nbytes % _WORD == 0 and x.storage_offset() * size % _WORD == 0:
-        return x.view(-1).view(torch.uint8).view(torch.int32), lambda: None
+        return x.view(-1).view(torch.uint8).view(torch.int32), lambda _: None
     octets = x.view(-1).view(torch.uint8)
     copied = torch.nn.functional.pad(octets, (0, -x.nbytes % _WORD))
-    return copied.view(torch.int32), lambda: octets.copy_(copied[: x.nbytes])
+    return copied.view(torch.int32), lambda _: octets.copy_(copied[: x.nbytes])

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from racksum.errors import BadArgument, Error, NoAggregator, OpTimeout, SessionClosed
-from racksum.session import DEFAULT_BLOCK, Handle, Session
+from racksum.session import DEFAULT_BLOCK, Session
 from racksum.torch.compress import Compressor, Memory, ResidualMemory
 from racksum.torch.sparse import allreduce_sparse
-from racksum.torch.work import at_end_of_backward
+from racksum.torch.staging import allreduce
+from racksum.torch.work import Ends, at_end_of_backward, new_future
 
 __all__ = ["State", "allreduce_hook"]
 
@@ -113,8 +114,8 @@ def allreduce_hook(
     state: State,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> Future[torch.Tensor]:
-    """Averages a bucket of gradients over the ranks of the session."""
-    future: Future[torch.Tensor] = Future()
+    """Averages a bucket of gradients over the ranks of the session, be it of a GPU or not."""
+    future: Future[torch.Tensor] = new_future([bucket.buffer().device])
     average = _started(state, bucket)
     if bucket.is_last():
         state.iteration += 1
@@ -150,10 +151,10 @@ def _started(
     def finish() -> torch.Tensor:
         nonlocal failed
         try:
-            result = kept if failed else handle.wait()
+            result: torch.Tensor = kept if failed else handle.wait()
         except _GONE as error:
             failed = error
-        if _all_have(state, failed is None):
+        if _all_have(state, failed is None, kept.device):
             return result
         _log.warning(
             "gradients are averaged by the process group from now on: %s",
@@ -165,9 +166,9 @@ def _started(
     return finish
 
 
-def _all_have(state: State, own: bool) -> bool:
-    """Whether all ranks have a result."""
-    have = torch.tensor([int(own)], dtype=torch.int32)
+def _all_have(state: State, own: bool, device: torch.device) -> bool:
+    """Whether all ranks have a result. A group may be of one kind of device only."""
+    have = torch.tensor([int(own)], dtype=torch.int32, device=device)
     dist.all_reduce(have, dist.ReduceOp.MIN, group=state.process_group)
     return bool(have)
 
@@ -182,21 +183,20 @@ def _start(
     state: State,
     session: Session,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> Handle[torch.Tensor]:
+) -> Ends:
     gradients = bucket.buffer()
     if gradients.is_sparse:
         return allreduce_sparse(session, gradients, "avg", wire=state.wire)
     if state.compressor is not None and state.iteration >= state.start_iter:
         gradients = _compressed(state, state.compressor, gradients, f"bucket {bucket.index()}")
-    handle: Handle[torch.Tensor] = session.allreduce(
+    return allreduce(
+        session,
         gradients,
         "avg",
         wire=state.wire,
         block=state.block,
         lane=max(session.lanes - 1 - bucket.index(), 0) if state.prioritize else 0,
-        async_op=True,
     )
-    return handle
 
 
 def _compressed(

@@ -6,10 +6,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from racksum.session import DEFAULT_BLOCK, Handle, Session
+from racksum.session import DEFAULT_BLOCK, Session
+from racksum.torch.staging import staging_of, to_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from racksum.session import Handle
+    from racksum.torch.staging import Staged
 
 __all__ = ["allreduce_sparse"]
 
@@ -24,16 +28,32 @@ def allreduce_sparse(
     *,
     wire: str | None = None,
     lane: int = 0,
-) -> Handle[torch.Tensor]:
+) -> Handle[torch.Tensor] | Staged[torch.Tensor]:
     """Starts reducing a sparse COO tensor with those of all other ranks.
 
     Each rank may have other entries, none, or some twice. Only blocks that hold some entry travel,
     and the indices are never sent one by one.
 
-    :param x: A sparse COO tensor of the host, coalesced or not.
+    :param x: A sparse COO tensor, coalesced or not. Of one on a GPU, the entries cross to the host.
     :param op: ``"sum"`` or ``"avg"``: an entry that a rank lacks is zero.
     :return: Of a new tensor, coalesced, with the entries that are not zeros at all ranks.
     """
+    staging = staging_of(session)
+    if not staging.takes(x.device):
+        staging.drain()
+        return _started(session, x, op, wire, lane)
+
+    def start() -> Handle[torch.Tensor]:
+        indices, values = to_host(x._indices(), x._values())
+        entries = torch.sparse_coo_tensor(indices, values, x.shape)
+        return _started(session, entries, op, wire, lane)
+
+    return staging.stage(x.device, start, lambda sums: sums.to(x.device, non_blocking=True))
+
+
+def _started(
+    session: Session, x: torch.Tensor, op: str, wire: str | None, lane: int
+) -> Handle[torch.Tensor]:
     layout = _Layout.of(x)
     indices, values, unpack = layout.pack(x)
     handle: Handle[tuple[torch.Tensor, torch.Tensor]] = session.allreduce_blocks(
@@ -89,7 +109,7 @@ class _Layout(NamedTuple):
         """Rows as the blocks that they consist of."""
         each = self.width // self.block
         if each > 1:
-            rows = (rows[:, None] * each + torch.arange(each)).flatten()
+            rows = (rows[:, None] * each + torch.arange(each, device=rows.device)).flatten()
         return rows, values.contiguous().flatten()
 
     def _joined(
@@ -108,7 +128,9 @@ class _Layout(NamedTuple):
         self, rows: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows that begin and end within blocks, as blocks; of rows that are there twice, sums."""
-        elements = (rows[:, None] * self.width + torch.arange(self.width)).flatten()
+        elements = (
+            rows[:, None] * self.width + torch.arange(self.width, device=rows.device)
+        ).flatten()
         blocks, of_element = torch.unique(elements // self.block, return_inverse=True)
         scattered = values.new_zeros(len(blocks) * self.block)
         scattered.index_add_(0, of_element * self.block + elements % self.block, values.flatten())
@@ -119,7 +141,9 @@ class _Layout(NamedTuple):
         self, blocks: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows, of those that blocks hold a part of, that are not zeros."""
-        elements = (blocks[:, None] * self.block + torch.arange(self.block)).flatten()
+        elements = (
+            blocks[:, None] * self.block + torch.arange(self.block, device=blocks.device)
+        ).flatten()
         elements = elements[: len(values)]
         nonzero = values != 0
         elements, values = elements[nonzero], values[nonzero]

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 from torch.futures import Future
 
-if TYPE_CHECKING:
-    from racksum.session import Handle
+from racksum.session import close_all
 
-__all__ = ["Pending", "Work", "at_end_of_backward", "future_of"]
+__all__ = ["Ends", "InOrder", "Pending", "Work", "at_end_of_backward", "future_of", "new_future"]
 
-T = TypeVar("T")
+#: Seconds that the end of the process waits for a thread that has nothing to wait for.
+_PATIENCE = 5.0
 
 
 def at_end_of_backward(finish: Callable[[], Any]) -> bool:
@@ -37,32 +39,38 @@ def at_end_of_backward(finish: Callable[[], Any]) -> bool:
     return True
 
 
-class Pending(NamedTuple):
+class Ends(Protocol):
     """Something that ends: an op of racksum's, or what another backend does."""
 
-    wait: Callable[[float | None], Any]
+    def wait(self, timeout: float | None = None) -> Any:
+        """Waits for it, and returns its result."""
+        ...
 
-    @classmethod
-    def of_work(cls, work: dist.Work) -> Pending:
-        """What another backend does."""
+    def then(self, work: Callable[[Any], Any]) -> Ends:
+        """The same with the result that ``work`` makes of this one's."""
+        ...
 
-        def wait(seconds: float | None) -> bool:
-            return work.wait() if seconds is None else work.wait(timedelta(seconds=seconds))
 
-        return cls(wait)
+class Pending:
+    """What another backend does to tensors of the host."""
 
-    def then(self, finish: Callable[[], Any]) -> Pending:
-        """The same, with something to do after it, once."""
-        finished = False
+    def __init__(self, work: dist.Work, then: Callable[[Any], Any] = lambda result: result) -> None:
+        self._work = work
+        self._then = then
+        self._lock = threading.Lock()
+        self._result: list[Any] = []
 
-        def wait(seconds: float | None) -> None:
-            nonlocal finished
-            self.wait(seconds)
-            if not finished:
-                finished = True
-                finish()
+    def wait(self, timeout: float | None = None) -> Any:
+        """Waits for it; what comes after it is done once, whoever waits."""
+        self._work.wait() if timeout is None else self._work.wait(timedelta(seconds=timeout))
+        with self._lock:
+            if not self._result:
+                self._result.append(self._then(None))
+        return self._result[0]
 
-        return Pending(wait)
+    def then(self, work: Callable[[Any], Any]) -> Pending:
+        """The same with something to do after it."""
+        return Pending(self._work, lambda result: work(self._then(result)))
 
 
 class Work(dist._Work):  # type: ignore[name-defined,misc]
@@ -72,13 +80,16 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
     whether it has ended from its future.
     """
 
-    def __init__(self, parts: Sequence[Pending], result: list[torch.Tensor]) -> None:
+    def __init__(self, parts: Sequence[Ends], result: list[torch.Tensor]) -> None:
         super().__init__()
         self._parts = parts
         self._result = result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits for all of it; a limit of zero is none."""
+        """Waits for all of it; a limit of zero is none.
+
+        Of tensors of a GPU, the current stream waits for what is still on its way to them.
+        """
         seconds = timeout.total_seconds() if timeout else None
         for part in self._parts:
             part.wait(seconds)
@@ -86,11 +97,13 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
 
     def get_future(self) -> Future[list[torch.Tensor]]:
         """A future of the tensors."""
-        ended: Future[None] = Future()
+        devices = {tensor.device for tensor in self._result}
+        ended = new_future(devices)
 
         def complete() -> None:
             try:
-                self.wait()
+                with _own_streams_on(devices):
+                    self.wait()
             finally:
                 ended.set_result(None)
 
@@ -104,27 +117,50 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
         return self._result
 
 
-def future_of(handle: Handle[T]) -> Future[T]:
+def new_future(devices: Iterable[torch.device]) -> Future[Any]:
+    """A future of tensors on these devices; it has those wait for streams who wait for it."""
+    return Future(devices=_with_streams(devices))
+
+
+def future_of(op: Ends, devices: Iterable[torch.device] = ()) -> Future[Any]:
     """A future of an op's result, which a thread completes: ops in the order of these calls."""
-    future: Future[T] = Future()
+    future = new_future(devices)
 
     def complete() -> None:
-        try:
-            future.set_result(handle.wait())
-        except Exception as error:
-            future.set_exception(error)  # type: ignore[arg-type]
+        with _own_streams_on(devices):
+            try:
+                future.set_result(op.wait())
+            except Exception as error:
+                future.set_exception(error)
 
     _completer.do(complete)
     return future
 
 
-class _Completer:
-    """A thread, once there is something for it, that waits for ops."""
+@contextlib.contextmanager
+def _own_streams_on(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Has what comes wait on streams of its own, and not on those that GPUs train on."""
+    with contextlib.ExitStack() as stack:
+        for device in _with_streams(devices):
+            module = torch.get_device_module(device)
+            stack.enter_context(module.stream(module.Stream(device)))
+        yield
 
-    def __init__(self) -> None:
+
+def _with_streams(devices: Iterable[torch.device]) -> list[Any]:
+    return [device for device in devices if device.type != "cpu"]
+
+
+class InOrder:
+    """A thread, once there is something for it, that does one thing after the other."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._lock = threading.Lock()
-        self._things: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._things: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._pid = 0
+        _all.add(self)
 
     def do(self, thing: Callable[[], None]) -> None:
         """Has the thread do something after what it was given before."""
@@ -133,17 +169,44 @@ class _Completer:
             if self._pid != os.getpid():
                 self._pid, self._things = os.getpid(), queue.SimpleQueue()
                 arguments = (self._things,)
-                threading.Thread(
-                    target=_do_all, args=arguments, name="racksum-futures", daemon=True
-                ).start()
+                self._thread = threading.Thread(
+                    target=_do_all, args=arguments, name=self._name, daemon=True
+                )
+                self._thread.start()
+                # When nobody can give it anything any more, it ends.
+                weakref.finalize(self, self._things.put, None).atexit = False
         self._things.put(thing)
 
+    def drain(self) -> None:
+        """Waits until all that the thread was given is done."""
+        if self._pid == os.getpid():
+            drained = threading.Event()
+            self.do(drained.set)
+            drained.wait()
 
-def _do_all(things: queue.SimpleQueue[Callable[[], None]]) -> None:
-    while True:
+    def end(self) -> None:
+        """Ends the thread after what it was given, and waits for that, but not for ever."""
+        if self._thread is not None and self._pid == os.getpid():
+            self._things.put(None)
+            self._thread.join(_PATIENCE)
+
+
+def _do_all(things: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while thing := things.get():
         # Whoever has the future is told.
         with contextlib.suppress(Exception):
-            things.get()()
+            thing()
+        # What it holds is let go before the next comes.
+        del thing
 
 
-_completer = _Completer()
+_all: weakref.WeakSet[InOrder] = weakref.WeakSet()
+_completer = InOrder("racksum-futures")
+
+
+@atexit.register
+def _end_all() -> None:
+    """Ends threads while Python is there: one that it finds in torch would abort the process."""
+    close_all()
+    for thread in list(_all):
+        thread.end()

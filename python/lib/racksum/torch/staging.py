@@ -1,0 +1,268 @@
+"""Tensors of a GPU, which a session reduces through pinned memory of the host.
+
+For each session a thread takes tensors up, in the order of the calls: once a tensor is there, the
+GPU finds the blocks that are not zero and packs them, and only they cross to the host. A second
+thread takes the sums down. So both overlap what the caller and the GPU do meanwhile, which never
+wait for each other here: streams do, for events.
+
+What is on the host is reduced where it lies. That the host is a device as any other to PyTorch has
+the tests take its tensors through all of this as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+from racksum.errors import BadArgument
+from racksum.session import DEFAULT_BLOCK, Session
+from racksum.tensor import tag_of_shape
+from racksum.torch.work import Ends, InOrder, future_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.futures import Future
+
+__all__ = ["Staged", "Staging", "allreduce", "find", "pack", "staging_of", "to_host", "unpack"]
+
+T = TypeVar("T")
+
+#: The share of blocks up to which they are packed. A list is copied twice more on the host than a
+#: tensor that is reduced where it lies.
+MOST_PACKED = 0.75
+
+
+def allreduce(
+    session: Session,
+    x: Tensor,
+    op: str = "sum",
+    *,
+    wire: str | None = None,
+    block: int = DEFAULT_BLOCK,
+    lane: int = 0,
+    tag: int | str | None = None,
+) -> Ends:
+    """Starts reducing a dense tensor in place, be it of the host or of a GPU.
+
+    The arguments are those of :meth:`racksum.Session.allreduce`.
+    """
+    staging = staging_of(session)
+    options: dict[str, Any] = {"wire": wire, "block": block, "lane": lane, "async_op": True}
+    if not staging.takes(x.device):
+        staging.drain()
+        handle: Ends = session.allreduce(x, op, tag=tag, **options)
+        return handle
+    if not x.is_contiguous():
+        raise BadArgument(
+            f"the tensor of shape {tuple(x.shape)} is not contiguous; pass x.contiguous()"
+        )
+    flat = x.detach().view(-1)
+    options["tag"] = tag_of_shape(x.shape) if tag is None else tag
+
+    def start() -> Ends:
+        """Ranks that give a list of blocks, and those that give all, may meet in an op."""
+        indices = find(flat, block)
+        if len(indices) * block > MOST_PACKED * len(flat):
+            [whole] = to_host(flat)
+            handle: Ends = session.allreduce(whole, op, **options)
+        else:
+            where, values = to_host(*pack(flat, block, indices))
+            handle = session.allreduce_blocks(where, values, len(flat), op, **options)
+        return handle
+
+    def finish(sums: Any) -> Tensor:
+        if isinstance(sums, tuple):
+            there = [part.to(x.device, non_blocking=True) for part in sums]
+            unpack(flat, block, *there)
+        else:
+            flat.copy_(sums, non_blocking=True)
+        return x
+
+    return staging.stage(x.device, start, finish)
+
+
+def find(x: Tensor, block: int) -> Tensor:
+    """The indices of the whole blocks of a flat tensor that are not all zeros, in one reading."""
+    blocks, _ = _cut(x, block)
+    if x.is_floating_point():
+        # What is not a number is greater than zero here, and -0.0 is not.
+        found = torch.linalg.vector_norm(blocks, torch.inf, dim=1) != 0
+    else:
+        least, greatest = blocks.aminmax(dim=1)
+        found = (least != 0) | (greatest != 0)
+    return torch.nonzero(found).flatten()
+
+
+def pack(x: Tensor, block: int, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """The blocks of these indices, as a session takes them."""
+    blocks, rest = _cut(x, block)
+    values = blocks.index_select(0, indices).view(-1)
+    if len(rest):
+        # Of a short last block the session sees itself whether it is zeros.
+        indices = torch.cat([indices, indices.new_full((1,), len(blocks))])
+        values = torch.cat([values, rest])
+    return indices, values
+
+
+def unpack(x: Tensor, block: int, indices: Tensor, values: Tensor) -> None:
+    """Writes blocks to their places in a flat tensor, and zeros to all others."""
+    blocks, rest = _cut(x, block)
+    short = len(values) % block
+    whole = len(values) - short
+    # Also of a block of -0.0, which no rank sent: all ranks have the same bits.
+    x.zero_()
+    blocks.index_copy_(0, indices[: whole // block], values[:whole].view(-1, block))
+    if short:
+        rest.copy_(values[whole:])
+
+
+def _cut(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """A flat tensor's whole blocks, and the elements after them."""
+    whole = len(x) - len(x) % block
+    return x[:whole].view(-1, block), x[whole:]
+
+
+def to_host(*tensors: Tensor) -> list[Tensor]:
+    """Copies in pinned memory, once they are there. The memory is torch's, which uses it again."""
+    copies = []
+    for x in tensors:
+        pinned = x.device.type != "cpu"
+        copy = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=pinned)
+        copies.append(copy.copy_(x, non_blocking=True))
+    _so_far(tensors[0].device).synchronize()
+    return copies
+
+
+class Staging:
+    """The way of tensors of GPUs to the host, where their ops start in order, and back."""
+
+    def __init__(self) -> None:
+        self._up = InOrder("racksum-up")
+        self._down = InOrder("racksum-down")
+        self._streams: dict[torch.device, tuple[Any, Any]] = {}
+
+    @staticmethod
+    def takes(device: torch.device) -> bool:
+        """Whether tensors of the device go this way."""
+        return device.type != "cpu"
+
+    def stage(
+        self, device: torch.device, start: Callable[[], Ends], finish: Callable[[Any], T]
+    ) -> Staged[T]:
+        """Has an op started once the device has done what its current stream has so far.
+
+        :param start: Starts the op; it is called on another thread, with a stream of its own.
+        :param finish: Makes the result of what the op came to; likewise.
+        """
+        module = torch.get_device_module(device)
+        if device not in self._streams:
+            self._streams[device] = module.Stream(device), module.Stream(device)
+        up, down = self._streams[device]
+        ready = _so_far(device)
+        staged: Staged[T] = Staged(self, device)
+
+        def take_up() -> None:
+            with staged.told_of_errors():
+                ready.synchronize()
+                with module.stream(up):
+                    op = start()
+                self._down.do(lambda: take_down(op))
+
+        def take_down(op: Ends) -> None:
+            with staged.told_of_errors():
+                with module.stream(down):
+                    result = finish(op.wait())
+                    done = _so_far(device)
+                staged.end(result, done)
+                # Until then this holds what the stream reads and writes.
+                done.synchronize()
+
+        self._up.do(take_up)
+        return staged
+
+    def drain(self) -> None:
+        """Waits until the ops so far are started: those of the host come after them."""
+        self._up.drain()
+
+
+class Staged(Generic[T]):
+    """An op of tensors of a GPU, which is what :class:`racksum.Handle` is of those of the host."""
+
+    def __init__(self, staging: Staging, device: torch.device) -> None:
+        self._staging = staging
+        self._device = device
+        self._ended = threading.Event()
+        self._outcome: tuple[T, Any] | Exception | None = None
+
+    def done(self) -> bool:
+        """Whether the op has ended, with a result or an error."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Waits for the op to end; the current stream waits for what is on its way to the GPU.
+
+        :raises TimeoutError: It has not ended in so many seconds; it goes on.
+        :raises racksum.Error: Why there is no result.
+        """
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"the op goes on after {timeout} s")
+        if self._outcome is None or isinstance(self._outcome, Exception):
+            raise self._outcome or RuntimeError("an op has ended without an outcome")
+        result, done = self._outcome
+        stream = torch.get_device_module(self._device).current_stream(self._device)
+        done.wait(stream)
+        _hold(result, stream)
+        return result
+
+    def then(self, work: Callable[[T], Any]) -> Staged[Any]:
+        """The same with the result that ``work`` makes of this one's, before anyone has it."""
+        return self._staging.stage(self._device, lambda: self, work)
+
+    def get_future(self) -> Future[T]:
+        """A :class:`torch.futures.Future` of the result, which a thread completes."""
+        return future_of(self, [self._device])
+
+    def end(self, result: T, done: Any) -> None:
+        """Lets those know who wait that there is a result, and the event that it is there at."""
+        self._outcome = result, done
+        self._ended.set()
+
+    @contextlib.contextmanager
+    def told_of_errors(self) -> Iterator[None]:
+        """Lets those know who wait why there is no result."""
+        try:
+            yield
+        except Exception as error:
+            self._outcome = error
+            self._ended.set()
+
+
+def _so_far(device: torch.device) -> Any:
+    """What the device's current stream was given so far, to be waited for without spinning."""
+    module = torch.get_device_module(device)
+    event = module.Event() if device.type == "cpu" else module.Event(blocking=True)
+    event.record(module.current_stream(device))
+    return event
+
+
+def _hold(result: Any, stream: Any) -> None:
+    """Keeps memory of another stream's, if it is, until this one is done with it."""
+    if not isinstance(result, torch.Tensor) or result.device.type == "cpu":
+        return
+    parts = [result._indices(), result._values()] if result.is_sparse else [result]
+    for part in parts:
+        part.record_stream(stream)
+
+
+def staging_of(session: Session, staging: Staging | None = None) -> Staging:
+    """The one of a session: the first that was given, or a new one."""
+    found = _stagings.get(session)
+    return _stagings.setdefault(session, staging or Staging()) if found is None else found
+
+
+_stagings: weakref.WeakKeyDictionary[Session, Staging] = weakref.WeakKeyDictionary()
