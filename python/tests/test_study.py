@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from typing import Any
 
 import pytest
@@ -59,6 +61,26 @@ def test_a_study_changes_nothing(sparse):
     assert torch.equal(torch.get_rng_state(), before["random"])
     assert model.out.weight.grad is gradient
     assert model.training
+
+
+@pytest.mark.gpu
+def test_times_of_a_gpu_are_of_what_it_does_and_not_of_giving_it_work():
+    width = 4096
+    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(4)]).cuda()
+    batch = torch.ones(width, width, device="cuda")
+    state = torch.cuda.get_rng_state()
+    found = racksum.torch.study(model, itertools.repeat(batch), loss, steps=3, bucket_cap_mb=64)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    loss(model, batch).backward()
+    torch.cuda.synchronize()
+    assert found.compute == pytest.approx(time.perf_counter() - start, rel=0.5)
+    ready = [bucket.ready for bucket in found.buckets]
+    assert len(ready) > 1
+    assert sorted(ready) == ready
+    # Backward is two thirds of a step, and a layer a quarter of that.
+    assert ready[0] < 0.8 * ready[-1] <= found.compute
+    assert torch.equal(torch.cuda.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("sparse", [False, True])

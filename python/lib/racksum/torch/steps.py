@@ -21,11 +21,12 @@ from racksum import _racksum
 from racksum.errors import BadArgument
 from racksum.session import DEFAULT_BLOCK
 from racksum.tensor import memory_of
+from racksum.torch.work import new_future
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["BLOCKS", "Look", "Steps"]
+__all__ = ["BLOCKS", "Look", "Steps", "device_of"]
 
 #: Sizes of blocks that are looked at.
 BLOCKS = (32, 64, 128, 256, 512, 1024)
@@ -83,16 +84,15 @@ class Steps:
             options = {name: getattr(model, name) for name in _OPTIONS}
             bucket_cap_mb = bucket_cap_mb or model.bucket_bytes_cap / (1 << 20)
             model = model.module
-        trained = [p for p in model.parameters() if p.requires_grad]
-        if not trained:
+        if not any(p.requires_grad for p in model.parameters()):
             raise BadArgument("the model has no parameters that are trained")
         self._loss = loss
         self._optimizer = optimizer
-        self._clock = _Clock(trained[0].device)
+        self._clock = _Clock(device_of(model))
         self._seen = _Seen(self._clock)
         self._model = DistributedDataParallel(
             model,
-            process_group=group or _alone(trained[0].device),
+            process_group=group or _alone(device_of(model)),
             bucket_cap_mb=bucket_cap_mb,
             init_sync=False,
             **options,
@@ -149,8 +149,7 @@ def _see(seen: _Seen, bucket: dist.GradBucket) -> Future[torch.Tensor]:  # type:
     seen.readies[bucket.index()] = seen.clock.mark()
     if seen.looks is not None:
         seen.looks[bucket.index()] = Look.at(gradients)
-    devices = [gradients.device] if gradients.device.type != "cpu" else []
-    future: Future[torch.Tensor] = Future(devices=devices)
+    future = new_future([gradients.device])
     future.set_result(gradients)
     return future
 
@@ -163,29 +162,34 @@ _see.__annotations__ = {
 
 
 class _Clock:
-    """Times on a device: a GPU is still at work when the host has gone on."""
+    """When a device has done what it was given: a GPU is behind the host that gives it work."""
 
     def __init__(self, device: torch.device) -> None:
-        self._gpu = torch.get_device_module(device) if device.type != "cpu" else None
+        self._module = torch.get_device_module(device)
+        self._device = device
 
     def mark(self) -> Any:
         """Now, as far as what was started so far is concerned."""
-        if self._gpu is None:
+        if self._device.type == "cpu":
             return time.perf_counter()
-        event = self._gpu.Event(enable_timing=True)
-        event.record()
+        event = self._module.Event(enable_timing=True)
+        event.record(self._module.current_stream(self._device))
         return event
 
     def settle(self) -> None:
-        """Waits for what was started so far."""
-        if self._gpu is not None:
-            self._gpu.synchronize()
+        """Waits until nothing is left to do."""
+        self._module.synchronize(self._device)
 
     def seconds(self, one: Any, other: Any) -> float:
-        """How long after one mark the other was."""
-        if self._gpu is None:
+        """How long after one mark the other was, once all is settled."""
+        if self._device.type == "cpu":
             return float(other - one)
         return float(one.elapsed_time(other)) / 1e3
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model is, or begins."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def _alone(device: torch.device) -> dist.ProcessGroup:

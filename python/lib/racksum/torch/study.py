@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from racksum.errors import BadArgument
 from racksum.session import DEFAULT_BLOCK
-from racksum.torch.steps import BLOCKS, Look, Steps
+from racksum.torch.steps import BLOCKS, Look, Steps, device_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -238,7 +238,7 @@ def study(
     times = made.times()
     if compared:
         # All wait for the slowest.
-        dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
+        times = _most(times, device_of(net), group)
     compute, after, *readies = times.tolist()
     return Study(
         world=world,
@@ -246,7 +246,7 @@ def study(
         after=after,
         compared=compared,
         buckets=[
-            _bucket(look, ready, group if compared else None, world)
+            _bucket(look, ready, device_of(net), group if compared else None, world)
             for look, ready in zip(looks, readies, strict=True)
         ],
         links=list(links),
@@ -267,15 +267,24 @@ def _watched(made: Steps, loader: Iterable[Any], steps: int) -> list[Look]:
         ) from None
 
 
-def _bucket(look: Look, ready: float, group: dist.ProcessGroup | None, world: int) -> Bucket:
+def _most(x: Tensor, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
+    """The greatest of all ranks, elementwise. A group may be of one kind of device only."""
+    x = x.to(device)
+    dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+    return x.cpu()
+
+
+def _bucket(
+    look: Look, ready: float, device: torch.device, group: dist.ProcessGroup | None, world: int
+) -> Bucket:
     density, union = {}, {}
     for block, occupied in look.occupied.items():
         density[block] = occupied.float().mean().item() if len(occupied) else 0.0
         if group is None:
             union[block] = 1 - (1 - density[block]) ** world
         else:
-            dist.all_reduce(occupied, dist.ReduceOp.MAX, group=group)
-            union[block] = occupied.float().mean().item() if len(occupied) else 0.0
+            together = _most(occupied, device, group).float()
+            union[block] = together.mean().item() if len(together) else 0.0
     return Bucket(
         elements=look.elements,
         sparse=look.sparse,
@@ -299,7 +308,8 @@ def _as_it_was(net: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
     gradients = [parameter.grad for parameter in net.parameters()]
     options = copy.deepcopy(optimizer.state_dict()) if optimizer is not None else None
     try:
-        with torch.random.fork_rng():
+        device = device_of(net)
+        with torch.random.fork_rng([device] if device.type != "cpu" else None):
             yield
     finally:
         with torch.no_grad():
