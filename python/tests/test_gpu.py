@@ -38,7 +38,6 @@ def be_of(device: str) -> None:
 
 
 def on_host(work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    # Each thread of a process has a default device of its own, and this is another each time.
     return torch.utils._pytree.tree_map_only(
         torch.Tensor, torch.Tensor.cpu, work(*arguments, **named)
     )

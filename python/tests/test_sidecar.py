@@ -15,6 +15,7 @@ import torch
 
 import racksum
 from conftest import Aggregator, Cluster, binary
+from racksum.torch.staging import Staging, allreduce
 
 
 class Sidecar(Cluster):
@@ -228,3 +229,14 @@ def test_a_socket_where_somebody_serves_is_not_taken(sidecar):
     assert "somebody serves there already" in second.stderr
     with sidecar.connect() as session:
         session.allreduce(np.ones(1, np.float32))
+
+
+def test_blocks_that_a_gpu_has_packed_meet_whole_tensors(sidecar, monkeypatch):
+    monkeypatch.setattr(Staging, "takes", staticmethod(lambda device: True))
+
+    def work(session):
+        x = torch.zeros(10_000)
+        x[: 5_000 * session.rank] = 1
+        return allreduce(session, x).wait().sum().item()
+
+    assert sidecar.run(3, work) == [15_000] * 3

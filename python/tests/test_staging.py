@@ -164,6 +164,25 @@ def test_many_in_flight_are_used_at_once(cluster, device):
     assert cluster.run(2, work) == [(even, odd)] * 2
 
 
+@pytest.mark.gpu
+def test_streams_wait_for_what_they_use_and_the_host_does_not(cluster):
+    def late(value: float) -> torch.Tensor:
+        """A tensor that is there some time after this returns."""
+        x = torch.zeros(5_000_000, device="cuda")
+        torch.cuda._sleep(100_000_000)
+        return x.fill_(value)
+
+    with cluster.connect() as session:
+        for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+            with torch.cuda.stream(stream):
+                op = staging.allreduce(session, late(3))
+                assert not stream.query(), "the call has waited"
+                assert (op.wait() * 2).eq(6).all()
+                future = staging.allreduce(session, late(4)).get_future()
+            with torch.cuda.stream(torch.cuda.Stream()):
+                assert (future.wait() * 2).eq(8).all()
+
+
 def test_ops_of_the_host_come_after_those_before_them(cluster, device):
     def work(session):
         own = staging_of(session)

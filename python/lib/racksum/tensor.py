@@ -54,7 +54,8 @@ def empty_like(x: Any, elements: int, dtype: str | None = None) -> Any:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
         dtype = x.dtype if dtype is None else getattr(torch, dtype)
-        return torch.empty(elements, dtype=dtype, device="cpu", pin_memory=x.is_pinned())
+        pinned = torch.cuda.is_initialized() and x.is_pinned()
+        return torch.empty(elements, dtype=dtype, device="cpu", pin_memory=pinned)
     import numpy as np  # noqa: PLC0415 - whoever has arrays has it, and nobody else needs it.
 
     return np.empty(elements, dtype=x.dtype if dtype is None else dtype)

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 #: The share of blocks up to which they are packed. A list is copied twice more on the host than a
 #: tensor that is reduced where it lies.
-MOST_PACKED = 0.75
+_MOST_PACKED = 0.75
 
 
 def allreduce(
@@ -67,7 +67,7 @@ def allreduce(
     def start() -> Ends:
         """Ranks that give a list of blocks, and those that give all, may meet in an op."""
         indices = find(flat, block)
-        if len(indices) * block > MOST_PACKED * len(flat):
+        if len(indices) * block > _MOST_PACKED * len(flat):
             [whole] = to_host(flat)
             handle: Ends = session.allreduce(whole, op, **options)
         else:
