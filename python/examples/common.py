@@ -232,5 +232,5 @@ def _digest(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for parameter in model.parameters():
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        digest.update(whole.detach().numpy().tobytes())
+        digest.update(whole.detach().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -70,6 +70,12 @@ impl Race {
         format!("{world} ranks, {bytes} B of f32, {data}, {net}, {shards} shard(s){blocks}")
     }
 
+    /// Whether its ranks have their tensors on a GPU.
+    pub(crate) fn needs_gpu(&self) -> bool {
+        let trains = |side: &Side| matches!(side.program, Program::Training(it) if it.gpu);
+        self.sides.iter().any(trains)
+    }
+
     /// The side that a bound or a table speaks of.
     pub(crate) fn side(&self, name: &str) -> Option<(usize, &Side)> {
         self.sides.iter().enumerate().find(|(_, side)| side.name == name)
@@ -172,6 +178,8 @@ pub(crate) struct Training {
     pub(crate) script: &'static str,
     pub(crate) flags: &'static [&'static str],
     pub(crate) racksum: Option<Racksum>,
+    /// Whether it is on a GPU.
+    pub(crate) gpu: bool,
 }
 
 /// How racksum runs.

@@ -33,6 +33,7 @@ pub(crate) fn all(seed: u64) -> Vec<Case> {
     cases.push(tenants(seed));
     cases.extend(authenticated(seed));
     cases.extend(trainings(seed));
+    cases.push(training_on_a_gpu(seed));
     cases.push(sidecar(seed));
     cases.push(hook(seed));
     cases
@@ -242,9 +243,9 @@ fn trainings(seed: u64) -> Vec<Case> {
         })
     };
     let racksum = Some(Racksum::PLAIN);
-    let words = Training { script: "words", flags: &["--steps=5"], racksum };
+    let words = Training { script: "words", flags: &["--steps=5"], racksum, gpu: false };
     let sparse = Training { flags: &["--steps=20", "--sparse"], ..words };
-    let layers = Training { script: "layers", flags: &["--steps=3"], racksum };
+    let layers = Training { script: "layers", flags: &["--steps=3"], ..words };
     let gloo = |training| Training { racksum: None, ..training };
     let bf16 = Training { racksum: Some(Racksum::BF16), ..layers };
     let bf16_gain = Bound { figure: Figure::Gain("racksum-bf16", "gloo"), must: 1.8, reach: 2.5 };
@@ -275,6 +276,23 @@ fn trainings(seed: u64) -> Vec<Case> {
             ],
         ),
     ]
+}
+
+/// Training of two ranks that share a GPU, or have one each: their gradients go by way of the host.
+fn training_on_a_gpu(seed: u64) -> Case {
+    let racksum = Some(Racksum::PLAIN);
+    let gpt = Training { script: "gpt", flags: &["--steps=3"], racksum, gpu: true };
+    let side = |name, training| Side { name, program: Program::Training(training) };
+    Case::Race(Race {
+        name: "train-gpu-w2".to_owned(),
+        world: 2,
+        net: Net::Loopback,
+        shards: BULK_SHARDS,
+        iterations: 1,
+        data: dense(seed, 496_186_368),
+        sides: vec![side("racksum", gpt), side("gloo", Training { racksum: None, ..gpt })],
+        bounds: vec![gain("gloo", 1.2, 1.2)],
+    })
 }
 
 /// Eight ranks of one host: through its sidecar, and through what Gloo and Open MPI have for that.

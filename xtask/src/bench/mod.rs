@@ -27,7 +27,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, anyhow, bail};
 use clap::{Args, Subcommand};
 
-use self::case::{Case, Net};
+use self::case::Case;
 use self::host::Provenance;
 use self::learning::LearningArgs;
 use self::race::Rounds;
@@ -160,10 +160,8 @@ fn run_case(case: &Case, rounds: Rounds, setup: &Setup) -> Ending {
     let ended = match case {
         Case::Memory(memory) => memory::run(memory, rounds, setup, &logs, tell).map(Ending::Memory),
         Case::Race(race) => {
-            if race.net != Net::Loopback
-                && let Err(why) = &setup.links
-            {
-                return Ending::Skipped(why.clone());
+            if let Some(why) = setup.lacks(race) {
+                return Ending::Skipped(why);
             }
             race::run(race, rounds, setup, &logs, tell).map(Ending::Race)
         }

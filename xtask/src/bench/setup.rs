@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use super::case::{Case, Net, Program};
+use super::case::{Case, Net, Program, Race};
 use crate::machine;
 use crate::python;
 use crate::shell::{Cmd, path, target};
@@ -22,6 +22,8 @@ pub(crate) struct Setup {
     pub(crate) floor: Result<PathBuf, String>,
     /// Slow links.
     pub(crate) links: Result<(), String>,
+    /// A GPU that PyTorch can use.
+    pub(crate) gpu: Result<(), String>,
     /// Where logs and results go.
     pub(crate) work: PathBuf,
 }
@@ -72,9 +74,23 @@ impl Setup {
             let why = machine::link_tools(root).unwrap_or_else(|error| Some(error.to_string()));
             said("the cases on 1 Gbit/s links", why.map_or(Ok(()), Err))
         } else {
+            Err(unneeded.clone())
+        };
+        let on_gpu = |case: &Case| matches!(case, Case::Race(race) if race.needs_gpu());
+        let gpu = if cases.iter().any(on_gpu) {
+            let there = python.as_ref().map_err(Clone::clone).and_then(|python| gpu(root, python));
+            said("the cases on a GPU", there)
+        } else {
             Err(unneeded)
         };
-        Ok(Self { racksum, peers, python, mpi, floor, links, work })
+        Ok(Self { racksum, peers, python, mpi, floor, links, gpu, work })
+    }
+
+    /// Why a race cannot take place.
+    pub(crate) fn lacks(&self, race: &Race) -> Option<String> {
+        let links = self.links.as_ref().err().filter(|_| race.net != Net::Loopback);
+        let gpu = self.gpu.as_ref().err().filter(|_| race.needs_gpu());
+        links.or(gpu).cloned()
     }
 
     /// Why a program cannot race.
@@ -96,6 +112,14 @@ fn said<T>(what: &str, had: Result<T, String>) -> Result<T, String> {
         println!("doing without {what}: {}", why.replace('\n', " "));
     }
     had
+}
+
+/// A GPU that this Python's torch can use.
+fn gpu(root: &Path, python: &Path) -> Result<(), String> {
+    let ask = "import torch; raise SystemExit(not torch.cuda.is_available())";
+    let python = path(python).map_err(|error| format!("{error:#}"))?;
+    let there = Cmd::new(python, &["-c", ask]).succeeds(root);
+    if there { Ok(()) } else { Err("there is no GPU that CUDA could use".to_owned()) }
 }
 
 /// The program that times Open MPI.
@@ -136,4 +160,31 @@ fn compiled(
         compile().map_err(|error| format!("{error:#}"))?;
     }
     Ok(program)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::cases;
+    use super::*;
+
+    #[test]
+    fn a_race_that_needs_what_is_missing_does_not_take_place_and_says_why() {
+        let setup = Setup {
+            racksum: PathBuf::new(),
+            peers: PathBuf::new(),
+            python: Ok(PathBuf::new()),
+            mpi: Ok(PathBuf::new()),
+            floor: Ok(PathBuf::new()),
+            links: Err("no links".to_owned()),
+            gpu: Err("no GPU".to_owned()),
+            work: PathBuf::new(),
+        };
+        let lacks = |name: &str| match cases::chosen(&[name.to_owned()], 1).unwrap().remove(0) {
+            Case::Race(race) => setup.lacks(&race),
+            Case::Memory(_) => panic!("a race"),
+        };
+        assert_eq!(lacks("train-gpu-w2").as_deref(), Some("no GPU"));
+        assert_eq!(lacks("dense-1g-w8").as_deref(), Some("no links"));
+        assert_eq!(lacks("dense-loopback-w2"), None);
+    }
 }

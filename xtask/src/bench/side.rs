@@ -265,6 +265,9 @@ impl Team {
                 .env("MASTER_PORT", master.port().to_string())
                 .env("GLOO_SOCKET_IFNAME", if host.is_some() { INTERFACE } else { "lo" })
                 .env("OMP_NUM_THREADS", "1");
+            if host.is_some() {
+                command.env("LINK_GBIT_PER_S", "1");
+            }
             let served = training.racksum.and_then(|racksum| place.serving(racksum).next());
             match (served, training.racksum) {
                 (Some(serving), Some(racksum)) => {
