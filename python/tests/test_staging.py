@@ -140,6 +140,16 @@ def test_only_blocks_that_are_not_zero_cross(cluster, device, monkeypatch):
     assert crossed == [2 * (4 * BLOCK + 8), 100 * 4 * BLOCK]
 
 
+def test_parameters_and_tensors_of_inference(cluster, device):
+    with cluster.connect() as session:
+        parameter = torch.nn.Parameter(torch.ones(5, device=device))
+        assert allreduced(session, parameter) is parameter
+        with torch.inference_mode():
+            assert allreduced(session, torch.ones(5, device=device)).tolist() == [1] * 5
+        sums = racksum.torch.allreduce_sparse(session, torch.eye(3, device=device).to_sparse(1))
+        assert not sums.wait().is_inference()
+
+
 def test_a_tensor_that_is_not_contiguous_is_refused(cluster, device):
     with cluster.connect() as session:
         with pytest.raises(racksum.BadArgument, match=r"pass x\.contiguous\(\)"):

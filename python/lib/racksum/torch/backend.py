@@ -176,8 +176,9 @@ class RacksumBackend(Backend):
 
     def barrier(self, opts: Any) -> Work:
         """Ends once all ranks have called it, and their GPUs have come to it."""
-        session, device = self.session, opts.device or torch.device("cpu")
-        nothing = torch.zeros(1, dtype=torch.int32, device="cpu")
+        session, nothing = self.session, torch.zeros(1, dtype=torch.int32, device="cpu")
+        # Of devices it may say the kind only.
+        device = torch.empty(0, device=opts.device or "cpu").device
 
         def start() -> Ends:
             handle: Ends = session.allreduce(nothing, tag="barrier", async_op=True)

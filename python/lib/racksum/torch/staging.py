@@ -163,19 +163,28 @@ class Staging:
         if device not in self._streams:
             self._streams[device] = module.Stream(device), module.Stream(device)
         up, down = self._streams[device]
+        # Tensors that were made in it cannot be written to outside.
+        inference = torch.is_inference_mode_enabled()
         ready = _so_far(device)
         staged: Staged[T] = Staged(self, device)
+
+        @contextlib.contextmanager
+        def there(stream: Any) -> Iterator[None]:
+            # A thread begins with the first GPU, and leaving a stream would make use of that.
+            module.set_device(device)
+            with torch.inference_mode(inference), torch.no_grad(), module.stream(stream):
+                yield
 
         def take_up() -> None:
             with staged.told_of_errors():
                 ready.synchronize()
-                with module.stream(up):
+                with there(up):
                     op = start()
                 self._down.do(lambda: take_down(op))
 
         def take_down(op: Ends) -> None:
             with staged.told_of_errors():
-                with module.stream(down):
+                with there(down):
                     result = finish(op.wait())
                     done = _so_far(device)
                 staged.end(result, done)

@@ -143,6 +143,7 @@ def _own_streams_on(devices: Iterable[torch.device]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for device in _with_streams(devices):
             module = torch.get_device_module(device)
+            stack.enter_context(module.device(device))
             stack.enter_context(module.stream(module.Stream(device)))
         yield
 
