@@ -53,6 +53,7 @@ class Letters(nn.Module):
 def main() -> None:
     parser = flags(__doc__, steps=200)
     parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=0.3, help="of SGD")
     parser.add_argument("--whole", action="store_true", help="DDP, and not FSDP2")
     run = Run(parser.parse_args())
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -66,7 +67,7 @@ def main() -> None:
         model = run.wrap(model)
     else:
         run.shard(model, model.layers, run.arguments.replicas)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=run.arguments.lr)
     window = torch.arange(CONTEXT)
 
     def loss(model: nn.Module, starts: torch.Tensor) -> torch.Tensor:
