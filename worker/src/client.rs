@@ -12,10 +12,9 @@ use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::SubmitError;
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::time::Span;
-use tokio::sync::mpsc::UnboundedSender;
 
 use crate::blocks::Blocks;
-use crate::control::{Closed, Control, Mailbox, Word};
+use crate::control::{Closed, Mailbox, Voices, Word};
 use crate::engine::{Engine, Finished, Stats};
 use crate::error::{ConnectError, Error};
 use crate::exponents::{self, Exponents, agreement};
@@ -45,8 +44,8 @@ pub struct Client {
     op_timeout: Span,
     /// Whose turn it is to start an op, where starting one takes several.
     turn: Mutex<()>,
-    /// What its first aggregators hear.
-    voices: Vec<UnboundedSender<FromWorker>>,
+    /// What its aggregators hear.
+    voices: Voices,
     /// Ends the session.
     stop: Sender<Word>,
     threads: Vec<JoinHandle<()>>,
@@ -103,14 +102,15 @@ impl Client {
         let shared = Arc::new(Shared::new(engine)?);
         let op_timeout = span(options.op_timeout);
         let (turn, threads) = (Mutex::default(), Vec::new());
-        let voices = membership.controls.iter().map(Control::voice).collect();
+        let voices = Voices::default();
+        voices.set(&membership.controls);
         let mut client =
             Self { shared, welcome, shards, multicast, op_timeout, turn, voices, stop, threads };
         let driver = Arc::clone(&client.shared);
         client.threads.push(spawn("racksum-drive", move || driver.drive_in_background())?);
         let (shared, options) = (Arc::clone(&client.shared), options.clone());
-        let supervisor =
-            Supervisor { options, at, membership, absent: Vec::new(), mailbox, shared };
+        let (voices, absent) = (client.voices.clone(), Vec::new());
+        let supervisor = Supervisor { options, at, membership, voices, absent, mailbox, shared };
         client.threads.push(spawn("racksum-session", move || supervisor.run())?);
         Ok(client)
     }
@@ -257,10 +257,7 @@ impl Client {
 
     /// Says that a rank is gone which this client speaks for besides its own: the job loses it.
     pub(crate) fn part(&self, rank: u16, why: Loss) {
-        for voice in &self.voices {
-            // A connection that is closed has said so.
-            drop(voice.send(FromWorker::Parted(Absent { rank, why })));
-        }
+        self.voices.say(&FromWorker::Parted(Absent { rank, why }));
     }
 
     /// Leaves the job, as the client does when it is dropped: ops in flight end with an error, and

@@ -1,6 +1,7 @@
 //! The control connections of a worker: one to each aggregator of its job.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -189,11 +190,6 @@ impl Control {
         self.parting = FromWorker::Leave { next_op };
     }
 
-    /// How others say something to the aggregator.
-    pub(crate) fn voice(&self) -> UnboundedSender<FromWorker> {
-        self.say.clone()
-    }
-
     pub(crate) fn say(&self, word: FromWorker) {
         // A connection that is closed has said so.
         drop(self.say.send(word));
@@ -206,5 +202,29 @@ impl Drop for Control {
         if let Some(thread) = self.thread.take() {
             drop(thread.join());
         }
+    }
+}
+
+/// How a client says something to the aggregators that its job is at, wherever these are by now.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Voices {
+    all: Arc<Mutex<Vec<UnboundedSender<FromWorker>>>>,
+}
+
+impl Voices {
+    /// Speaks to these from now on.
+    pub(crate) fn set(&self, controls: &[Control]) {
+        *self.lock() = controls.iter().map(|control| control.say.clone()).collect();
+    }
+
+    pub(crate) fn say(&self, word: &FromWorker) {
+        for voice in self.lock().iter() {
+            // A connection that is closed has said so.
+            drop(voice.send(word.clone()));
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<UnboundedSender<FromWorker>>> {
+        self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

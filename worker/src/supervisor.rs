@@ -9,7 +9,7 @@ use racksum_proto::control::{Absent, FromAggregator, FromWorker, Loss, Resume};
 use racksum_proto::ids::Rank;
 
 use crate::client::Shared;
-use crate::control::{Closed, Control, Event, Mailbox};
+use crate::control::{Closed, Control, Event, Mailbox, Voices};
 use crate::error::ConnectError;
 use crate::grant::{Granted, Membership, grant};
 use crate::join::Session;
@@ -83,6 +83,8 @@ pub(crate) struct Supervisor {
     /// Which of the sets of aggregators the job is at.
     pub(crate) at: usize,
     pub(crate) membership: Membership,
+    /// How the client speaks to the aggregators of it.
+    pub(crate) voices: Voices,
     /// The ranks that the job is known to go on without.
     pub(crate) absent: Vec<Absent>,
     pub(crate) mailbox: Mailbox,
@@ -201,6 +203,7 @@ impl Supervisor {
         // Otherwise it leaves at once, since the others would wait for it.
         if resumed == Some(true) {
             self.membership = granted.membership;
+            self.voices.set(&self.membership.controls);
         }
     }
 }

@@ -71,7 +71,11 @@ impl Registry {
         if join.relays && theirs != mine && theirs != 1 {
             return Err(other_shards(mine, theirs));
         }
-        if join.relays || self.config.parent.is_some() { check_wish(join) } else { Ok(()) }
+        match &self.config.parent {
+            Some(_) => check_wish(join, false),
+            None if join.relays => check_wish(join, join.may_move),
+            None => Ok(()),
+        }
     }
 
     /// What is said to the parent of a job that gathers ranks; none if there is nothing to call it
@@ -271,7 +275,7 @@ impl Registry {
         let Some(member) = job.members[place].as_ref() else { return Ok(Joined::Ready) };
         Self::check(&join, member.data_addr(0).ip())?;
         check_ports(&join)?;
-        check_wish(&join)?;
+        check_wish(&join, member.join.may_move)?;
         if (&join.job, join.generation) != (&seat.job, job.generation) {
             return Err(format!(
                 "rank {} is of job {:?} in generation {}, and was brought into job {:?} in \
@@ -325,15 +329,19 @@ impl Job {
         self.above.is_some() || self.has_racks()
     }
 
-    /// Checks that ranks that want what a tree does not have are in none.
+    /// Checks that ranks that want what a tree does not have are in none. Members of several ranks
+    /// that move themselves, as sidecars do, are no hindrance to others that move.
     pub(super) fn check_tree(&self, join: &Join) -> Result<(), String> {
         if self.has_racks() {
-            return check_wish(join);
+            let racks = self.members.iter().flatten().filter(|member| member.join.relays);
+            let all_move = racks.clone().all(|member| member.join.may_move);
+            check_wish(join, all_move)?;
         }
-        if join.relays && self.may_move {
+        if join.relays && !join.may_move && self.may_move {
             return Err(format!(
                 "some ranks of job {:?} have joined here and name standbys, which cannot be where \
-                 others have joined at an aggregator with a parent; name one aggregator",
+                 others have joined at an aggregator with a parent, or a sidecar, that names none; \
+                 name one aggregator, or the same at all",
                 join.job
             ));
         }
@@ -468,10 +476,12 @@ fn strange(parent: SocketAddr) -> String {
     format!("its parent at {parent} does not keep to the protocol")
 }
 
-/// Checks that a rank wants nothing that a tree of aggregators does not have.
-fn check_wish(join: &Join) -> Result<(), String> {
+/// Checks that a rank wants nothing that a job does not have whose members have several ranks:
+/// among others to move, unless all of these may.
+fn check_wish(join: &Join, all_move: bool) -> Result<(), String> {
+    let moves = !all_move && (join.may_move || join.resume.is_some());
     let wants = [
-        (join.may_move || join.resume.is_some(), "move to a standby; name one aggregator"),
+        (moves, "move to a standby; name one aggregator"),
         (join.rejoin, "have a rank back; restart all ranks with a greater --generation"),
         (
             join.on_rank_loss == OnRankLoss::Continue,
@@ -481,7 +491,8 @@ fn check_wish(join: &Join) -> Result<(), String> {
     ];
     match wants.iter().find(|(wants, _)| *wants) {
         Some((_, what)) => Err(format!(
-            "job {:?} is summed by an aggregator with a parent, where a job cannot {what}",
+            "job {:?} is summed by an aggregator with a parent, or has ranks at a sidecar, where a \
+             job cannot {what}",
             join.job
         )),
         None => Ok(()),

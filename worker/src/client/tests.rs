@@ -21,7 +21,7 @@ fn client() -> Client {
         multicast: false,
         op_timeout: Span::from_secs(60),
         turn: Mutex::default(),
-        voices: Vec::new(),
+        voices: Voices::default(),
         stop: Mailbox::new().sender(),
         threads: vec![spawn("drive", move || driver.drive_in_background()).unwrap()],
     }

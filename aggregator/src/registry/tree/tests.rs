@@ -1,4 +1,5 @@
 use racksum_proto::auth::{DataAuth, Key, Keys};
+use racksum_proto::control::Resume;
 use racksum_proto::ids::{Generation, JobId};
 use tokio::sync::mpsc::error::TryRecvError;
 use tokio::time::Instant;
@@ -297,7 +298,8 @@ fn what_cannot_be_in_a_tree_is_refused_with_what_to_do() {
         assert!(told.contains(why), "{told}");
     }
     let mut root = registry(Fanout::Unicast, 0);
-    for (wish, why) in wishes(relayed("job", 0, 2)) {
+    // What has several ranks and may move is a sidecar.
+    for (wish, why) in wishes(relayed("job", 0, 2)).into_iter().skip(1) {
         let told = join(&mut root, wish).unwrap_err();
         assert!(told.contains(why), "{told}");
     }
@@ -311,6 +313,36 @@ fn what_cannot_be_in_a_tree_is_refused_with_what_to_do() {
     let (_, _, _rack) = join(&mut root, relayed("other", 0, 2)).unwrap();
     let told = join(&mut root, Join { may_move: true, ..wish("other", 1, 2) }).unwrap_err();
     assert!(told.contains("name one aggregator"), "{told}");
+}
+
+#[test]
+fn sidecars_that_name_standbys_may_move_with_the_ranks_that_do() {
+    let moving = |wish: Join| Join { may_move: true, ..wish };
+    let resumed = |wish: Join| {
+        let resume = Some(Resume { first_op: OpId(7), absent: Vec::new() });
+        Join { resume, ..moving(wish) }
+    };
+    let wishes: [&dyn Fn(Join) -> Join; 2] = [&moving, &resumed];
+    for change in wishes {
+        let mut root = registry(Fanout::Unicast, 0);
+        let (one, _, mut first) = join(&mut root, change(relayed("job", 0, 5))).unwrap();
+        also(&mut root, &one, change(wish("job", 2, 5)));
+        let (_, _, mut direct) = join(&mut root, change(wish("job", 4, 5))).unwrap();
+        // An aggregator with a parent would stay behind.
+        let told = join(&mut root, relayed("job", 1, 5)).unwrap_err();
+        let why = if told.contains("begins anew") { "has run at another" } else { "name standbys" };
+        assert!(told.contains(why), "{told}");
+        let (two, _, mut second) = join(&mut root, change(relayed("job", 1, 5))).unwrap();
+        assert_eq!(also(&mut root, &two, change(wish("job", 3, 5))), Some(Joined::Ready));
+        let first_op = change(wish("job", 0, 5)).resume.map_or(OpId(0), |it| it.first_op);
+        let racks = [vec![0, 2], vec![1, 3], Vec::new()];
+        let inboxes = [&mut first, &mut second, &mut direct];
+        for (number, (inbox, rack)) in (0..).map(Rank).zip(inboxes.into_iter().zip(racks)) {
+            let Ok(FromAggregator::Welcome(welcome)) = inbox.try_recv() else { panic!() };
+            assert_eq!((welcome.rank, welcome.rack), (number, rack));
+            assert_eq!((welcome.first_op, welcome.may_move), (first_op, true));
+        }
+    }
 }
 
 #[test]
