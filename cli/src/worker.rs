@@ -4,13 +4,15 @@ use std::io;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::thread::available_parallelism;
+use std::time::Duration;
 
 use racksum_net::local::{Listener, listener_of_systemd, tell_systemd};
 use racksum_proto::auth::DataAuth;
-use racksum_worker::ConnectOptions;
-use racksum_worker::sidecar::Sidecar;
-use tokio::signal::unix::{SignalKind, signal};
+use racksum_worker::sidecar::{Limits, Sidecar};
+use racksum_worker::{ConnectOptions, aggregator_sets};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
+use crate::args;
 use crate::exit::{Failure, tell};
 use crate::stderr;
 
@@ -26,8 +28,18 @@ pub(crate) struct Args {
     /// Threads that sum [default: one for each core].
     #[arg(long, value_name = "N")]
     threads: Option<NonZeroUsize>,
-    /// The aggregator where jobs meet that have ranks on other hosts.
-    #[arg(long, value_name = "HOST:PORT", env = "RACKSUM_AGGREGATOR")]
+    /// Most jobs at a time.
+    #[arg(long, value_name = "N", default_value = "64")]
+    max_jobs: NonZeroUsize,
+    /// Most ranks at a time, of all jobs.
+    #[arg(long, value_name = "N", default_value = "256")]
+    max_ranks: NonZeroUsize,
+    /// Most memory that ranks may share with it, with K, M or G [default: half of the host's].
+    #[arg(long, value_name = "SIZE", value_parser = args::size)]
+    memory: Option<u64>,
+    /// The aggregator where jobs meet that have ranks on other hosts, HOST:PORT; A,B goes on at B
+    /// when A is gone.
+    #[arg(long, value_name = "HOSTS", env = "RACKSUM_AGGREGATOR")]
     aggregator: Option<String>,
     /// The identity file to connect with, of an aggregator's role, since it speaks for several
     /// ranks: `racksum identity issue --role aggregator` writes it.
@@ -49,16 +61,45 @@ pub(crate) struct Args {
 
 impl Args {
     /// How jobs are joined that have ranks on other hosts.
-    fn upstream(&self) -> Option<ConnectOptions> {
-        Some(ConnectOptions {
+    fn upstream(&self) -> Result<Option<ConnectOptions>, Failure> {
+        let Some(aggregators) = &self.aggregator else { return Ok(None) };
+        let sets = aggregator_sets(aggregators).map_err(Failure::usage)?;
+        if let Some(several) = sets.iter().find(|set| set.len() > 1) {
+            return Err(Failure::usage(format!(
+                "a sidecar sums for several ranks, which one aggregator takes, and not {}; with a \
+                 comma between them the job goes on at the next when the first is gone",
+                several.join("+")
+            )));
+        }
+        let mut sets = sets.into_iter();
+        Ok(Some(ConnectOptions {
+            aggregators: sets.next().unwrap_or_default(),
+            standbys: sets.collect(),
             identity: self.identity.clone(),
             insecure: self.insecure,
             data_auth: self.data_auth,
             interface: self.interface.clone(),
             wait: self.wait,
-            ..ConnectOptions::new(self.aggregator.as_ref()?, "")
-        })
+            ..ConnectOptions::new("", "")
+        }))
     }
+
+    fn limits(&self) -> Limits {
+        let memory = self.memory.unwrap_or_else(|| memory_of_host() / 2);
+        Limits {
+            jobs: self.max_jobs.get(),
+            ranks: self.max_ranks.get(),
+            memory: usize::try_from(memory).unwrap_or(usize::MAX),
+        }
+    }
+}
+
+/// Bytes of memory that the host has.
+fn memory_of_host() -> u64 {
+    let told = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let total = told.lines().find_map(|line| line.strip_prefix("MemTotal:"));
+    let kib = total.and_then(|text| text.split_whitespace().next()?.parse::<u64>().ok());
+    kib.map_or(u64::MAX, |kib| kib << 10)
 }
 
 fn mode(text: &str) -> Result<u32, String> {
@@ -71,6 +112,7 @@ fn mode(text: &str) -> Result<u32, String> {
 /// Serves until a signal ends the process.
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let passed = listener_of_systemd().map_err(Failure::usage)?;
+    let upstream = args.upstream()?;
     let (listener, at) = match (passed, &args.socket) {
         (Some(passed), _) => (passed, "the socket of systemd".to_owned()),
         (None, Some(path)) => {
@@ -89,32 +131,54 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     };
     let cores = || available_parallelism().map_or(1, NonZeroUsize::get);
     let threads = args.threads.map_or_else(cores, NonZeroUsize::get);
-    let sidecar = Sidecar::start(listener, threads, args.upstream())
+    let sidecar = Sidecar::start(listener, threads, upstream, args.limits())
         .map_err(|error| Failure::unavailable(format!("cannot start threads: {error}")))?;
     let beyond = args.aggregator.as_ref().map(|at| format!(", aggregator {at}"));
     let ready = format!("racksum worker at {at}: {threads} threads{}", beyond.unwrap_or_default());
-    until_told(&ready)
+    serve(&sidecar, &ready)
         .map_err(|error| Failure::unavailable(format!("cannot wait for signals: {error}")))?;
-    notify("STOPPING=1");
     drop(sidecar);
     tell("racksum worker stops");
     Ok(())
 }
 
-/// Says that it is ready, and returns at SIGINT or SIGTERM.
-fn until_told(ready: &str) -> io::Result<()> {
+/// Says that the sidecar is ready, and returns once it was told to stop and no job is left, or at
+/// the next signal.
+fn serve(sidecar: &Sidecar, ready: &str) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let mut interrupt = signal(SignalKind::interrupt())?;
         let mut terminate = signal(SignalKind::terminate())?;
         tell(ready);
         notify("READY=1");
+        signalled(&mut interrupt, &mut terminate).await;
+        notify("STOPPING=1");
+        sidecar.drain();
+        let jobs = sidecar.jobs();
+        if jobs > 0 {
+            tell(&format!(
+                "racksum worker drains: {jobs} jobs are to end; another signal stops it"
+            ));
+        }
+        let over = async {
+            while sidecar.jobs() > 0 {
+                tokio::time::sleep(DRAIN_POLL).await;
+            }
+        };
         tokio::select! {
-            _ = interrupt.recv() => {}
-            _ = terminate.recv() => {}
+            () = over => {}
+            () = signalled(&mut interrupt, &mut terminate) => {}
         }
         Ok(())
     })
+}
+
+/// Waits for a signal to stop.
+async fn signalled(interrupt: &mut Signal, terminate: &mut Signal) {
+    tokio::select! {
+        _ = interrupt.recv() => {}
+        _ = terminate.recv() => {}
+    }
 }
 
 fn notify(state: &str) {
@@ -122,3 +186,6 @@ fn notify(state: &str) {
         stderr::warn(format_args!("systemd is not told {state}: {error}"));
     }
 }
+
+/// How often a draining sidecar looks whether its jobs are gone.
+const DRAIN_POLL: Duration = Duration::from_millis(20);

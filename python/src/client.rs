@@ -7,7 +7,8 @@ use std::time::Duration;
 use racksum_proto::control::MAX_OPS;
 use racksum_proto::descriptor::Descriptor;
 use racksum_worker::{
-    self as worker, Blocks, Error, Handle, Operand, Reduced, Region, Stats, sidecar,
+    self as worker, Blocks, Error, Handle, Operand, Reduced, Region, Stats,
+    sidecar::{self, Traffic},
 };
 
 /// A rank of a job.
@@ -24,9 +25,8 @@ pub(crate) enum Client {
 pub(crate) enum Running {
     InPlace(Handle<Region>),
     Blocks(Handle<Blocks>),
-    Beside(sidecar::Handle),
-    /// Blocks that a sidecar sums as the tensor that they are of.
-    Spread(sidecar::Handle, Descriptor),
+    InPlaceBeside(sidecar::Handle<Region>),
+    BlocksBeside(sidecar::Handle<Blocks>),
 }
 
 impl Client {
@@ -43,11 +43,10 @@ impl Client {
                 Running::Blocks(client.submit(blocks, descriptor)?)
             }
             (Self::Beside(client), Operand::Region(region)) => {
-                Running::Beside(client.submit(region, descriptor)?)
+                Running::InPlaceBeside(client.submit(region, descriptor)?)
             }
             (Self::Beside(client), Operand::Blocks(blocks)) => {
-                let tensor = Region::from(blocks.spread(&descriptor)?);
-                Running::Spread(client.submit(tensor, descriptor)?, descriptor)
+                Running::BlocksBeside(client.submit(blocks, descriptor)?)
             }
             (_, Operand::Tensor(_)) => unreachable!("tensors of Python stay where they are"),
         })
@@ -65,7 +64,10 @@ impl Client {
         match (self, running) {
             (Self::Direct(client), Running::InPlace(handle)) => client.ends_within(handle, limit),
             (Self::Direct(client), Running::Blocks(handle)) => client.ends_within(handle, limit),
-            (Self::Beside(client), Running::Beside(handle) | Running::Spread(handle, _)) => {
+            (Self::Beside(client), Running::InPlaceBeside(handle)) => {
+                client.ends_within(handle, limit)
+            }
+            (Self::Beside(client), Running::BlocksBeside(handle)) => {
                 client.ends_within(handle, limit)
             }
             _ => Err(Error::OtherClient),
@@ -83,13 +85,12 @@ impl Client {
                 let Reduced { tensor, absent } = client.wait(handle)?;
                 (absent.iter().map(|rank| rank.0).collect(), Some(tensor))
             }
-            (Self::Beside(client), Running::Beside(handle)) => {
+            (Self::Beside(client), Running::InPlaceBeside(handle)) => {
                 client.wait(handle)?;
                 (Vec::new(), None)
             }
-            (Self::Beside(client), Running::Spread(handle, descriptor)) => {
-                let mut region = client.wait(handle)?;
-                (Vec::new(), Some(Blocks::gather(region.as_mut(), &descriptor)))
+            (Self::Beside(client), Running::BlocksBeside(handle)) => {
+                (Vec::new(), Some(client.wait(handle)?))
             }
             _ => return Err(Error::OtherClient),
         })
@@ -97,8 +98,9 @@ impl Client {
 
     /// Hands back sums that are of no more use.
     pub(crate) fn recycle(&self, blocks: Blocks) {
-        if let Self::Direct(client) = self {
-            client.recycle(blocks);
+        match self {
+            Self::Direct(client) => client.recycle(blocks),
+            Self::Beside(client) => client.recycle(blocks),
         }
     }
 
@@ -117,11 +119,12 @@ impl Client {
         }
     }
 
-    /// What it has sent and received: by a sidecar nothing.
-    pub(crate) fn stats(&self) -> Stats {
+    /// What it has handed a sidecar, and what was sent and received: of a sidecar's rank by that,
+    /// for all ranks of the host.
+    pub(crate) fn stats(&self) -> (Traffic, Stats) {
         match self {
-            Self::Direct(client) => client.stats(),
-            Self::Beside(_) => Stats::default(),
+            Self::Direct(client) => (Traffic::default(), client.stats()),
+            Self::Beside(client) => client.stats(),
         }
     }
 

@@ -223,7 +223,8 @@ impl Session {
 
     /// Memory of so many bytes that the sidecar has too; none without a sidecar.
     fn lend(&self, py: Python<'_>, nbytes: usize) -> PyResult<Option<Lent>> {
-        let lent = self.client.get(py)?.lend(nbytes).transpose();
+        let client = self.client.get(py)?;
+        let lent = py.detach(|| client.lend(nbytes)).transpose();
         let memory = lent.map_err(|error| of_op(py, &Error::Memory(error.to_string())))?;
         Ok(memory.map(|memory| Lent { memory }))
     }
@@ -238,7 +239,7 @@ impl Session {
     /// What has been sent and received so far.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let client = self.client.get(py)?;
-        let stats = py.detach(|| client.stats());
+        let (traffic, stats) = py.detach(|| client.stats());
         let dict = PyDict::new(py);
         for (name, value) in [
             ("tx_bytes", stats.tx_bytes),
@@ -251,6 +252,9 @@ impl Session {
             ("rejects", stats.rejects),
             ("kernel_drops", stats.kernel_drops),
             ("send_failures", stats.send_failures),
+            ("sidecar_ops", traffic.ops),
+            ("sidecar_shared_bytes", traffic.shared_bytes),
+            ("sidecar_copied_bytes", traffic.copied_bytes),
         ] {
             dict.set_item(name, value)?;
         }

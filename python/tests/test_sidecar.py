@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import racksum
+import racksum.torch
 from conftest import Aggregator, Cluster, binary
 from racksum.torch.staging import Staging, allreduce
 
@@ -81,6 +83,70 @@ def test_an_average_and_a_list_of_blocks(sidecar):
         return where.tolist()
 
     assert sidecar.run(2, work) == [[1, 2, 3]] * 2
+
+
+def shared_bytes(pid="self"):
+    """Bytes of shared memory that a process has mapped."""
+    ranges = [
+        line.split()[0].split("-")
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+        if "memfd:racksum" in line
+    ]
+    return sum(int(end, 16) - int(start, 16) for start, end in ranges)
+
+
+def test_a_sparse_gradient_costs_its_rows_and_not_its_table(sidecar):
+    rows, width = 50_000, 256
+
+    def work(session):
+        torch.manual_seed(session.rank)
+        for _ in range(3):
+            indices = torch.randint(rows, (1, 40))
+            x = torch.sparse_coo_tensor(indices, torch.randn(40, width), (rows, width))
+            found = racksum.torch.allreduce_sparse(session, x).wait()
+            assert found.is_coalesced()
+            peak = max(shared_bytes(), shared_bytes(sidecar.process.pid))
+        return found, x.coalesce(), peak
+
+    of_ranks = sidecar.run(3, work)
+    expected = sum(x.to_dense().double() for _, x, _ in of_ranks)
+    for found, _, peak in of_ranks:
+        torch.testing.assert_close(found.to_dense().double(), expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(found.values(), of_ranks[0][0].values())
+        assert peak < rows * width * 4 / 50, "of the table itself it would be 51 MB each"
+
+
+def test_a_tensor_and_a_list_are_the_same_op(sidecar):
+    def work(session):
+        if session.rank:
+            where, sums = session.allreduce_blocks(
+                np.array([1], np.int64), np.full(32, 5, np.float32), 96, block=32
+            )
+            return where.tolist(), sums[::32].tolist()
+        x = np.zeros(96, np.float32)
+        x[64:] = 2
+        return session.allreduce(x, block=32, tag=0)[::32].tolist()
+
+    assert sidecar.run(2, work) == [[0, 5, 2], ([1, 2], [5, 2])]
+
+
+def test_what_is_handed_and_what_leaves_the_host_is_counted(sidecar, hosts, cluster):
+    def work(session):
+        before = session.stats()
+        assert before["sidecar_ops"] == before["sidecar_shared_bytes"] == 0
+        session.allreduce(session.empty(1000).zero_().add_(1))
+        session.allreduce(torch.ones(500))
+        after = session.stats()
+        assert after["sidecar_ops"] == 2
+        assert (after["sidecar_shared_bytes"], after["sidecar_copied_bytes"]) == (4000, 4000)
+        return after["tx_bytes"], after["rx_bytes"]
+
+    assert sidecar.run(2, work) == [(0, 0)] * 2
+    for sent, received in on_hosts(hosts, cluster, work, ((0, 0), (0, 1), (1, 2), (1, 3))):
+        assert 6000 < sent < 7000
+        assert 6000 < received < 7000
+    with cluster.connect() as session:
+        assert session.stats()["sidecar_ops"] == 0
 
 
 def test_memory_that_is_shared_goes_with_its_tensors(sidecar):
@@ -180,6 +246,28 @@ def test_hosts_with_sidecars_and_ranks_without_are_one_job(hosts, cluster):
     assert on_hosts(hosts, cluster, work) == [[0, 1000, 0, 300_000]] * 5
 
 
+def test_lists_of_hosts_and_of_a_rank_without_a_sidecar_are_one_op(hosts, cluster):
+    def work(session):
+        indices = np.array([3 * session.rank % 7, 9], np.int64)
+        where, sums = session.allreduce_blocks(indices, np.ones(64, np.float32), 320, block=32)
+        either = np.zeros(320, np.float32)
+        either[288:] = 1
+        if session.rank % 2:
+            session.allreduce(either, block=32, tag=0)
+        else:
+            nine, both = session.allreduce_blocks(
+                np.array([9], np.int64), either[288:].copy(), 320, block=32
+            )
+            assert nine.tolist() == [9]
+            either[288:] = both
+        assert either[288:].tolist() == [5] * 32
+        assert not either[:288].any()
+        return where.tolist(), sums[::32].tolist()
+
+    listed = ([0, 2, 3, 5, 6, 9], [1, 1, 1, 1, 1, 5])
+    assert on_hosts(hosts, cluster, work) == [listed] * 5
+
+
 def test_a_rank_that_is_lost_on_one_host_is_named_on_the_other(hosts, cluster):
     def work(session):
         session.allreduce(np.ones(1, np.float32))
@@ -220,6 +308,37 @@ def test_what_a_sidecar_does_not_do_is_refused(sidecar):
         sidecar.connect(on_rank_loss="continue")
     with pytest.raises(racksum.Refused, match="start it with --aggregator"):
         sidecar.connect(world=2, local_world=1)
+
+
+def test_memory_that_there_is_no_room_for_is_refused_and_the_session_goes_on(tmp_path):
+    sidecar = Sidecar(tmp_path / "socket", "--memory", "1M")
+    with sidecar.connect() as session:
+        with pytest.raises(racksum.Error, match="2097152 bytes are more than the 1048576"):
+            session.empty(1 << 19)
+        assert session.allreduce(session.empty(1000).fill_(3)).eq(3).all()
+    sidecar.stop()
+
+
+def test_systemd_may_open_the_socket(tmp_path):
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as opened:
+        opened.bind(str(path))
+        opened.listen()
+        # Descriptor 3 is the one that systemd would pass.
+        command = f'exec 3<&{opened.fileno()}; LISTEN_PID=$$ LISTEN_FDS=1 exec "{binary()}" worker'
+        process = subprocess.Popen(
+            ["bash", "-c", command],
+            pass_fds=[opened.fileno()],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    # Who calls before it runs is answered once it does.
+    with racksum.connect(f"unix:{path}", job="job", rank=0, world=1) as session:
+        assert session.allreduce(np.ones(1, np.float32)).item() == 1
+    process.terminate()
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert said.startswith("racksum worker at the socket of systemd: ")
 
 
 def test_a_socket_where_somebody_serves_is_not_taken(sidecar):

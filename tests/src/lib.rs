@@ -45,6 +45,8 @@ mod rejoin;
 #[cfg(test)]
 mod sealed;
 #[cfg(test)]
+mod sidecars;
+#[cfg(test)]
 mod strangers;
 #[cfg(test)]
 mod survivors;

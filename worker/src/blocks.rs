@@ -15,7 +15,6 @@ use racksum_proto::geometry::{Geometry, Packed};
 use racksum_proto::worker::Delivery;
 
 use crate::error::Error;
-use crate::payload::bytes_of;
 
 /// Blocks of a tensor: their places, and their values one after the other.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -49,29 +48,9 @@ struct Arrived {
 }
 
 impl BlockSet {
-    /// Checks a block list against its descriptor; sorts it, and combines duplicates in the
-    /// order in which they are listed.
+    /// Checks and sorts a block list.
     pub(crate) fn new(descriptor: &Descriptor, blocks: Blocks) -> Result<Self, Error> {
-        let block = descriptor.block_elements();
-        let count = descriptor.elements.div_ceil(block as u64);
-        if let Some(beyond) = blocks.indices.iter().find(|index| u64::from(**index) >= count) {
-            return Err(Error::Blocks(format!(
-                "block {beyond} is beyond the tensor's {count} blocks of {block} elements"
-            )));
-        }
-        let need: usize = blocks.indices.iter().map(|index| len_of(descriptor, *index)).sum();
-        if need != blocks.values.len() {
-            let have = blocks.values.len();
-            let blocks = blocks.indices.len();
-            return Err(Error::Blocks(format!(
-                "{blocks} blocks of {block} elements have {need} bytes of values, not {have}"
-            )));
-        }
-        let input = if blocks.indices.is_sorted_by(|a, b| a < b) {
-            blocks
-        } else {
-            combine(descriptor, &blocks)?
-        };
+        let input = blocks.sorted(descriptor)?;
         let windows = Geometry::new(descriptor).windows() as usize;
         let places = vec![None; windows].into();
         Ok(Self { input, arrived: Vec::new(), places, values: Vec::new(), used: 0 })
@@ -86,15 +65,10 @@ impl BlockSet {
 
     /// The non-zero blocks of each window: one may be listed and be zero all the same.
     pub(crate) fn masks(&mut self, descriptor: &Descriptor, geometry: &Geometry) -> Vec<u64> {
-        let (dtype, elements) = (descriptor.dtype, descriptor.block_elements());
         let mut masks = vec![0; geometry.windows() as usize];
-        let Blocks { indices, values } = &mut self.input;
-        for (index, block) in indices.iter().zip(values.chunks_mut(elements * dtype.size())) {
-            // wire: W-48
-            if codec::scan_window(dtype, elements, block) != 0 {
-                let (window, block) = place(geometry, *index);
-                masks[window as usize] |= 1 << block;
-            }
+        for (index, _) in self.input.nonzero(descriptor) {
+            let (window, block) = place(geometry, index);
+            masks[window as usize] |= 1 << block;
         }
         masks
     }
@@ -176,33 +150,84 @@ impl BlockSet {
 }
 
 impl Blocks {
-    /// The whole tensor, in which what is not listed is zero.
-    ///
-    /// # Errors
-    /// [`Error::Blocks`], of a list that cannot be.
-    pub fn spread(self, descriptor: &Descriptor) -> Result<Vec<u8>, Error> {
-        let Self { indices, values } = BlockSet::new(descriptor, self)?.input;
-        let full = descriptor.block_elements() * descriptor.dtype.size();
-        let mut tensor = vec![0; bytes_of(descriptor, 0..descriptor.elements).len()];
-        for (index, block) in indices.iter().zip(values.chunks(full)) {
-            let start = *index as usize * full;
-            tensor[start..start + block.len()].copy_from_slice(block);
+    /// Checks a list against its descriptor; sorts it, and combines duplicates in the order in
+    /// which they are listed.
+    pub(crate) fn sorted(self, descriptor: &Descriptor) -> Result<Self, Error> {
+        let block = descriptor.block_elements();
+        let count = count_of(descriptor);
+        if let Some(beyond) = self.indices.iter().find(|index| u64::from(**index) >= count) {
+            return Err(Error::Blocks(format!(
+                "block {beyond} is beyond the tensor's {count} blocks of {block} elements"
+            )));
         }
-        Ok(tensor)
+        let need: usize = self.indices.iter().map(|index| len_of(descriptor, *index)).sum();
+        if need != self.values.len() {
+            let (have, blocks) = (self.values.len(), self.indices.len());
+            return Err(Error::Blocks(format!(
+                "{blocks} blocks of {block} elements have {need} bytes of values, not {have}"
+            )));
+        }
+        let is_sorted = self.indices.is_sorted_by(|a, b| a < b);
+        if is_sorted { Ok(self) } else { combine(descriptor, &self) }
     }
 
-    /// The blocks of a tensor that are not zero.
-    #[must_use]
-    pub fn gather(tensor: &mut [u8], descriptor: &Descriptor) -> Self {
+    /// The blocks of a sorted list that are not zero, with their values.
+    pub(crate) fn nonzero<'a>(
+        &'a mut self,
+        descriptor: &Descriptor,
+    ) -> impl Iterator<Item = (u32, &'a [u8])> {
         let (dtype, elements) = (descriptor.dtype, descriptor.block_elements());
-        let mut blocks = Self::default();
-        for (index, block) in (0..).zip(tensor.chunks_mut(elements * dtype.size())) {
-            if codec::scan_window(dtype, elements, block) != 0 {
-                blocks.indices.push(index);
-                blocks.values.extend_from_slice(block);
-            }
-        }
-        blocks
+        let blocks = self.values.chunks_mut(elements * dtype.size());
+        // wire: W-48
+        self.indices.iter().zip(blocks).filter_map(move |(index, block)| {
+            (codec::scan_window(dtype, elements, block) != 0).then_some((*index, &*block))
+        })
+    }
+}
+
+/// A block that is listed somewhere: in which of several lists, and where in its values it begins.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Listed {
+    pub(crate) index: u32,
+    pub(crate) list: u32,
+    pub(crate) at: usize,
+}
+
+/// The blocks that lists have between them.
+#[derive(Debug)]
+pub(crate) struct Union {
+    /// Sorted by index, and those of one index by list.
+    listed: Vec<Listed>,
+    /// Where each index begins in them, and their end.
+    begins: Vec<usize>,
+}
+
+impl Union {
+    /// Of blocks that come list by list.
+    pub(crate) fn new(mut listed: Vec<Listed>) -> Self {
+        // Stable, so that duplicates keep the order in which they are listed; and what is sorted
+        // already in parts costs little.
+        listed.sort_by_key(|block| block.index);
+        let begins = (0..listed.len())
+            .filter(|at| *at == 0 || listed[at - 1].index != listed[*at].index)
+            .chain([listed.len()])
+            .collect();
+        Self { listed, begins }
+    }
+
+    /// How many different blocks there are.
+    pub(crate) const fn len(&self) -> usize {
+        self.begins.len() - 1
+    }
+
+    /// All that is listed as the block of this place in the union, of which there is some.
+    pub(crate) fn of(&self, nth: usize) -> &[Listed] {
+        &self.listed[self.begins[nth]..self.begins[nth + 1]]
+    }
+
+    /// The blocks, sorted.
+    pub(crate) fn indices(&self) -> impl Iterator<Item = u32> {
+        (0..self.len()).map(|nth| self.of(nth)[0].index)
     }
 }
 
@@ -212,8 +237,13 @@ fn place(geometry: &Geometry, index: u32) -> (u32, u32) {
     (index / per_window, index % per_window)
 }
 
+/// How many blocks a tensor has.
+pub(crate) const fn count_of(descriptor: &Descriptor) -> u64 {
+    descriptor.elements.div_ceil(descriptor.block_elements() as u64)
+}
+
 /// Bytes of a block's values.
-fn len_of(descriptor: &Descriptor, index: u32) -> usize {
+pub(crate) fn len_of(descriptor: &Descriptor, index: u32) -> usize {
     let block = descriptor.block_elements() as u64;
     let left = descriptor.elements - (u64::from(index) * block).min(descriptor.elements);
     usize::try_from(left.min(block)).unwrap_or(usize::MAX) * descriptor.dtype.size()
@@ -240,21 +270,18 @@ fn each_block(
 
 /// Sorts a block list and combines blocks that are listed more than once.
 fn combine(descriptor: &Descriptor, blocks: &Blocks) -> Result<Blocks, Error> {
-    let mut starts = Vec::with_capacity(blocks.indices.len());
-    let mut start = 0;
-    for index in &blocks.indices {
-        starts.push((*index, start));
-        start += len_of(descriptor, *index);
-    }
-    // Stable, so that duplicates keep the order in which they are listed.
-    starts.sort_by_key(|(index, _)| *index);
-    let mut combined = Blocks::default();
-    for same in starts.chunk_by(|one, other| one.0 == other.0) {
-        let index = same[0].0;
-        let len = len_of(descriptor, index);
+    let mut at = 0;
+    let listed = blocks.indices.iter().map(|index| {
+        let block = Listed { index: *index, list: 0, at };
+        at += len_of(descriptor, *index);
+        block
+    });
+    let union = Union::new(listed.collect());
+    let mut combined = Blocks { indices: union.indices().collect(), values: Vec::new() };
+    for (nth, index) in combined.indices.iter().enumerate() {
+        let len = len_of(descriptor, *index);
         let parts: Vec<&[u8]> =
-            same.iter().map(|(_, start)| &blocks.values[*start..*start + len]).collect();
-        combined.indices.push(index);
+            union.of(nth).iter().map(|block| &blocks.values[block.at..block.at + len]).collect();
         let at = combined.values.len();
         combined.values.extend_from_slice(parts[0]);
         if parts.len() > 1 {

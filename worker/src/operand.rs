@@ -59,6 +59,24 @@ impl Operand {
         }
     }
 
+    /// The bytes of a tensor; of a list there are none.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Tensor(tensor) => tensor,
+            Self::Region(region) => region.bytes(0..region.len()),
+            Self::Blocks(_) => &[],
+        }
+    }
+
+    /// The same, to be written.
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        match self {
+            Self::Tensor(tensor) => tensor,
+            Self::Region(region) => region.bytes_mut(0..region.len()),
+            Self::Blocks(_) => &mut [],
+        }
+    }
+
     /// Takes it back, reduced, if the op still has it; of blocks those of the union, sorted.
     pub(crate) fn of(payload: Payload) -> Option<Self> {
         let Payload { data, geometry, descriptor, .. } = payload;

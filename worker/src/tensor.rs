@@ -118,19 +118,6 @@ impl Region {
     }
 }
 
-impl AsMut<[u8]> for Region {
-    fn as_mut(&mut self) -> &mut [u8] {
-        self.bytes_mut(0..self.len)
-    }
-}
-
-impl From<Vec<u8>> for Region {
-    fn from(mut bytes: Vec<u8>) -> Self {
-        let (start, len) = (NonNull::from(&mut *bytes).cast(), bytes.len());
-        Self { start, len, _owner: Box::new(bytes) }
-    }
-}
-
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;

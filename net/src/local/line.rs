@@ -9,9 +9,10 @@ use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::io::{Errno, retry_on_intr};
-use rustix::net::sockopt::socket_peercred;
+use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType,
@@ -88,13 +89,26 @@ impl Line {
         self.send_with(message, descriptor, SendFlags::NOSIGNAL).inspect_err(|_| self.hang_up())
     }
 
-    /// Sends a message at once: when the other side has too many to read, the line fails.
+    /// The same at once: when the other side has too many to read, the line fails.
     ///
     /// # Errors
     /// [`LineError`].
-    pub fn send_now<T: Serialize>(&self, message: &T) -> Result<(), LineError> {
-        self.send_with(message, None, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)
+    pub fn send_now<T: Serialize>(
+        &self,
+        message: &T,
+        descriptor: Option<BorrowedFd<'_>>,
+    ) -> Result<(), LineError> {
+        self.send_with(message, descriptor, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)
             .inspect_err(|_| self.hang_up())
+    }
+
+    /// How long to wait for a message from now on; `None` is for ever. One that does not come in
+    /// time is an error, of kind `WouldBlock`.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn set_patience(&self, patience: Option<Duration>) -> io::Result<()> {
+        Ok(set_socket_timeout(&self.socket, Timeout::Recv, patience)?)
     }
 
     fn send_with<T: Serialize>(

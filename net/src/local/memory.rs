@@ -4,11 +4,14 @@
 
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::Relaxed;
 
 use rustix::fs::{
-    MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create,
+    MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, fstatfs, ftruncate,
+    memfd_create,
 };
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
@@ -17,7 +20,6 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 pub struct SharedMemory {
     start: NonNull<u8>,
     len: usize,
-    descriptor: OwnedFd,
 }
 
 // SAFETY: it is memory like any other; what it is used for is its users' to agree on.
@@ -26,36 +28,43 @@ unsafe impl Send for SharedMemory {}
 unsafe impl Sync for SharedMemory {}
 
 impl SharedMemory {
-    /// New memory, of zeros.
+    /// New memory, of zeros, and the descriptor by which others have it too. It stays when that is
+    /// closed.
     ///
     /// # Errors
     /// The kernel's, when there is not so much.
-    pub fn new(len: usize) -> io::Result<Self> {
+    pub fn new(len: usize) -> io::Result<(Self, OwnedFd)> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let descriptor = memfd_create("racksum", flags)?;
         ftruncate(&descriptor, len as u64)?;
         fcntl_add_seals(&descriptor, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-        Self::map(descriptor, len)
+        Ok((Self::map(&descriptor, len)?, descriptor))
     }
 
-    /// The memory that a descriptor from another process is of.
+    /// The memory that a descriptor from another process is of, if it has no more bytes than this.
     ///
     /// # Errors
-    /// The kernel's; `InvalidInput` when it could be made smaller, which would end this process as
-    /// it reads what is no more.
-    pub fn of(descriptor: OwnedFd) -> io::Result<Self> {
-        let sealed = fcntl_get_seals(&descriptor).unwrap_or(SealFlags::empty());
-        if !sealed.contains(SealFlags::SHRINK) {
+    /// The kernel's; `OutOfMemory` when it has more; `InvalidInput` when some of it could go, which
+    /// would end this process as it reads what is no more.
+    pub fn of(descriptor: &OwnedFd, most: usize) -> io::Result<Self> {
+        let sealed = fcntl_get_seals(descriptor).unwrap_or(SealFlags::empty());
+        // Of huge pages there may be none when one is written to.
+        let is_plain = fstatfs(descriptor)?.f_type == TMPFS;
+        if !sealed.contains(SealFlags::SHRINK) || !is_plain {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
-                "memory that is shared is a memfd, sealed against shrinking",
+                "memory that is shared is a memfd of plain pages, sealed against shrinking",
             ));
         }
-        let len = usize::try_from(fstat(&descriptor)?.st_size).unwrap_or(0);
+        let len = usize::try_from(fstat(descriptor)?.st_size).unwrap_or(usize::MAX);
+        if len > most {
+            let why = format!("{len} bytes are more than the {most} that there is room for");
+            return Err(io::Error::new(io::ErrorKind::OutOfMemory, why));
+        }
         Self::map(descriptor, len)
     }
 
-    fn map(descriptor: OwnedFd, len: usize) -> io::Result<Self> {
+    fn map(descriptor: &OwnedFd, len: usize) -> io::Result<Self> {
         if len == 0 {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "memory has some bytes"));
         }
@@ -63,9 +72,9 @@ impl SharedMemory {
         // SAFETY: the kernel picks the place, where nothing is; the file is sealed, so that all of
         // it stays there.
         let start =
-            unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, &descriptor, 0) }?;
+            unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, descriptor, 0) }?;
         let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Self { start, len, descriptor })
+        Ok(Self { start, len })
     }
 
     /// How many bytes there are.
@@ -79,6 +88,16 @@ impl SharedMemory {
     #[must_use]
     pub const fn start(&self) -> NonNull<u8> {
         self.start
+    }
+
+    /// Four of the bytes as a number, from a multiple of four on. Others may write to them: what is
+    /// read is one of what they were, and may be another the next time.
+    #[must_use]
+    pub fn word(&self, at: usize) -> u32 {
+        assert!(at.is_multiple_of(4) && at < self.len && self.len - at >= 4, "beyond the memory");
+        // SAFETY: within the mapping, which is there as long as `self` and begins with a page;
+        // atomics may be written to by anybody.
+        unsafe { AtomicU32::from_ptr(self.start.as_ptr().add(at).cast()) }.load(Relaxed)
     }
 
     /// Some of the bytes, to be read.
@@ -106,12 +125,6 @@ impl SharedMemory {
     }
 }
 
-impl AsFd for SharedMemory {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.descriptor.as_fd()
-    }
-}
-
 impl Drop for SharedMemory {
     fn drop(&mut self) {
         // SAFETY: this is the mapping made in `map`, and nobody has any of it without `self`.
@@ -119,3 +132,6 @@ impl Drop for SharedMemory {
         debug_assert!(unmapped.is_ok(), "a mapping can be undone");
     }
 }
+
+/// The file system that memfds of plain pages are of: `TMPFS_MAGIC`.
+const TMPFS: rustix::fs::FsWord = 0x0102_1994;

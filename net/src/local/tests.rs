@@ -3,9 +3,12 @@
 #![expect(unsafe_code, reason = "shared memory is read and written")]
 
 use std::fs::File;
-use std::io::ErrorKind;
+use std::io::ErrorKind::{self, InvalidInput};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
+use std::time::Duration;
+
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
 use super::*;
 
@@ -19,19 +22,25 @@ fn messages_arrive_whole_and_with_their_descriptors() {
     let listener = Listener::bind(&path, 0o600).unwrap();
     let caller = Line::connect(&path).unwrap();
     let answerer = listener.accept().unwrap();
-    let memory = SharedMemory::new(5000).unwrap();
+    let (memory, own) = SharedMemory::new(5000).unwrap();
     caller.send(&"first", None).unwrap();
-    caller.send(&"second", Some(memory.as_fd())).unwrap();
+    caller.send(&"second", Some(own.as_fd())).unwrap();
     let (text, none) = answerer.recv::<String>().unwrap().unwrap();
     assert_eq!((text.as_str(), none.is_none()), ("first", true));
     let (text, descriptor) = answerer.recv::<String>().unwrap().unwrap();
     assert_eq!(text, "second");
-    let same = SharedMemory::of(descriptor.unwrap()).unwrap();
+    let descriptor = descriptor.unwrap();
+    let too_large = SharedMemory::of(&descriptor, 4999).unwrap_err();
+    assert_eq!(too_large.kind(), ErrorKind::OutOfMemory);
+    let same = SharedMemory::of(&descriptor, 5000).unwrap();
+    // Each side has it without its descriptor.
+    drop((descriptor, own));
     assert_eq!(same.len(), 5000);
     // SAFETY: nobody else looks.
     unsafe { memory.bytes_mut(10..12).copy_from_slice(b"hi") };
     // SAFETY: nobody writes any more.
     assert_eq!(unsafe { same.bytes(9..13) }, b"\0hi\0");
+    assert_eq!(same.word(8).to_ne_bytes(), *b"\0\0hi");
     // SAFETY: it takes nothing and cannot fail.
     assert_eq!(answerer.peer().unwrap().uid, unsafe { libc::getuid() });
     caller.hang_up();
@@ -55,12 +64,46 @@ fn nobody_listens_where_somebody_does_but_where_somebody_was_killed() {
 }
 
 #[test]
-fn memory_that_could_shrink_is_refused() {
+fn memory_of_which_some_could_go_is_refused() {
+    let refused = |descriptor: OwnedFd| {
+        assert_eq!(SharedMemory::of(&descriptor, 1 << 20).unwrap_err().kind(), InvalidInput);
+    };
     let file = path("file");
-    let plain = OwnedFd::from(File::create(&file).unwrap());
+    refused(File::create(&file).unwrap().into());
     std::fs::remove_file(&file).unwrap();
-    assert_eq!(SharedMemory::of(plain).unwrap_err().kind(), ErrorKind::InvalidInput);
-    assert_eq!(SharedMemory::new(0).unwrap_err().kind(), ErrorKind::InvalidInput);
-    let memory = SharedMemory::new(1).unwrap();
-    assert!(rustix::fs::ftruncate(memory.as_fd(), 0).is_err());
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    refused(memfd_create("open", flags).unwrap());
+    // Where the kernel has huge pages at all.
+    if let Ok(huge) = memfd_create("huge", flags | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB) {
+        fcntl_add_seals(&huge, SealFlags::SHRINK).unwrap();
+        refused(huge);
+    }
+    assert_eq!(SharedMemory::new(0).unwrap_err().kind(), InvalidInput);
+    let (_memory, descriptor) = SharedMemory::new(1).unwrap();
+    assert!(rustix::fs::ftruncate(&descriptor, 0).is_err());
+}
+
+#[test]
+fn what_is_sealed_is_read_by_others_and_written_by_nobody() {
+    let sealed = Sealed::new().unwrap();
+    sealed.write_at(b"later", 5).unwrap();
+    sealed.write_at(b"first", 0).unwrap();
+    sealed.seal().unwrap();
+    let other = Sealed::of(sealed.as_fd().try_clone_to_owned().unwrap());
+    let mut bytes = [0; 10];
+    other.read_at(&mut bytes, 0).unwrap();
+    assert_eq!((&bytes, other.len().unwrap()), (b"firstlater", 10));
+    assert_eq!(other.read_at(&mut bytes, 1).unwrap_err().kind(), ErrorKind::UnexpectedEof);
+    assert!(other.write_at(b"x", 0).is_err() && sealed.write_at(b"x", 10).is_err());
+}
+
+#[test]
+fn who_says_nothing_is_not_waited_for_for_ever() {
+    let path = path("mute");
+    let listener = Listener::bind(&path, 0o600).unwrap();
+    let _mute = Line::connect(&path).unwrap();
+    let answerer = listener.accept().unwrap();
+    answerer.set_patience(Some(Duration::from_millis(10))).unwrap();
+    let error = answerer.recv::<String>().unwrap_err();
+    assert!(matches!(error, LineError::Io(error) if error.kind() == ErrorKind::WouldBlock));
 }

@@ -263,7 +263,13 @@ class Session:
         return cast("T", self.empty(tuple(x.shape), x.dtype))  # type: ignore[attr-defined]
 
     def stats(self) -> dict[str, int]:
-        """Bytes, datagrams and repairs of this rank so far, in UDP payload."""
+        """Bytes, datagrams and repairs so far, in UDP payload.
+
+        Without a sidecar they are this rank's. Beside one they are those of the stream that leaves
+        the host for all its ranks, zeros if the job has no others, and this rank has
+        ``sidecar_ops`` that it started, ``sidecar_shared_bytes`` of tensors that were reduced where
+        they lie, and ``sidecar_copied_bytes`` that were copied to shared memory and from it.
+        """
         return self._session.stats()
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::time::{Span, Time};
 use racksum_proto::worker::{Config, Outcome, Worker};
+use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
 use crate::fault::{Dice, Faults};
@@ -29,7 +30,7 @@ use receive::{Haul, Inbox};
 use send::Staging;
 
 /// What a worker has sent and received, in UDP payload.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Stats {
     /// Bytes sent.
     pub tx_bytes: u64,

@@ -1,28 +1,35 @@
 //! A rank's end of a sidecar.
 
-use std::collections::HashMap;
+mod shared;
+
 use std::io;
+use std::marker::PhantomData;
 use std::path::Path;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use racksum_net::local::Line;
-use racksum_proto::control::{Loss, MAX_OPS};
+use racksum_proto::control::MAX_OPS;
 use racksum_proto::descriptor::Descriptor;
-use racksum_proto::error::{OpError, SubmitError};
-use racksum_proto::ids::{OpId, Rank};
-use racksum_proto::time::Span;
+use racksum_proto::error::SubmitError;
 
-use super::lent::{AllLent, Lent};
-use super::message::{Called, FromRank, FromSidecar, Join, Outcome, VERSION};
+use self::shared::{Flight, Over, Shared, State};
+use super::lent::Lent;
+use super::message::{Called, FromRank, Join, ListAt, VERSION};
+use super::sums::Sums;
+use crate::blocks::Blocks;
+use crate::engine::Stats;
 use crate::error::{ConnectError, Error};
-use crate::operand::check_len;
+use crate::operand::{Operand, check_len};
 use crate::options::ConnectOptions;
-use crate::tensor::Region;
 
-/// How long a sidecar may take to let a rank go.
-const PARTING: Duration = Duration::from_secs(1);
+/// How long a sidecar may take to let a rank go: as long as one that stays until no rank of another
+/// host can lack its sums, and its goodbye.
+const PARTING: Duration = Duration::from_secs(8);
+
+/// How long a sidecar may take to answer.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A rank of a job whose ranks have a sidecar. Ops end in any order; each rank must start the same
 /// ops in the same order.
@@ -35,56 +42,35 @@ pub struct Client {
     ear: Option<JoinHandle<()>>,
 }
 
-/// What the client's threads share.
-#[derive(Debug, Default)]
-struct Shared {
-    state: Mutex<State>,
-    changed: Condvar,
-    lent: Arc<AllLent>,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    /// What the sidecar has said about the job, until it begins.
-    waiting: Vec<u16>,
-    refused: Option<ConnectError>,
-    began: bool,
-    next_op: u32,
-    flights: HashMap<u32, Flight>,
-    /// How many of these have not ended.
-    in_flight: u16,
-    /// Why there are no more ops.
-    over: Option<Over>,
-    /// The sidecar has hung up.
-    gone: bool,
-    /// Memory that tensors were copied to, for those of later ops.
-    spare: Vec<Arc<Lent>>,
-}
-
-/// Why there are no more ops: what ended those in flight, and what is said of later ones.
-#[derive(Debug, Clone)]
-struct Over {
-    ended: OpError,
-    refused: Error,
-}
-
-/// An op that was not waited for yet.
-#[derive(Debug)]
-struct Flight {
-    region: Region,
-    /// Where its tensor was copied to, if it does not lie in shared memory.
-    copy: Option<Arc<Lent>>,
-    outcome: Option<Result<(), OpError>>,
-    /// Nobody will wait for it.
-    abandoned: bool,
+/// What a rank has handed its sidecar so far, and got from it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Traffic {
+    /// Ops that it has started.
+    pub ops: u64,
+    /// Bytes of tensors that were reduced where they lie.
+    pub shared_bytes: u64,
+    /// Bytes that were copied to shared memory, and from it.
+    pub copied_bytes: u64,
 }
 
 /// An op in flight. If it is dropped, the op goes on, since the other ranks need it.
 #[derive(Debug)]
 #[must_use = "an op's result is had by waiting for it"]
-pub struct Handle {
+pub struct Handle<T> {
     op: u32,
     client: Weak<Shared>,
+    result: PhantomData<fn() -> T>,
+}
+
+/// What an op has of a rank: where in memory that was lent.
+struct Handed {
+    /// What it was copied to, if it does not lie in shared memory.
+    copy: Option<Arc<Lent>>,
+    memory: u32,
+    at: u64,
+    list: Option<ListAt>,
+    /// How many bytes of it are of use.
+    len: usize,
 }
 
 impl Client {
@@ -148,38 +134,50 @@ impl Client {
     /// Memory that the sidecar has too.
     ///
     /// # Errors
-    /// The kernel's, when there is not so much.
+    /// The kernel's, when there is not so much; the sidecar's reason, when it does not take it.
     pub fn lend(&self, len: usize) -> io::Result<Arc<Lent>> {
-        self.shared.lent.lend(len, &self.line)
+        let lent = self.shared.lent.lend(len, &self.line)?;
+        let waits = |state: &mut State| !state.answered.contains_key(&lent.id()) && !state.gone;
+        let mut state = self.shared.wait(PATIENCE, waits);
+        let answer = match state.answered.remove(&lent.id()) {
+            Some(Some(refused)) => Err(io::Error::other(refused)),
+            None if !state.gone => {
+                let why = format!("it has not answered for {} s", PATIENCE.as_secs());
+                Err(io::Error::new(io::ErrorKind::TimedOut, why))
+            }
+            // One that is gone will not miss it.
+            Some(None) | None => Ok(()),
+        };
+        // It is taken back without the lock.
+        drop(state);
+        answer.map(|()| lent)
     }
 
-    /// Starts reducing a tensor in place with the same tensors of all other ranks. What does not
-    /// lie in memory that was [lent](Self::lend) is copied.
+    /// Starts reducing a tensor in place with the same tensors of all other ranks, or some blocks
+    /// of one as if all others, and those of them that are zero, were zero in it. What does not lie
+    /// in memory that was [lent](Self::lend) is copied.
     ///
     /// # Errors
     /// Why the op was not taken: [`SubmitError::TooManyOps`] until
     /// [`has_room_within`](Self::has_room_within) says otherwise.
-    pub fn submit(&self, region: Region, descriptor: Descriptor) -> Result<Handle, Error> {
+    pub fn submit<T: Into<Operand>>(
+        &self,
+        operand: T,
+        descriptor: Descriptor,
+    ) -> Result<Handle<T>, Error> {
         descriptor.validate().map_err(SubmitError::from)?;
         if descriptor.lane >= self.lanes {
             let (lane, lanes) = (descriptor.lane, self.lanes);
             return Err(SubmitError::NoSuchLane { lane, lanes }.into());
         }
-        check_len(region.len(), &descriptor)?;
         self.check_room()?;
-        let (copy, id, at) = self.place(&region)?;
-        let mut state = self.shared.lock();
-        if let Some(over) = &state.over {
-            return Err(over.refused.clone());
-        }
-        let Called { descriptor, .. } = Called::new(0, &descriptor);
-        // The ear hears of a line that fails.
-        drop(self.line.send(&FromRank::Submit { descriptor, memory: id, at }, None));
-        let op = state.next_op;
-        state.next_op += 1;
-        state.in_flight += 1;
-        state.flights.insert(op, Flight { region, copy, outcome: None, abandoned: false });
-        Ok(Handle { op, client: Arc::downgrade(&self.shared) })
+        let mut operand = operand.into();
+        let handed = match &mut operand {
+            Operand::Blocks(blocks) => self.hand_blocks(std::mem::take(blocks), &descriptor)?,
+            tensor => self.hand_tensor(tensor.bytes(), &descriptor)?,
+        };
+        let op = self.start(operand, handed, &descriptor)?;
+        Ok(Handle { op, client: Arc::downgrade(&self.shared), result: PhantomData })
     }
 
     fn check_room(&self) -> Result<(), SubmitError> {
@@ -190,43 +188,113 @@ impl Client {
     }
 
     /// Finds where a tensor lies in memory that was lent, or copies it there.
-    fn place(&self, region: &Region) -> Result<(Option<Arc<Lent>>, u32, u64), Error> {
-        let bytes = region.bytes(0..region.len());
+    fn hand_tensor(&self, bytes: &[u8], descriptor: &Descriptor) -> Result<Handed, Error> {
+        check_len(bytes.len(), descriptor)?;
+        let (len, list) = (bytes.len(), None);
         if let Some((lent, at)) = self.shared.lent.find(bytes) {
-            return Ok((None, lent.id(), at as u64));
+            return Ok(Handed { copy: None, memory: lent.id(), at: at as u64, list, len });
         }
-        let copy = match self.shared.lock().take_spare(bytes.len()) {
-            Some(spare) => spare,
-            None => self.lend(bytes.len()).map_err(|error| Error::Memory(error.to_string()))?,
-        };
-        copy.write(bytes);
-        let id = copy.id();
-        Ok((Some(copy), id, 0))
+        let copy = self.spare(len)?;
+        copy.write(0, bytes);
+        Ok(Handed { memory: copy.id(), copy: Some(copy), at: 0, list, len })
     }
 
-    /// Waits for an op to end: its tensor is reduced then.
+    /// Copies the blocks that are not zero to memory that was lent: the values, and behind room for
+    /// those of all blocks the indices.
+    fn hand_blocks(&self, blocks: Blocks, descriptor: &Descriptor) -> Result<Handed, Error> {
+        let mut blocks = blocks.sorted(descriptor)?;
+        let at = blocks.values.len().next_multiple_of(size_of::<u32>());
+        let room = at + blocks.indices.len() * size_of::<u32>();
+        // Lists differ from op to op, and memory of one is to do for another.
+        let copy = self.spare(room.next_power_of_two())?;
+        let (mut used, mut count) = (0, 0);
+        for (index, values) in blocks.nonzero(descriptor) {
+            copy.write(used, values);
+            copy.write(at + count as usize * size_of::<u32>(), &index.to_ne_bytes());
+            used += values.len();
+            count += 1;
+        }
+        let list = Some(ListAt { blocks: count, values: 0 });
+        let len = used + count as usize * size_of::<u32>();
+        Ok(Handed { memory: copy.id(), copy: Some(copy), at: at as u64, list, len })
+    }
+
+    /// Memory for a copy of so many bytes.
+    fn spare(&self, len: usize) -> Result<Arc<Lent>, Error> {
+        let spare = self.shared.lock().take_spare(len);
+        spare.map_or_else(|| self.lend(len).map_err(|why| Error::Memory(why.to_string())), Ok)
+    }
+
+    fn start(
+        &self,
+        operand: Operand,
+        handed: Handed,
+        descriptor: &Descriptor,
+    ) -> Result<u32, Error> {
+        let Handed { copy, memory, at, list, len } = handed;
+        let mut state = self.shared.lock();
+        if let Some(over) = &state.over {
+            return Err(over.refused.clone());
+        }
+        let Called { descriptor, .. } = Called::new(0, descriptor);
+        // The ear hears of a line that fails.
+        drop(self.line.send(&FromRank::Submit { descriptor, memory, at, list }, None));
+        Ok(state.take_off(Flight::new(operand, copy), len))
+    }
+
+    /// Waits for an op to end: its tensor is reduced then, and of blocks those of the union are
+    /// there, sorted.
     ///
     /// # Errors
-    /// Why it is not; it then holds sums in some places and not in others.
-    pub fn wait(&self, handle: Handle) -> Result<Region, Error> {
+    /// Why it is not; a tensor then holds sums in some places and not in others.
+    pub fn wait<T: TryFrom<Operand>>(&self, handle: Handle<T>) -> Result<T, Error> {
         self.check_own(&handle)?;
         let op = handle.op;
         let state = self.shared.wait(Duration::MAX, |state| !state.has_ended(op));
-        let Some(mut flight) = Shared::take(state, op) else { return Err(Error::OtherClient) };
-        flight.outcome.take().unwrap_or(Ok(()))?;
-        if let Some(copy) = flight.copy.take() {
-            let len = flight.region.len();
-            copy.read(flight.region.bytes_mut(0..len));
-            self.shared.lock().spare.push(copy);
+        let Some(flight) = Shared::take(state, op) else { return Err(Error::OtherClient) };
+        let Flight { mut operand, copy, outcome, .. } = flight;
+        let sums = outcome.unwrap_or(Ok(None))?;
+        match (&mut operand, &copy, sums) {
+            (Operand::Blocks(blocks), _, Some(sums)) => *blocks = self.read(&sums)?,
+            (Operand::Blocks(_), ..) => return Err(shared::strange().into()),
+            (tensor, Some(copy), _) => {
+                copy.read(tensor.bytes_mut());
+                self.shared.lock().traffic.copied_bytes += tensor.bytes().len() as u64;
+            }
+            (_, None, _) => {}
         }
-        Ok(flight.region)
+        self.shared.lock().spare.extend(copy);
+        operand.try_into().map_err(|_| Error::OtherClient)
+    }
+
+    /// Reads the sums of lists.
+    fn read(&self, sums: &Sums) -> Result<Blocks, Error> {
+        let memory = self.shared.lock().recycled.take().unwrap_or_default();
+        let blocks = sums.read(memory).map_err(|error| Error::Memory(error.to_string()))?;
+        self.shared.lock().traffic.copied_bytes += blocks.values.len() as u64;
+        Ok(blocks)
+    }
+
+    /// Hands back sums that are of no more use, so that those of a later op take their memory.
+    pub fn recycle(&self, blocks: Blocks) {
+        self.shared.lock().recycled = Some(blocks.values);
+    }
+
+    /// What the rank has handed the sidecar, and what has left the host for the job and come back.
+    #[must_use]
+    pub fn stats(&self) -> (Traffic, Stats) {
+        self.shared.lock().stats = None;
+        let asked = self.line.send(&FromRank::AskStats, None).is_ok();
+        let waits = |state: &mut State| asked && state.stats.is_none() && !state.gone;
+        let state = self.shared.wait(PATIENCE, waits);
+        (state.traffic, state.stats.unwrap_or_default())
     }
 
     /// Waits for an op to end, but not longer than this. Returns whether it has.
     ///
     /// # Errors
     /// [`Error::OtherClient`] when another client started the op.
-    pub fn ends_within(&self, handle: &Handle, limit: Duration) -> Result<bool, Error> {
+    pub fn ends_within<T>(&self, handle: &Handle<T>, limit: Duration) -> Result<bool, Error> {
         self.check_own(handle)?;
         let state = self.shared.wait(limit, |state| !state.has_ended(handle.op));
         Ok(state.has_ended(handle.op))
@@ -238,7 +306,7 @@ impl Client {
         self.shared.wait(limit, |state| state.in_flight >= MAX_OPS).in_flight < MAX_OPS
     }
 
-    fn check_own(&self, handle: &Handle) -> Result<(), Error> {
+    fn check_own<T>(&self, handle: &Handle<T>) -> Result<(), Error> {
         match std::ptr::eq(handle.client.as_ptr(), Arc::as_ptr(&self.shared)) {
             true => Ok(()),
             false => Err(Error::OtherClient),
@@ -267,175 +335,10 @@ impl Drop for Client {
     }
 }
 
-impl Drop for Handle {
+impl<T> Drop for Handle<T> {
     fn drop(&mut self) {
-        let Some(shared) = self.client.upgrade() else { return };
-        let mut state = shared.lock();
-        let flight = state.flights.get_mut(&self.op);
-        if flight.is_some_and(|flight| {
-            flight.abandoned = true;
-            flight.outcome.is_some()
-        }) {
-            drop(Shared::take(state, self.op));
-        }
-    }
-}
-
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Waits while something is so, but not longer than this.
-    fn wait(
-        &self,
-        limit: Duration,
-        is_so: impl FnMut(&mut State) -> bool,
-    ) -> MutexGuard<'_, State> {
-        let waited = self.changed.wait_timeout_while(self.lock(), limit, is_so);
-        waited.unwrap_or_else(PoisonError::into_inner).0
-    }
-
-    /// Takes what is left of an op. The lock is free when its tensor goes, which may be last to
-    /// have some memory.
-    fn take(mut state: MutexGuard<'_, State>, op: u32) -> Option<Flight> {
-        let flight = state.flights.remove(&op);
-        drop(state);
-        flight
-    }
-
-    /// Hears the sidecar until it is gone.
-    fn hear(&self, line: &Line, path: &Path) {
-        let why = loop {
-            match line.recv() {
-                Ok(Some((message, _))) => self.take_in(message, path),
-                Ok(None) => break "it has hung up".to_owned(),
-                Err(error) => break error.to_string(),
-            }
-        };
-        self.lock().gone = true;
-        self.end(Over::gone(path, &why));
-    }
-
-    fn take_in(&self, message: FromSidecar, path: &Path) {
-        let mut state = self.lock();
-        match message {
-            FromSidecar::WrongVersion { speaks } => {
-                state.refused = Some(ConnectError::SidecarVersion { speaks, own: VERSION });
-            }
-            FromSidecar::Refused { reason } => {
-                state.refused = Some(ConnectError::SidecarRefused(reason));
-            }
-            FromSidecar::Waiting { missing } => state.waiting = missing,
-            FromSidecar::Ready => state.began = true,
-            FromSidecar::Ended { op, outcome } => {
-                let abandoned = state.land(op, outcome.of(op));
-                drop(state);
-                drop(abandoned);
-                return self.changed.notify_all();
-            }
-            FromSidecar::Lost { ranks, why } => {
-                drop(state);
-                return self.end(Over::lost(ranks, why));
-            }
-            FromSidecar::CutOff { why } => {
-                drop(state);
-                return self.end(Over::gone(path, &why));
-            }
-            FromSidecar::TimedOut => {
-                drop(state);
-                return self.end(Over::because("an op timed out"));
-            }
-            FromSidecar::Superseded => {
-                drop(state);
-                return self.end(Over::because("a greater generation of the job has begun"));
-            }
-        }
-        drop(state);
-        self.changed.notify_all();
-    }
-
-    /// Ends the session, and what is in flight.
-    fn end(&self, over: Over) {
-        let mut state = self.lock();
-        if !state.began && state.refused.is_none() {
-            state.refused = Some(ConnectError::SidecarRefused(over.ended.to_string()));
-        }
-        let ops: Vec<u32> = state.flights.keys().copied().collect();
-        let landed: Vec<_> =
-            ops.into_iter().map(|op| state.land(op, Err(over.ended.clone()))).collect();
-        state.over.get_or_insert(over);
-        drop(state);
-        drop(landed);
-        self.changed.notify_all();
-    }
-}
-
-impl State {
-    fn has_ended(&self, op: u32) -> bool {
-        self.flights.get(&op).is_none_or(|flight| flight.outcome.is_some())
-    }
-
-    /// Notes what came of an op. Returns it if nobody waits for it.
-    fn land(&mut self, op: u32, outcome: Result<(), OpError>) -> Option<Flight> {
-        let flight = self.flights.get_mut(&op).filter(|flight| flight.outcome.is_none())?;
-        flight.outcome = Some(outcome);
-        self.in_flight -= 1;
-        if flight.abandoned { self.flights.remove(&op) } else { None }
-    }
-
-    /// The smallest of the spare memory that has so many bytes.
-    fn take_spare(&mut self, len: usize) -> Option<Arc<Lent>> {
-        let fits = self.spare.iter().enumerate().filter(|(_, spare)| spare.len() >= len);
-        let (found, _) = fits.min_by_key(|(_, spare)| spare.len())?;
-        Some(self.spare.swap_remove(found))
-    }
-}
-
-impl Over {
-    fn because(why: &'static str) -> Self {
-        Self { ended: OpError::Ended { why }, refused: SubmitError::Ended { why }.into() }
-    }
-
-    fn lost(ranks: Vec<u16>, why: Loss) -> Self {
-        let ranks: Vec<Rank> = ranks.into_iter().map(Rank).collect();
-        Self {
-            ended: OpError::PeerLost { ranks: ranks.clone(), why },
-            refused: SubmitError::PeerLost { ranks, why }.into(),
-        }
-    }
-
-    fn gone(path: &Path, why: &str) -> Self {
-        let tried = format!("the sidecar at {}: {why}", path.display());
-        let ended = OpError::NoAggregator { tried };
-        Self { refused: ended.clone().into(), ended }
-    }
-}
-
-impl Outcome {
-    /// The same, of an op.
-    fn of(self, op: u32) -> Result<(), OpError> {
-        let op = OpId(op);
-        let called = |called: Called| {
-            let descriptor = Descriptor::decode(&called.descriptor).ok()?;
-            Some((Rank(called.rank), descriptor))
-        };
-        match self {
-            Self::Reduced => Ok(()),
-            Self::Mismatch { one, other } => match (called(one), called(other)) {
-                (Some(one), Some(other)) => Err(OpError::Mismatch { op, one, other }),
-                _ => Err(OpError::Ended { why: "the sidecar does not keep to the protocol" }),
-            },
-            Self::Overflow { element } => Err(OpError::Overflow { op, element }),
-            Self::Timeout { after, missing } => Err(OpError::Timeout {
-                op,
-                after: Span::from_millis(after),
-                missing: missing
-                    .into_iter()
-                    .map(|rank| (Rank(rank), Span::from_millis(after)))
-                    .collect(),
-                idle: Span::from_millis(after),
-            }),
+        if let Some(shared) = self.client.upgrade() {
+            shared.abandon(self.op);
         }
     }
 }

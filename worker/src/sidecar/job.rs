@@ -1,6 +1,7 @@
 //! A job at a sidecar: its ranks, and the ops that they have called.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -12,10 +13,13 @@ use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::{Generation, Rank};
 use racksum_proto::time::{Span, Time};
 
-use super::fold::{Fold, Place};
+use super::fold::{Fold, Handed, Share, Spoilt};
 use super::message::{Called, FromSidecar, Join, Outcome};
+use super::status::{JobStatus, RankStatus};
+use super::sums::Sums;
 use super::upstream::{Folded, Upstream};
 use crate::client::{Connecting, GiveUp};
+use crate::engine::Stats;
 use crate::error::Error;
 use crate::options::ConnectOptions;
 
@@ -28,15 +32,19 @@ pub(super) struct Job {
     pub(super) generation: Generation,
     world: u16,
     local_world: u16,
-    lanes: u8,
+    pub(super) lanes: u8,
     op_timeout: Span,
     /// Whose processes its ranks are.
-    uid: u32,
+    pub(super) uid: u32,
+    /// When its first rank joined.
+    opened: Time,
     state: Mutex<State>,
 }
 
 #[derive(Debug, Default)]
 struct State {
+    /// The job's name.
+    job: String,
     members: BTreeMap<u16, Member>,
     /// Ranks that have left since the job began.
     left: BTreeSet<u16>,
@@ -62,13 +70,15 @@ struct Member {
     pid: i32,
     /// The number of the op that it calls next.
     next_op: u32,
+    /// Bytes of its memory that it has lent.
+    lent: usize,
 }
 
 /// An op that not all ranks have called.
 #[derive(Debug)]
 struct Gathering {
     since: Time,
-    called: BTreeMap<u16, (Descriptor, Place)>,
+    called: BTreeMap<u16, (Descriptor, Handed)>,
 }
 
 impl Job {
@@ -81,7 +91,8 @@ impl Job {
             lanes: join.lanes,
             op_timeout: Span::from_millis(join.op_timeout),
             uid: peer.uid,
-            state: Mutex::default(),
+            opened: Clock::start().now(),
+            state: Mutex::new(State { job: join.job.clone(), ..State::default() }),
         }
     }
 
@@ -99,13 +110,14 @@ impl Job {
         if state.began || state.members.len() == usize::from(self.local_world) {
             return Err(format!("job {:?} is running: its ranks have joined", join.job));
         }
-        let member = Member { line: Arc::clone(line), pid: peer.pid, next_op: 0 };
+        let member = Member { line: Arc::clone(line), pid: peer.pid, next_op: 0, lent: 0 };
         state.members.insert(join.rank, member);
         let all_here = state.members.len() == usize::from(self.local_world);
         let is_alone = self.local_world == self.world;
         state.began = all_here && is_alone;
         if state.began {
             state.tell_all(&FromSidecar::Ready);
+            tracing::info!(job = join.job, "job runs, of this host alone");
         } else if is_alone {
             // Of other hosts nothing is known.
             let is_missing = |rank: &u16| !state.members.contains_key(rank);
@@ -116,7 +128,7 @@ impl Job {
     }
 
     /// Joins the job at the aggregator, for all ranks of this host: they are told what comes of it.
-    pub(super) fn call(self: &Arc<Self>, name: &str, upstream: &ConnectOptions) {
+    pub(super) fn call(self: &Arc<Self>, upstream: &ConnectOptions) {
         let connecting = Connecting::new();
         let mut state = self.lock();
         if state.members.len() < usize::from(self.local_world) {
@@ -126,7 +138,7 @@ impl Job {
         let mut ranks = state.members.keys().copied();
         let Some(rank) = ranks.next() else { return };
         let options = ConnectOptions {
-            job: name.to_owned(),
+            job: state.job.clone(),
             generation: self.generation,
             rank,
             also: ranks.collect(),
@@ -148,9 +160,13 @@ impl Job {
             Ok(upstream) if state.give_up.take().is_some() => {
                 (state.upstream, state.began) = (Some(Arc::new(upstream)), true);
                 state.tell_all(&FromSidecar::Ready);
+                tracing::info!(job = state.job, "job runs, with ranks of other hosts");
             }
             Ok(_) => {}
-            Err(reason) => state.tell_all(&FromSidecar::Refused { reason }),
+            Err(reason) => {
+                tracing::warn!(job = state.job, reason, "job is not joined");
+                state.tell_all(&FromSidecar::Refused { reason });
+            }
         }
     }
 
@@ -180,7 +196,7 @@ impl Job {
         &self,
         rank: u16,
         descriptor: Descriptor,
-        place: Place,
+        handed: Handed,
     ) -> Option<(u32, Fold)> {
         let mut state = self.lock();
         let member = state.members.get_mut(&rank)?;
@@ -190,7 +206,8 @@ impl Job {
             let ranks = state.left.iter().copied().collect();
             state.end(FromSidecar::Lost { ranks, why: Loss::Left });
         }
-        if state.gathering.len() >= MAX_OPS.into() && !state.gathering.contains_key(&op) {
+        let in_flight = state.gathering.len() + state.folding;
+        if in_flight >= MAX_OPS.into() && !state.gathering.contains_key(&op) {
             // More than its client may have in flight.
             state.end(FromSidecar::Lost { ranks: vec![rank], why: Loss::Broke });
         }
@@ -199,7 +216,7 @@ impl Job {
         }
         let new = || Gathering { since: Clock::start().now(), called: BTreeMap::new() };
         let called = &mut state.gathering.entry(op).or_insert_with(new).called;
-        called.insert(rank, (descriptor, place));
+        called.insert(rank, (descriptor, handed));
         if called.len() < usize::from(self.local_world) {
             return None;
         }
@@ -213,46 +230,68 @@ impl Job {
             }
             return None;
         }
-        let places = called.into_values().map(|(_, place)| place).collect();
-        let fold = Fold::new(descriptor, places, self.world.into());
+        let shares = called.into_iter().map(|(rank, (_, handed))| Share { rank, handed }).collect();
+        let fold = Fold::new(descriptor, shares, self.world.into());
         state.folding += 1;
         Some((op, fold))
     }
 
-    /// Passes on what was folded, if it is not all.
-    pub(super) fn folded(&self, op: u32, fold: &Fold) {
+    /// Tells the ranks what was folded, or passes it on if it is not all.
+    pub(super) fn folded(&self, op: u32, fold: &Arc<Fold>) {
         let upstream = self.lock().upstream.clone();
-        match upstream {
-            None => self.ended(op, Ok(())),
-            Some(upstream) => {
-                let (descriptor, places) = (fold.descriptor(), fold.places().to_vec());
-                upstream.pass(Folded { op, descriptor, places });
+        match (fold.sums(), upstream) {
+            (Ok(_), Some(upstream)) => upstream.pass(Folded { op, fold: Arc::clone(fold) }),
+            (Ok(sums), None) => match sums.map(Sums::seal).transpose() {
+                Ok(_) => self.ended(op, fold.shares(), Ok(sums)),
+                Err(spoilt) => self.spoilt(spoilt),
+            },
+            (Err(spoilt), _) => self.spoilt(spoilt),
+        }
+    }
+
+    /// Ends the job for want of an op's sums.
+    pub(super) fn spoilt(&self, spoilt: Spoilt) {
+        let mut state = self.lock();
+        state.folding -= 1;
+        match spoilt {
+            Spoilt::By(rank) => {
+                let line = state.members.get(&rank).map(|member| Arc::clone(&member.line));
+                drop(state);
+                tracing::warn!(rank, "rank has handed a list of blocks that cannot be");
+                self.part(rank, Loss::Broke);
+                line.iter().for_each(|line| line.hang_up());
+            }
+            Spoilt::NoMemory(why) => {
+                tracing::error!("{why}");
+                state.end(FromSidecar::CutOff { why });
             }
         }
     }
 
-    /// Tells the ranks what came of an op.
-    pub(super) fn ended(&self, op: u32, result: Result<(), Error>) {
+    /// Tells the ranks what came of an op: of lists, the sums.
+    pub(super) fn ended(&self, op: u32, shares: &[Share], result: Result<Option<&Sums>, Error>) {
         let mut state = self.lock();
         state.folding -= 1;
-        let (outcome, end) = match result {
-            Ok(()) => (Some(Outcome::Reduced), None),
-            Err(error) => said(error),
-        };
-        if let Some(outcome) = outcome {
-            state.tell_all(&FromSidecar::Ended { op, outcome });
-        }
-        if let Some(end) = end {
-            state.end(end);
+        match result {
+            Ok(sums) => shares.iter().for_each(|share| state.tell_sums(op, share, sums)),
+            Err(error) => {
+                let (outcome, end) = said(error);
+                if let Some(outcome) = outcome {
+                    state.tell_all(&FromSidecar::Ended { op, outcome });
+                }
+                if let Some(end) = end {
+                    state.end(end);
+                }
+            }
         }
         state.tell_end();
     }
 
-    /// Lets a rank go. Returns whether it was the last.
-    pub(super) fn part(&self, rank: u16, why: Loss) -> bool {
+    /// Lets a rank go.
+    pub(super) fn part(&self, rank: u16, why: Loss) {
         let mut state = self.lock();
         if state.members.remove(&rank).is_none() {
-            return false;
+            return;
         }
         if let Some(give_up) = state.give_up.take() {
             give_up.give_up();
@@ -269,17 +308,87 @@ impl Job {
         }
         let is_last = state.members.is_empty();
         let upstream = state.upstream.clone().filter(|_| is_last || state.over.is_some());
-        let gone = state.over.is_some().then_some((rank, why));
+        let gone = match &state.over {
+            Some(FromSidecar::Lost { ranks, why }) => (ranks.clone(), *why),
+            Some(_) => (vec![rank], why),
+            None => (Vec::new(), why),
+        };
         drop(state);
         if let Some(upstream) = upstream {
-            upstream.close(gone);
+            upstream.lose(&gone.0, gone.1);
+            upstream.close();
         }
-        is_last
     }
 
-    /// Ends the job, whose next life has begun.
-    pub(super) fn supersede(&self) {
-        self.lock().end(FromSidecar::Superseded);
+    /// Whether its ranks are gone.
+    pub(super) fn is_deserted(&self) -> bool {
+        self.lock().members.is_empty()
+    }
+
+    /// How many ranks it is to have here.
+    pub(super) fn seats(&self) -> usize {
+        self.local_world.into()
+    }
+
+    /// How many ranks it has here.
+    pub(super) fn ranks(&self) -> usize {
+        self.lock().members.len()
+    }
+
+    /// Ends the job, whose next life has begun, or whose sidecar stops.
+    pub(super) fn end(&self, why: FromSidecar) {
+        self.lock().end(why);
+    }
+
+    /// Refuses the job if it has not begun.
+    pub(super) fn refuse(&self, reason: &str) {
+        let mut state = self.lock();
+        if !state.began {
+            state.give_up.take().iter().for_each(GiveUp::give_up);
+            state.tell_all(&FromSidecar::Refused { reason: reason.to_owned() });
+        }
+    }
+
+    /// Notes how much memory a rank has lent.
+    pub(super) fn note_lent(&self, rank: u16, lent: usize) {
+        if let Some(member) = self.lock().members.get_mut(&rank) {
+            member.lent = lent;
+        }
+    }
+
+    /// What has left the host for it.
+    pub(super) fn stats(&self) -> Stats {
+        let upstream = self.lock().upstream.clone();
+        upstream.map_or_else(Stats::default, |upstream| upstream.stats())
+    }
+
+    /// What there is to tell of it.
+    pub(super) fn status(&self) -> JobStatus {
+        let state = self.lock();
+        let now = Clock::start().now();
+        let oldest = state.gathering.values().next();
+        let rank = |(rank, member): (&u16, &Member)| RankStatus {
+            rank: *rank,
+            pid: member.pid,
+            next_op: member.next_op,
+            lent_bytes: member.lent as u64,
+            behind: oldest.is_some_and(|oldest| !oldest.called.contains_key(rank)),
+        };
+        JobStatus {
+            job: state.job.clone(),
+            generation: self.generation.0,
+            uid: self.uid,
+            world: self.world,
+            local_world: self.local_world,
+            lanes: self.lanes,
+            state: state.stage().to_owned(),
+            age_ms: now.since(self.opened).as_millis(),
+            awaited: self.seats().saturating_sub(state.members.len()),
+            awaited_ops: state.gathering.len(),
+            summed_ops: state.folding,
+            stalled_ms: oldest.map(|oldest| now.since(oldest.since).as_millis()),
+            ranks: state.members.iter().map(rank).collect(),
+        }
     }
 
     /// Ends the job if an op has taken too long.
@@ -307,12 +416,36 @@ impl State {
     fn tell_all(&self, message: &FromSidecar) {
         for member in self.members.values() {
             // A line that fails is hung up, so that its thread lets the rank go.
-            drop(member.line.send_now(message));
+            drop(member.line.send_now(message, None));
+        }
+    }
+
+    /// Tells a rank that what it has handed is reduced, or hands it the sums.
+    fn tell_sums(&self, op: u32, share: &Share, sums: Option<&Sums>) {
+        let Some(member) = self.members.get(&share.rank) else { return };
+        let sums = sums.filter(|_| matches!(share.handed, Handed::List(_)));
+        let outcome =
+            sums.map_or(Outcome::Reduced, |sums| Outcome::Union { blocks: sums.blocks() });
+        let descriptor = sums.map(AsFd::as_fd);
+        // As above.
+        drop(member.line.send_now(&FromSidecar::Ended { op, outcome }, descriptor));
+    }
+
+    /// How far the job is.
+    const fn stage(&self) -> &'static str {
+        match (&self.over, self.began, &self.give_up) {
+            (Some(_), ..) => "over",
+            (None, true, _) => "running",
+            (None, false, Some(_)) => "calling the aggregator",
+            (None, false, None) => "gathering",
         }
     }
 
     /// Ends the job. Its ranks hear so when nothing writes to their tensors any more.
     fn end(&mut self, why: FromSidecar) {
+        if self.over.is_none() {
+            tracing::warn!(job = self.job, "job is over: {}", in_words(&why));
+        }
         self.over.get_or_insert(why);
         self.gathering.clear();
         self.tell_end();
@@ -322,7 +455,21 @@ impl State {
         if let Some(why) = self.over.as_ref().filter(|_| self.folding == 0 && !self.told) {
             self.tell_all(why);
             self.told = true;
+            if let (FromSidecar::Lost { ranks, why }, Some(upstream)) = (why, &self.upstream) {
+                upstream.lose(ranks, *why);
+            }
         }
+    }
+}
+
+/// What has ended a job, for the log.
+fn in_words(why: &FromSidecar) -> String {
+    match why {
+        FromSidecar::Lost { ranks, why } => format!("lost rank {ranks:?}: {}", why.name()),
+        FromSidecar::CutOff { why } => why.clone(),
+        FromSidecar::TimedOut => "an op timed out".into(),
+        FromSidecar::Superseded => "its next life has begun".into(),
+        other => format!("{other:?}"),
     }
 }
 
@@ -351,7 +498,7 @@ fn said(error: Error) -> (Option<Outcome>, Option<FromSidecar>) {
 }
 
 /// Two ranks that have called an op differently.
-fn disagreement(called: &BTreeMap<u16, (Descriptor, Place)>) -> Option<Outcome> {
+fn disagreement(called: &BTreeMap<u16, (Descriptor, Handed)>) -> Option<Outcome> {
     let mut called = called.iter().map(|(rank, (descriptor, _))| (*rank, descriptor));
     let (first, descriptor) = called.next()?;
     let (other, differs) = called.find(|(_, other)| *other != descriptor)?;

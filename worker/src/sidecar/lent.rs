@@ -34,10 +34,10 @@ pub(super) struct AllLent {
 impl AllLent {
     /// Lends new memory of so many bytes.
     pub(super) fn lend(self: &Arc<Self>, len: usize, line: &Arc<Line>) -> io::Result<Arc<Lent>> {
-        let memory = SharedMemory::new(len.max(1))?;
+        let (memory, descriptor) = SharedMemory::new(len.max(1))?;
         let id = self.next.fetch_add(1, Relaxed);
         // A sidecar that is gone will not miss it.
-        drop(line.send(&FromRank::Lend { memory: id }, Some(memory.as_fd())));
+        drop(line.send(&FromRank::Lend { memory: id }, Some(descriptor.as_fd())));
         let (line, all) = (Arc::clone(line), Arc::downgrade(self));
         let lent = Arc::new(Lent { memory, id, line, all });
         self.lock().insert(lent.address(), Arc::downgrade(&lent));
@@ -89,10 +89,10 @@ impl Lent {
         self.memory.start().as_ptr() as usize
     }
 
-    /// Writes bytes to its beginning. No op may be at work there.
-    pub(super) fn write(&self, bytes: &[u8]) {
+    /// Writes bytes, from `at` on. No op may be at work there.
+    pub(super) fn write(&self, at: usize, bytes: &[u8]) {
         // SAFETY: the memory is of this client alone, which has no op at work there.
-        unsafe { self.memory.bytes_mut(0..bytes.len()) }.copy_from_slice(bytes);
+        unsafe { self.memory.bytes_mut(at..at + bytes.len()) }.copy_from_slice(bytes);
     }
 
     /// Reads its beginning. No op may be at work there.

@@ -5,8 +5,10 @@ use racksum_proto::descriptor::Descriptor;
 use racksum_proto::ids::Generation;
 use serde::{Deserialize, Serialize};
 
+use crate::engine::Stats;
+
 /// The version of these messages. Both sides are of one release.
-pub(super) const VERSION: u16 = 1;
+pub(super) const VERSION: u16 = 2;
 
 /// What a rank says.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -14,14 +16,27 @@ pub(super) const VERSION: u16 = 1;
 pub(super) enum FromRank {
     /// It wants to be a rank of a job. The first message.
     Join(Join),
+    /// It is no rank, and wants to know what the sidecar does. The first message and the last.
+    AskStatus,
     /// It has the memory whose descriptor comes with this, and calls it so from now on.
     Lend { memory: u32 },
     /// It needs this memory no more.
     TakeBack { memory: u32 },
-    /// It starts its next op, on the bytes of some memory from `at` on.
-    Submit { descriptor: [u8; Descriptor::LEN], memory: u32, at: u64 },
+    /// It starts its next op, on a tensor in some memory from `at` on, or on a list of blocks whose
+    /// indices are there.
+    Submit { descriptor: [u8; Descriptor::LEN], memory: u32, at: u64, list: Option<ListAt> },
+    /// It wants to know what has left the host.
+    AskStats,
     /// It leaves the job.
     Leave,
+}
+
+/// Where a rank has a list of blocks besides its indices, numbers of 32 bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct ListAt {
+    pub(super) blocks: u32,
+    /// Where in the memory the values begin.
+    pub(super) values: u64,
 }
 
 /// A wish to be a rank of a job.
@@ -53,6 +68,13 @@ pub(super) enum FromSidecar {
     Waiting { missing: Vec<u16> },
     /// All ranks have joined: ops may start.
     Ready,
+    /// It has the memory that was lent, or has not, and why.
+    Lent { memory: u32, refused: Option<String> },
+    /// What has left the host for the job, and come back.
+    Stats(Stats),
+    /// What the sidecar does: JSON of a [`Status`](super::status::Status), sealed, whose descriptor
+    /// comes with this.
+    Status,
     /// An op has ended.
     Ended { op: u32, outcome: Outcome },
     /// Ranks are gone, and the job is over.
@@ -71,6 +93,9 @@ pub(super) enum FromSidecar {
 pub(super) enum Outcome {
     /// Its tensor is reduced.
     Reduced,
+    /// The sums of its list and those of the others, so many blocks, are sealed; their descriptor
+    /// comes with this.
+    Union { blocks: u32 },
     /// The ranks called it differently. The job goes on.
     Mismatch { one: Called, other: Called },
     /// A value that the wire type cannot carry. The job goes on.

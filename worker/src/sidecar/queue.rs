@@ -9,7 +9,7 @@ use super::job::Job;
 /// A fold, and whom to tell of it.
 #[derive(Debug)]
 pub(super) struct Task {
-    pub(super) fold: Fold,
+    pub(super) fold: Arc<Fold>,
     pub(super) job: Arc<Job>,
     pub(super) op: u32,
 }

@@ -1,28 +1,53 @@
-//! The sidecar: answers ranks, and folds what they hand it.
+//! The sidecar: answers who calls, and folds what ranks hand it.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::AsFd;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use racksum_net::local::{Line, LineError, Listener, Peer, SharedMemory};
+use racksum_net::clock::Clock;
+use racksum_net::local::{Line, Listener, Peer};
 use racksum_proto::control::Loss;
-use racksum_proto::descriptor::Descriptor;
+use racksum_proto::time::{Span, Time};
 
-use super::fold::Place;
+use super::fold::Budget;
+use super::hearing::Hearing;
 use super::job::Job;
 use super::message::{FromRank, FromSidecar, Join, VERSION};
-use super::queue::{Queue, Task};
+use super::queue::Queue;
+use super::status::Status;
 use crate::options::ConnectOptions;
 
 /// How often ops are looked for that have taken too long.
 const TICK: Duration = Duration::from_millis(100);
 
-/// Memories that a rank may lend: a process may have 65530 mappings.
-const MAX_MEMORIES: usize = 4096;
+/// How long a caller may take to say what it wants.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// How long ranks may take to be gone when the sidecar stops.
+const LAST_WORDS: Span = Span::from_secs(2);
+
+/// Callers that may be about to say what they want: others wait until these have.
+const MAX_UNKNOWN: usize = 64;
+
+/// Most bytes of a job's name.
+const MAX_NAME: usize = 128;
+
+/// What all jobs of a sidecar may have together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Jobs.
+    pub jobs: usize,
+    /// Ranks.
+    pub ranks: usize,
+    /// Bytes of memory that ranks share with it.
+    pub memory: usize,
+}
 
 /// A sidecar that serves the ranks of this host.
 #[derive(Debug)]
@@ -35,14 +60,19 @@ pub struct Sidecar {
 }
 
 /// What its threads share.
-#[derive(Debug, Default)]
-struct Shared {
-    jobs: Mutex<HashMap<String, Arc<Job>>>,
+#[derive(Debug)]
+pub(super) struct Shared {
+    jobs: Mutex<BTreeMap<String, Arc<Job>>>,
     /// How to call the aggregator, if there is one.
     upstream: Option<ConnectOptions>,
+    limits: Limits,
+    pub(super) budget: Arc<Budget>,
     /// Those that have called and not hung up.
     lines: Mutex<Vec<Arc<Line>>>,
-    queue: Queue,
+    pub(super) queue: Queue,
+    /// No more jobs are taken.
+    draining: AtomicBool,
+    started: Time,
 }
 
 impl Sidecar {
@@ -55,8 +85,18 @@ impl Sidecar {
         listener: Listener,
         folders: usize,
         upstream: Option<ConnectOptions>,
+        limits: Limits,
     ) -> io::Result<Self> {
-        let shared = Shared { upstream, ..Shared::default() };
+        let shared = Shared {
+            jobs: Mutex::default(),
+            upstream,
+            limits,
+            budget: Arc::new(Budget::new(limits.memory)),
+            lines: Mutex::default(),
+            queue: Queue::default(),
+            draining: AtomicBool::new(false),
+            started: Clock::start().now(),
+        };
         let (listener, shared) = (Arc::new(listener), Arc::new(shared));
         let (stop, stopped) = channel();
         let threads = Vec::new();
@@ -82,13 +122,26 @@ impl Sidecar {
     pub fn jobs(&self) -> usize {
         self.shared.jobs().len()
     }
+
+    /// Takes no more jobs. Those that run go on; the ranks of others are told so.
+    pub fn drain(&self) {
+        self.shared.draining.store(true, Relaxed);
+        self.shared.jobs().values().for_each(|job| job.refuse(DRAINING));
+    }
 }
 
 impl Drop for Sidecar {
     fn drop(&mut self) {
         self.listener.stop();
         drop(self.stop.take());
+        let stops = FromSidecar::CutOff { why: "it was told to stop".into() };
+        self.shared.jobs().values().for_each(|job| job.end(stops.clone()));
         self.shared.lines().iter().for_each(|line| line.hang_up());
+        // Their threads say to other hosts that they are gone.
+        let began = Clock::start().now();
+        while !self.shared.lines().is_empty() && Clock::start().now().since(began) < LAST_WORDS {
+            std::thread::sleep(TICK / 10);
+        }
         self.shared.queue.close();
         for thread in self.threads.drain(..) {
             // A panic was printed where it happened.
@@ -110,41 +163,60 @@ impl Shared {
                 }
                 Err(_) => return,
             };
+            // Those that say nothing are not waited for: soon there is room.
+            while self.lines().len() >= self.limits.ranks + MAX_UNKNOWN {
+                std::thread::sleep(TICK);
+            }
             self.lines().push(Arc::clone(&line));
-            let shared = Arc::clone(self);
+            let (shared, served) = (Arc::clone(self), Arc::clone(&line));
             let served = spawn("racksum-rank", move || {
-                shared.serve(&line);
-                line.hang_up();
-                shared.lines().retain(|other| !Arc::ptr_eq(other, &line));
+                shared.serve(&served);
+                shared.let_go(&served);
             });
             if let Err(error) = served {
                 tracing::warn!(%error, "a caller could not be served");
-                self.lines().pop();
+                self.let_go(&line);
             }
         }
     }
 
-    /// Serves a rank until it hangs up.
+    fn let_go(&self, line: &Arc<Line>) {
+        line.hang_up();
+        self.lines().retain(|other| !Arc::ptr_eq(other, line));
+    }
+
+    /// Serves a caller until it hangs up.
     fn serve(self: &Arc<Self>, line: &Arc<Line>) {
-        let Ok(Some((FromRank::Join(join), _))) = line.recv() else { return };
+        let Ok(peer) = line.set_patience(Some(PATIENCE)).and_then(|()| line.peer()) else { return };
+        match line.recv() {
+            Ok(Some((FromRank::Join(join), _))) => self.serve_rank(line, &join, peer),
+            Ok(Some((FromRank::AskStatus, _))) => self.tell_status(line, peer),
+            Ok(None) => {}
+            Ok(Some(_)) => tracing::warn!(pid = peer.pid, "a caller begins with something else"),
+            Err(error) => tracing::warn!(pid = peer.pid, %error, "a caller says nothing of use"),
+        }
+    }
+
+    fn serve_rank(self: &Arc<Self>, line: &Arc<Line>, join: &Join, peer: Peer) {
         if join.version != VERSION {
             return say(line, &FromSidecar::WrongVersion { speaks: VERSION });
         }
-        let joined = line.peer().map_err(|error| error.to_string());
-        let job = match joined.and_then(|peer| self.join(&join, line, peer)) {
+        let patient = line.set_patience(None).map_err(|error| error.to_string());
+        let job = match patient.and_then(|()| self.join(join, line, peer)) {
             Ok(job) => job,
             Err(reason) => {
-                tracing::info!(job = join.job, rank = join.rank, reason, "rank refused");
+                tracing::warn!(job = join.job, rank = join.rank, pid = peer.pid, reason, "refused");
                 return say(line, &FromSidecar::Refused { reason });
             }
         };
-        let why = self.hear(line, &job, join.rank).unwrap_or_else(|error| {
+        tracing::info!(job = join.job, rank = join.rank, pid = peer.pid, "rank joined");
+        let why = Hearing::new(self, line, &job, join.rank).hear().unwrap_or_else(|error| {
             tracing::warn!(job = join.job, rank = join.rank, %error, "rank broke the connection");
             Loss::Broke
         });
-        if job.part(join.rank, why) {
-            self.jobs().retain(|_, other| !Arc::ptr_eq(other, &job));
-        }
+        tracing::info!(job = join.job, rank = join.rank, "rank is gone: {}", why.name());
+        job.part(join.rank, why);
+        self.jobs().retain(|_, job| !job.is_deserted());
     }
 
     fn join(&self, join: &Join, line: &Arc<Line>, peer: Peer) -> Result<Arc<Job>, String> {
@@ -166,57 +238,69 @@ impl Shared {
                 ));
             }
             before => {
-                before.into_iter().for_each(|job| job.supersede());
+                self.check_room(join, &jobs)?;
+                before.into_iter().for_each(|job| job.end(FromSidecar::Superseded));
                 Arc::new(Job::new(join, peer))
             }
         };
         let is_to_call = job.join(join, line, peer)?;
         jobs.insert(join.job.clone(), Arc::clone(&job));
         if let Some(upstream) = self.upstream.clone().filter(|_| is_to_call) {
-            let (called, name) = (Arc::clone(&job), join.job.clone());
-            spawn("racksum-call", move || called.call(&name, &upstream))
+            let called = Arc::clone(&job);
+            spawn("racksum-call", move || called.call(&upstream))
                 .map_err(|error| error.to_string())?;
         }
         Ok(job)
     }
 
-    /// Hears a rank until it is gone; returns what became of it.
-    fn hear(&self, line: &Line, job: &Arc<Job>, rank: u16) -> Result<Loss, LineError> {
-        let mut memories = HashMap::new();
-        while let Some((message, descriptor)) = line.recv()? {
-            match message {
-                FromRank::Lend { memory } if memories.len() < MAX_MEMORIES => {
-                    let descriptor: OwnedFd = descriptor.ok_or_else(|| broken("no descriptor"))?;
-                    memories.insert(memory, Arc::new(SharedMemory::of(descriptor)?));
-                }
-                FromRank::TakeBack { memory } => {
-                    memories.remove(&memory);
-                }
-                FromRank::Submit { descriptor, memory, at } => {
-                    let memory = memories.get(&memory).ok_or_else(|| broken("no such memory"))?;
-                    let descriptor = Descriptor::decode(&descriptor)
-                        .map_err(|_| broken("an impossible descriptor"))?;
-                    let len = descriptor.elements * descriptor.dtype.size() as u64;
-                    let place = Place::new(memory, at, len)
-                        .ok_or_else(|| broken("a tensor beyond its memory"))?;
-                    if let Some((op, fold)) = job.submit(rank, descriptor, place) {
-                        if fold.is_empty() {
-                            job.folded(op, &fold);
-                        } else {
-                            let job = Arc::clone(job);
-                            self.queue.push(descriptor.lane, Task { fold, job, op });
-                        }
-                    }
-                }
-                FromRank::Leave => return Ok(Loss::Left),
-                FromRank::Lend { .. } => return Err(broken("too many memories")),
-                FromRank::Join(_) => return Err(broken("it has joined already")),
-            }
+    /// Checks that there is room for one more job, with all its ranks.
+    fn check_room(&self, join: &Join, jobs: &BTreeMap<String, Arc<Job>>) -> Result<(), String> {
+        if self.draining.load(Relaxed) {
+            return Err(DRAINING.into());
         }
-        Ok(Loss::Died)
+        let others = || jobs.iter().filter(|(name, _)| **name != join.job).map(|(_, job)| job);
+        let Limits { jobs: most, ranks: most_ranks, .. } = self.limits;
+        if others().count() >= most {
+            return Err(format!("the sidecar serves {most} jobs, the most it may; see --max-jobs"));
+        }
+        let ranks: usize = others().map(|job| job.seats()).sum();
+        if ranks + usize::from(join.local_world) > most_ranks {
+            return Err(format!(
+                "the job has {} ranks here, and there are {ranks} of others already; the sidecar \
+                 serves {most_ranks} at most; see --max-ranks",
+                join.local_world
+            ));
+        }
+        Ok(())
     }
 
-    fn jobs(&self) -> MutexGuard<'_, HashMap<String, Arc<Job>>> {
+    /// Tells a caller of the jobs that it may know of.
+    fn tell_status(&self, line: &Line, peer: Peer) {
+        let sees_all = peer.uid == 0 || peer.uid == own_uid();
+        let jobs = self.jobs();
+        let seen = jobs.values().filter(|job| sees_all || job.uid == peer.uid);
+        let upstream = self.upstream.iter();
+        let sets = upstream.flat_map(|it| std::iter::once(&it.aggregators).chain(&it.standbys));
+        let status = Status {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            up_ms: Clock::start().now().since(self.started).as_millis(),
+            aggregators: sets.map(|set| set.join("+")).collect(),
+            draining: self.draining.load(Relaxed),
+            max_jobs: self.limits.jobs,
+            max_ranks: self.limits.ranks,
+            ranks: jobs.values().map(|job| job.ranks()).sum(),
+            memory: [self.budget.used() as u64, self.budget.most() as u64],
+            jobs: seen.map(|job| job.status()).collect(),
+        };
+        drop(jobs);
+        match status.sealed() {
+            // A caller that is gone needs no word.
+            Ok(sealed) => drop(line.send_now(&FromSidecar::Status, Some(sealed.as_fd()))),
+            Err(error) => tracing::warn!(%error, "cannot tell what there is"),
+        }
+    }
+
+    fn jobs(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Job>>> {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -227,7 +311,10 @@ impl Shared {
 
 /// Checks that a wish makes sense in itself.
 fn check(join: &Join) -> Result<(), String> {
-    let Join { rank, world, local_world, lanes, .. } = *join;
+    let Join { ref job, rank, world, local_world, lanes, .. } = *join;
+    if job.is_empty() || job.len() > MAX_NAME {
+        return Err(format!("a job's name has 1 to {MAX_NAME} bytes, not {}", job.len()));
+    }
     if world == 0 || rank >= world {
         return Err(format!("rank {rank} is not one of {world} ranks"));
     }
@@ -240,18 +327,22 @@ fn check(join: &Join) -> Result<(), String> {
     Ok(())
 }
 
-fn say(line: &Line, message: &FromSidecar) {
-    // Whoever has hung up needs no word.
-    drop(line.send_now(message));
+/// The user of this process.
+fn own_uid() -> u32 {
+    use std::os::unix::fs::MetadataExt;
+    std::fs::metadata("/proc/self").map_or(u32::MAX, |own| own.uid())
 }
 
-fn broken(what: &'static str) -> LineError {
-    LineError::Io(io::Error::new(io::ErrorKind::InvalidData, what))
+fn say(line: &Line, message: &FromSidecar) {
+    // Whoever has hung up needs no word.
+    drop(line.send_now(message, None));
 }
 
 fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
     std::thread::Builder::new().name(name.into()).spawn(work)
 }
 
+/// Why no more jobs are taken.
+const DRAINING: &str = "the sidecar is about to stop and takes no more jobs";
 /// What a listener that was stopped says: `EINVAL`.
 const INVALID: i32 = 22;

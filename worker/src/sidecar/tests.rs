@@ -1,5 +1,8 @@
 //! Ranks as threads, at a sidecar of the test's own.
 
+mod hostile;
+mod lists;
+
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::Relaxed;
@@ -17,7 +20,7 @@ use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::Rank;
 
 use super::message::FromRank;
-use super::{Client, Sidecar};
+use super::{Client, Limits, Sidecar, Traffic, ask};
 use crate::error::{ConnectError, Error};
 use crate::options::ConnectOptions;
 use crate::tensor::Region;
@@ -33,11 +36,22 @@ struct Rig {
 
 impl Rig {
     fn start() -> Self {
+        Self::with(Limits { jobs: 8, ranks: 64, memory: 1 << 30 })
+    }
+
+    fn with(limits: Limits) -> Self {
         static STARTED: AtomicU32 = AtomicU32::new(0);
         let name = format!("racksum-{}-{}", std::process::id(), STARTED.fetch_add(1, Relaxed));
         let path = std::env::temp_dir().join(name);
         let listener = Listener::bind(&path, 0o600).unwrap();
-        Self { sidecar: Sidecar::start(listener, 2, None).unwrap(), path }
+        Self { sidecar: Sidecar::start(listener, 2, None, limits).unwrap(), path }
+    }
+
+    /// Waits until nothing is left of any job.
+    fn await_peace(&self) {
+        while self.sidecar.jobs() > 0 || ask(&self.path).unwrap().memory[0] > 0 {
+            std::thread::yield_now();
+        }
     }
 
     fn call(&self, job: &str, rank: u16, world: u16) -> Client {
@@ -87,7 +101,7 @@ fn reduce(ranks: &[Client], descriptor: Descriptor, tensors: Vec<Vec<u8>>) -> Ve
     let mut handles = Vec::new();
     for (i, (rank, tensor)) in ranks.iter().zip(&tensors).enumerate() {
         let region = if i % 2 == 0 {
-            memory[i].write(tensor);
+            memory[i].write(0, tensor);
             memory[i].region(tensor.len())
         } else {
             own(tensor.clone())
@@ -274,7 +288,7 @@ fn a_rank_that_runs_ahead_of_what_it_may_is_let_go() {
     let mut descriptor = [0; Descriptor::LEN];
     sum_of(1).encode(&mut descriptor);
     for _ in 0..=MAX_OPS {
-        let submit = FromRank::Submit { descriptor, memory: lent.id(), at: 0 };
+        let submit = FromRank::Submit { descriptor, memory: lent.id(), at: 0, list: None };
         ranks[1].line.send(&submit, None).unwrap();
     }
     let lost = |rank: &Client| match rank.submit(own(floats(1.0, 1)), sum_of(1)) {
@@ -305,7 +319,7 @@ fn a_sidecar_that_is_gone_is_an_error_of_ops() {
     let handle = ranks[0].submit(own(floats(1.0, 10)), sum_of(10)).unwrap();
     drop(rig.sidecar);
     let error = ranks[0].wait(handle).unwrap_err().to_string();
-    assert!(error.contains("the sidecar at") && error.contains("hung up"), "{error}");
+    assert!(error.contains("the sidecar at") && error.contains("told to stop"), "{error}");
     let options = ConnectOptions::new("", "job");
     let error = Client::call(&rig.path, &options, 1).unwrap_err().to_string();
     assert!(error.contains("start `racksum worker --socket` with that path"), "{error}");
@@ -315,9 +329,9 @@ fn a_sidecar_that_is_gone_is_an_error_of_ops() {
 fn what_a_rank_says_out_of_turn_ends_that_rank() {
     let rig = Rig::start();
     for nonsense in [
-        FromRank::Submit { descriptor: [0xff; Descriptor::LEN], memory: 0, at: 0 },
-        FromRank::Submit { descriptor: [0; Descriptor::LEN], memory: 7, at: u64::MAX },
-        FromRank::Lend { memory: 1 },
+        FromRank::Submit { descriptor: [0xff; Descriptor::LEN], memory: 0, at: 0, list: None },
+        FromRank::Submit { descriptor: [0; Descriptor::LEN], memory: 7, at: u64::MAX, list: None },
+        FromRank::AskStatus,
     ] {
         let ranks = rig.job("job", 2);
         let handle = ranks[0].submit(own(floats(1.0, 10)), sum_of(10)).unwrap();

@@ -7,12 +7,14 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use racksum_proto::control::Loss;
-use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::SubmitError;
 
-use super::fold::Place;
+use super::fold::{Fold, Handed, Place, Spoilt, give};
 use super::job::Job;
+use super::sums::Sums;
+use crate::blocks::Blocks;
 use crate::client::{Client, Handle};
+use crate::engine::Stats;
 use crate::error::Error;
 use crate::tensor::Region;
 
@@ -27,13 +29,19 @@ pub(super) struct Upstream {
     folded: Sender<Folded>,
 }
 
-/// An op whose sum of this host's ranks lies where the first of them has its tensor.
+/// An op of which the sum of this host's ranks is known: of tensors it lies where the first of them
+/// has its own.
 #[derive(Debug)]
 pub(super) struct Folded {
     pub(super) op: u32,
-    pub(super) descriptor: Descriptor,
-    /// Where all of them have theirs.
-    pub(super) places: Vec<Place>,
+    pub(super) fold: Arc<Fold>,
+}
+
+/// The same on its way.
+#[derive(Debug)]
+enum Flight {
+    Tensor(Handle<Region>),
+    Blocks(Handle<Blocks>),
 }
 
 impl Upstream {
@@ -57,11 +65,18 @@ impl Upstream {
         drop(self.folded.send(folded));
     }
 
-    /// Leaves the job, which loses a rank if there is one that is gone.
-    pub(super) fn close(&self, gone: Option<(u16, Loss)>) {
-        if let Some((rank, why)) = gone {
-            self.client.part(rank, why);
-        }
+    /// What has been sent and received.
+    pub(super) fn stats(&self) -> Stats {
+        self.client.stats()
+    }
+
+    /// Says that ranks are gone; of those of other hosts it is not believed.
+    pub(super) fn lose(&self, ranks: &[u16], why: Loss) {
+        ranks.iter().for_each(|rank| self.client.part(*rank, why));
+    }
+
+    /// Leaves the job.
+    pub(super) fn close(&self) {
         self.client.close();
     }
 }
@@ -70,7 +85,7 @@ impl Upstream {
 fn pass_up(
     client: &Client,
     folded: &Receiver<Folded>,
-    flights: &Sender<(Folded, Handle<Region>)>,
+    flights: &Sender<(Folded, Flight)>,
     job: &Weak<Job>,
 ) {
     let (mut next, mut early) = (0, BTreeMap::new());
@@ -80,40 +95,83 @@ fn pass_up(
             next += 1;
             match submit(client, &due) {
                 // The other thread ends only after this one.
-                Ok(handle) => drop(flights.send((due, handle))),
-                Err(error) => tell(job, due.op, Err(error)),
+                Ok(flight) => drop(flights.send((due, flight))),
+                Err(error) => tell(job, &due, Err(error)),
             }
         }
     }
 }
 
-fn submit(client: &Client, due: &Folded) -> Result<Handle<Region>, Error> {
-    let first = &due.places[0];
+fn submit(client: &Client, due: &Folded) -> Result<Flight, Error> {
+    let descriptor = due.fold.descriptor();
+    let start = || match (sums_of(&due.fold)?, due.places().next()) {
+        (None, Some(first)) => Ok(Flight::Tensor(client.submit(first.region(), descriptor)?)),
+        (sums, _) => Ok(Flight::Blocks(client.submit(sums.unwrap_or_default(), descriptor)?)),
+    };
     loop {
-        match client.submit(first.region(), due.descriptor) {
+        match start() {
             Err(Error::Submit(SubmitError::TooManyOps { .. })) => {
-                while !client.has_room_within(due.descriptor.lane, ROOM) {}
+                // What has ended meanwhile, the next try finds out.
+                if !client.has_room_within(descriptor.lane, ROOM) {
+                    tracing::debug!(op = due.op, "an op waits for room");
+                }
             }
-            submitted => return submitted,
+            started => return started,
         }
     }
+}
+
+/// The sums of lists, if there are any.
+fn sums_of(fold: &Fold) -> Result<Option<Blocks>, Error> {
+    // What could not be folded does not come here.
+    let sums = fold.sums().ok().flatten();
+    let read = |sums: &Sums| sums.read(Vec::new());
+    sums.map(read).transpose().map_err(|error| Error::Memory(error.to_string()))
 }
 
 /// Waits for ops, and gives all ranks of the host the job's sums.
-fn pass_down(client: &Client, flights: &Receiver<(Folded, Handle<Region>)>, job: &Weak<Job>) {
-    for (Folded { op, places, .. }, handle) in flights {
-        let result = client.wait(handle).map(|_| {
-            if let Some((first, others)) = places.split_first() {
-                others.iter().for_each(|other| other.copy_from(first));
-            }
-        });
-        tell(job, op, result);
+fn pass_down(client: &Client, flights: &Receiver<(Folded, Flight)>, job: &Weak<Job>) {
+    for (folded, flight) in flights {
+        let summed = match flight {
+            Flight::Tensor(handle) => client.wait(handle).map(|_| {
+                let mut places = folded.places();
+                if let Some(first) = places.next() {
+                    places.for_each(|other| other.copy_from(first));
+                }
+                None
+            }),
+            Flight::Blocks(handle) => client.wait(handle).map(|reduced| Some(reduced.tensor)),
+        };
+        match summed.map(|blocks| blocks.map(|blocks| hand_out(client, &folded, blocks))) {
+            Ok(None) => tell(job, &folded, Ok(None)),
+            Ok(Some(Ok(sums))) => tell(job, &folded, Ok(Some(&sums))),
+            Ok(Some(Err(spoilt))) => job.upgrade().iter().for_each(|it| it.spoilt(spoilt.clone())),
+            Err(error) => tell(job, &folded, Err(error)),
+        }
     }
 }
 
-fn tell(job: &Weak<Job>, op: u32, result: Result<(), Error>) {
+/// Makes of a union what the ranks of the host get.
+fn hand_out(client: &Client, folded: &Folded, blocks: Blocks) -> Result<Sums, Spoilt> {
+    give(&folded.fold.descriptor(), folded.fold.shares(), &blocks);
+    let sums = Sums::of(&blocks);
+    client.recycle(blocks);
+    sums
+}
+
+impl Folded {
+    /// Where the ranks' tensors lie.
+    fn places(&self) -> impl Iterator<Item = &Place> {
+        self.fold.shares().iter().filter_map(|share| match &share.handed {
+            Handed::Tensor(place) => Some(place),
+            Handed::List(_) => None,
+        })
+    }
+}
+
+fn tell(job: &Weak<Job>, folded: &Folded, result: Result<Option<&Sums>, Error>) {
     if let Some(job) = job.upgrade() {
-        job.ended(op, result);
+        job.ended(folded.op, folded.fold.shares(), result);
     }
 }
 

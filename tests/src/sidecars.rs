@@ -1,0 +1,262 @@
+//! Hosts whose ranks have sidecars, and a job of several of them that goes on at a standby.
+
+use std::path::PathBuf;
+use std::sync::{Barrier, Mutex};
+use std::time::Duration;
+
+use racksum_net::local::Listener;
+use racksum_proto::control::Loss;
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::{DType, Reduction, WireType};
+use racksum_proto::error::{OpError, SubmitError};
+use racksum_proto::ids::Rank;
+use racksum_worker::sidecar::{self, Limits, Sidecar};
+use racksum_worker::{Blocks, Client, ConnectOptions, Error, Operand};
+
+use crate::inputs::{Values, seed, tensor};
+use crate::rig::{Rig, bounded};
+
+/// Ranks 0 to 2 are on one host and 4 and 5 on another; rank 3 has no sidecar.
+const WORLD: u16 = 6;
+const HOSTS: [&[u16]; 2] = [&[0, 1, 2], &[4, 5]];
+
+/// A sidecar of a test, and where it is called.
+struct Host {
+    path: PathBuf,
+    _sidecar: Sidecar,
+}
+
+impl Host {
+    fn start(name: &str, upstream: ConnectOptions) -> Self {
+        let path = std::env::temp_dir().join(format!("racksum-{name}-{}", std::process::id()));
+        let listener = Listener::bind(&path, 0o600).unwrap();
+        let limits = Limits { jobs: 4, ranks: 16, memory: 1 << 30 };
+        let sidecar = Sidecar::start(listener, 2, Some(upstream), limits).unwrap();
+        Self { path, _sidecar: sidecar }
+    }
+}
+
+/// A rank of the job, with or without a sidecar.
+enum Member {
+    Direct(Box<Client>),
+    Beside(sidecar::Client),
+}
+
+impl Member {
+    fn connect(rank: u16, hosts: &[Host], options: &ConnectOptions) -> Self {
+        let options = ConnectOptions { rank, world: WORLD, ..options.clone() };
+        match HOSTS.iter().zip(hosts).find(|(ranks, _)| ranks.contains(&rank)) {
+            None => Self::Direct(Box::new(Client::connect(&options).unwrap())),
+            Some((ranks, host)) => {
+                let local = u16::try_from(ranks.len()).unwrap();
+                let client = sidecar::Client::call(&host.path, &options, local).unwrap();
+                assert!(client.is_ready_within(Duration::from_secs(20)).unwrap());
+                Self::Beside(client)
+            }
+        }
+    }
+
+    /// Reduces several at once.
+    fn reduce(&self, all: Vec<(Operand, Descriptor)>) -> Result<Vec<Operand>, Error> {
+        match self {
+            Self::Direct(client) => {
+                let start = |(operand, descriptor)| client.submit::<Operand>(operand, descriptor);
+                let started: Vec<_> = all.into_iter().map(start).collect::<Result<_, _>>()?;
+                started.into_iter().map(|handle| Ok(client.wait(handle)?.tensor)).collect()
+            }
+            Self::Beside(client) => {
+                let start = |(operand, descriptor)| client.submit::<Operand>(operand, descriptor);
+                let started: Vec<_> = all.into_iter().map(start).collect::<Result<_, _>>()?;
+                started.into_iter().map(|handle| client.wait(handle)).collect()
+            }
+        }
+    }
+}
+
+fn descriptors() -> [Descriptor; 6] {
+    let sum = |elements| Descriptor::sum(elements, DType::F32);
+    let narrow = |elements, wire| Descriptor { wire, ..sum(elements) };
+    [
+        sum(60 * 256 * 40 + 9),
+        Descriptor { reduction: Reduction::Avg, ..sum(60 * 256 * 20) },
+        narrow(60 * 256 * 20, WireType::Int8),
+        narrow(60 * 256 * 9, WireType::Fixed32),
+        Descriptor { reduction: Reduction::Min, ..sum(60 * 512 * 7) },
+        Descriptor::sum(3, DType::I64),
+    ]
+}
+
+/// What a rank contributes: of each kind a tensor, and the same as a list of its blocks; and one
+/// that some have as a tensor and some as a list.
+fn operands(rank: u16, seed: u64) -> Vec<(Operand, Descriptor)> {
+    let each = (0..).zip(descriptors()).flat_map(|(i, descriptor)| {
+        let block = descriptor.block_elements();
+        let values = Values::Ordinary;
+        let tensor = tensor(descriptor.dtype, descriptor.elements, block, values, rank, seed + i);
+        let list: Operand = list(&descriptor, &tensor, rank).into();
+        let either = if rank.is_multiple_of(2) { list_of(&tensor) } else { tensor.clone().into() };
+        [(tensor.into(), descriptor), (list, descriptor), (either, descriptor)]
+    });
+    each.collect()
+}
+
+/// A tensor as one list of all its blocks.
+fn list_of(tensor: &[u8]) -> Operand {
+    let blocks = tensor.len().div_ceil(1024);
+    // Where elements have other sizes than four bytes, as a tensor.
+    match tensor.len() {
+        24 => tensor.to_vec().into(),
+        _ => {
+            let indices = (0..u32::try_from(blocks).unwrap()).collect();
+            Blocks { indices, values: tensor.to_vec() }.into()
+        }
+    }
+}
+
+/// Every fifth block of a tensor, from another one on at each rank.
+fn list(descriptor: &Descriptor, tensor: &[u8], rank: u16) -> Blocks {
+    let len = descriptor.block_elements() * descriptor.dtype.size();
+    let blocks = (0..).zip(tensor.chunks(len)).skip(usize::from(rank) % 3).step_by(5);
+    let (indices, values): (Vec<u32>, Vec<&[u8]>) = blocks.unzip();
+    Blocks { indices, values: values.concat() }
+}
+
+/// What an operand has come to.
+fn bytes(operand: Operand) -> Vec<u8> {
+    match operand {
+        Operand::Tensor(tensor) => tensor,
+        Operand::Blocks(Blocks { indices, values }) => {
+            indices.into_iter().flat_map(u32::to_ne_bytes).chain(values).collect()
+        }
+        Operand::Region(_) => unreachable!("tensors were handed over"),
+    }
+}
+
+/// Runs all ranks of a job for some rounds, which all end with the bits of the first: of each rank
+/// what its operands came to.
+fn run(
+    options: &ConnectOptions,
+    rounds: usize,
+    meanwhile: impl FnOnce() + Send,
+) -> Vec<Vec<Vec<u8>>> {
+    let seed = seed(93);
+    let hosts = ["one", "two"].map(|name| Host::start(name, options.clone()));
+    std::thread::scope(|scope| {
+        let rank = |rank| {
+            let hosts = &hosts;
+            scope.spawn(move || {
+                let member = Member::connect(rank, hosts, options);
+                let mut first = Vec::new();
+                for round in 0..rounds {
+                    let reduced = member
+                        .reduce(operands(rank, seed))
+                        .unwrap_or_else(|error| panic!("rank {rank}, round {round}: {error}"));
+                    let reduced: Vec<_> = reduced.into_iter().map(bytes).collect();
+                    if first.is_empty() {
+                        first = reduced;
+                    } else {
+                        assert!(reduced == first, "rank {rank}, round {round}: other bits");
+                    }
+                }
+                first
+            })
+        };
+        let ranks: Vec<_> = (0..WORLD).map(rank).collect();
+        scope.spawn(meanwhile);
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn a_job_of_hosts_goes_on_at_standbys_with_the_same_bits() {
+    bounded(120, || {
+        let alone = Rig::start(|_| {});
+        let undisturbed = run(&alone.options("hosts", 0, WORLD), 1, || {});
+        alone.await_peace();
+        for kind in 0..descriptors().len() {
+            let of = |rank: usize, form: usize| &undisturbed[rank][3 * kind + form];
+            assert!((1..6).all(|rank| of(rank, 0) == of(0, 0) && of(rank, 1) == of(0, 1)));
+            assert!((2..6).all(|rank| of(rank, 2) == of(rank % 2, 2)), "as tensors, as lists");
+        }
+        let rigs = [1, 2, 1, 3].map(|shards| Rig::start(|config| config.shards = shards));
+        let addr = |rig: &Rig| vec![rig.aggregator.addr().to_string()];
+        let standbys = rigs[1..].iter().map(addr).collect();
+        let options = ConnectOptions { standbys, ..rigs[0].options("hosts", 0, WORLD) };
+        let [first, second, third, last] = rigs;
+        let moved = run(&options, 12, move || {
+            for gone in [first, second, third] {
+                std::thread::sleep(Duration::from_millis(700));
+                drop(gone);
+            }
+        });
+        assert!(moved == undisturbed);
+        last.await_peace();
+    });
+}
+
+#[test]
+fn whom_a_host_loses_after_a_move_is_named_on_the_other() {
+    bounded(60, || {
+        let rigs = [(); 2].map(|()| Rig::start(|_| {}));
+        let standbys = vec![vec![rigs[1].aggregator.addr().to_string()]];
+        let options = ConnectOptions { standbys, ..rigs[0].options("hosts", 0, WORLD) };
+        let hosts = ["lost", "left"].map(|name| Host::start(name, options.clone()));
+        let [first, second] = rigs;
+        let (first, all) = (Mutex::new(Some(first)), Barrier::new(WORLD.into()));
+        std::thread::scope(|scope| {
+            let rank = |rank| {
+                let (hosts, options, first, all) = (&hosts, &options, &first, &all);
+                scope.spawn(move || {
+                    let member = Member::connect(rank, hosts, options);
+                    let one = || vec![(vec![1; 4].into(), Descriptor::sum(1, DType::I32))];
+                    member.reduce(one()).unwrap();
+                    all.wait();
+                    drop(first.lock().unwrap().take());
+                    member.reduce(one()).unwrap();
+                    if rank == 1 {
+                        return;
+                    }
+                    let error =
+                        std::iter::repeat_with(|| member.reduce(one())).find_map(Result::err);
+                    let (Error::Op(OpError::PeerLost { ranks, why })
+                    | Error::Submit(SubmitError::PeerLost { ranks, why })) = error.unwrap()
+                    else {
+                        panic!("rank {rank}")
+                    };
+                    assert_eq!((ranks, why), (vec![Rank(1)], Loss::Left), "rank {rank}");
+                });
+            };
+            (0..WORLD).for_each(rank);
+        });
+        second.await_peace();
+    });
+}
+
+#[test]
+fn ranks_of_a_host_whose_aggregator_is_gone_are_told_so() {
+    bounded(60, || {
+        let rig = Rig::start(|_| {});
+        let options = rig.options("gone", 0, WORLD);
+        let hosts = ["gone-one", "gone-two"].map(|name| Host::start(name, options.clone()));
+        let (rig, all) = (Mutex::new(Some(rig)), Barrier::new(WORLD.into()));
+        std::thread::scope(|scope| {
+            let rank = |rank| {
+                let (hosts, options, rig, all) = (&hosts, &options, &rig, &all);
+                scope.spawn(move || {
+                    let member = Member::connect(rank, hosts, options);
+                    let one = || vec![(vec![1; 4].into(), Descriptor::sum(1, DType::I32))];
+                    member.reduce(one()).unwrap();
+                    all.wait();
+                    drop(rig.lock().unwrap().take());
+                    let mut errors = std::iter::repeat_with(|| member.reduce(one()));
+                    let error = errors.find_map(Result::err).unwrap();
+                    let told = error.to_string();
+                    assert!(told.contains("the aggregator is gone"), "rank {rank}: {told}");
+                    let typed = matches!(error, Error::Op(OpError::NoAggregator { .. }));
+                    assert_eq!(typed, rank != 3, "rank {rank}: {error:?}");
+                });
+            };
+            (0..WORLD).for_each(rank);
+        });
+    });
+}

@@ -1,0 +1,276 @@
+//! What a rank's threads share: the ops in flight, and what the sidecar has said.
+
+use std::collections::{BTreeMap, HashMap};
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use racksum_net::local::{Line, Sealed};
+use racksum_proto::control::Loss;
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::error::{OpError, SubmitError};
+use racksum_proto::ids::{OpId, Rank};
+use racksum_proto::time::Span;
+
+use super::Traffic;
+use crate::engine::Stats;
+use crate::error::{ConnectError, Error};
+use crate::operand::Operand;
+use crate::sidecar::lent::{AllLent, Lent};
+use crate::sidecar::message::{Called, FromSidecar, Outcome, VERSION};
+use crate::sidecar::sums::Sums;
+
+/// What the client's threads share.
+#[derive(Debug, Default)]
+pub(super) struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+    pub(super) lent: Arc<AllLent>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct State {
+    /// What the sidecar has said about the job, until it begins.
+    pub(super) waiting: Vec<u16>,
+    pub(super) refused: Option<ConnectError>,
+    pub(super) began: bool,
+    next_op: u32,
+    flights: HashMap<u32, Flight>,
+    /// How many of these have not ended.
+    pub(super) in_flight: u16,
+    /// Why there are no more ops.
+    pub(super) over: Option<Over>,
+    /// The sidecar has hung up.
+    pub(super) gone: bool,
+    /// What it has said of memory that was lent: why not, if it has not taken it.
+    pub(super) answered: BTreeMap<u32, Option<String>>,
+    /// What it has said last of what leaves the host.
+    pub(super) stats: Option<Stats>,
+    pub(super) traffic: Traffic,
+    /// Memory that tensors were copied to, for those of later ops.
+    pub(super) spare: Vec<Arc<Lent>>,
+    /// Memory for the sums of a list.
+    pub(super) recycled: Option<Vec<u8>>,
+}
+
+/// Why there are no more ops: what ended those in flight, and what is said of later ones.
+#[derive(Debug, Clone)]
+pub(super) struct Over {
+    ended: OpError,
+    pub(super) refused: Error,
+}
+
+/// An op that was not waited for yet.
+#[derive(Debug)]
+pub(super) struct Flight {
+    pub(super) operand: Operand,
+    /// Where it was copied to, if it does not lie in shared memory.
+    pub(super) copy: Option<Arc<Lent>>,
+    /// What came of it: of lists, the sums.
+    pub(super) outcome: Option<Result<Option<Sums>, OpError>>,
+    /// Nobody will wait for it.
+    abandoned: bool,
+}
+
+impl Flight {
+    pub(super) const fn new(operand: Operand, copy: Option<Arc<Lent>>) -> Self {
+        Self { operand, copy, outcome: None, abandoned: false }
+    }
+}
+
+impl Shared {
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits while something is so, but not longer than this.
+    pub(super) fn wait(
+        &self,
+        limit: Duration,
+        is_so: impl FnMut(&mut State) -> bool,
+    ) -> MutexGuard<'_, State> {
+        let waited = self.changed.wait_timeout_while(self.lock(), limit, is_so);
+        waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    /// Takes what is left of an op. The lock is free when its tensor goes, which may be last to
+    /// have some memory.
+    pub(super) fn take(mut state: MutexGuard<'_, State>, op: u32) -> Option<Flight> {
+        let flight = state.flights.remove(&op);
+        drop(state);
+        flight
+    }
+
+    /// Lets go of an op that nobody waits for, once it has ended.
+    pub(super) fn abandon(&self, op: u32) {
+        let mut state = self.lock();
+        let flight = state.flights.get_mut(&op);
+        if flight.is_some_and(|flight| {
+            flight.abandoned = true;
+            flight.outcome.is_some()
+        }) {
+            drop(Self::take(state, op));
+        }
+    }
+
+    /// Hears the sidecar until it is gone.
+    pub(super) fn hear(&self, line: &Line, path: &Path) {
+        let why = loop {
+            match line.recv() {
+                Ok(Some((message, descriptor))) => self.take_in(message, descriptor, path),
+                Ok(None) => break "it has hung up".to_owned(),
+                Err(error) => break error.to_string(),
+            }
+        };
+        self.lock().gone = true;
+        self.end(Over::gone(path, &why));
+    }
+
+    fn take_in(&self, message: FromSidecar, descriptor: Option<OwnedFd>, path: &Path) {
+        let mut state = self.lock();
+        match message {
+            FromSidecar::WrongVersion { speaks } => {
+                state.refused = Some(ConnectError::SidecarVersion { speaks, own: VERSION });
+            }
+            FromSidecar::Refused { reason } => {
+                state.refused = Some(ConnectError::SidecarRefused(reason));
+            }
+            FromSidecar::Waiting { missing } => state.waiting = missing,
+            FromSidecar::Ready => state.began = true,
+            FromSidecar::Lent { memory, refused } => {
+                state.answered.insert(memory, refused);
+            }
+            FromSidecar::Stats(stats) => state.stats = Some(stats),
+            // It was not asked.
+            FromSidecar::Status => {}
+            FromSidecar::Ended { op, outcome } => {
+                let abandoned = state.land(op, outcome.of(op, descriptor));
+                drop(state);
+                drop(abandoned);
+                return self.changed.notify_all();
+            }
+            FromSidecar::Lost { ranks, why } => {
+                drop(state);
+                return self.end(Over::lost(ranks, why));
+            }
+            FromSidecar::CutOff { why } => {
+                drop(state);
+                return self.end(Over::gone(path, &why));
+            }
+            FromSidecar::TimedOut => {
+                drop(state);
+                return self.end(Over::because("an op timed out"));
+            }
+            FromSidecar::Superseded => {
+                drop(state);
+                return self.end(Over::because("a greater generation of the job has begun"));
+            }
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Ends the session, and what is in flight.
+    pub(super) fn end(&self, over: Over) {
+        let mut state = self.lock();
+        if !state.began && state.refused.is_none() {
+            state.refused = Some(ConnectError::SidecarRefused(over.ended.to_string()));
+        }
+        let ops: Vec<u32> = state.flights.keys().copied().collect();
+        let landed: Vec<_> =
+            ops.into_iter().map(|op| state.land(op, Err(over.ended.clone()))).collect();
+        state.over.get_or_insert(over);
+        drop(state);
+        drop(landed);
+        self.changed.notify_all();
+    }
+}
+
+impl State {
+    pub(super) fn has_ended(&self, op: u32) -> bool {
+        self.flights.get(&op).is_none_or(|flight| flight.outcome.is_some())
+    }
+
+    /// Notes an op that was started with so many bytes, and numbers it.
+    pub(super) fn take_off(&mut self, flight: Flight, len: usize) -> u32 {
+        let moved = match flight.copy {
+            Some(_) => &mut self.traffic.copied_bytes,
+            None => &mut self.traffic.shared_bytes,
+        };
+        *moved += len as u64;
+        self.traffic.ops += 1;
+        let op = self.next_op;
+        self.next_op += 1;
+        self.in_flight += 1;
+        self.flights.insert(op, flight);
+        op
+    }
+
+    /// Notes what came of an op. Returns it if nobody waits for it.
+    fn land(&mut self, op: u32, outcome: Result<Option<Sums>, OpError>) -> Option<Flight> {
+        let flight = self.flights.get_mut(&op).filter(|flight| flight.outcome.is_none())?;
+        flight.outcome = Some(outcome);
+        self.in_flight -= 1;
+        if flight.abandoned { self.flights.remove(&op) } else { None }
+    }
+
+    /// The smallest of the spare memory that has so many bytes.
+    pub(super) fn take_spare(&mut self, len: usize) -> Option<Arc<Lent>> {
+        let fits = self.spare.iter().enumerate().filter(|(_, spare)| spare.len() >= len);
+        let (found, _) = fits.min_by_key(|(_, spare)| spare.len())?;
+        Some(self.spare.swap_remove(found))
+    }
+}
+
+impl Over {
+    pub(super) fn because(why: &'static str) -> Self {
+        Self { ended: OpError::Ended { why }, refused: SubmitError::Ended { why }.into() }
+    }
+
+    fn lost(ranks: Vec<u16>, why: Loss) -> Self {
+        let ranks: Vec<Rank> = ranks.into_iter().map(Rank).collect();
+        Self {
+            ended: OpError::PeerLost { ranks: ranks.clone(), why },
+            refused: SubmitError::PeerLost { ranks, why }.into(),
+        }
+    }
+
+    fn gone(path: &Path, why: &str) -> Self {
+        let tried = format!("the sidecar at {}: {why}", path.display());
+        let ended = OpError::NoAggregator { tried };
+        Self { refused: ended.clone().into(), ended }
+    }
+}
+
+impl Outcome {
+    /// The same, of an op, with what came with it.
+    fn of(self, op: u32, descriptor: Option<OwnedFd>) -> Result<Option<Sums>, OpError> {
+        let op = OpId(op);
+        let called = |called: Called| {
+            let descriptor = Descriptor::decode(&called.descriptor).map_err(|_| strange())?;
+            Ok((Rank(called.rank), descriptor))
+        };
+        match self {
+            Self::Reduced => Ok(None),
+            Self::Union { blocks } => match descriptor {
+                Some(descriptor) => Ok(Some(Sums::received(Sealed::of(descriptor), blocks))),
+                None => Err(OpError::Ended { why: "its sums did not come: too many open files" }),
+            },
+            Self::Mismatch { one, other } => {
+                Err(OpError::Mismatch { op, one: called(one)?, other: called(other)? })
+            }
+            Self::Overflow { element } => Err(OpError::Overflow { op, element }),
+            Self::Timeout { after, missing } => {
+                let after = Span::from_millis(after);
+                let missing = missing.into_iter().map(|rank| (Rank(rank), after)).collect();
+                Err(OpError::Timeout { op, after, missing, idle: after })
+            }
+        }
+    }
+}
+
+/// What comes of an op when the sidecar says what it should not.
+pub(super) const fn strange() -> OpError {
+    OpError::Ended { why: "the sidecar does not keep to the protocol" }
+}

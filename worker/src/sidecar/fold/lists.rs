@@ -1,0 +1,180 @@
+//! The fold of lists of blocks: their union, block by block, and nothing of the tensor between.
+
+#![expect(unsafe_code, reason = "the memory is shared with other processes")]
+
+use std::ops::Range;
+use std::sync::OnceLock;
+
+use racksum_kernels::codec;
+use racksum_kernels::fold::fold_run;
+use racksum_proto::arith;
+use racksum_proto::descriptor::Descriptor;
+
+use super::place::Place;
+use super::{CHUNK, Chunks, Handed, Share, Spoilt};
+use crate::blocks::{Blocks, Listed, Union, len_of};
+use crate::sidecar::sums::Sums;
+
+/// Blocks that a scan looks at together.
+const SCANNED: usize = 64;
+
+/// What ranks have handed, of which some are lists.
+#[derive(Debug)]
+pub(super) struct Lists {
+    descriptor: Descriptor,
+    /// In rank order.
+    shares: Vec<Share>,
+    /// How many ranks the job has.
+    world: u32,
+    /// Made by the first thread that works on it: who waits for its turn takes no memory.
+    begun: OnceLock<Result<Begun, Spoilt>>,
+}
+
+/// A fold under way.
+#[derive(Debug)]
+struct Begun {
+    /// Where the values of each share are.
+    places: Vec<Place>,
+    union: Union,
+    sums: Sums,
+    chunks: Chunks,
+    /// Why not all sums could be written.
+    failed: OnceLock<Spoilt>,
+}
+
+impl Lists {
+    pub(super) const fn new(descriptor: Descriptor, shares: Vec<Share>, world: u32) -> Self {
+        Self { descriptor, shares, world, begun: OnceLock::new() }
+    }
+
+    pub(super) fn is_taken(&self) -> bool {
+        let taken = |begun: &Begun| begun.chunks.are_taken();
+        self.begun.get().is_some_and(|begun| begun.as_ref().map_or(true, taken))
+    }
+
+    /// Folds chunks until all have been taken. Returns true to the one thread that ends the last,
+    /// or that finds that there are none.
+    pub(super) fn work(&self, sum: &mut [u8]) -> bool {
+        let mut is_first = false;
+        let begun = self.begun.get_or_init(|| {
+            is_first = true;
+            self.begin()
+        });
+        let per_chunk = CHUNK / self.full();
+        match begun {
+            Ok(begun) if begun.union.len() > 0 => begun.chunks.work(|chunk| {
+                let from = chunk * per_chunk;
+                let blocks = from..begun.union.len().min(from + per_chunk);
+                if let Err(error) = self.fold_chunk(begun, blocks, sum) {
+                    begun.failed.get_or_init(|| error);
+                }
+            }),
+            _ => is_first,
+        }
+    }
+
+    /// The sums, once all is folded.
+    pub(super) fn sums(&self) -> Result<&Sums, Spoilt> {
+        let begun = self.begun.get().expect("some thread has begun it");
+        let Begun { sums, failed, .. } = begun.as_ref().map_err(Clone::clone)?;
+        failed.get().map_or(Ok(sums), |failed| Err(failed.clone()))
+    }
+
+    /// Finds the union of what the ranks have handed.
+    fn begin(&self) -> Result<Begun, Spoilt> {
+        let (mut listed, mut places) = (Vec::new(), Vec::new());
+        for (list, share) in (0..).zip(&self.shares) {
+            let add = |(index, at)| Listed { index, list, at: at * self.full() };
+            match &share.handed {
+                Handed::List(handed) => {
+                    let read = handed.read(&self.descriptor);
+                    let (indices, place) = read.ok_or(Spoilt::By(share.rank))?;
+                    listed.extend(indices.into_iter().zip(0..).map(add));
+                    places.push(place);
+                }
+                Handed::Tensor(place) => {
+                    let blocks = nonzero(&self.descriptor, place).into_iter();
+                    listed.extend(blocks.map(|index| add((index, index as usize))));
+                    places.push(place.clone());
+                }
+            }
+        }
+        let union = Union::new(listed);
+        let sums = Sums::begin(union.indices())?;
+        let chunks = Chunks::new(union.len().div_ceil(CHUNK / self.full()));
+        Ok(Begun { places, union, sums, chunks, failed: OnceLock::new() })
+    }
+
+    /// Folds some blocks of the union.
+    fn fold_chunk(
+        &self,
+        begun: &Begun,
+        blocks: Range<usize>,
+        sum: &mut [u8],
+    ) -> Result<(), Spoilt> {
+        let is_whole = self.shares.len() == self.world as usize;
+        let partial = self.descriptor.of_partial_sum();
+        let descriptor = if is_whole { self.descriptor } else { partial };
+        let wire = descriptor.dtype.native_wire();
+        let (mut inputs, mut used, first) = (Vec::new(), 0, blocks.start);
+        for nth in blocks {
+            let listed = begun.union.of(nth);
+            let index = listed[0].index;
+            let len = len_of(&descriptor, index);
+            inputs.clear();
+            // SAFETY: a block is one thread's, and it writes only to `sum` while it reads these.
+            let read = |it: &Listed| unsafe { begun.places[it.list as usize].bytes(it.at, len) };
+            inputs.extend(listed.iter().map(read));
+            let absent = inputs.len() < self.shares.len();
+            let out = &mut sum[used..used + len];
+            let terms = arith::Fold { world: self.world, absent };
+            fold_run(wire, descriptor.reduction, terms, &inputs, out)
+                .expect("a valid descriptor folds");
+            if is_whole {
+                write_to_tensors(&self.shares, index as usize * self.full(), out);
+            }
+            used += len;
+        }
+        begun.sums.write((first * self.full()) as u64, &sum[..used])
+    }
+
+    /// Bytes of a block but the tensor's last.
+    const fn full(&self) -> usize {
+        self.descriptor.block_elements() * self.descriptor.dtype.size()
+    }
+}
+
+/// Writes the job's sums to the tensors of those that have handed some; the blocks that are not in
+/// the list are zero there.
+pub(in crate::sidecar) fn give(descriptor: &Descriptor, shares: &[Share], sums: &Blocks) {
+    let full = descriptor.block_elements() * descriptor.dtype.size();
+    for (index, block) in sums.indices.iter().zip(sums.values.chunks(full)) {
+        write_to_tensors(shares, *index as usize * full, block);
+    }
+}
+
+fn write_to_tensors(shares: &[Share], at: usize, block: &[u8]) {
+    for share in shares {
+        if let Handed::Tensor(place) = &share.handed {
+            // SAFETY: a block is one thread's, and it reads none of its inputs any more.
+            unsafe { place.bytes_mut(at, block.len()) }.copy_from_slice(block);
+        }
+    }
+}
+
+/// The blocks of a tensor that are not zero; the others are +0.0 throughout from then on.
+fn nonzero(descriptor: &Descriptor, place: &Place) -> Vec<u32> {
+    let (dtype, elements) = (descriptor.dtype, descriptor.block_elements());
+    // SAFETY: all ranks have called the op, and this thread is the first to work on it.
+    let tensor = unsafe { place.bytes_mut(0, place.len()) };
+    let mut found = Vec::new();
+    let windows = tensor.chunks_mut(SCANNED * elements * dtype.size());
+    for (first, window) in (0..).step_by(SCANNED).zip(windows) {
+        let mut mask = codec::scan_window(dtype, elements, window);
+        while mask != 0 {
+            found.push(first + mask.trailing_zeros());
+            mask &= mask - 1;
+        }
+    }
+    found
+}

@@ -1,0 +1,121 @@
+//! What the sidecar makes of what a rank says. Nothing of it is believed before it is checked.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use racksum_net::local::{Line, LineError};
+use racksum_proto::control::Loss;
+use racksum_proto::descriptor::Descriptor;
+
+use super::fold::{Handed, List, Memory, Place};
+use super::job::Job;
+use super::message::{FromRank, FromSidecar, ListAt};
+use super::queue::Task;
+use super::server::Shared;
+
+/// A rank, and the memory that it has lent.
+#[derive(Debug)]
+pub(super) struct Hearing<'a> {
+    shared: &'a Shared,
+    line: &'a Line,
+    job: &'a Arc<Job>,
+    rank: u16,
+    memories: HashMap<u32, Arc<Memory>>,
+}
+
+impl<'a> Hearing<'a> {
+    pub(super) fn new(shared: &'a Shared, line: &'a Line, job: &'a Arc<Job>, rank: u16) -> Self {
+        Self { shared, line, job, rank, memories: HashMap::new() }
+    }
+
+    /// Hears the rank until it is gone; returns what became of it.
+    pub(super) fn hear(mut self) -> Result<Loss, LineError> {
+        while let Some((message, descriptor)) = self.line.recv()? {
+            match message {
+                FromRank::Lend { memory } => self.lend(memory, descriptor)?,
+                FromRank::TakeBack { memory } => {
+                    self.memories.remove(&memory);
+                    self.note_lent();
+                }
+                FromRank::Submit { descriptor, memory, at, list } => {
+                    let memory =
+                        self.memories.get(&memory).ok_or_else(|| broken("no such memory"))?;
+                    let descriptor = Descriptor::decode(&descriptor)
+                        .map_err(|_| broken("an impossible descriptor"))?;
+                    let handed = handed(memory, at, list, &descriptor)
+                        .ok_or_else(|| broken("a tensor beyond its memory"))?;
+                    self.submit(descriptor, handed)?;
+                }
+                FromRank::AskStats => {
+                    self.line.send_now(&FromSidecar::Stats(self.job.stats()), None)?;
+                }
+                FromRank::Leave => return Ok(Loss::Left),
+                FromRank::Join(_) | FromRank::AskStatus => {
+                    return Err(broken("it has joined already"));
+                }
+            }
+        }
+        Ok(Loss::Died)
+    }
+
+    /// Takes memory, and says whether there is room for it.
+    fn lend(&mut self, memory: u32, descriptor: Option<OwnedFd>) -> Result<(), LineError> {
+        let none = || io::Error::other("its descriptor did not come: are too many files open?");
+        let taken = descriptor.ok_or_else(none);
+        let taken = taken.and_then(|descriptor| Memory::of(&descriptor, &self.shared.budget));
+        let refused = match taken {
+            Ok(taken) => {
+                self.memories.insert(memory, taken);
+                self.note_lent();
+                None
+            }
+            Err(error) => {
+                tracing::warn!(rank = self.rank, %error, "memory is not taken");
+                Some(error.to_string())
+            }
+        };
+        self.line.send_now(&FromSidecar::Lent { memory, refused }, None)
+    }
+
+    fn note_lent(&self) {
+        self.job.note_lent(self.rank, self.memories.values().map(|memory| memory.len()).sum());
+    }
+
+    fn submit(&self, descriptor: Descriptor, handed: Handed) -> Result<(), LineError> {
+        if descriptor.lane >= self.job.lanes {
+            return Err(broken("no such lane"));
+        }
+        if let Some((op, fold)) = self.job.submit(self.rank, descriptor, handed) {
+            let fold = Arc::new(fold);
+            if fold.is_empty() {
+                self.job.folded(op, &fold);
+            } else {
+                let job = Arc::clone(self.job);
+                self.shared.queue.push(descriptor.lane, Task { fold, job, op });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What a rank has handed; nothing if its memory does not have it.
+fn handed(
+    memory: &Arc<Memory>,
+    at: u64,
+    list: Option<ListAt>,
+    descriptor: &Descriptor,
+) -> Option<Handed> {
+    Some(match list {
+        None => {
+            let len = descriptor.elements * descriptor.dtype.size() as u64;
+            Handed::Tensor(Place::new(memory, at, len)?)
+        }
+        Some(ListAt { blocks, values }) => Handed::List(List::new(memory, at, blocks, values)?),
+    })
+}
+
+fn broken(what: &'static str) -> LineError {
+    LineError::Io(io::Error::new(io::ErrorKind::InvalidData, what))
+}

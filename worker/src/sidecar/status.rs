@@ -1,0 +1,124 @@
+//! What a sidecar tells of itself, to whoever may call it: of the jobs of the caller's user, and of
+//! all to its own user and to root.
+
+use std::io;
+use std::path::Path;
+use std::time::Duration;
+
+use racksum_net::local::{Line, LineError, Sealed};
+use serde::{Deserialize, Serialize};
+
+use super::message::{FromRank, FromSidecar};
+
+/// How long a sidecar may take to say what it does.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// What a sidecar is doing.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Status {
+    /// The release that runs.
+    pub version: String,
+    /// Milliseconds since it started.
+    pub up_ms: u64,
+    /// Where jobs meet that have ranks on other hosts: the aggregator, and then its standbys.
+    pub aggregators: Vec<String>,
+    /// Whether it takes no more jobs, since it is about to stop.
+    pub draining: bool,
+    /// Most jobs at a time.
+    pub max_jobs: usize,
+    /// Most ranks at a time.
+    pub max_ranks: usize,
+    /// How many ranks there are, of all jobs.
+    pub ranks: usize,
+    /// Bytes of memory that ranks have lent, and the most that they may.
+    pub memory: [u64; 2],
+    /// The jobs that the caller may know of, by name.
+    pub jobs: Vec<JobStatus>,
+}
+
+/// A job.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JobStatus {
+    /// Its name.
+    pub job: String,
+    /// Its life.
+    pub generation: u32,
+    /// Whose it is.
+    pub uid: u32,
+    /// How many ranks it has.
+    pub world: u16,
+    /// How many of them are to be on this host.
+    pub local_world: u16,
+    /// How many lanes.
+    pub lanes: u8,
+    /// `gathering`, `calling the aggregator`, `running` or `over`.
+    pub state: String,
+    /// Milliseconds since its first rank joined.
+    pub age_ms: u64,
+    /// How many ranks of this host have not joined, or are there no more.
+    pub awaited: usize,
+    /// Ops that not all ranks of this host have called.
+    pub awaited_ops: usize,
+    /// Ops that all have called, and that are being summed here or with other hosts.
+    pub summed_ops: usize,
+    /// Milliseconds since the oldest op was called that not all have called: how long the ranks
+    /// that are behind have been waited for.
+    pub stalled_ms: Option<u64>,
+    /// Its ranks here.
+    pub ranks: Vec<RankStatus>,
+}
+
+/// A rank.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankStatus {
+    /// Its number.
+    pub rank: u16,
+    /// Its process, by the sidecar's numbers.
+    pub pid: i32,
+    /// The op that it calls next.
+    pub next_op: u32,
+    /// Bytes of memory that it has lent.
+    pub lent_bytes: u64,
+    /// The oldest op waits for it.
+    pub behind: bool,
+}
+
+/// Asks the sidecar at a path what it is doing.
+///
+/// # Errors
+/// The kernel's; `InvalidData` when the answer cannot be read.
+pub fn ask(path: &Path) -> io::Result<Status> {
+    let line = Line::connect(path)?;
+    line.set_patience(Some(PATIENCE))?;
+    line.send(&FromRank::AskStatus, None).map_err(as_io)?;
+    match line.recv().map_err(as_io)? {
+        Some((FromSidecar::Status, Some(told))) => read(&Sealed::of(told)),
+        Some((FromSidecar::WrongVersion { .. } | FromSidecar::Refused { .. }, _)) => {
+            Err(io::Error::other("it tells nothing to this user"))
+        }
+        _ => Err(io::Error::new(io::ErrorKind::InvalidData, "it does not say what it does")),
+    }
+}
+
+fn read(told: &Sealed) -> io::Result<Status> {
+    let mut json = vec![0; usize::try_from(told.len()?).unwrap_or(0)];
+    told.read_at(&mut json, 0)?;
+    Ok(serde_json::from_slice(&json)?)
+}
+
+impl Status {
+    /// The same as one sends it.
+    pub(super) fn sealed(&self) -> io::Result<Sealed> {
+        let sealed = Sealed::new()?;
+        sealed.write_at(&serde_json::to_vec(self)?, 0)?;
+        sealed.seal()?;
+        Ok(sealed)
+    }
+}
+
+fn as_io(error: LineError) -> io::Error {
+    match error {
+        LineError::Io(error) => error,
+        other => io::Error::new(io::ErrorKind::InvalidData, other),
+    }
+}

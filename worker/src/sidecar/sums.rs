@@ -1,0 +1,85 @@
+//! The sums of lists of blocks, on their way to the ranks: what the union is, nobody knows before.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+
+use racksum_net::local::Sealed;
+
+use super::fold::Spoilt;
+use crate::blocks::Blocks;
+
+/// The blocks of a union: their indices, and behind these their values.
+#[derive(Debug)]
+pub(super) struct Sums {
+    sealed: Sealed,
+    blocks: u32,
+}
+
+impl Sums {
+    /// The sums of these blocks, which have yet to be written.
+    pub(super) fn begin(indices: impl Iterator<Item = u32>) -> Result<Self, Spoilt> {
+        let bytes: Vec<u8> = indices.flat_map(u32::to_ne_bytes).collect();
+        let blocks = u32::try_from(bytes.len() / size_of::<u32>()).unwrap_or(u32::MAX);
+        let begin = || {
+            let sealed = Sealed::new()?;
+            sealed.write_at(&bytes, 0)?;
+            Ok(Self { sealed, blocks })
+        };
+        begin().map_err(no_memory)
+    }
+
+    /// All sums.
+    pub(super) fn of(blocks: &Blocks) -> Result<Self, Spoilt> {
+        let sums = Self::begin(blocks.indices.iter().copied())?;
+        sums.write(0, &blocks.values)?;
+        sums.seal()?;
+        Ok(sums)
+    }
+
+    /// What a sidecar has sent.
+    pub(super) const fn received(sealed: Sealed, blocks: u32) -> Self {
+        Self { sealed, blocks }
+    }
+
+    /// Writes some values.
+    pub(super) fn write(&self, at: u64, values: &[u8]) -> Result<(), Spoilt> {
+        self.sealed.write_at(values, self.indices_len() + at).map_err(no_memory)
+    }
+
+    /// Lets nobody write any more.
+    pub(super) fn seal(&self) -> Result<(), Spoilt> {
+        self.sealed.seal().map_err(no_memory)
+    }
+
+    /// How many blocks there are.
+    pub(super) const fn blocks(&self) -> u32 {
+        self.blocks
+    }
+
+    /// All of it; the values in memory that is of no more use.
+    pub(super) fn read(&self, mut values: Vec<u8>) -> io::Result<Blocks> {
+        let len = self.sealed.len()?.checked_sub(self.indices_len());
+        let len =
+            len.and_then(|len| usize::try_from(len).ok()).ok_or(io::ErrorKind::InvalidData)?;
+        let mut indices = vec![0; self.blocks as usize * size_of::<u32>()];
+        self.sealed.read_at(&mut indices, 0)?;
+        values.resize(len, 0);
+        self.sealed.read_at(&mut values, self.indices_len())?;
+        let (indices, _) = indices.as_chunks();
+        Ok(Blocks { indices: indices.iter().copied().map(u32::from_ne_bytes).collect(), values })
+    }
+
+    const fn indices_len(&self) -> u64 {
+        self.blocks as u64 * size_of::<u32>() as u64
+    }
+}
+
+impl AsFd for Sums {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.sealed.as_fd()
+    }
+}
+
+fn no_memory(error: io::Error) -> Spoilt {
+    Spoilt::NoMemory(format!("there is no memory for its sums: {error}"))
+}

@@ -1,0 +1,300 @@
+//! Ranks and callers that do not keep to the protocol.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use racksum_net::local::{Line, SharedMemory};
+
+use super::*;
+use crate::blocks::Blocks;
+use crate::sidecar::message::{FromSidecar, Join, ListAt, VERSION};
+use crate::sidecar::{Lent, ask};
+
+/// A rank that says whatever it wants.
+struct Rogue {
+    line: Line,
+}
+
+impl Rogue {
+    fn join(rig: &Rig, rank: u16, world: u16) -> Self {
+        let line = Line::connect(&rig.path).unwrap();
+        let join = Join {
+            version: VERSION,
+            job: "job".into(),
+            generation: Generation(0),
+            rank,
+            world,
+            local_world: world,
+            lanes: 1,
+            op_timeout: 60_000,
+        };
+        line.send(&FromRank::Join(join), None).unwrap();
+        Self { line }
+    }
+
+    fn say(&self, word: &FromRank, descriptor: Option<&OwnedFd>) {
+        // It may have been hung up.
+        drop(self.line.send(word, descriptor.map(AsFd::as_fd)));
+    }
+
+    /// Lends memory, and returns why it is refused, if it is.
+    fn lend(&self, memory: u32, descriptor: Option<&OwnedFd>) -> Option<String> {
+        self.say(&FromRank::Lend { memory }, descriptor);
+        loop {
+            match self.line.recv().unwrap().expect("the sidecar is there").0 {
+                FromSidecar::Lent { refused, .. } => return refused,
+                FromSidecar::Ready | FromSidecar::Waiting { .. } => {}
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+}
+
+/// Writes to the beginning of memory, as any process may that has it.
+fn write(descriptor: &OwnedFd, bytes: &[u8]) {
+    std::fs::File::from(descriptor.try_clone().unwrap()).write_all_at(bytes, 0).unwrap();
+}
+
+fn encoded(descriptor: &Descriptor) -> [u8; Descriptor::LEN] {
+    let mut bytes = [0; Descriptor::LEN];
+    descriptor.encode(&mut bytes);
+    bytes
+}
+
+#[test]
+fn no_list_of_a_rogue_does_more_than_end_its_job() {
+    let list = |indices: &[u32]| -> Vec<u8> {
+        indices.iter().flat_map(|index| index.to_ne_bytes()).collect()
+    };
+    let at = |blocks, values| Some(ListAt { blocks, values });
+    // The memory has 4096 bytes, the tensor four blocks of 1024.
+    for (indices, at, list) in [
+        (list(&[4]), 0, at(1, 1024)),
+        (list(&[u32::MAX, 0]), 0, at(2, 1024)),
+        (list(&[1, 0]), 0, at(2, 1024)),
+        (list(&[1, 1]), 0, at(2, 1024)),
+        (list(&[0, 1, 2, 3, 4]), 0, at(5, 0)),
+        (list(&[0]), 0, at(u32::MAX, 1024)),
+        (list(&[0]), 2, at(1, 1024)),
+        (list(&[0]), 4096, at(1, 1024)),
+        (list(&[0]), u64::MAX - 3, at(1, 1024)),
+        (list(&[0]), 0, at(1, 4095)),
+        (list(&[0]), 0, at(1, u64::MAX)),
+        (list(&[0, 1, 2, 3]), 0, at(4, 1)),
+    ] {
+        let rig = Rig::start();
+        let rogue = Rogue::join(&rig, 1, 2);
+        let honest = rig.call("job", 0, 2);
+        assert!(honest.is_ready_within(PATIENCE).unwrap());
+        let (_memory, descriptor) = SharedMemory::new(4096).unwrap();
+        write(&descriptor, &indices);
+        assert_eq!(rogue.lend(9, Some(&descriptor)), None);
+        let descriptor = encoded(&sum_of(1024));
+        rogue.say(&FromRank::Submit { descriptor, memory: 9, at, list }, None);
+        let own = Blocks { indices: vec![0], values: floats(1.0, 256) };
+        let told = match honest.submit(own, sum_of(1024)) {
+            Ok(handle) => honest.wait(handle).unwrap_err().to_string(),
+            Err(refused) => refused.to_string(),
+        };
+        assert!(told.contains("lost rank 1: it broke the connection"), "{told}");
+        drop((rogue, honest));
+        rig.await_peace();
+    }
+}
+
+#[test]
+fn a_list_that_changes_while_it_is_read_spoils_its_job_and_nothing_else() {
+    let rig = Rig::start();
+    let rogue = Rogue::join(&rig, 1, 2);
+    let honest = rig.call("job", 0, 2);
+    assert!(honest.is_ready_within(PATIENCE).unwrap());
+    let (_memory, memory) = SharedMemory::new(1 << 20).unwrap();
+    assert_eq!(rogue.lend(1, Some(&memory)), None);
+    let stop = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let scribbler = std::thread::spawn({
+        let stop = Arc::clone(&stop);
+        move || {
+            for round in 0_u32.. {
+                let indices: Vec<u8> =
+                    (0..600).flat_map(|i: u32| (i ^ (round % 3)).to_ne_bytes()).collect();
+                write(&memory, &indices);
+                if stop.load(Relaxed) {
+                    break;
+                }
+            }
+        }
+    });
+    let descriptor = encoded(&sum_of(256 * 600));
+    let list = Some(ListAt { blocks: 600, values: 4096 });
+    let mut ended = 0;
+    for _ in 0..200 {
+        rogue.say(&FromRank::Submit { descriptor, memory: 1, at: 0, list }, None);
+        let own = Blocks { indices: vec![7], values: floats(1.0, 256) };
+        let Ok(handle) = honest.submit(own, sum_of(256 * 600)) else { break };
+        let Ok(sums) = honest.wait(handle) else { break };
+        assert!(sums.indices.is_sorted_by(|a, b| a < b) && sums.indices.len() == 600);
+        assert_eq!(sums.values.len(), 600 * 1024);
+        ended += 1;
+    }
+    stop.store(true, Relaxed);
+    scribbler.join().unwrap();
+    println!("{ended} of 200 lists were read whole");
+    drop((rogue, honest));
+    rig.await_peace();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+
+    #[test]
+    fn no_words_of_a_rogue_stop_the_sidecar(
+        words in prop::collection::vec((0..8_u8, any::<u64>(), any::<u64>(), any::<u32>()), 1..40),
+    ) {
+        let rig = Rig::start();
+        let rogue = Rogue::join(&rig, 0, 1);
+        let (_memory, memory) = SharedMemory::new(8192).unwrap();
+        for (kind, one, two, three) in words {
+            let (descriptor, id) = (encoded(&Descriptor::sum(one % 3000, DType::F32)), three % 3);
+            // Half of them are near what could be.
+            let near = |word: u64| if word.is_multiple_of(2) { word % 8192 } else { word };
+            let list = Some(ListAt { blocks: three % 40, values: near(two) });
+            match kind {
+                0 => rogue.say(&FromRank::Lend { memory: id }, Some(&memory)),
+                1 => rogue.say(&FromRank::TakeBack { memory: id }, None),
+                2 => rogue.say(&FromRank::AskStats, Some(&memory)),
+                3 | 4 => rogue.say(
+                    &FromRank::Submit { descriptor, memory: id, at: near(one), list: None },
+                    None,
+                ),
+                5 | 6 => rogue.say(
+                    &FromRank::Submit { descriptor, memory: id, at: near(one), list },
+                    None,
+                ),
+                _ => drop(rogue.line.send(&("nonsense", one), None)),
+            }
+        }
+        drop(rogue);
+        rig.await_peace();
+        reduce(&rig.job("next", 2), sum_of(4), vec![floats(1.0, 4); 2]);
+    }
+}
+
+#[test]
+fn memory_that_there_is_no_room_for_is_refused_and_the_session_goes_on() {
+    let rig = Rig::with(Limits { jobs: 1, ranks: 1, memory: 1 << 20 });
+    let ranks = rig.job("job", 1);
+    let error = ranks[0].lend(2 << 20).unwrap_err().to_string();
+    assert!(error.contains("2097152 bytes are more than the 1048576"), "{error}");
+    let error = ranks[0].submit(own(floats(1.0, 1 << 20)), sum_of(1 << 20)).unwrap_err();
+    assert!(matches!(error, Error::Memory(_)), "{error}");
+    let lent = ranks[0].lend(1 << 20).unwrap();
+    assert_eq!(ask(&rig.path).unwrap().memory, [1 << 20, 1 << 20]);
+    drop(lent);
+    reduce(&ranks, sum_of(4), vec![floats(1.0, 4)]);
+    drop(ranks);
+    rig.await_peace();
+}
+
+#[test]
+fn memory_that_is_none_is_refused() {
+    let rig = Rig::start();
+    let rogue = Rogue::join(&rig, 0, 1);
+    let why = rogue.lend(0, None).unwrap();
+    assert!(why.contains("its descriptor did not come"), "{why}");
+    let file = std::fs::File::open("/proc/self/exe").unwrap().into();
+    let why = rogue.lend(0, Some(&file)).unwrap();
+    assert!(why.contains("a memfd of plain pages"), "{why}");
+}
+
+#[test]
+fn more_jobs_and_ranks_than_may_be_are_refused() {
+    let rig = Rig::with(Limits { jobs: 2, ranks: 3, memory: 1 << 20 });
+    let _two = rig.job("two", 2);
+    let refused = |client: Client| client.is_ready_within(PATIENCE).unwrap_err().to_string();
+    let why = refused(rig.call("three", 0, 2));
+    assert!(why.contains("has 2 ranks here, and there are 2 of others already"), "{why}");
+    let _one = rig.job("one", 1);
+    let why = refused(rig.call("more", 0, 1));
+    assert!(why.contains("serves 2 jobs, the most it may"), "{why}");
+}
+
+#[test]
+fn callers_that_say_nothing_keep_nobody_out() {
+    let rig = Rig::with(Limits { jobs: 1, ranks: 1, memory: 1 << 20 });
+    let mute: Vec<_> = (0..100).map(|_| Line::connect(&rig.path).unwrap()).collect();
+    let ranks = rig.job("job", 1);
+    reduce(&ranks, sum_of(4), vec![floats(1.0, 4)]);
+    drop(mute);
+}
+
+#[test]
+fn a_rank_that_is_gone_in_the_middle_of_a_fold_frees_its_memory_after_it() {
+    let rig = Rig::start();
+    let ranks = rig.job("job", 2);
+    let count = 4 << 20;
+    let lent: Vec<Arc<Lent>> = ranks.iter().map(|rank| rank.lend(4 * count).unwrap()).collect();
+    let handles: Vec<_> = (0..20)
+        .flat_map(|_| {
+            ranks
+                .iter()
+                .zip(&lent)
+                .map(|(rank, lent)| rank.submit(lent.region(4 * count), sum_of(count)).unwrap())
+        })
+        .collect();
+    ranks[1].line.hang_up();
+    drop((handles, ranks, lent));
+    rig.await_peace();
+}
+
+#[test]
+fn a_sidecar_that_drains_serves_its_jobs_and_takes_no_others() {
+    let rig = Rig::start();
+    let ranks = rig.job("job", 2);
+    let gathering = rig.call("other", 0, 2);
+    while gathering.missing().is_empty() {
+        std::thread::yield_now();
+    }
+    rig.sidecar.drain();
+    for refused in [gathering, rig.call("next", 0, 1)] {
+        let why = refused.is_ready_within(PATIENCE).unwrap_err().to_string();
+        assert!(why.contains("is about to stop and takes no more jobs"), "{why}");
+    }
+    reduce(&ranks, sum_of(4), vec![floats(1.0, 4); 2]);
+    assert!(ask(&rig.path).unwrap().draining);
+    drop(ranks);
+    rig.await_peace();
+}
+
+#[test]
+fn what_a_sidecar_does_is_told() {
+    let rig = Rig::start();
+    let first = rig.call("gathers", 0, 3);
+    while first.missing().is_empty() {
+        std::thread::yield_now();
+    }
+    let ranks = rig.job("runs", 2);
+    let lent = ranks[0].lend(1000).unwrap();
+    let handle = ranks[0].submit(lent.region(40), sum_of(10)).unwrap();
+    let status = loop {
+        let status = ask(&rig.path).unwrap();
+        if status.jobs[1].awaited_ops == 1 {
+            break status;
+        }
+    };
+    assert_eq!((status.ranks, status.memory[0], status.draining), (3, 1000, false));
+    let [gathers, runs] = &status.jobs[..] else { panic!("{status:?}") };
+    assert_eq!(
+        (&gathers.job[..], &gathers.state[..], gathers.awaited),
+        ("gathers", "gathering", 2)
+    );
+    assert_eq!((&runs.job[..], &runs.state[..], runs.awaited), ("runs", "running", 0));
+    assert!(runs.stalled_ms.is_some());
+    let behind: Vec<_> = runs.ranks.iter().map(|rank| (rank.behind, rank.next_op)).collect();
+    assert_eq!(behind, [(false, 1), (true, 0)]);
+    assert_eq!(
+        (runs.ranks[0].lent_bytes, runs.ranks[0].pid),
+        (1000, std::process::id().cast_signed())
+    );
+    drop(handle);
+}
