@@ -1,4 +1,7 @@
-//! `racksum status`: what the aggregators of this host are doing, and whom their jobs wait for.
+//! `racksum status`: what the aggregators of this host are doing, or its sidecar, and whom their
+//! jobs wait for.
+
+mod sidecar;
 
 use std::fs::{self, DirBuilder};
 use std::io::{ErrorKind, Read};
@@ -15,7 +18,8 @@ use crate::exit::{Failure, say};
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = args::EXIT_CODES)]
 pub(crate) struct Args {
-    /// The aggregator's status socket; without it, those of all aggregators of this user here.
+    /// The aggregator's status socket, or unix:PATH, a sidecar; without it, all aggregators of this
+    /// user here.
     socket: Option<PathBuf>,
     /// How to print.
     #[arg(long, value_enum, default_value_t = Format::Text)]
@@ -23,6 +27,10 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
+    let named = args.socket.as_deref().and_then(Path::to_str);
+    if let Some(path) = named.and_then(|named| named.strip_prefix("unix:")) {
+        return sidecar::print(Path::new(path), args.format);
+    }
     let sockets = match &args.socket {
         Some(socket) => vec![socket.clone()],
         None => sockets(),
@@ -41,7 +49,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
             Err(error) => {
                 return Err(Failure::unavailable(format!(
                     "cannot ask {}: {error}; is that the --status-socket of an aggregator that \
-                     runs?",
+                     runs? A sidecar is unix:PATH",
                     socket.display()
                 )));
             }

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
+import os
+import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -317,6 +321,21 @@ def test_memory_that_there_is_no_room_for_is_refused_and_the_session_goes_on(tmp
             session.empty(1 << 19)
         assert session.allreduce(session.empty(1000).fill_(3)).eq(3).all()
     sidecar.stop()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may be another user")
+def test_users_that_share_a_socket_hear_of_their_own_jobs():
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        sidecar = Sidecar(Path(folder) / "socket", "--mode", "666")
+        program = shutil.copy(binary(), Path(folder) / "racksum")
+        ask = [program, "status", sidecar.address, "--format", "json"]
+        with sidecar.connect():
+            told = [
+                json.loads(subprocess.check_output(ask, user=user))["jobs"] for user in (0, 65534)
+            ]
+        sidecar.stop()
+    assert [len(jobs) for jobs in told] == [1, 0]
 
 
 def test_systemd_may_open_the_socket(tmp_path):

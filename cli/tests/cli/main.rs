@@ -39,4 +39,6 @@ mod reduce;
 #[cfg(test)]
 mod refusals;
 #[cfg(test)]
+mod sidecar;
+#[cfg(test)]
 mod status;

@@ -1,0 +1,77 @@
+//! What a sidecar is doing.
+
+use std::path::Path;
+
+use racksum_worker::sidecar::{JobStatus, Status, ask};
+
+use super::list;
+use crate::args::Format;
+use crate::exit::{Failure, say};
+
+/// Asks the sidecar at a path, and prints what it says.
+pub(super) fn print(path: &Path, format: Format) -> Result<(), Failure> {
+    let status = ask(path).map_err(|error| {
+        let path = path.display();
+        Failure::unavailable(format!(
+            "cannot ask {path}: {error}; is that the --socket of a racksum worker of this release?"
+        ))
+    })?;
+    match format {
+        Format::Json => {
+            let json = serde_json::to_string(&status);
+            say(&json.map_err(|error| Failure::failed(error.to_string()))?)
+        }
+        Format::Text => say(text(&status).trim_end()),
+    }
+}
+
+/// What people read.
+fn text(status: &Status) -> String {
+    let Status { version, up_ms, max_jobs, ranks, max_ranks, memory: [lent, most], jobs, .. } =
+        status;
+    let aggregators = match &status.aggregators[..] {
+        [] => String::new(),
+        all => format!(", aggregator {}", all.join(", then ")),
+    };
+    let draining = if status.draining { ", draining: it takes no more jobs" } else { "" };
+    let mut text = format!(
+        "racksum worker {version}, up {} s, {} of {max_jobs} jobs, {ranks} of {max_ranks} ranks, \
+         {lent} of {most} B of memory{aggregators}{draining}\n",
+        up_ms / 1000,
+        jobs.len(),
+    );
+    jobs.iter().for_each(|job| text += &job_text(job));
+    text
+}
+
+fn job_text(job: &JobStatus) -> String {
+    let JobStatus { generation, uid, world, local_world, state, age_ms, .. } = job;
+    let mut text = format!(
+        "job {:?}, generation {generation}, of user {uid}: {state}, {local_world} of {world} ranks \
+         here, {} s old",
+        job.job,
+        age_ms / 1000
+    );
+    if job.awaited > 0 {
+        text += &format!("; {} not there", job.awaited);
+    }
+    for (count, what) in
+        [(job.awaited_ops, "called by some ranks"), (job.summed_ops, "called by all")]
+    {
+        if count > 0 {
+            text += &format!("; {count} ops {what}");
+        }
+    }
+    let behind: Vec<_> =
+        job.ranks.iter().filter(|rank| rank.behind).map(|rank| rank.rank).collect();
+    if let Some(stalled) = job.stalled_ms.filter(|_| !behind.is_empty()) {
+        text += &format!("; waits for rank {} since {stalled} ms", list(&behind));
+    }
+    text += "\n  rank     process  next op      bytes lent\n";
+    for rank in &job.ranks {
+        let behind = if rank.behind { "  BEHIND" } else { "" };
+        let (number, pid, next_op) = (rank.rank, rank.pid, rank.next_op);
+        text += &format!("  {number:>4} {pid:>11} {next_op:>8} {:>15}{behind}\n", rank.lent_bytes);
+    }
+    text
+}

@@ -1,0 +1,207 @@
+//! `racksum worker`, the sidecar of a host, as a process.
+
+use std::os::unix::net::UnixDatagram;
+use std::path::Path;
+use std::process::Command;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::Duration;
+
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::DType;
+use racksum_worker::ConnectOptions;
+use racksum_worker::sidecar::Client;
+use serde_json::Value;
+
+use crate::files::Folder;
+use crate::ports::own_port;
+use crate::process::{Process, RACKSUM, Serving, run, signal};
+use crate::waits::await_that;
+
+/// A sidecar, and where it is called.
+struct Sidecar {
+    process: Process,
+    socket: String,
+}
+
+impl Sidecar {
+    fn start(folder: &Folder, name: &str, flags: &[&str]) -> Self {
+        Self::spawn(folder, name, flags, &mut Command::new(RACKSUM))
+    }
+
+    fn spawn(folder: &Folder, name: &str, flags: &[&str], command: &mut Command) -> Self {
+        let socket = folder.path(name);
+        let process = Process::spawn(command.args(["worker", "--socket", &socket]).args(flags));
+        await_that("it serves", || process.out().contains("racksum worker at "));
+        Self { process, socket }
+    }
+
+    /// A rank of a job, which has this many here.
+    fn rank(&self, rank: u16, (local, world): (u16, u16)) -> Client {
+        let options = ConnectOptions { rank, world, ..ConnectOptions::new("", "job") };
+        Client::call(Path::new(&self.socket), &options, local).unwrap()
+    }
+
+    fn status(&self, flags: &[&str]) -> String {
+        run(&[&["status", &format!("unix:{}", self.socket)], flags].concat()).ok().out
+    }
+
+    fn told(&self) -> Value {
+        serde_json::from_str(&self.status(&["--format", "json"])).unwrap()
+    }
+}
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn one() -> Descriptor {
+    Descriptor::sum(1, DType::F32)
+}
+
+#[test]
+fn a_rank_that_holds_up_a_job_is_named_and_so_are_those_that_are_awaited() {
+    let folder = Folder::new("sidecar-status");
+    let sidecar = Sidecar::start(&folder, "socket", &["--memory", "1M", "--max-ranks", "5"]);
+    let first = sidecar.rank(0, (2, 2));
+    await_that("it has joined", || sidecar.told()["jobs"][0]["awaited"] == 1);
+    assert!(sidecar.status(&[]).contains("gathering, 2 of 2 ranks here"));
+    let second = sidecar.rank(1, (2, 2));
+    assert!(first.is_ready_within(PATIENCE).unwrap());
+    let lent = first.lend(4096).unwrap();
+    let handle = first.submit(vec![0; 4], one()).unwrap();
+    await_that("a second has passed", || {
+        sidecar.told()["jobs"][0]["stalled_ms"].as_u64().is_some_and(|stalled| stalled > 1000)
+    });
+    let job = &sidecar.told()["jobs"][0];
+    assert_eq!((&job["state"], &job["awaited_ops"]), (&"running".into(), &1.into()), "{job}");
+    assert_eq!(job["ranks"][1]["behind"], true, "{job}");
+    assert_eq!(job["ranks"][0]["lent_bytes"], 4100, "{job}");
+    let text = sidecar.status(&[]);
+    for told in [
+        "1 of 64 jobs, 2 of 5 ranks, 4100 of 1048576 B of memory",
+        "; 1 ops called by some ranks; waits for rank 1 since ",
+        "BEHIND",
+    ] {
+        assert!(text.contains(told), "{text}");
+    }
+    let other = second.submit(vec![0; 4], one()).unwrap();
+    first.wait(handle).unwrap();
+    second.wait(other).unwrap();
+    drop((first, second, lent));
+    await_that("all is given back", || sidecar.told()["memory"][0] == 0);
+    let none = run(&["status", &format!("unix:{}", folder.path("none"))]);
+    assert!(none.failed(3).contains("is that the --socket of a racksum worker"), "{none:?}");
+}
+
+#[test]
+fn a_sidecar_that_is_told_to_stop_serves_its_jobs_to_their_end() {
+    let folder = Folder::new("sidecar-drains");
+    let notified = UnixDatagram::bind(folder.path("notify")).unwrap();
+    notified.set_read_timeout(Some(PATIENCE)).unwrap();
+    let told = || {
+        let mut state = [0; 64];
+        let len = notified.recv(&mut state).unwrap();
+        String::from_utf8_lossy(&state[..len]).into_owned()
+    };
+    let mut command = Command::new(RACKSUM);
+    command.env("NOTIFY_SOCKET", folder.path("notify"));
+    let sidecar = Sidecar::spawn(&folder, "socket", &[], &mut command);
+    assert_eq!(told(), "READY=1");
+    let rank = sidecar.rank(0, (1, 1));
+    assert!(rank.is_ready_within(PATIENCE).unwrap());
+    signal(sidecar.process.id(), "TERM");
+    assert_eq!(told(), "STOPPING=1");
+    await_that("it drains", || sidecar.told()["draining"] == true);
+    let handle = rank.submit(vec![0; 4], one()).unwrap();
+    rank.wait(handle).unwrap();
+    rank.close();
+    let ended = sidecar.process.end(10).ok();
+    assert!(ended.out.contains("drains: 1 jobs are to end; another signal stops it"), "{ended:?}");
+    assert!(!std::fs::exists(&sidecar.socket).unwrap());
+}
+
+#[test]
+fn a_second_signal_stops_a_sidecar_and_its_ranks_are_told() {
+    let folder = Folder::new("sidecar-stops");
+    let sidecar = Sidecar::start(&folder, "socket", &[]);
+    let ranks = [0, 1].map(|rank| sidecar.rank(rank, (2, 2)));
+    assert!(ranks[0].is_ready_within(PATIENCE).unwrap());
+    let handle = ranks[0].submit(vec![0; 4], one()).unwrap();
+    signal(sidecar.process.id(), "TERM");
+    await_that("it drains", || sidecar.process.out().contains("drains"));
+    signal(sidecar.process.id(), "TERM");
+    let why = ranks[0].wait(handle).unwrap_err().to_string();
+    assert!(why.contains("no aggregator is left: the sidecar at"), "{why}");
+    assert!(why.contains("it was told to stop"), "{why}");
+    sidecar.process.end(10).ok();
+}
+
+#[test]
+fn what_a_sidecar_cannot_do_is_a_wrong_command_line() {
+    let folder = Folder::new("sidecar-usage");
+    let socket = folder.path("socket");
+    let ended = run(&["worker", "--socket", &socket, "--aggregator", "a:1+b:1"]);
+    assert!(ended.failed(2).contains("one aggregator takes, and not a:1+b:1"), "{ended:?}");
+    let ended = run(&["worker", "--socket", &socket, "--aggregator", "a:1,"]);
+    assert!(ended.failed(2).contains("has no name"), "{ended:?}");
+    assert!(run(&["worker"]).failed(2).contains("give --socket PATH"));
+}
+
+#[test]
+fn aggregators_that_are_killed_cost_a_job_of_two_hosts_no_bit() {
+    let folder = Folder::new("sidecar-standby");
+    let ports = [own_port(), own_port()];
+    let serve = |port: u16| {
+        let port = port.to_string();
+        Serving::of(Process::start(&["aggregator", "--port", &port, "--pool-mib", "64"]))
+    };
+    let mut serving = ports.map(serve);
+    let both = format!("{},{}", serving[0].addr, serving[1].addr);
+    let hosts = ["one", "two"].map(|name| Sidecar::start(&folder, name, &["--aggregator", &both]));
+    let ended: [AtomicU64; 4] = Default::default();
+    let stop = AtomicU64::new(0);
+    let least = || ended.iter().map(|ops| ops.load(SeqCst)).min().unwrap();
+    std::thread::scope(|scope| {
+        for rank in 0..4 {
+            let (client, ended, stop) =
+                (hosts[usize::from(rank / 2)].rank(rank, (2, 4)), &ended, &stop);
+            scope.spawn(move || {
+                assert!(client.is_ready_within(PATIENCE).unwrap());
+                sum_until(&client, rank, &ended[usize::from(rank)], stop);
+            });
+        }
+        for kill in 0..6 {
+            let before = least();
+            await_that("ops end", || least() > before);
+            std::thread::sleep(Duration::from_millis(kill * 37 % 100));
+            let at = usize::try_from(kill % 2).unwrap();
+            signal(serving[at].process.id(), "KILL");
+            let before = least();
+            await_that("ops end elsewhere", || least() > before + 1);
+            serving[at] = serve(ports[at]);
+        }
+        stop.store(1, SeqCst);
+    });
+}
+
+/// Sums the same tensor again and again, and checks that it always comes to the same bits.
+fn sum_until(client: &Client, rank: u16, ended: &AtomicU64, stop: &AtomicU64) {
+    const ELEMENTS: u64 = 1 << 20;
+    let value = |i: u64| (i % 1013) as f32 * 1.7f32.powi(i32::from(rank)) + 0.1;
+    let input: Vec<u8> = (0..ELEMENTS).flat_map(|i| value(i).to_le_bytes()).collect();
+    let mut expected = Vec::new();
+    loop {
+        let handle = client.submit(input.clone(), Descriptor::sum(ELEMENTS, DType::F32)).unwrap();
+        let sum: Vec<u8> = client.wait(handle).unwrap_or_else(|error| panic!("{rank}: {error}"));
+        if expected.is_empty() {
+            expected.clone_from(&sum);
+        }
+        assert!(sum == expected, "rank {rank}: other bits");
+        ended.fetch_add(1, SeqCst);
+        // All stop after the same op.
+        let told = stop.load(SeqCst).to_le_bytes().to_vec();
+        let handle = client.submit(told, Descriptor::sum(1, DType::I64)).unwrap();
+        if client.wait(handle).unwrap() != [0; 8] {
+            return;
+        }
+    }
+}
