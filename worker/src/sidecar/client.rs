@@ -170,7 +170,7 @@ impl Client {
             let (lane, lanes) = (descriptor.lane, self.lanes);
             return Err(SubmitError::NoSuchLane { lane, lanes }.into());
         }
-        self.check_room()?;
+        self.shared.lock().check_room()?;
         let mut operand = operand.into();
         let handed = match &mut operand {
             Operand::Blocks(blocks) => self.hand_blocks(std::mem::take(blocks), &descriptor)?,
@@ -178,13 +178,6 @@ impl Client {
         };
         let op = self.start(operand, handed, &descriptor)?;
         Ok(Handle { op, client: Arc::downgrade(&self.shared), result: PhantomData })
-    }
-
-    fn check_room(&self) -> Result<(), SubmitError> {
-        match self.shared.lock().in_flight < MAX_OPS {
-            true => Ok(()),
-            false => Err(SubmitError::TooManyOps { max: MAX_OPS.into() }),
-        }
     }
 
     /// Finds where a tensor lies in memory that was lent, or copies it there.
@@ -236,6 +229,8 @@ impl Client {
         if let Some(over) = &state.over {
             return Err(over.refused.clone());
         }
+        // Another thread may have taken the last.
+        state.check_room()?;
         let Called { descriptor, .. } = Called::new(0, descriptor);
         // The ear hears of a line that fails.
         drop(self.line.send(&FromRank::Submit { descriptor, memory, at, list }, None));

@@ -53,7 +53,7 @@ pub struct Limits {
 #[derive(Debug)]
 pub struct Sidecar {
     listener: Arc<Listener>,
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
     /// Ends the ticks.
     stop: Option<Sender<()>>,
@@ -219,7 +219,13 @@ impl Shared {
         self.jobs().retain(|_, job| !job.is_deserted());
     }
 
-    fn join(&self, join: &Join, line: &Arc<Line>, peer: Peer) -> Result<Arc<Job>, String> {
+    /// Takes a rank into its job; refused with a sentence.
+    pub(super) fn join(
+        &self,
+        join: &Join,
+        line: &Arc<Line>,
+        peer: Peer,
+    ) -> Result<Arc<Job>, String> {
         check(join)?;
         if join.local_world < join.world && self.upstream.is_none() {
             let Join { local_world, world, .. } = *join;
@@ -230,6 +236,11 @@ impl Shared {
         }
         let mut jobs = self.jobs();
         let job = match jobs.get(&join.job) {
+            // Nor may another user begin its next life.
+            Some(job) if job.uid != peer.uid => {
+                let (name, owner) = (&join.job, job.uid);
+                return Err(format!("job {name:?} is of user {owner}, and not of {}", peer.uid));
+            }
             Some(job) if job.generation == join.generation => Arc::clone(job),
             Some(job) if job.generation > join.generation => {
                 return Err(format!(

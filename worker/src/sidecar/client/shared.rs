@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use racksum_net::local::{Line, Sealed};
-use racksum_proto::control::Loss;
+use racksum_proto::control::{Loss, MAX_OPS};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::{OpId, Rank};
@@ -190,6 +190,13 @@ impl Shared {
 impl State {
     pub(super) fn has_ended(&self, op: u32) -> bool {
         self.flights.get(&op).is_none_or(|flight| flight.outcome.is_some())
+    }
+
+    pub(super) const fn check_room(&self) -> Result<(), SubmitError> {
+        match self.in_flight < MAX_OPS {
+            true => Ok(()),
+            false => Err(SubmitError::TooManyOps { max: MAX_OPS as usize }),
+        }
     }
 
     /// Notes an op that was started with so many bytes, and numbers it.

@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-use racksum_net::local::{Line, SharedMemory};
+use racksum_net::local::{Line, Peer, SharedMemory};
 
 use super::*;
 use crate::blocks::Blocks;
@@ -19,17 +19,7 @@ struct Rogue {
 impl Rogue {
     fn join(rig: &Rig, rank: u16, world: u16) -> Self {
         let line = Line::connect(&rig.path).unwrap();
-        let join = Join {
-            version: VERSION,
-            job: "job".into(),
-            generation: Generation(0),
-            rank,
-            world,
-            local_world: world,
-            lanes: 1,
-            op_timeout: 60_000,
-        };
-        line.send(&FromRank::Join(join), None).unwrap();
+        line.send(&FromRank::Join(wish(rank, world)), None).unwrap();
         Self { line }
     }
 
@@ -48,6 +38,19 @@ impl Rogue {
                 other => panic!("{other:?}"),
             }
         }
+    }
+}
+
+fn wish(rank: u16, world: u16) -> Join {
+    Join {
+        version: VERSION,
+        job: "job".into(),
+        generation: Generation(0),
+        rank,
+        world,
+        local_world: world,
+        lanes: 1,
+        op_timeout: 60_000,
     }
 }
 
@@ -217,6 +220,23 @@ fn more_jobs_and_ranks_than_may_be_are_refused() {
     let _one = rig.job("one", 1);
     let why = refused(rig.call("more", 0, 1));
     assert!(why.contains("serves 2 jobs, the most it may"), "{why}");
+}
+
+#[test]
+fn another_user_is_no_rank_of_a_job_nor_begins_its_next_life() {
+    let rig = Rig::start();
+    let first = rig.call("job", 0, 2);
+    while first.missing().is_empty() {
+        std::thread::yield_now();
+    }
+    let line = Arc::new(Line::connect(&rig.path).unwrap());
+    for generation in [0, 1].map(Generation) {
+        let join = Join { generation, ..wish(1, 2) };
+        let stranger = Peer { pid: 1, uid: u32::MAX };
+        let why = rig.sidecar.shared.join(&join, &line, stranger).unwrap_err();
+        assert!(why.contains("is of user") && why.contains("and not of 4294967295"), "{why}");
+    }
+    assert!(!first.is_ready_within(Duration::from_millis(20)).unwrap());
 }
 
 #[test]
