@@ -43,10 +43,10 @@ MOST_OFF = 1e-3
 
 #: What is compressed.
 COMPRESSED = ("letters", ["--whole", "--block=32"])
-#: How many times as long it trains, its other flags, and compressors with their amounts, and how far
-#: the final loss may be from that of dense gradients. A block that is drawn at random waits for a
-#: hundred steps if one in a hundred is kept, and comes with a hundred gradients at once: that takes
-#: a smaller rate, and so more steps.
+#: How many times as long it trains, its other flags, and compressors: with their amounts, and how
+#: far the final loss may be from that of dense gradients. A block that is drawn at random waits for
+#: a hundred steps if one in a hundred is kept, and comes with a hundred gradients at once: that
+#: takes a smaller rate, and so more steps.
 COMPRESSORS = [
     (
         1,
