@@ -26,7 +26,7 @@ pub(crate) fn scan<'py>(
     let descriptor = Descriptor::sum(0, read(py, dtype)?).with_block(block);
     let descriptor = descriptor.map_err(|error| raise(py, "BadArgument", error.to_string()))?;
     let mut region = region_of(address, nbytes, owner);
-    let words = py.detach(|| racksum_worker::scan(region.as_mut(), &descriptor));
+    let words = py.detach(|| racksum_worker::scan(&mut region, &descriptor));
     let bytes: Vec<u8> = words.into_iter().flat_map(u64::to_le_bytes).collect();
     Ok(PyBytes::new(py, &bytes))
 }
