@@ -22,6 +22,7 @@ __all__ = ["broadcast", "gather_into"]
 _WORD = 4
 
 
+@torch.inference_mode()
 def broadcast(session: Session, x: torch.Tensor, root: int) -> Pending:
     """Gives all ranks what the tensor of one rank has."""
     if session.rank != root:
@@ -30,6 +31,7 @@ def broadcast(session: Session, x: torch.Tensor, root: int) -> Pending:
     return _summed(session, words, f"broadcast from {root}").then(finish)
 
 
+@torch.inference_mode()
 def gather_into(session: Session, output: torch.Tensor, own: torch.Tensor) -> Pending:
     """Fills ``output``, contiguous, with what all ranks have, rank by rank."""
     parts = output.view(-1).view(session.world, -1)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from racksum.errors import BadArgument
 from racksum.session import DEFAULT_BLOCK, Handle, Session
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ def allreduce_sparse(
     :param op: ``"sum"`` or ``"avg"``: an entry that a rank lacks is zero.
     :return: Of a new tensor, coalesced, with the entries that are not zeros at all ranks.
     """
+    if op not in ("sum", "avg"):
+        raise BadArgument(f"sparse tensors can be summed and averaged, and not {op!r}")
     layout = _Layout.of(x)
     indices, values, unpack = layout.pack(x)
     handle: Handle[tuple[torch.Tensor, torch.Tensor]] = session.allreduce_blocks(
@@ -44,6 +47,8 @@ def allreduce_sparse(
         wire=wire,
         block=layout.block,
         lane=lane,
+        # Ranks that have another shape, or none of it sparse, are told so.
+        tag=f"sparse {tuple(x.shape)} {layout.sparse_dim}",
         async_op=True,
     )
     return handle.then(lambda sums: layout.sparse(*unpack(*sums)))

@@ -54,13 +54,17 @@ class Pending(NamedTuple):
     def then(self, finish: Callable[[], Any]) -> Pending:
         """The same, with something to do after it, once."""
         finished = False
+        lock = threading.Lock()
 
         def wait(seconds: float | None) -> None:
             nonlocal finished
             self.wait(seconds)
-            if not finished:
-                finished = True
-                finish()
+            with lock:
+                if not finished:
+                    # It may write to what autograd watches, on a thread that did not ask for it.
+                    with torch.inference_mode():
+                        finish()
+                    finished = True
 
         return Pending(wait)
 
@@ -70,19 +74,39 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
 
     Users have torch's own object in front of it, which asks it for no more than this: they find out
     whether it has ended from its future.
+
+    :param in_flight: Where it is until somebody has waited for its end.
+    :param seconds: How long to wait if nobody says so.
     """
 
-    def __init__(self, parts: Sequence[Pending], result: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Pending],
+        result: list[torch.Tensor],
+        in_flight: dict[Work, None],
+        seconds: float | None = None,
+    ) -> None:
         super().__init__()
         self._parts = parts
         self._result = result
+        self._in_flight = in_flight
+        self._seconds = seconds
+        in_flight[self] = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits for all of it; a limit of zero is none."""
-        seconds = timeout.total_seconds() if timeout else None
-        for part in self._parts:
-            part.wait(seconds)
+        self.wait_for(timeout.total_seconds() if timeout else self._seconds)
         return True
+
+    def wait_for(self, seconds: float | None) -> None:
+        """Waits for all of it, for each part so long at most."""
+        try:
+            for part in self._parts:
+                part.wait(seconds)
+        except RuntimeError:
+            self._in_flight.pop(self, None)
+            raise
+        self._in_flight.pop(self, None)
 
     def get_future(self) -> Future[list[torch.Tensor]]:
         """A future of the tensors."""
