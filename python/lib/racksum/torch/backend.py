@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,6 +71,10 @@ class Options:
 
 class RacksumBackend(Backend):
     """The ranks of a process group. They join a job of their own when they first reduce."""
+
+    # Who does not say so is asked for ever: torch 2.15 calls itself.
+    supports_coalescing = supports_splitting = supports_shrinking = False
+    supports_reconfigure = supports_window = _supports_time_estimate = False
 
     def __init__(self, group: Any, options: Options) -> None:
         super().__init__(group.group_rank, group.group_size)
@@ -231,11 +236,11 @@ class RacksumBackend(Backend):
         return self._gloo.all_to_all_single(*args)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Limits later collectives, if nothing was reduced yet; otherwise torch warns."""
+        """Limits collectives, if nothing was reduced yet: the limit is the session's."""
         if self._session is None:
             self._timeout = timeout
         else:
-            super().set_timeout(timeout)
+            warnings.warn(f"the timeout of {self._name} stays: its ranks have joined", stacklevel=2)
 
     def _get_sequence_number_for_group(self) -> int:
         """How many collectives this rank has started, but for those that are Gloo's."""
