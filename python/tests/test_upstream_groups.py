@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from collections.abc import Iterator
@@ -109,9 +110,34 @@ def enumerated(address: str) -> None:
     dist.destroy_process_group(group)
 
 
+def watched_by_torch(address: str) -> None:
+    """In debug mode torch compares what ranks call before they do."""
+    try:
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+        dist.set_debug_level_from_env()
+        group = new_group(address, None)
+        gc.collect()
+        x = torch.ones(1)
+        dist.all_reduce(x, group=group)
+        assert x.item() == WORLD
+        with pytest.raises(RuntimeError, match="mismatch between collectives"):
+            dist.all_reduce(torch.ones(1 + dist.get_rank()), group=group)
+        dist.destroy_process_group(group)
+    finally:
+        del os.environ["TORCH_DISTRIBUTED_DEBUG"]
+        dist.set_debug_level_from_env()
+
+
 @pytest.mark.parametrize(
     "behaviour",
-    [subsets, in_the_order_given, made_by_their_members_alone, from_outside, enumerated],
+    [
+        watched_by_torch,
+        subsets,
+        in_the_order_given,
+        made_by_their_members_alone,
+        from_outside,
+        enumerated,
+    ],
     ids=lambda behaviour: behaviour.__name__,
 )
 def test_groups(ranks, shared_aggregator, behaviour):

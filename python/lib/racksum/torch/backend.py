@@ -88,6 +88,7 @@ class RacksumBackend(Backend):
         life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"racksum/gloo/{life}", group.store)
         self._gloo: Any = ProcessGroupGloo(store, self.rank(), self.size(), group.timeout)
+        _open.add(self)
 
     def getBackendName(self) -> str:  # noqa: N802 - c10d's name.
         """``racksum``."""
@@ -254,6 +255,7 @@ class RacksumBackend(Backend):
         if self._session is not None:
             self._session.close()
         self._gloo.shutdown()
+        _open.discard(self)
 
     def abort(self) -> None:
         """Leaves the job: what is in flight fails."""
@@ -333,6 +335,10 @@ class RacksumBackend(Backend):
         """Reduces ``whole``, which is of this call alone, and takes this rank's part of it."""
         own = whole[begin : begin + output.numel()]
         return self._reduced(whole, opts).then(lambda: output.copy_(own.view_as(output)))
+
+
+#: What torch wraps for TORCH_DISTRIBUTED_DEBUG it does not keep.
+_open: set[RacksumBackend] = set()
 
 
 def register() -> None:
