@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,23 +17,7 @@ import pytest
 import torch
 
 import racksum
-from conftest import Aggregator, Cluster, binary
-
-
-class Sidecar(Cluster):
-    """A sidecar process, and jobs at it."""
-
-    def __init__(self, path: Path, *arguments: str) -> None:
-        super().__init__(f"unix:{path}")
-        self.path = path
-        command = [binary(), "worker", "--socket", path, *arguments]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline().startswith(f"racksum worker at {path}: ")
-
-    def stop(self) -> None:
-        self.process.terminate()
-        assert self.process.wait(timeout=30) == 0
+from conftest import Aggregator, Cluster, Sidecar, binary
 
 
 @pytest.fixture
@@ -206,6 +193,50 @@ def test_ranks_that_disagree_across_hosts_are_told_and_go_on(hosts, cluster):
 def test_no_sidecar_is_an_error_that_says_what_to_start(tmp_path):
     with pytest.raises(racksum.NoAggregator, match=r"start `racksum worker --socket`"):
         racksum.connect(f"unix:{tmp_path}/none", job="job", rank=0, world=1)
+
+
+@contextmanager
+def fake_sidecar(path: Path, *answers: bytes) -> Iterator[Cluster]:
+    """Hears who wants to join, answers this, and stays until the test ends."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.bind(str(path))
+        server.listen()
+        ended = threading.Event()
+
+        def serve() -> None:
+            line, _ = server.accept()
+            with line:
+                assert b"join" in line.recv(65536)
+                for answer in answers:
+                    line.send(answer)
+                ended.wait()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield Cluster(f"unix:{path}")
+        ended.set()
+        thread.join()
+
+
+def test_a_sidecar_of_another_version_says_which_it_speaks(tmp_path):
+    answer = b'{"wrong_version": {"speaks": 2}}'
+    sentence = "the sidecar speaks version 2 of its protocol, and this rank version 1"
+    with fake_sidecar(tmp_path / "socket", answer) as other:
+        with pytest.raises(racksum.VersionMismatch, match=sentence) as refused:
+            other.connect()
+        assert isinstance(refused.value, racksum.Refused)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_sidecar_that_says_what_nobody_understands_is_an_error(tmp_path):
+    with fake_sidecar(tmp_path / "socket", b"{]") as other, pytest.raises(racksum.Error) as refused:
+        other.connect()
+    assert "\n" not in str(refused.value)
+
+
+def test_a_sidecar_that_says_nothing_is_waited_for_within_the_limit(tmp_path):
+    with fake_sidecar(tmp_path / "socket") as silent, pytest.raises(racksum.JoinTimeout):
+        silent.connect(join_timeout=0.5)
 
 
 def test_ranks_that_do_not_come_are_named(sidecar):
