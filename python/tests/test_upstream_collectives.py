@@ -5,6 +5,7 @@ What they ask that `test_backend.py` shows already is not here.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -160,6 +161,9 @@ def several_tensors_are_reduced_without_waiting(group: dist.ProcessGroup) -> Non
     futures = [dist.all_reduce_coalesced(xs, group=group, async_op=True) for xs in pairs]
     torch.futures.wait_all(futures)
     assert [[x.item() for x in xs] for xs in pairs] == [[3, 6], [6, 9]]
+    complex_ones = [own(1j), own(2j)]
+    dist.all_reduce_coalesced(complex_ones, group=group)
+    assert [x.item() for x in complex_ones] == [3 + 3j, 3 + 6j]
 
 
 @check
@@ -263,6 +267,16 @@ def booleans_and_complex_numbers_are_broadcast_and_gathered(group: dist.ProcessG
     pairs = [torch.empty(2) for _ in range(WORLD)]
     dist.all_gather(pairs, own(1j), group=group)
     assert [part.tolist() for part in pairs] == [[rank, 1] for rank in range(WORLD)]
+
+
+@check
+def a_tensor_that_nobody_else_holds_is_kept(group: dist.ProcessGroup) -> None:
+    dist.all_reduce(torch.ones(100_000), group=group, async_op=True)
+    work = dist.all_reduce(torch.ones(100_000), group=group, async_op=True)
+    gc.collect()
+    torch.zeros(100_000)
+    [x] = work.get_future().wait()
+    assert x.eq(WORLD).all()
 
 
 @check
@@ -378,6 +392,10 @@ def gloo_gathers_columns_and_scatters_objects(group: dist.ProcessGroup) -> None:
     objects: list[Any] | None = [None] * WORLD if rank == 0 else None
     dist.gather_object({"rank": rank}, objects, 0, group=group)
     assert objects is None or [thing["rank"] for thing in objects] == [0, 1, 2]
+    z = torch.empty(1, dtype=torch.complex64)
+    of_ranks = [torch.tensor([i * 1j]) for i in range(WORLD)] if rank == 1 else None
+    dist.scatter(z, of_ranks, 1, group=group)
+    assert z.item() == rank * 1j
     mine: list[Any] = [None]
     dist.scatter_object_list(mine, ["a", "bb", "ccc"] if rank == 2 else None, 2, group=group)
     assert len(mine[0]) == rank + 1

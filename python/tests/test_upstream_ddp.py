@@ -101,7 +101,7 @@ class Tasks(nn.Module):
 @scenario
 def a_parameter_that_no_rank_uses_has_no_gradient(wrap: Wrap) -> list[Any]:
     found = []
-    for options in ({}, {"gradient_as_bucket_view": True}):
+    for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
         model = wrap(Tasks(), find_unused_parameters=True, **options)
         model(batch(8, 4), [dist.get_rank()]).sum().backward()
         found += gradients(model)
@@ -127,6 +127,22 @@ def outputs_that_are_ignored(wrap: Wrap) -> list[Any]:
             output = model(batch(8, 4), used)
             if i >= 4:
                 output.square().mean().backward()
+        found += gradients(model)
+    return found
+
+
+@scenario
+def an_unused_parameter_of_two_names(wrap: Wrap) -> list[Any]:
+    class Net(Tasks):
+        def __init__(self) -> None:
+            super().__init__(2)
+            self.bias = self.tasks[0].bias
+
+    found = []
+    for static in (False, True):
+        model = wrap(Net(), find_unused_parameters=True, static_graph=static)
+        for _ in range(6):
+            (model(batch(8, 4), [1]).sum() / 10).backward()
         found += gradients(model)
     return found
 
@@ -513,9 +529,23 @@ def a_parameter_without_a_gradient_is_an_error_of_the_next_step(wrap: Wrap) -> l
 
 
 @scenario
-def a_layer_that_is_checkpointed_twice_is_an_error(wrap: Wrap) -> list[Any]:
-    for options in ({}, {"find_unused_parameters": True}):
-        model = wrap(Checkpointed("-11", True), **options)
+def a_static_graph_that_changes_is_an_error(wrap: Wrap) -> list[Any]:
+    for used in ([0], [0, 1, 2]):
+        model = wrap(Tasks(), static_graph=True)
+        with pytest.raises(RuntimeError, match="training graph has changed"):  # noqa: PT012
+            for nth in range(3):
+                of_step = used if nth == 0 else [0, 1, 2] if used == [0] else [0]
+                model(batch(8, 4), of_step).sum().backward()
+    again = wrap(Tasks())
+    step(again, batch(8, 4), [0, 1, 2])
+    return weights(again)
+
+
+@scenario
+def a_reentrant_checkpoint_that_ddp_does_not_expect_is_an_error(wrap: Wrap) -> list[Any]:
+    unused = {"find_unused_parameters": True}
+    for plan, options in (("-1", unused), ("-11", {}), ("-11", unused)):
+        model = wrap(Checkpointed(plan, True), **options)
         with pytest.raises(RuntimeError, match="mark a variable ready only once"):
             model(batch(8, 10)).sum().backward()
     again = wrap(Checkpointed("-1", False))

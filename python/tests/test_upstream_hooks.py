@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import racksum
 import racksum.torch
+from racksum.torch.compress import BlockTopK
 from ranks import Ranks, backend_options, in_group, session_of_group
 
 WORLD = 2
@@ -244,6 +245,20 @@ def a_reducer_on_its_own(group: dist.ProcessGroup) -> None:
 
 
 @check
+def gradients_are_divided_by_the_ranks_that_have_data(group: dist.ProcessGroup) -> None:
+    for by_all in (True, False):
+        model = DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=group)
+        steps = 1 + dist.get_rank()
+        with model.join(divide_by_initial_world_size=by_all):
+            for _ in range(steps):
+                model.zero_grad()
+                model(torch.ones(1, 1)).sum().backward()
+        # At its last step the second rank is alone.
+        if dist.get_rank() == 1:
+            assert model.module.weight.grad.item() == (0.5 if by_all else 1.0)
+
+
+@check
 def ddp_on_a_mesh(group: dist.ProcessGroup) -> None:
     mesh = DeviceMesh.from_group(group, "cpu")
     model = DistributedDataParallel(net(), device_mesh=mesh)
@@ -272,6 +287,24 @@ def another_group(address: str, job: str) -> None:
 
 def test_ddp_goes_on_in_another_group(ranks, cluster):
     ranks.run(another_group, cluster.address, cluster.new_job())
+
+
+def smaller_buckets(address: str, job: str) -> None:
+    """A compressor remembers what it left out of buckets that have another size now."""
+    with session_of_group(address, job) as session:
+        state = racksum.torch.State(session, compressor=BlockTopK(1))
+        model = DistributedDataParallel(net())
+        model.register_comm_hook(state, racksum.torch.allreduce_hook)
+        trained(model, steps=4)
+        other = DistributedDataParallel(nn.Linear(8, 4))
+        other.register_comm_hook(state, racksum.torch.allreduce_hook)
+        with pytest.raises(racksum.BadArgument, match=r"bucket 0 has 36 elements, and had \d+"):
+            trained(other)
+        trained(model, steps=1)
+
+
+def test_a_bucket_that_changes_its_size_is_refused_and_the_session_goes_on(ranks, cluster):
+    ranks.run(smaller_buckets, cluster.address, cluster.new_job())
 
 
 def wrapped_by_torch(address: str, job: str) -> None:

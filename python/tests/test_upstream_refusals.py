@@ -5,6 +5,7 @@ Each is an error of one sentence at every rank, and the group goes on.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -28,6 +29,7 @@ OPTIONS = {
     "broadcast": c10d.BroadcastOptions,
     "reduce": c10d.ReduceOptions,
     "allreduce": c10d.AllreduceOptions,
+    "allreduce_coalesced": c10d.AllreduceCoalescedOptions,
     "allgather": c10d.AllgatherOptions,
     "reduce_scatter": c10d.ReduceScatterOptions,
     "scatter": c10d.ScatterOptions,
@@ -87,6 +89,16 @@ REFUSALS: dict[str, tuple[Callable[[Group], Any], type[Exception], str]] = {
     "reduce_of_two_tensors": (on("reduce", [ONE, ONE]), BAD, "one tensor is given at a time"),
     "all_reduce_of_no_tensor": (on("allreduce", []), RuntimeError, "non-empty list of Tensors"),
     "all_reduce_of_two_tensors": (on("allreduce", [ONE, TWO]), BAD, "one tensor is given"),
+    "several_tensors_of_which_there_is_none": (
+        on("allreduce_coalesced", []),
+        RuntimeError,
+        "non-empty list of Tensors",
+    ),
+    "several_tensors_of_which_one_is_sparse": (
+        on("allreduce_coalesced", [ONE.clone(), entry((4,), 1)]),
+        RuntimeError,
+        "Could not run .*allreduce_coalesced_",
+    ),
     "all_reduce_of_a_transposed_tensor": (
         lambda group: dist.all_reduce(torch.ones(3, 2).t(), group=group),
         BAD,
@@ -261,6 +273,37 @@ def a_rank_that_is_missing(address: str) -> list[Any]:
 
 def test_a_barrier_names_who_is_missing_after_the_groups_timeout(ranks, shared_aggregator):
     assert ranks.run(a_rank_that_is_missing, shared_aggregator.address) == [[(1,)], []]
+
+
+def after_the_end(address: str) -> None:
+    """Of a group that was left, and of one that a process was forked from."""
+    options = backend_options(address, "ended")
+    group = dist.new_group(backend="racksum", pg_options=options)
+    dist.all_reduce(ONE.clone(), group=group)
+    child = os.fork()
+    if child == 0:
+        # The child must not run the rest of the tests, whatever comes.
+        try:
+            with pytest.raises(racksum.SessionClosed, match="was forked"):
+                dist.all_reduce(ONE.clone(), group=group)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    x = ONE.clone()
+    dist.all_reduce(x, group=group)
+    assert x.item() == WORLD
+    group._get_backend(torch.device("cpu")).abort()
+    with pytest.raises(racksum.SessionClosed, match="the client was closed"):
+        dist.all_reduce(ONE.clone(), group=group)
+    dist.destroy_process_group(group)
+    with pytest.raises(ValueError, match="Invalid process group"):
+        dist.destroy_process_group(group)
+
+
+def test_what_comes_after_the_end_is_refused(ranks, shared_aggregator):
+    ranks.run(after_the_end, shared_aggregator.address)
 
 
 def options_of_another(address: str) -> None:

@@ -109,7 +109,7 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
         self._in_flight.pop(self, None)
 
     def get_future(self) -> Future[list[torch.Tensor]]:
-        """A future of the tensors."""
+        """A future of the tensors, which has ended if somebody has waited for the work."""
         ended: Future[None] = Future()
 
         def complete() -> None:
@@ -118,7 +118,9 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
             finally:
                 ended.set_result(None)
 
-        if not at_end_of_backward(complete):
+        if self not in self._in_flight:
+            ended.set_result(None)
+        elif not at_end_of_backward(complete):
             _completer.do(complete)
         # What is raised here is an error for those as well who wait in C++.
         return ended.then(self._result_after)
