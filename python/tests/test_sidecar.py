@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import socket
 import subprocess
 import threading
@@ -124,6 +125,31 @@ def test_a_sidecar_that_is_killed_is_an_error_and_its_ranks_may_go_on_without(si
             return direct.allreduce(np.ones(1, np.float32)).item()
 
     assert sidecar.run(2, work) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda sidecar, session: [session.empty(10) for _ in range(500)],
+        lambda sidecar, session: session.allreduce(np.ones(10, np.float32)),
+        lambda sidecar, session: sidecar.connect(),
+        lambda sidecar, session: session.close(),
+    ],
+    ids=["empty", "allreduce", "connect", "close"],
+)
+def test_a_sidecar_that_is_stopped_holds_up_no_other_thread(sidecar, call):
+    with sidecar.connect() as session:
+        waiter = threading.Thread(target=call, args=(sidecar, session))
+        pid = sidecar.process.pid
+        # Whatever becomes of this process, the sidecar goes on.
+        going_on = subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {pid}"])
+        sidecar.process.send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        waiter.start()
+        time.sleep(0.3)
+        assert time.monotonic() - stopped < 1.0, "this thread had to wait as well"
+        waiter.join()
+        going_on.wait()
 
 
 def on_hosts(hosts, cluster, work, ranks=((0, 0), (0, 1), (1, 2), (1, 3), (None, 4))):
