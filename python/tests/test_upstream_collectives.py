@@ -172,7 +172,8 @@ def sparse_tensors_of_several_sparse_and_dense_dimensions(group: dist.ProcessGro
         indices = torch.zeros(sparse, rank + 1, dtype=torch.long)
         indices[0] = torch.arange(rank + 1)
         shape = (WORLD,) * sparse + (2,) * dense
-        return torch.sparse_coo_tensor(indices, torch.ones(rank + 1, *(2,) * dense), shape)
+        values = torch.ones(rank + 1, *(2,) * dense)
+        return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True)
 
     for sparse, dense in [(1, 0), (2, 0), (3, 0), (1, 1), (1, 2), (1, 3)]:
         x = of_rank(dist.get_rank(), sparse, dense)
@@ -239,6 +240,9 @@ def lists_of_tensors_are_gathered(group: dist.ProcessGroup) -> None:
     dist.all_gather_coalesced(parts, [own(), own(5).expand(3).contiguous()], group=group)
     found = [[x.tolist() for x in of_rank] for of_rank in parts]
     assert found == [[[rank], [rank + 5] * 3] for rank in range(WORLD)]
+    pairs = [[torch.empty(1, dtype=torch.complex64)] for _ in range(WORLD)]
+    dist.all_gather_coalesced(pairs, [own(1j)], group=group)
+    assert [x.item() for [x] in pairs] == [rank + 1j for rank in range(WORLD)]
 
 
 @check

@@ -217,7 +217,10 @@ def parameters_and_buffers_that_ddp_is_told_to_ignore(wrap: Wrap) -> list[Any]:
 @scenario
 def models_that_differ_at_first_are_those_of_the_first_rank(wrap: Wrap) -> list[Any]:
     torch.manual_seed(dist.get_rank())
-    model = wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    net[1].running_mean.fill_(dist.get_rank())
+    model = wrap(net, forward_sync_buffers=False)
+    assert net[1].running_mean.eq(0).all()
     return weights(model)
 
 
@@ -226,7 +229,7 @@ def buffers_are_those_of_the_first_rank_if_so_asked(wrap: Wrap) -> list[Any]:
     found = []
     for broadcast in (True, False):
         net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        model = wrap(net, broadcast_buffers=broadcast)
+        model = wrap(net, forward_sync_buffers=broadcast)
         for _ in range(3):
             step(model, batch(8, 4))
         model.eval()

@@ -180,7 +180,7 @@ def checkpoints_of_activations(wrap: Wrap) -> list[Any]:
 def several_forwards_before_a_backward(wrap: Wrap) -> list[Any]:
     found = []
     for options in ({}, {"static_graph": True}):
-        model = wrap(nn.Linear(4, 4), **options)
+        model = wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), **options)
         for _ in range(3):
             outputs = [model(batch(8, 4)) for _ in range(3)]
             sum(output.mean() for output in outputs).backward()

@@ -65,7 +65,8 @@ def on(collective: str, *tensors: Any, **options: Any) -> Callable[[Group], Any]
 def entry(shape: tuple[int, ...], sparse_dim: int) -> Tensor:
     """A sparse tensor with one entry."""
     indices = torch.zeros(sparse_dim, 1, dtype=torch.long)
-    return torch.sparse_coo_tensor(indices, torch.ones(1, *shape[sparse_dim:]), shape)
+    values = torch.ones(1, *shape[sparse_dim:])
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True)
 
 
 def by_rank(group: Group, *xs: Tensor) -> None:
