@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
@@ -284,13 +285,28 @@ def a_tensor_that_nobody_else_holds_is_kept(group: dist.ProcessGroup) -> None:
 
 
 @check
+def what_has_ended_is_kept_no_longer(group: dist.ProcessGroup) -> None:
+    x = torch.ones(100_000)
+    kept = weakref.ref(x)
+    dist.all_reduce(x, group=group, async_op=True)
+    del x
+    for _ in range(100):
+        dist.all_reduce(own(), group=group)
+    gc.collect()
+    assert kept() is None
+
+
+@check
 def a_barrier_waits_for_what_was_started_before(group: dist.ProcessGroup) -> None:
     xs = [torch.full((100, 100), float(i)) for i in range(16)]
     for x in xs:
         dist.all_reduce(x, group=group, async_op=True)
+    product = own(1)
+    dist.all_reduce(product, dist.ReduceOp.PRODUCT, group=group, async_op=True)
     parts = [torch.empty(1) for _ in range(WORLD)]
     dist.all_gather(parts, own(), group=group, async_op=True)
     dist.barrier(group)
+    assert product.item() == 6
     assert all(x.eq(3 * i).all() for i, x in enumerate(xs))
     assert [part.item() for part in parts] == [0, 1, 2]
 

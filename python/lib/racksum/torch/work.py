@@ -47,7 +47,12 @@ class Pending(NamedTuple):
         """What another backend does."""
 
         def wait(seconds: float | None) -> bool:
-            return work.wait() if seconds is None else work.wait(timedelta(seconds=seconds))
+            if seconds is None or work.is_completed():
+                return work.wait()
+            # Others take a limit of zero for none.
+            if seconds == 0:
+                raise TimeoutError("the collective goes on")
+            return work.wait(timedelta(seconds=seconds))
 
         return cls(wait)
 
@@ -75,7 +80,7 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
     Users have torch's own object in front of it, which asks it for no more than this: they find out
     whether it has ended from its future.
 
-    :param in_flight: Where it is until somebody has waited for its end.
+    :param in_flight: Where it is until somebody has noticed its end.
     :param seconds: How long to wait if nobody says so.
     """
 
@@ -108,8 +113,18 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
             raise
         self._in_flight.pop(self, None)
 
+    def has_ended(self) -> bool:
+        """Whether it has, with a result or an error; then nothing but its holders keeps it."""
+        try:
+            self.wait_for(0.0)
+        except RuntimeError:
+            return True
+        except TimeoutError:
+            return False
+        return True
+
     def get_future(self) -> Future[list[torch.Tensor]]:
-        """A future of the tensors, which has ended if somebody has waited for the work."""
+        """A future of the tensors, which has ended if the work was waited for."""
         ended: Future[None] = Future()
 
         def complete() -> None:
