@@ -270,6 +270,7 @@ class RacksumBackend(Backend):
     ) -> Work:
         """A collective in flight, for which later barriers wait."""
         self._sequence += 1
+        # Those that have ended are let go, so that nothing piles up where nobody waits.
         for work in list(self._in_flight):
             if not work.has_ended():
                 break
