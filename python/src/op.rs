@@ -109,7 +109,7 @@ impl Drop for Sums {
     fn drop(&mut self) {
         // Fresh memory for the sums of later ops would cost more than the sums.
         if let Some(blocks) = self.blocks.take() {
-            self.session.recycle(blocks);
+            Python::attach(|py| py.detach(|| self.session.recycle(blocks)));
         }
     }
 }
@@ -117,9 +117,12 @@ impl Drop for Sums {
 impl Drop for Op {
     #[expect(clippy::mem_forget, reason = "what a fork has copied cannot be let go")]
     fn drop(&mut self) {
+        let running = self.running.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         if self.session.is_forked() {
-            let running = self.running.get_mut().unwrap_or_else(PoisonError::into_inner);
-            std::mem::forget(running.take());
+            std::mem::forget(running);
+        } else {
+            // The engine hears of it, and may be at work.
+            Python::attach(|py| py.detach(|| drop(running)));
         }
     }
 }

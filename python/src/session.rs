@@ -111,7 +111,8 @@ impl Session {
     fn connect_beside(py: Python<'_>, path: &Path, options: Options) -> PyResult<Self> {
         let local_world = options.local_world();
         let options = options.into_connect_options(py)?;
-        let client = sidecar::Client::call(path, &options, local_world)
+        let client = py
+            .detach(|| sidecar::Client::call(path, &options, local_world))
             .map_err(|error| of_connect(py, &error))?;
         let ready = wait_in_slices(py, Some(options.join_timeout), |slice| {
             match client.is_ready_within(slice) {
@@ -226,7 +227,7 @@ impl Session {
         let client = self.client.get(py)?;
         let lent = py.detach(|| client.lend(nbytes)).transpose();
         let memory = lent.map_err(|error| of_op(py, &Error::Memory(error.to_string())))?;
-        Ok(memory.map(|memory| Lent { memory }))
+        Ok(memory.map(|memory| Lent { memory: Some(memory) }))
     }
 
     /// Leaves the job: what is in flight fails.
@@ -284,7 +285,8 @@ impl Session {
 #[pyclass(frozen, module = "racksum._racksum")]
 #[derive(Debug)]
 pub(crate) struct Lent {
-    memory: Arc<sidecar::Lent>,
+    /// Nothing once it goes.
+    memory: Option<Arc<sidecar::Lent>>,
 }
 
 #[pymethods]
@@ -292,6 +294,14 @@ impl Lent {
     /// Where it begins.
     #[getter]
     fn address(&self) -> usize {
-        self.memory.start().as_ptr() as usize
+        self.memory.as_ref().map_or(0, |memory| memory.start().as_ptr() as usize)
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        // The sidecar is told, which may wait for it.
+        let memory = self.memory.take();
+        Python::attach(|py| py.detach(|| drop(memory)));
     }
 }

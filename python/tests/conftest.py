@@ -109,6 +109,33 @@ def cluster(shared_aggregator: Aggregator) -> Cluster:
     return Cluster(shared_aggregator.address)
 
 
+class Sidecar(Cluster):
+    """A sidecar process, and jobs at it."""
+
+    def __init__(self, path: Path, *arguments: str) -> None:
+        super().__init__(f"unix:{path}")
+        self.path = path
+        command = [binary(), "worker", "--socket", path, *arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline().startswith(f"racksum worker at {path}: ")
+
+    def stop(self) -> None:
+        self.process.terminate()
+        assert self.process.wait(timeout=30) == 0
+
+
+@pytest.fixture(params=["aggregator", "sidecar"])
+def place(request: pytest.FixtureRequest, cluster: Cluster, tmp_path: Path) -> Iterator[Cluster]:
+    """Where ranks may be: at an aggregator, and at the sidecar of their host."""
+    if request.param == "aggregator":
+        yield cluster
+        return
+    sidecar = Sidecar(tmp_path / "socket")
+    yield sidecar
+    sidecar.stop()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a GPU, and is skipped without one")
 

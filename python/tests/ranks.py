@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import racksum
+import racksum.torch
 
 #: Seconds that an op of a test may take.
 TIMEOUT = 30.0
@@ -59,3 +64,47 @@ def session_of_group(address: str, job: str, **options: Any) -> racksum.Session:
     options = {"timeout": TIMEOUT, "join_timeout": TIMEOUT, **options}
     rank, world = dist.get_rank(), dist.get_world_size()
     return racksum.connect(address, job=job, rank=rank, world=world, **options)
+
+
+def backend_options(address: str, job: str, **options: Any) -> racksum.torch.Options:
+    """Of a group on the backend."""
+    options = {"timeout": TIMEOUT, "join_timeout": TIMEOUT, **options}
+    return racksum.torch.Options(aggregator=address, job=job, **options)
+
+
+@cache
+def group_on_backend(address: str, job: str) -> dist.ProcessGroup:
+    """A group of all ranks, for as long as they are there."""
+    return dist.new_group(backend="racksum", pg_options=backend_options(address, job))
+
+
+def in_group(check: Callable[[dist.ProcessGroup], Any], address: str, job: str) -> Any:
+    """Checks something in a group that others are checked in as well, and still can be."""
+    group = group_on_backend(address, job)
+    result = check(group)
+    x = torch.ones(3)
+    dist.all_reduce(x, group=group)
+    assert x.tolist() == [group.size()] * 3
+    return result
+
+
+@contextmanager
+def wrapped(
+    net: nn.Module, through: str, address: str, job: str, state: dict[str, Any], **options: Any
+) -> Iterator[DistributedDataParallel]:
+    """A model whose gradients go through this: the hook, the backend or Gloo."""
+    if through == "backend":
+        pg_options = backend_options(address, job, **state)
+        group = dist.new_group(backend="racksum", pg_options=pg_options)
+        yield DistributedDataParallel(net, process_group=group, **options)
+        dist.destroy_process_group(group)
+        return
+    model = DistributedDataParallel(net, **options)
+    if through == "gloo":
+        yield model
+        return
+    with session_of_group(address, job) as session:
+        model.register_comm_hook(
+            racksum.torch.State(session, **state), racksum.torch.allreduce_hook
+        )
+        yield model

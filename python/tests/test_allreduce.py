@@ -125,7 +125,7 @@ def test_ops_in_flight_end_in_any_order(cluster):
     assert cluster.run(WORLD, work) == [[150_000, 30, 300_000]] * WORLD
 
 
-def test_a_handle_says_whether_it_is_done(cluster):
+def test_a_handle_says_whether_it_is_done(place):
     def work(session):
         if session.rank == 1:
             time.sleep(0.5)
@@ -140,20 +140,20 @@ def test_a_handle_says_whether_it_is_done(cluster):
         assert handle.absent == ()
         return first.sum()
 
-    assert cluster.run(2, work) == [20, 20]
+    assert place.run(2, work) == [20, 20]
 
 
-def test_a_handle_keeps_its_tensor(cluster):
+def test_a_handle_keeps_its_tensor(place):
     def work(session):
         handle = session.allreduce(np.ones(100_000, np.float32), async_op=True)
         gc.collect()
         np.zeros(100_000, np.float32)
         return handle.wait().sum()
 
-    assert cluster.run(2, work) == [200_000, 200_000]
+    assert place.run(2, work) == [200_000, 200_000]
 
 
-def test_an_op_whose_handle_is_dropped_goes_on(cluster):
+def test_an_op_whose_handle_is_dropped_goes_on(place):
     def work(session):
         x = np.ones(1000, np.float32)
         if session.rank == 0:
@@ -163,10 +163,10 @@ def test_an_op_whose_handle_is_dropped_goes_on(cluster):
         assert session.allreduce(x).sum() == 2000
         return session.allreduce(np.ones(10, np.float32)).sum()
 
-    assert cluster.run(2, work) == [20, 20]
+    assert place.run(2, work) == [20, 20]
 
 
-def test_more_ops_than_may_be_in_flight_wait_for_room(cluster):
+def test_more_ops_than_may_be_in_flight_wait_for_room(place):
     def work(session):
         count = 5 * session.max_ops
         handles = [
@@ -176,4 +176,4 @@ def test_more_ops_than_may_be_in_flight_wait_for_room(cluster):
             2.0 * i for i in reversed(range(count))
         ]
 
-    assert cluster.run(2, work) == [True, True]
+    assert place.run(2, work) == [True, True]

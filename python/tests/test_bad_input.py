@@ -32,9 +32,9 @@ def refusals():
 
 
 @pytest.mark.parametrize("what", refusals())
-def test_what_cannot_be_reduced_is_refused_and_the_session_goes_on(cluster, what):
+def test_what_cannot_be_reduced_is_refused_and_the_session_goes_on(place, what):
     x, options, sentence = refusals()[what]
-    with cluster.connect() as session:
+    with place.connect() as session:
         with pytest.raises(racksum.BadArgument, match=sentence) as refused:
             session.allreduce(x, **options)
         assert isinstance(refused.value, ValueError)
@@ -51,14 +51,14 @@ def test_what_cannot_be_reduced_is_refused_and_the_session_goes_on(cluster, what
     ],
     ids=["size", "shape", "dtype"],
 )
-def test_ranks_that_call_an_op_differently_all_hear_of_it(cluster, one, other):
+def test_ranks_that_call_an_op_differently_all_hear_of_it(place, one, other):
     def work(session):
         with pytest.raises(racksum.Mismatch, match=r"rank \d has .*; rank \d has ") as differs:
             session.allreduce([one, other][session.rank].copy())
         assert isinstance(differs.value, ValueError)
         return session.allreduce(np.ones(3, np.float32)).sum()
 
-    assert cluster.run(2, work) == [6, 6]
+    assert place.run(2, work) == [6, 6]
 
 
 def test_an_overflow_names_the_element(cluster):

@@ -68,8 +68,8 @@ def test_what_is_listed_twice_is_combined(cluster):
         ([0], 31, "have 128 bytes of values, not 124"),
     ],
 )
-def test_blocks_that_cannot_be_are_refused_and_the_session_goes_on(cluster, indices, values, match):
-    with cluster.connect() as session:
+def test_blocks_that_cannot_be_are_refused_and_the_session_goes_on(place, indices, values, match):
+    with place.connect() as session:
         with pytest.raises(racksum.BadArgument, match=match):
             session.allreduce_blocks(
                 np.array(indices, np.int64), np.ones(values, np.float32), 96, block=32

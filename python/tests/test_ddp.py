@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import racksum
 import racksum.torch
-from ranks import TIMEOUT, Ranks, session_of_group
+import ranks as ranks_of
+from ranks import Ranks, session_of_group
 
 
 @pytest.fixture(scope="module")
@@ -42,29 +43,13 @@ class Net(nn.Module):
         return self.out(self.extra(hidden) if extra else hidden)
 
 
-@contextmanager
 def wrapped(
     through: str, address: str, job: str, state: dict[str, Any], **options: Any
-) -> Iterator[DistributedDataParallel]:
+) -> AbstractContextManager[DistributedDataParallel]:
     """A model whose gradients go through this."""
     torch.manual_seed(1)
     net = Net(options.pop("sparse", False)).to(torch.get_default_device())
-    limit = {"timeout": TIMEOUT, "join_timeout": TIMEOUT}
-    if through == "backend":
-        pg_options = racksum.torch.Options(aggregator=address, job=job, **limit, **state)
-        group = dist.new_group(backend="racksum", pg_options=pg_options)
-        yield DistributedDataParallel(net, process_group=group, **options)
-        dist.destroy_process_group(group)
-        return
-    model = DistributedDataParallel(net, **options)
-    if through == "gloo":
-        yield model
-        return
-    with session_of_group(address, job) as session:
-        model.register_comm_hook(
-            racksum.torch.State(session, **state), racksum.torch.allreduce_hook
-        )
-        yield model
+    return ranks_of.wrapped(net, through, address, job, state, **options)
 
 
 def train(
@@ -119,6 +104,7 @@ def keywords(options: dict[str, Any]) -> str:
         {"find_unused_parameters": True, "uneven": True},
         {"accumulate": True},
         {"sparse": True},
+        {"sparse": True, "gradient_as_bucket_view": True},
     ],
     ids=keywords,
 )

@@ -36,8 +36,8 @@ def test_importing_starts_no_thread_and_needs_neither_numpy_nor_torch():
     assert ran.stdout == "1 False False\n", ran.stderr
 
 
-def test_closing_twice_is_closing_once_and_ops_after_it_are_refused(cluster):
-    session = cluster.connect()
+def test_closing_twice_is_closing_once_and_ops_after_it_are_refused(place):
+    session = place.connect()
     assert not session.closed
     session.close()
     session.close()
@@ -49,7 +49,7 @@ def test_closing_twice_is_closing_once_and_ops_after_it_are_refused(cluster):
         pass
 
 
-def test_closing_ends_what_another_thread_waits_for(cluster):
+def test_closing_ends_what_another_thread_waits_for(place):
     def work(session):
         if session.rank == 1:
             time.sleep(1.0)
@@ -59,18 +59,18 @@ def test_closing_ends_what_another_thread_waits_for(cluster):
             session.allreduce(np.ones(1, np.float32))
         return "closed"
 
-    assert cluster.run(2, work) == ["closed", "late"]
+    assert place.run(2, work) == ["closed", "late"]
 
 
-def test_a_session_that_nobody_holds_leaves_its_job(cluster):
-    job = cluster.new_job()
-    cluster.connect(job=job)
+def test_a_session_that_nobody_holds_leaves_its_job(place):
+    job = place.new_job()
+    place.connect(job=job)
     gc.collect()
-    with cluster.connect(job=job) as again:
+    with place.connect(job=job) as again:
         assert again.allreduce(np.ones(1, np.float32)).tolist() == [1]
 
 
-def test_waiting_leaves_other_threads_alone(cluster):
+def test_waiting_leaves_other_threads_alone(place):
     def work(session):
         if session.rank == 1:
             time.sleep(0.5)
@@ -84,7 +84,7 @@ def test_waiting_leaves_other_threads_alone(cluster):
         assert counted > 1000, "this thread had to wait as well"
         return handle.wait().item()
 
-    assert cluster.run(2, work) == [2, 2]
+    assert place.run(2, work) == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_waiting_leaves_other_threads_alone(cluster):
     ],
     ids=["connect", "allreduce", "wait", "room"],
 )
-def test_ctrl_c_works_while_waiting(cluster, blocked):
+def test_ctrl_c_works_while_waiting(place, blocked):
     code = f"""
         import signal, sys, threading
         import numpy, racksum
@@ -125,7 +125,7 @@ def test_ctrl_c_works_while_waiting(cluster, blocked):
             print("interrupted", flush=True)
     """
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), cluster.address, cluster.new_job()],
+        [sys.executable, "-c", textwrap.dedent(code), place.address, place.new_job()],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -140,8 +140,8 @@ def test_ctrl_c_works_while_waiting(cluster, blocked):
     assert process.returncode == 0
 
 
-def test_a_fork_after_connecting_is_told_to_connect_itself(cluster):
-    held = [cluster.connect()]
+def test_a_fork_after_connecting_is_told_to_connect_itself(place):
+    held = [place.connect()]
     held.append(held[0].allreduce(np.ones(1, np.float32), async_op=True))
     child = os.fork()
     if child == 0:
@@ -178,8 +178,8 @@ def in_child(session: racksum.Session, handle: racksum.Handle) -> int:
     return 0
 
 
-def test_a_child_that_was_forked_may_connect(cluster):
-    with cluster.connect():
+def test_a_child_that_was_forked_may_connect(place):
+    with place.connect():
         ran = python(
             """
             import os, sys
@@ -194,13 +194,13 @@ def test_a_child_that_was_forked_may_connect(cluster):
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
             assert session.allreduce(numpy.ones(2)).sum() == 2
             """,
-            cluster.address,
-            cluster.new_job(),
+            place.address,
+            place.new_job(),
         )
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
-def test_a_script_that_never_closes_ends(cluster):
+def test_a_script_that_never_closes_ends(place):
     ran = python(
         """
         import sys
@@ -209,14 +209,14 @@ def test_a_script_that_never_closes_ends(cluster):
         session = racksum.connect(sys.argv[1], job=sys.argv[2], rank=0, world=1)
         handle = session.allreduce(numpy.ones(100000), async_op=True)
         """,
-        cluster.address,
-        cluster.new_job(),
+        place.address,
+        place.new_job(),
     )
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
-def test_a_killed_rank_is_named_to_the_others(cluster):
-    job = cluster.new_job()
+def test_a_killed_rank_is_named_to_the_others(place):
+    job = place.new_job()
     code = """
         import sys, time
         import numpy, racksum
@@ -225,8 +225,8 @@ def test_a_killed_rank_is_named_to_the_others(cluster):
         session.allreduce(numpy.ones(10, numpy.float32))
         time.sleep(60)
     """
-    doomed = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), cluster.address, job])
-    with cluster.connect(job=job, world=2) as session:
+    doomed = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), place.address, job])
+    with place.connect(job=job, world=2) as session:
         session.allreduce(np.ones(10, np.float32))
         doomed.kill()
         doomed.wait()
@@ -238,7 +238,7 @@ def test_a_killed_rank_is_named_to_the_others(cluster):
             session.allreduce(np.ones(10, np.float32))
 
 
-def test_a_rank_that_does_not_call_is_named_when_time_is_up(cluster):
+def test_a_rank_that_does_not_call_is_named_when_time_is_up(place):
     def work(session):
         if session.rank == 1:
             time.sleep(3.0)
@@ -248,7 +248,7 @@ def test_a_rank_that_does_not_call_is_named_when_time_is_up(cluster):
         assert isinstance(late.value, TimeoutError)
         return late.value.missing
 
-    assert cluster.run(2, work, timeout=1.0) == [(1,), ()]
+    assert place.run(2, work, timeout=1.0) == [(1,), ()]
 
 
 def test_a_lost_aggregator_ends_the_session(aggregator):

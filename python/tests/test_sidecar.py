@@ -6,12 +6,15 @@ import gc
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,24 +23,8 @@ import torch
 
 import racksum
 import racksum.torch
-from conftest import Aggregator, Cluster, binary
+from conftest import Aggregator, Cluster, Sidecar, binary
 from racksum.torch.staging import Staging, allreduce
-
-
-class Sidecar(Cluster):
-    """A sidecar process, and jobs at it."""
-
-    def __init__(self, path: Path, *arguments: str) -> None:
-        super().__init__(f"unix:{path}")
-        self.path = path
-        command = [binary(), "worker", "--socket", path, *arguments]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline().startswith(f"racksum worker at {path}: ")
-
-    def stop(self) -> None:
-        self.process.terminate()
-        assert self.process.wait(timeout=30) == 0
 
 
 @pytest.fixture
@@ -210,6 +197,31 @@ def test_a_sidecar_that_is_killed_is_an_error_and_its_ranks_may_go_on_without(si
     assert sidecar.run(2, work) == [2, 2]
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda sidecar, session: [session.empty(10) for _ in range(500)],
+        lambda sidecar, session: session.allreduce(np.ones(10, np.float32)),
+        lambda sidecar, session: sidecar.connect(),
+        lambda sidecar, session: session.close(),
+    ],
+    ids=["empty", "allreduce", "connect", "close"],
+)
+def test_a_sidecar_that_is_stopped_holds_up_no_other_thread(sidecar, call):
+    with sidecar.connect() as session:
+        waiter = threading.Thread(target=call, args=(sidecar, session))
+        pid = sidecar.process.pid
+        # Whatever becomes of this process, the sidecar goes on.
+        going_on = subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {pid}"])
+        sidecar.process.send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        waiter.start()
+        time.sleep(0.3)
+        assert time.monotonic() - stopped < 1.0, "this thread had to wait as well"
+        waiter.join()
+        going_on.wait()
+
+
 def on_hosts(hosts, cluster, work, ranks=((0, 0), (0, 1), (1, 2), (1, 3), (None, 4))):
     """What a job comes to of which some ranks are at sidecars, and some are not."""
     job = cluster.new_job()
@@ -299,6 +311,52 @@ def test_ranks_that_disagree_across_hosts_are_told_and_go_on(hosts, cluster):
 def test_no_sidecar_is_an_error_that_says_what_to_start(tmp_path):
     with pytest.raises(racksum.NoAggregator, match=r"start `racksum worker --socket`"):
         racksum.connect(f"unix:{tmp_path}/none", job="job", rank=0, world=1)
+
+
+@contextmanager
+def fake_sidecar(path: Path, *answers: bytes) -> Iterator[Cluster]:
+    """Hears who wants to join, answers this, and stays until the test ends."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.bind(str(path))
+        server.listen()
+        ended = threading.Event()
+
+        def serve() -> None:
+            line, _ = server.accept()
+            with line:
+                assert b"join" in line.recv(65536)
+                for answer in answers:
+                    line.send(answer)
+                ended.wait()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield Cluster(f"unix:{path}")
+        finally:
+            ended.set()
+            thread.join()
+
+
+def test_a_sidecar_of_another_version_says_which_it_speaks(tmp_path):
+    answer = b'{"wrong_version": {"speaks": 2}}'
+    sentence = "the sidecar speaks version 2 of its protocol, and this rank version 1"
+    with fake_sidecar(tmp_path / "socket", answer) as other:
+        with pytest.raises(racksum.VersionMismatch, match=sentence) as refused:
+            other.connect()
+        assert isinstance(refused.value, racksum.Refused)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_sidecar_that_says_what_nobody_understands_is_an_error(tmp_path):
+    with fake_sidecar(tmp_path / "socket", b"{]") as other, pytest.raises(racksum.Error) as refused:
+        other.connect()
+    assert "\n" not in str(refused.value)
+
+
+def test_a_sidecar_that_says_nothing_is_waited_for_within_the_limit(tmp_path):
+    with fake_sidecar(tmp_path / "socket") as silent, pytest.raises(racksum.JoinTimeout):
+        silent.connect(join_timeout=0.5)
 
 
 def test_ranks_that_do_not_come_are_named(sidecar):

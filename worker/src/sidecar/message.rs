@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::engine::Stats;
 
 /// The version of these messages. Both sides are of one release.
-pub(super) const VERSION: u16 = 2;
+pub(super) const VERSION: u16 = 1;
 
 /// What a rank says.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,10 +25,13 @@ from racksum.torch.gathering import broadcast, gather_into
 from racksum.torch.groups import is_generation_given, new_generation, of_group
 from racksum.torch.sparse import allreduce_sparse
 from racksum.torch.staging import Staging, allreduce, staging_of, to_host
-from racksum.torch.work import Ends, Pending, Work
+from racksum.torch.work import Before, Ends, Pending, Work, writing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from datetime import timedelta
+
+    from racksum.torch.work import Waits
 
 __all__ = ["Options", "register"]
 
@@ -37,6 +41,8 @@ _Op: Any = dist.ReduceOp.RedOpType
 _OPERATORS = {_Op.SUM: "sum", _Op.AVG: "avg", _Op.MIN: "min", _Op.MAX: "max"}
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int32, torch.int64)
+#: The other elements that Gloo has.
+_BYTES = (torch.int8, torch.uint8, torch.bool)
 #: What operators do to booleans, as operators on bytes.
 _OF_BOOLEANS = {
     _Op.SUM: _Op.MAX,
@@ -68,6 +74,10 @@ class Options:
 class RacksumBackend(Backend):
     """The ranks of a process group. They join a job of their own when they first reduce."""
 
+    # Who does not say so is asked for ever: torch 2.15 calls itself.
+    supports_coalescing = supports_splitting = supports_shrinking = False
+    supports_reconfigure = supports_window = _supports_time_estimate = False
+
     def __init__(self, group: Any, options: Options) -> None:
         super().__init__(group.group_rank, group.group_size)
         self._options = options
@@ -75,10 +85,13 @@ class RacksumBackend(Backend):
         self._timeout = group.timeout
         self._session: Session | None = None
         self._staging = Staging()
+        self._in_flight: dict[Work, None] = {}
+        self._sequence = 0
         # Ranks that torchrun 2.15 starts again find the store as it was, with old addresses in it.
         life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"racksum/gloo/{life}", group.store)
         self._gloo: Any = ProcessGroupGloo(store, self.rank(), self.size(), group.timeout)
+        _open.add(self)
 
     def getBackendName(self) -> str:  # noqa: N802 - c10d's name.
         """``racksum``."""
@@ -104,27 +117,33 @@ class RacksumBackend(Backend):
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         """Reduces a tensor, dense or sparse, in place."""
         x = _only(tensors)
-        return Work([self._reduced(x, opts)], [x])
+        return self._started([self._reduced(x, opts)], [x])
 
     allreduce_sparse = allreduce
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         """Reduces tensors, each with those of its place at other ranks."""
-        return Work([self._reduced(x, opts) for x in tensors], list(tensors))
+        return self._started([self._reduced(x, opts) for x in tensors], list(tensors))
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         """Reduces a tensor in place at the root; those of other ranks stay as they are."""
         x = _only(tensors)
+        self._check_root(opts.rootRank)
         reduced = x if self.rank() == opts.rootRank else x.clone()
-        return Work([self._reduced(reduced, opts)], [reduced])
+        return self._started([self._reduced(reduced, opts)], [reduced])
 
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
     ) -> Work:
         """Reduces tensors, one for each rank, and gives each its own."""
         output, parts = _only(outputs), _only(inputs)
+        self._check_one_each(parts)
+        _check_fits(output, parts[self.rank()].numel(), output.dtype)
+        for part in parts:
+            _check_fits(part, part.numel(), output.dtype)
+        begin = sum(part.numel() for part in parts[: self.rank()])
         whole = torch.cat([part.reshape(-1) for part in parts])
-        return Work([self._scattered(output, whole, opts)], [output])
+        return self._started([self._scattered(output, whole, begin, opts)], [output])
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:  # noqa: A002
         """Reduces a tensor, and gives each rank a part of it."""
@@ -134,32 +153,39 @@ class RacksumBackend(Backend):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
     ) -> Work:
         """Reduces tensors, and gives each rank a part of each."""
+        pairs = list(zip(outputs, inputs, strict=True))
+        for output, whole in pairs:
+            _check_fits(whole, self.size() * output.numel(), output.dtype)
         parts = [
-            self._scattered(output, whole.reshape(-1).clone(), opts)
-            for output, whole in zip(outputs, inputs, strict=True)
+            self._scattered(output, whole.reshape(-1).clone(), self.rank() * output.numel(), opts)
+            for output, whole in pairs
         ]
-        return Work(parts, list(outputs))
+        return self._started(parts, list(outputs))
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         """Gives all ranks the root's tensor."""
         x = _only(tensors)
+        self._check_root(opts.rootRank)
         _check_dense(x)
-        return Work([broadcast(self.session, x, opts.rootRank)], [x])
+        return self._started([broadcast(self.session, x, opts.rootRank)], [x])
 
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
     ) -> Work:
         """Gives all ranks the tensors of all, in a list."""
         parts, x = _only(outputs), _only(inputs)
-        _check_dense(x)
-        whole = x.new_empty((self.size(), *x.shape))
+        return self._started([self._gathered(parts, x)], list(parts))
 
-        def copy_out(_: object) -> None:
-            for part, of_rank in zip(parts, whole, strict=True):
-                part.copy_(of_rank.view_as(part))
-
-        gathered = gather_into(self.session, whole, x).then(copy_out)
-        return Work([gathered], list(parts))
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
+    ) -> Work:
+        """Gives all ranks the tensors of all, several of each rank."""
+        self._check_one_each(outputs)
+        gathered = [
+            self._gathered(parts, x)
+            for parts, x in zip(zip(*outputs, strict=True), inputs, strict=True)
+        ]
+        return self._started(gathered, [part for of_rank in outputs for part in of_rank])
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:  # noqa: A002
         """Gives all ranks the tensors of all, in one."""
@@ -169,13 +195,14 @@ class RacksumBackend(Backend):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
     ) -> Work:
         """Gives all ranks the tensors of all, several times."""
-        for output in outputs:
+        pairs = list(zip(outputs, inputs, strict=True))
+        for output, x in pairs:
             _check_dense(output)
-        pairs = zip(outputs, inputs, strict=True)
-        return Work([gather_into(self.session, *pair) for pair in pairs], list(outputs))
+            _check_fits(output, self.size() * x.numel(), x.dtype)
+        return self._started([gather_into(self.session, *pair) for pair in pairs], list(outputs))
 
     def barrier(self, opts: Any) -> Work:
-        """Ends once all ranks have called it, and their GPUs have come to it."""
+        """Ends once all ranks have called it, and what this rank has started before has ended."""
         session, nothing = self.session, torch.zeros(1, dtype=torch.int32, device="cpu")
         # Of devices it may say the kind only.
         device = torch.empty(0, device=opts.device or "cpu").device
@@ -184,10 +211,18 @@ class RacksumBackend(Backend):
             handle: Ends = session.allreduce(nothing, tag="barrier", async_op=True)
             return handle
 
+        before = [Before(work) for work in list(self._in_flight)]
         if self._staging.takes(device):
-            return Work([self._staging.stage(device, start, lambda _: None)], [])
-        self._staging.drain()
-        return Work([start()], [])
+            met: Waits = self._staging.stage(device, start, lambda _: None)
+        else:
+            self._staging.drain()
+            met = start()
+        seconds = opts.timeout.total_seconds()
+        return self._started([*before, met], [], seconds if seconds > 0 else None)
+
+    def monitored_barrier(self, opts: Any, wait_all_ranks: bool) -> None:
+        """Gloo's."""
+        self._gloo.monitored_barrier(opts.timeout, wait_all_ranks)
 
     def send(self, tensors: Sequence[Tensor], *args: Any) -> Any:
         """Gloo's."""
@@ -203,25 +238,40 @@ class RacksumBackend(Backend):
 
     def gather(self, outputs: Any, *args: Any) -> Any:
         """Gloo's."""
-        return Work([self._delegated(self._gloo.gather, outputs, *args)], tree_leaves(outputs))
+        return self._through_gloo(self._gloo.gather, outputs, *args)
 
     def scatter(self, outputs: Any, *args: Any) -> Any:
         """Gloo's."""
-        return Work([self._delegated(self._gloo.scatter, outputs, *args)], tree_leaves(outputs))
+        return self._through_gloo(self._gloo.scatter, outputs, *args)
 
     def alltoall(self, outputs: Any, *args: Any) -> Any:
         """Gloo's."""
-        return Work([self._delegated(self._gloo.alltoall, outputs, *args)], tree_leaves(outputs))
+        return self._through_gloo(self._gloo.alltoall, outputs, *args)
 
     def all_to_all_single(self, output: Any, *args: Any) -> Any:
         """Gloo's."""
-        return Work([self._delegated(self._gloo.all_to_all_single, output, *args)], [output])
+        return self._through_gloo(self._gloo.all_to_all_single, output, *args)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Limits collectives, if nothing was reduced yet: the limit is the session's."""
+        if self._session is None:
+            self._timeout = timeout
+        else:
+            warnings.warn(f"the timeout of {self._name} stays: its ranks have joined", stacklevel=2)
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives this rank has started, sending and receiving apart."""
+        return self._sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        """They are counted from 0 at all ranks."""
 
     def shutdown(self) -> None:
         """Leaves the job."""
         if self._session is not None:
             self._session.close()
         self._gloo.shutdown()
+        _open.discard(self)
 
     def abort(self) -> None:
         """Leaves the job: what is in flight fails."""
@@ -233,6 +283,40 @@ class RacksumBackend(Backend):
         self._gloo.broadcast(agreed, 0).wait()
         return int(agreed)
 
+    def _started(
+        self, parts: Sequence[Waits], result: list[Tensor], seconds: float | None = None
+    ) -> Work:
+        """A collective in flight, for which later barriers wait."""
+        self._sequence += 1
+        # Those that have ended are let go, so that nothing piles up where nobody waits.
+        for work in list(self._in_flight):
+            if not work.has_ended():
+                break
+        return Work(parts, result, self._in_flight, seconds)
+
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self.size():
+            raise BadArgument(f"the root is a rank from 0 to {self.size() - 1}, and not {root}")
+
+    def _check_one_each(self, parts: Sequence[Any]) -> None:
+        if len(parts) != self.size():
+            raise BadArgument(
+                f"there is one tensor for each of the {self.size()} ranks, and not {len(parts)}"
+            )
+
+    def _gathered(self, parts: Sequence[Tensor], x: Tensor) -> Ends:
+        """Starts gathering the tensors of all ranks in a list."""
+        self._check_one_each(parts)
+        for part in (x, *parts):
+            _check_fits(part, x.numel(), x.dtype)
+        whole = x.new_empty((self.size(), *x.shape))
+
+        def copy_out(_: object) -> None:
+            for part, of_rank in zip(parts, whole, strict=True):
+                part.copy_(of_rank.view_as(part))
+
+        return gather_into(self.session, whole, x).then(writing(copy_out))
+
     def _of_host(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Tensors for Gloo to send or receive."""
         # On their way down, what comes would wait for all that was called before.
@@ -243,6 +327,10 @@ class RacksumBackend(Backend):
                     'pass x.cpu(), or make the group of "cpu:racksum,cuda:nccl"'
                 )
         return tensors
+
+    def _through_gloo(self, call: Callable[..., Any], outputs: Any, *args: Any) -> Work:
+        """A collective of Gloo's, which writes to ``outputs``."""
+        return self._started([self._delegated(call, outputs, *args)], tree_leaves(outputs))
 
     def _delegated(self, call: Callable[..., Any], outputs: Any, *args: Any) -> Ends:
         """Has Gloo do something, which writes to ``outputs``."""
@@ -259,18 +347,23 @@ class RacksumBackend(Backend):
             for x, copy in zip(tree_leaves(outputs), tree_leaves(copies), strict=True):
                 x.copy_(copy, non_blocking=True)
 
-        return self._staging.stage(device, start, copy_out)
+        return self._staging.stage(device, start, writing(copy_out))
 
     def _reduced(self, x: Tensor, opts: Any) -> Ends:
         """Starts reducing a tensor in place, whoever can."""
         by = opts.reduceOp.op
+        if x.is_sparse and by not in (_Op.SUM, _Op.AVG, _Op.PREMUL_SUM):
+            raise BadArgument(f"sparse tensors can be summed and averaged, and not {by.name}")
         if by == _Op.PREMUL_SUM:
-            x.mul_(opts.reduceOp.factor)
+            with torch.inference_mode():
+                x.mul_(opts.reduceOp.factor)
             by = _Op.SUM
         if x.is_complex() and by in (_Op.SUM, _Op.AVG):
             x = torch.view_as_real(x)
         if by in _OPERATORS and x.dtype in (*_FLOATS, *_INTEGERS):
             return self._reduced_here(x, _OPERATORS[by])
+        if by == _Op.AVG or x.dtype not in (*_FLOATS, *_INTEGERS, *_BYTES):
+            raise BadArgument(f"{by.name} is not defined for {x.dtype}")
         delegated = dist.AllreduceOptions()
         delegated.reduceOp = by
         if x.dtype is torch.bool and by in _OF_BOOLEANS:
@@ -283,13 +376,18 @@ class RacksumBackend(Backend):
         narrows = by in ("sum", "avg") and x.is_floating_point()
         wire = options.wire if narrows else None
         if x.is_sparse:
-            return allreduce_sparse(self.session, x, by, wire=wire).then(x.copy_)
+            return allreduce_sparse(self.session, x, by, wire=wire).then(writing(x.copy_))
         return allreduce(self.session, x, by, wire=wire, block=options.block)
 
-    def _scattered(self, output: Tensor, whole: Tensor, opts: Any) -> Ends:
+    def _scattered(self, output: Tensor, whole: Tensor, begin: int, opts: Any) -> Ends:
         """Reduces ``whole``, which is of this call alone, and takes this rank's part of it."""
-        own = whole.view(self.size(), -1)[self.rank()]
-        return self._reduced(whole, opts).then(lambda _: output.copy_(own.view_as(output)))
+        own = whole[begin : begin + output.numel()]
+        take = writing(lambda _: output.copy_(own.view_as(output)))
+        return self._reduced(whole, opts).then(take)
+
+
+#: What torch wraps for TORCH_DISTRIBUTED_DEBUG it does not keep.
+_open: set[RacksumBackend] = set()
 
 
 def register() -> None:
@@ -315,4 +413,12 @@ def _check_dense(x: Tensor) -> None:
     if x.layout is not torch.strided or not x.is_contiguous():
         raise BadArgument(
             f"the tensor of shape {tuple(x.shape)} is not dense and contiguous; pass x.contiguous()"
+        )
+
+
+def _check_fits(x: Tensor, elements: int, dtype: torch.dtype) -> None:
+    if (x.layout, x.numel(), x.dtype) != (torch.strided, elements, dtype):
+        raise BadArgument(
+            f"a dense tensor of {elements} x {dtype} belongs where one of {x.numel()} x {x.dtype} "
+            f"and layout {x.layout} is given"
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from racksum.torch.staging import allreduce
+from racksum.torch.work import writing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +24,7 @@ __all__ = ["broadcast", "gather_into"]
 _WORD = 4
 
 
+@torch.inference_mode()
 def broadcast(session: Session, x: torch.Tensor, root: int) -> Ends:
     """Gives all ranks what the tensor of one rank has."""
     if session.rank != root:
@@ -32,6 +34,7 @@ def broadcast(session: Session, x: torch.Tensor, root: int) -> Ends:
     return allreduce(session, words, tag=f"broadcast from {root}").then(finish)
 
 
+@torch.inference_mode()
 def gather_into(session: Session, output: torch.Tensor, own: torch.Tensor) -> Ends:
     """Fills ``output``, contiguous, with what all ranks have, rank by rank."""
     parts = output.view(-1).view(session.world, -1)
@@ -50,4 +53,4 @@ def _words_of(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[object], object]
         return x.view(-1).view(torch.uint8).view(torch.int32), lambda _: None
     octets = x.view(-1).view(torch.uint8)
     copied = torch.nn.functional.pad(octets, (0, -x.nbytes % _WORD))
-    return copied.view(torch.int32), lambda _: octets.copy_(copied[: x.nbytes])
+    return copied.view(torch.int32), writing(lambda _: octets.copy_(copied[: x.nbytes]))

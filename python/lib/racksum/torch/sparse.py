@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from racksum.errors import BadArgument
 from racksum.session import DEFAULT_BLOCK, Session
 from racksum.torch.staging import staging_of, to_host
 
@@ -38,6 +39,8 @@ def allreduce_sparse(
     :param op: ``"sum"`` or ``"avg"``: an entry that a rank lacks is zero.
     :return: Of a new tensor, coalesced, with the entries that are not zeros at all ranks.
     """
+    if op not in ("sum", "avg"):
+        raise BadArgument(f"sparse tensors can be summed and averaged, and not {op!r}")
     staging = staging_of(session)
     if not staging.takes(x.device):
         staging.drain()
@@ -64,6 +67,8 @@ def _started(
         wire=wire,
         block=layout.block,
         lane=lane,
+        # Ranks that have another shape, or none of it sparse, are told so.
+        tag=f"sparse {tuple(x.shape)} {layout.sparse_dim}",
         async_op=True,
     )
     return handle.then(lambda sums: layout.sparse(*unpack(*sums)))

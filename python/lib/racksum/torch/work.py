@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,20 @@ from torch.futures import Future
 
 from racksum.session import close_all
 
-__all__ = ["Ends", "InOrder", "Pending", "Work", "at_end_of_backward", "future_of", "new_future"]
+__all__ = [
+    "Before",
+    "Ends",
+    "InOrder",
+    "Pending",
+    "Waits",
+    "Work",
+    "at_end_of_backward",
+    "future_of",
+    "new_future",
+    "writing",
+]
+
+T = TypeVar("T")
 
 #: Seconds that the end of the process waits for a thread that has nothing to wait for.
 _PATIENCE = 5.0
@@ -39,12 +52,16 @@ def at_end_of_backward(finish: Callable[[], Any]) -> bool:
     return True
 
 
-class Ends(Protocol):
-    """Something that ends: an op of racksum's, or what another backend does."""
+class Waits(Protocol):
+    """Something that ends."""
 
     def wait(self, timeout: float | None = None) -> Any:
         """Waits for it, and returns its result."""
         ...
+
+
+class Ends(Waits, Protocol):
+    """Something with a result: an op of racksum's, or what another backend does."""
 
     def then(self, work: Callable[[Any], Any]) -> Ends:
         """The same with the result that ``work`` makes of this one's."""
@@ -62,7 +79,13 @@ class Pending:
 
     def wait(self, timeout: float | None = None) -> Any:
         """Waits for it; what comes after it is done once, whoever waits."""
-        self._work.wait() if timeout is None else self._work.wait(timedelta(seconds=timeout))
+        if timeout is None or self._work.is_completed():
+            self._work.wait()
+        elif timeout == 0:
+            # Others take a limit of zero for none.
+            raise TimeoutError("the collective goes on")
+        else:
+            self._work.wait(timedelta(seconds=timeout))
         with self._lock:
             if not self._result:
                 self._result.append(self._then(None))
@@ -78,25 +101,55 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
 
     Users have torch's own object in front of it, which asks it for no more than this: they find out
     whether it has ended from its future.
+
+    :param in_flight: Where it is until somebody has noticed its end.
+    :param seconds: How long to wait if nobody says so.
     """
 
-    def __init__(self, parts: Sequence[Ends], result: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Waits],
+        result: list[torch.Tensor],
+        in_flight: dict[Work, None],
+        seconds: float | None = None,
+    ) -> None:
         super().__init__()
         self._parts = parts
         self._result = result
+        self._in_flight = in_flight
+        self._seconds = seconds
+        in_flight[self] = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits for all of it; a limit of zero is none.
 
         Of tensors of a GPU, the current stream waits for what is still on its way to them.
         """
-        seconds = timeout.total_seconds() if timeout else None
-        for part in self._parts:
-            part.wait(seconds)
+        self.wait_for(timeout.total_seconds() if timeout else self._seconds)
+        return True
+
+    def wait_for(self, seconds: float | None) -> None:
+        """Waits for all of it, for each part so long at most."""
+        try:
+            for part in self._parts:
+                part.wait(seconds)
+        except RuntimeError:
+            self._in_flight.pop(self, None)
+            raise
+        self._in_flight.pop(self, None)
+
+    def has_ended(self) -> bool:
+        """Whether it has, with a result or an error; then nothing but its holders keeps it."""
+        try:
+            self.wait_for(0.0)
+        except RuntimeError:
+            return True
+        except TimeoutError:
+            return False
         return True
 
     def get_future(self) -> Future[list[torch.Tensor]]:
-        """A future of the tensors."""
+        """A future of the tensors, which has ended if the work was waited for."""
         devices = {tensor.device for tensor in self._result}
         ended = new_future(devices)
 
@@ -107,7 +160,9 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
             finally:
                 ended.set_result(None)
 
-        if not at_end_of_backward(complete):
+        if self not in self._in_flight:
+            ended.set_result(None)
+        elif not at_end_of_backward(complete):
             _completer.do(complete)
         # What is raised here is an error for those as well who wait in C++.
         return ended.then(self._result_after)
@@ -115,6 +170,26 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
     def _result_after(self, _: Future[None]) -> list[torch.Tensor]:
         self.wait()
         return self._result
+
+
+class Before(NamedTuple):
+    """A work that was started before another, and is a part of it."""
+
+    work: Work
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits for it."""
+        self.work.wait_for(timeout)
+
+
+def writing(finish: Callable[[Any], T]) -> Callable[[Any], T]:
+    """What writes to what autograd watches, or to what was made in inference mode."""
+
+    def write(result: Any) -> T:
+        with torch.inference_mode():
+            return finish(result)
+
+    return write
 
 
 def new_future(devices: Iterable[torch.device]) -> Future[Any]:
