@@ -180,9 +180,12 @@ fn lost(ranks: &[Rank], why: Loss) -> OpError {
 }
 
 fn incomplete(missing: &[u16], waited: Duration) -> String {
-    let waited = waited.as_secs();
+    let waited = match waited.as_secs() {
+        0 => format!("{:.1}", waited.as_secs_f64()),
+        seconds => seconds.to_string(),
+    };
     match missing {
-        [] => format!("after {waited} s the aggregator had not said that the job is complete"),
+        [] => format!("after {waited} s nobody had said that the job is complete"),
         _ => format!("after {waited} s {}", not_joined(missing)),
     }
 }

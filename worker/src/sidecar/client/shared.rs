@@ -175,7 +175,10 @@ impl Shared {
     pub(super) fn end(&self, over: Over) {
         let mut state = self.lock();
         if !state.began && state.refused.is_none() {
-            state.refused = Some(ConnectError::SidecarRefused(over.ended.to_string()));
+            state.refused = Some(match &over.ended {
+                OpError::NoAggregator { tried } => ConnectError::NoAggregator(tried.clone()),
+                ended => ConnectError::SidecarRefused(ended.to_string()),
+            });
         }
         let ops: Vec<u32> = state.flights.keys().copied().collect();
         let landed: Vec<_> =
