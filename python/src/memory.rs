@@ -34,6 +34,7 @@ pub(crate) fn scan<'py>(
 /// A tensor that an op reduces in place. What others do with it meanwhile is the caller's to order,
 /// as with every collective.
 pub(crate) fn region_of(address: usize, len: usize, owner: Py<PyAny>) -> Region {
+    assert_is_somewhere(address, len);
     let start = NonNull::new(address as *mut u8).unwrap_or(NonNull::dangling());
     // SAFETY: a contiguous tensor of the package's, which `owner` keeps in place.
     unsafe { Region::new(start, len, owner) }
@@ -41,6 +42,7 @@ pub(crate) fn region_of(address: usize, len: usize, owner: Py<PyAny>) -> Region 
 
 /// A copy of the bytes at an address.
 pub(crate) fn read_from(address: usize, len: usize) -> Vec<u8> {
+    assert_is_somewhere(address, len);
     let mut bytes = Vec::with_capacity(len);
     if len > 0 {
         // SAFETY: a contiguous tensor of the package's, which it holds during the call; there is
@@ -55,10 +57,16 @@ pub(crate) fn read_from(address: usize, len: usize) -> Vec<u8> {
 
 /// Writes bytes to an address.
 pub(crate) fn write_to(address: usize, bytes: &[u8]) {
+    assert_is_somewhere(address, bytes.len());
     if !bytes.is_empty() {
         // SAFETY: as above, of a tensor that the package has made with room for as many.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len());
         }
     }
+}
+
+/// The package refuses tensors without memory.
+fn assert_is_somewhere(address: usize, len: usize) {
+    assert!(address != 0 || len == 0, "{len} bytes that are nowhere");
 }

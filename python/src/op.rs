@@ -1,13 +1,14 @@
 //! An op in flight.
 
-use std::sync::{PoisonError, RwLock};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use racksum_worker::Blocks;
+use pyo3::types::PyTuple;
+use racksum_worker::{Blocks, Error};
 
 use crate::client::Running;
-use crate::errors::{of_op, raise};
+use crate::errors::of_op;
 use crate::memory::write_to;
 use crate::patience::wait_in_slices;
 use crate::session::Connected;
@@ -17,13 +18,17 @@ use crate::session::Connected;
 #[derive(Debug)]
 pub(crate) struct Op {
     session: Connected,
-    /// Nothing once its outcome was taken.
+    /// Nothing once it has an outcome.
     running: RwLock<Option<Running>>,
+    outcome: OnceLock<Result<Ended, Error>>,
 }
+
+/// The ranks that a result lacks, and the sums of an op on a list of blocks.
+type Ended = (Vec<u16>, Option<Arc<Kept>>);
 
 impl Op {
     pub(crate) const fn new(session: Connected, running: Running) -> Self {
-        Self { session, running: RwLock::new(Some(running)) }
+        Self { session, running: RwLock::new(Some(running)), outcome: OnceLock::new() }
     }
 }
 
@@ -50,31 +55,33 @@ impl Op {
         }
     }
 
-    /// Takes the outcome of an op that has ended, once: the ranks that the result lacks, and the
-    /// sums of an op on a list of blocks.
-    fn take(&self, py: Python<'_>) -> PyResult<(Vec<u16>, Option<Sums>)> {
+    /// The outcome of an op that has ended: the ranks that the result lacks, and the sums of an op
+    /// on a list of blocks. It can be asked for again, since a signal may lose an answer.
+    fn outcome<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyTuple>, Option<Sums>)> {
         let client = self.session.get(py)?;
         let outcome = py.detach(|| {
-            let mut running = self.running.write().unwrap_or_else(PoisonError::into_inner);
-            running.take().map(|running| client.finish(running))
+            self.outcome.get_or_init(|| {
+                let running = self.running.write().unwrap_or_else(PoisonError::into_inner).take();
+                let (absent, blocks) = client.finish(running.expect("taken only here, once"))?;
+                let keep = |blocks| Kept { session: self.session.clone(), blocks: Some(blocks) };
+                Ok((absent, blocks.map(keep).map(Arc::new)))
+            })
         });
-        match outcome {
-            Some(Ok((absent, blocks))) => {
-                let session = self.session.clone();
-                let sums = blocks.map(|blocks| Sums { session, blocks: Some(blocks) });
-                Ok((absent, sums))
-            }
-            Some(Err(error)) => Err(of_op(py, &error)),
-            None => Err(raise(py, "BadArgument", "the op's outcome was taken before".to_owned())),
-        }
+        let (absent, sums) = outcome.as_ref().map_err(|error| of_op(py, error))?;
+        Ok((PyTuple::new(py, absent)?, sums.as_ref().map(|kept| Sums(Arc::clone(kept)))))
     }
 }
 
 /// The sums of an op on a list of blocks: those of the union of all ranks' blocks, sorted.
 #[pyclass(frozen, module = "racksum._racksum")]
 #[derive(Debug)]
-pub(crate) struct Sums {
+pub(crate) struct Sums(Arc<Kept>);
+
+/// Sums, for as long as somebody needs them.
+#[derive(Debug)]
+struct Kept {
     session: Connected,
+    /// Nothing once they go.
     blocks: Option<Blocks>,
 }
 
@@ -83,19 +90,19 @@ impl Sums {
     /// How many blocks there are.
     #[getter]
     fn count(&self) -> usize {
-        self.blocks.as_ref().map_or(0, |blocks| blocks.indices.len())
+        self.0.blocks.as_ref().map_or(0, |blocks| blocks.indices.len())
     }
 
     /// How many bytes their values have.
     #[getter]
     fn nbytes(&self) -> usize {
-        self.blocks.as_ref().map_or(0, |blocks| blocks.values.len())
+        self.0.blocks.as_ref().map_or(0, |blocks| blocks.values.len())
     }
 
     /// Writes the blocks' places, `count` numbers of 64 bits, and their values, `nbytes` bytes, to
     /// memory that has room for them.
     fn copy_to(&self, py: Python<'_>, indices: usize, values: usize) {
-        let Some(blocks) = &self.blocks else { return };
+        let Some(blocks) = &self.0.blocks else { return };
         py.detach(|| {
             let places: Vec<u8> =
                 blocks.indices.iter().flat_map(|index| i64::from(*index).to_ne_bytes()).collect();
@@ -105,7 +112,7 @@ impl Sums {
     }
 }
 
-impl Drop for Sums {
+impl Drop for Kept {
     fn drop(&mut self) {
         // Fresh memory for the sums of later ops would cost more than the sums.
         if let Some(blocks) = self.blocks.take() {

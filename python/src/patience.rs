@@ -1,6 +1,6 @@
 //! Waiting without the GIL, so that a signal, Ctrl-C above all, is acted on.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pyo3::{PyResult, Python};
 
@@ -17,16 +17,22 @@ pub(crate) fn wait_in_slices<T: Send>(
     limit: Option<Duration>,
     mut wait: impl FnMut(Duration) -> Option<T> + Send,
 ) -> PyResult<Option<T>> {
-    let mut left = limit;
+    // What is too late for the clock never comes.
+    let deadline = limit.and_then(|limit| now().checked_add(limit));
     loop {
+        let left = deadline.map(|deadline| deadline.saturating_duration_since(now()));
         let slice = left.map_or(SLICE, |left| left.min(SLICE));
         if let Some(done) = py.detach(|| wait(slice)) {
             return Ok(Some(done));
         }
         py.check_signals()?;
-        left = left.map(|left| left.saturating_sub(slice));
         if left.is_some_and(|left| left.is_zero()) {
             return Ok(None);
         }
     }
+}
+
+#[expect(clippy::disallowed_methods, reason = "how long a caller waits is no time of the protocol")]
+fn now() -> Instant {
+    Instant::now()
 }

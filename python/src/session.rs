@@ -227,7 +227,7 @@ impl Session {
         let client = self.client.get(py)?;
         let lent = py.detach(|| client.lend(nbytes)).transpose();
         let memory = lent.map_err(|error| of_op(py, &Error::Memory(error.to_string())))?;
-        Ok(memory.map(|memory| Lent { memory: Some(memory) }))
+        Ok(memory.map(|memory| Lent { memory: Some(memory), pid: std::process::id() }))
     }
 
     /// Leaves the job: what is in flight fails.
@@ -287,6 +287,8 @@ impl Session {
 pub(crate) struct Lent {
     /// Nothing once it goes.
     memory: Option<Arc<sidecar::Lent>>,
+    /// The process that it was lent.
+    pid: u32,
 }
 
 #[pymethods]
@@ -299,9 +301,14 @@ impl Lent {
 }
 
 impl Drop for Lent {
+    #[expect(clippy::mem_forget, reason = "what a fork has copied is not its to take back")]
     fn drop(&mut self) {
-        // The sidecar is told, which may wait for it.
         let memory = self.memory.take();
-        Python::attach(|py| py.detach(|| drop(memory)));
+        if std::process::id() == self.pid {
+            // The sidecar is told, which may wait for it.
+            Python::attach(|py| py.detach(|| drop(memory)));
+        } else {
+            std::mem::forget(memory);
+        }
     }
 }

@@ -12,6 +12,10 @@ import racksum
 def refusals():
     read_only = np.ones(4, np.float32)
     read_only.flags.writeable = False
+    freed, cut = torch.ones(4), torch.ones(100)
+    freed.untyped_storage().resize_(0)
+    cut.untyped_storage().resize_(200)
+    one = np.ones(4, np.float32)
     return {
         "a list": ([1.0, 2.0], {}, "and not list"),
         "bool": (np.ones(4, bool), {}, "not of bool"),
@@ -22,13 +26,46 @@ def refusals():
         "strided tensor": (torch.ones(4, 4).t()[1:], {}, r"x\.contiguous\(\)"),
         "sparse tensor": (torch.ones(4).to_sparse(), {}, "layout torch.sparse_coo"),
         "meta tensor": (torch.ones(4, device="meta"), {}, "is on meta"),
+        "a tensor whose storage was freed": (freed, {}, "has no memory of its own"),
+        "a tensor whose storage was cut": (cut, {}, "reaches beyond its storage"),
+        "a tensor that stands for zeros": (torch._efficientzerotensor((4,)), {}, "no memory"),
+        "a tensor of tensors": (OfTensors(), {}, r"of a DTensor pass x\.to_local\(\)"),
+        "numpy's scalar": (one.mean(), {}, "is a scalar, which has no place to reduce in"),
+        "masked array": (np.ma.masked_array(one, one == 1), {}, r"is masked; pass x\.filled"),
+        "what only looks like an array": (LooksLikeAnArray(), {}, "and not LooksLikeAnArray"),
         "integer average": (np.ones(4, np.int32), {"op": "avg"}, "avg is not defined for i32"),
         "unknown op": (np.ones(4, np.float32), {"op": "prod"}, 'no reduction "prod"'),
         "unknown wire": (np.ones(4, np.float32), {"wire": "f8"}, 'no wire type "f8"'),
         "wide wire": (np.ones(4, np.float16), {"wire": "f32"}, "cannot carry a tensor of f16"),
         "block": (np.ones(4, np.float32), {"block": 100}, "power of two; 100 is not"),
+        "block below": (one, {"block": -1}, "block is a whole number from 32 to 1024, and not -1"),
+        "block of no number": (one, {"block": 64.0}, "block is a whole .* and not 64.0"),
         "lane": (np.ones(4, np.float32), {"lane": 3}, "lane 3 does not exist"),
+        "lane below": (one, {"lane": -1}, "lane is a whole number from 0 to 7, and not -1"),
+        "lane beyond": (one, {"lane": 300}, "lane is a whole number from 0 to 7, and not 300"),
+        "lane of no number": (one, {"lane": "a"}, "lane is a whole number .* and not 'a'"),
+        "tag below": (one, {"tag": -1}, "tag is a whole number from 0 to 1844.*, and not -1"),
+        "tag beyond": (one, {"tag": 1 << 64}, "tag is a whole number .* and not 1844"),
+        "no op": (one, {"op": None}, "op is a string, and not None"),
+        "wire of no name": (one, {"wire": 3}, "wire is a string, and not 3"),
     }
+
+
+class OfTensors(torch.Tensor):
+    """What DTensors are: none of its elements are its own."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __new__(cls):
+        return torch.Tensor._make_wrapper_subclass(cls, (4,), dtype=torch.float32)
+
+    @classmethod
+    def __torch_dispatch__(cls, *_):
+        raise AssertionError("nobody is to compute with it")
+
+
+class LooksLikeAnArray:
+    __array_interface__ = np.ones(4, np.float32).__array_interface__
 
 
 @pytest.mark.parametrize("what", refusals())
@@ -40,6 +77,23 @@ def test_what_cannot_be_reduced_is_refused_and_the_session_goes_on(place, what):
         assert isinstance(refused.value, ValueError)
         assert "\n" not in str(refused.value)
         assert session.allreduce(np.ones(4, np.float32)).tolist() == [1.0] * 4
+
+
+def test_blocks_of_less_than_nothing_are_refused(place):
+    with (
+        place.connect() as session,
+        pytest.raises(racksum.BadArgument, match=r"elements is a whole .* not -1"),
+    ):
+        session.allreduce_blocks(np.zeros(1, np.int64), np.ones(32, np.float32), -1)
+
+
+@pytest.mark.parametrize("shape", [-5, (2, -1), 2.5, "ab", None, (2**30, 2**30)], ids=str)
+def test_a_tensor_of_a_shape_that_cannot_be_is_refused(place, shape):
+    with place.connect() as session:
+        with pytest.raises(racksum.BadArgument, match="shape is a whole number from 0"):
+            session.empty(shape)
+        assert session.empty(np.int64(5)).shape == (5,)
+        assert session.empty(np.array([2, 3])).shape == (2, 3)
 
 
 @pytest.mark.parametrize(

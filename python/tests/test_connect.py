@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import socket
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import racksum
+from conftest import ROOT, Cluster
 from racksum import ConnectOptions
+from racksum.options import MAX_ELEMENTS, MAX_JOB_BYTES, MAX_LANES
 
 FULL = {"aggregator": "a:1", "job": "j", "rank": 0, "world": 1}
 
@@ -38,6 +42,53 @@ def test_what_is_given_comes_before_the_environment_and_that_before_torchrun():
     assert (found.insecure, found.timeout) == (True, 2.5)
 
 
+#: What each variable may say, and what it comes to.
+SAID = {
+    "aggregator": ("b:2", "b:2"),
+    "job": ("named", "named"),
+    "rank": ("1", 1),
+    "world": ("2", 2),
+    "generation": ("3", 3),
+    "lanes": ("4", 4),
+    "pool_slots": ("5", 5),
+    "multicast": ("0", False),
+    "identity": ("/a/file", "/a/file"),
+    "insecure": ("yes", True),
+    "data_auth": ("mac", "mac"),
+    "wait": ("on", True),
+    "rejoin": ("true", True),
+    "on_rank_loss": ("continue", "continue"),
+    "join_timeout": ("6.5", 6.5),
+    "timeout": ("7", 7.0),
+    "mtu": ("9000", 9000),
+    "interface": ("=eth0", "=eth0"),
+    "local_world": ("8", 8),
+}
+
+
+@pytest.mark.parametrize("name", inspect.signature(racksum.connect).parameters)
+def test_every_argument_has_a_variable(name):
+    said, value = SAID[name]
+    given = {key: value for key, value in FULL.items() if key != name}
+    found = ConnectOptions.resolve({f"RACKSUM_{name.upper()}": said}, **given)
+    assert getattr(found, name) == value
+
+
+def test_limits_are_those_of_the_wire():
+    wire = (ROOT / "docs" / "wire.md").read_text()
+    assert f"| lanes of a job | {MAX_LANES} |" in wire
+    assert f"| bytes of a job's name | {MAX_JOB_BYTES} |" in wire
+    assert f"| elements of an op | 2^{MAX_ELEMENTS.bit_length() - 1} |" in wire
+
+
+def test_numbers_of_numpy_and_paths_are_taken():
+    found = ConnectOptions.resolve(
+        {}, **{**FULL, "rank": np.int64(0), "timeout": np.float32(2), "identity": Path("a/b")}
+    )
+    assert (found.rank, found.timeout, found.identity) == (0, 2.0, "a/b")
+    assert type(found.rank) is int
+
+
 def test_torchrun_without_a_rendezvous_calls_every_job_alike():
     here = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
     found = ConnectOptions.resolve(here, aggregator="a:1", rank=0, world=1)
@@ -62,9 +113,28 @@ def test_what_nobody_says_is_asked_for_by_name(name, sentence):
 @pytest.mark.parametrize(
     ("given", "environment", "sentence"),
     [
-        ({"rank": 70_000}, {}, "rank is 0 to 65535, and not 70000"),
-        ({"rank": "0"}, {}, "rank is a whole number, and not '0'"),
-        ({"generation": -1}, {}, "generation is 0 to "),
+        ({"rank": 70_000}, {}, "rank is a whole number from 0 to 65535, and not 70000"),
+        ({"rank": "0"}, {}, "rank is a whole number from 0 to 65535, and not '0'"),
+        ({"rank": True}, {}, "rank is a whole number from 0 to 65535, and not True"),
+        ({"generation": -1}, {}, "generation is a whole number from 0 to 4294967295, and not -1"),
+        ({"lanes": 0}, {}, "lanes is a whole number from 1 to 8, and not 0"),
+        ({"lanes": 9}, {}, "lanes is a whole number from 1 to 8, and not 9"),
+        ({"job": 5}, {}, "job is a string, and not 5"),
+        ({"job": "\ud800"}, {}, r"job is a string, and not '\\ud800'"),
+        ({"job": ""}, {}, "job is a name of 1 to 128 bytes, and not ''"),
+        ({"job": "ä" * 65}, {}, "job is a name of 1 to 128 bytes, and not 'ää"),
+        ({"aggregator": 7}, {}, "aggregator is a string, and not 7"),
+        ({"wait": 1}, {}, "wait is True or False, and not 1"),
+        ({"insecure": "no"}, {}, "insecure is True or False, and not 'no'"),
+        ({"identity": 5}, {}, "identity is a path, and not 5"),
+        ({"identity": b"a"}, {}, "identity is a path, and not b'a'"),
+        ({"data_auth": 5}, {}, "data_auth is a string, and not 5"),
+        ({"timeout": "x"}, {}, "timeout is a number of seconds, not negative, and not 'x'"),
+        ({"join_timeout": True}, {}, "join_timeout is a number of seconds, .* and not True"),
+        ({"timeout": 10**400}, {}, "timeout is a number of seconds"),
+        ({"mtu": 1.5}, {}, "mtu is a whole number from 1280 to 65535, and not 1.5"),
+        ({"lane": 1}, {}, "lane is no option; there are aggregator, job"),
+        ({"aggregator": "unix:/a", "rejoin": True}, {}, "a sidecar neither rejoin nor"),
         ({}, {"RACKSUM_MTU": "big"}, "RACKSUM_MTU='big': invalid literal"),
         ({}, {"RACKSUM_WAIT": "maybe"}, "RACKSUM_WAIT='maybe': it is 1 or 0"),
     ],
@@ -83,6 +153,7 @@ def test_what_cannot_be_is_refused(given, environment, sentence):
         ({"data_auth": "rot13"}, racksum.BadArgument, "there are none, mac, aead"),
         ({"on_rank_loss": "cry"}, racksum.BadArgument, "there are abort, continue"),
         ({"timeout": -1.0}, racksum.BadArgument, "timeout is a number of seconds"),
+        ({"timeout": float("inf")}, racksum.BadArgument, "timeout is a number of seconds"),
         ({"timeout": float("nan")}, racksum.BadArgument, "timeout is a number of seconds"),
         ({"interface": "nope"}, racksum.BadArgument, 'no usable interface matches "nope"'),
         ({"aggregator": "192.0.2.1:7"}, racksum.BadArgument, "only loopback addresses"),
@@ -92,6 +163,18 @@ def test_what_cannot_be_is_refused(given, environment, sentence):
 def test_a_session_that_cannot_be_says_why(cluster, options, error, sentence):
     with pytest.raises(error, match=sentence):
         cluster.connect(join_timeout=5.0, **options)
+
+
+def test_the_longest_name_is_taken(place):
+    job = place.new_job().ljust(MAX_JOB_BYTES, "x")
+    with place.connect(job=job) as session:
+        assert session.allreduce(np.ones(2, np.float32)).tolist() == [1, 1]
+
+
+def test_all_lanes_are_taken(aggregator):
+    with Cluster(aggregator.address).connect(lanes=MAX_LANES) as session:
+        x = np.ones(2, np.float32)
+        assert session.allreduce(x, lane=MAX_LANES - 1).tolist() == [1, 1]
 
 
 def test_nobody_at_the_address_is_said_soon():

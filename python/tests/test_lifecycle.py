@@ -200,6 +200,30 @@ def test_a_child_that_was_forked_may_connect(place):
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("end", ["held.clear(); os._exit(0)", "sys.exit()"], ids=["drop", "exit"])
+def test_a_child_that_was_forked_takes_no_memory_back(place, end):
+    ran = python(
+        f"""
+        import os, sys
+        import numpy, racksum
+
+        session = racksum.connect(sys.argv[1], job=sys.argv[2], rank=0, world=1)
+        held = [session.empty(1000, numpy.float32)]
+        held[0][:] = 1
+        if os.fork() == 0:
+            {end}
+        assert os.wait()[1] == 0
+        assert session.allreduce(held[0]).sum() == 1000
+        session.allreduce(session.empty(10))
+        shared = session.stats()["sidecar_shared_bytes"]
+        assert shared == (4040 if sys.argv[1].startswith("unix:") else 0), shared
+        """,
+        place.address,
+        place.new_job(),
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
 def test_a_script_that_never_closes_ends(place):
     ran = python(
         """

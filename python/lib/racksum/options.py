@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any
 
 from racksum.errors import BadArgument
 
-__all__ = ["ConnectOptions"]
+__all__ = ["MAX_ELEMENTS", "MAX_LANES", "ConnectOptions", "text", "whole_from"]
+
+#: The limits of docs/wire.md that are known before an aggregator is asked.
+MAX_JOB_BYTES = 128
+MAX_LANES = 8
+MAX_ELEMENTS = 2**36
+
+#: Reads an argument of this name, or refuses it.
+Check = Callable[[str, Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +35,7 @@ class ConnectOptions:
     lanes: int = 1
     pool_slots: int = 0
     multicast: bool = True
-    identity: str | None = None
+    identity: str | os.PathLike[str] | None = None
     insecure: bool = False
     data_auth: str | None = None
     wait: bool = False
@@ -36,11 +47,23 @@ class ConnectOptions:
     interface: str | None = None
     local_world: int | None = None
 
+    def __post_init__(self) -> None:
+        """Refuses what cannot be."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None or field.default is not None:
+                object.__setattr__(self, field.name, _CHECKS[field.name](field.name, value))
+        if self.is_beside and (self.rejoin or self.on_rank_loss != "abort"):
+            raise BadArgument("ranks of a sidecar neither rejoin nor go on without a rank")
+
     @classmethod
     def resolve(
         cls, environment: Mapping[str, str] = os.environ, /, **given: Any
     ) -> ConnectOptions:
         """Completes what is given, ``None`` being nothing, by what the environment says."""
+        for name in given:
+            if name not in _CHECKS:
+                raise BadArgument(f"{name} is no option; there are {', '.join(_CHECKS)}")
         found = {name: value for name, value in given.items() if value is not None}
         for name, (variables, read) in _VARIABLES.items():
             if name not in found:
@@ -51,10 +74,7 @@ class ConnectOptions:
         for name, what in _NEEDED.items():
             if found.get(name) is None:
                 raise BadArgument(f"nobody says {what}")
-        options = cls(**_checked(found))
-        if options.is_beside and (options.rejoin or options.on_rank_loss != "abort"):
-            raise BadArgument("ranks of a sidecar neither rejoin nor go on without a rank")
-        return options
+        return cls(**found)
 
     @property
     def is_beside(self) -> bool:
@@ -62,16 +82,50 @@ class ConnectOptions:
         return self.aggregator.startswith("unix:")
 
 
-def _checked(found: dict[str, Any]) -> dict[str, Any]:
-    for name, (least, most) in _RANGES.items():
-        value = found.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise BadArgument(f"{name} is a whole number, and not {value!r}")
-        if not least <= value <= most:
-            raise BadArgument(f"{name} is {least} to {most}, and not {value}")
-    return found
+def whole_from(least: int, most: int) -> Check:
+    """Takes whole numbers of a range."""
+
+    def check(name: str, value: Any) -> int:
+        with suppress(TypeError):
+            number = operator.index(value)
+            if least <= number <= most and not isinstance(value, bool):
+                return number
+        raise BadArgument(f"{name} is a whole number from {least} to {most}, and not {value!r}")
+
+    return check
+
+
+def text(name: str, value: Any) -> str:
+    """Takes strings, but for the halves of characters that Python's may have."""
+    if isinstance(value, str) and value.encode(errors="ignore").decode() == value:
+        return value
+    raise BadArgument(f"{name} is a string, and not {value!r}")
+
+
+def _job(name: str, value: Any) -> str:
+    if 1 <= len(text(name, value).encode()) <= MAX_JOB_BYTES:
+        return str(value)
+    raise BadArgument(f"{name} is a name of 1 to {MAX_JOB_BYTES} bytes, and not {value!r}")
+
+
+def _path(name: str, value: Any) -> str:
+    if isinstance(value, (str, os.PathLike)):
+        return text(name, os.fspath(value))
+    raise BadArgument(f"{name} is a path, and not {value!r}")
+
+
+def _either(name: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise BadArgument(f"{name} is True or False, and not {value!r}")
+
+
+def _seconds(name: str, value: Any) -> float:
+    if isinstance(value, Real) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            return float(value)
+    # Which numbers are durations is the extension's to say.
+    raise BadArgument(f"{name} is a number of seconds, not negative, and not {value!r}")
 
 
 def _first(
@@ -115,14 +169,26 @@ _NEEDED = {
     "world": "how many ranks there are: give world=, or set RACKSUM_WORLD (torchrun: WORLD_SIZE)",
 }
 
-_RANGES = {
-    "rank": (0, 2**16 - 1),
-    "world": (1, 2**16 - 1),
-    "local_world": (1, 2**16 - 1),
-    "generation": (0, 2**32 - 1),
-    "lanes": (1, 255),
-    "pool_slots": (0, 2**32 - 1),
-    "mtu": (1280, 65535),
+_CHECKS: dict[str, Check] = {
+    "aggregator": text,
+    "job": _job,
+    "rank": whole_from(0, 2**16 - 1),
+    "world": whole_from(1, 2**16 - 1),
+    "generation": whole_from(0, 2**32 - 1),
+    "lanes": whole_from(1, MAX_LANES),
+    "pool_slots": whole_from(0, 2**32 - 1),
+    "multicast": _either,
+    "identity": _path,
+    "insecure": _either,
+    "data_auth": text,
+    "wait": _either,
+    "rejoin": _either,
+    "on_rank_loss": text,
+    "join_timeout": _seconds,
+    "timeout": _seconds,
+    "mtu": whole_from(1280, 65535),
+    "interface": text,
+    "local_world": whole_from(1, 2**16 - 1),
 }
 
 #: Which variables say what, the first that is set; and how each is read.
@@ -133,10 +199,14 @@ _VARIABLES: dict[str, tuple[tuple[str, ...], Any]] = {
     "world": (("RACKSUM_WORLD", "WORLD_SIZE"), int),
     "local_world": (("RACKSUM_LOCAL_WORLD", "LOCAL_WORLD_SIZE"), int),
     "generation": (("RACKSUM_GENERATION", "TORCHELASTIC_RESTART_COUNT"), int),
+    "lanes": (("RACKSUM_LANES",), int),
+    "pool_slots": (("RACKSUM_POOL_SLOTS",), int),
+    "multicast": (("RACKSUM_MULTICAST",), _flag),
     "identity": (("RACKSUM_IDENTITY",), str),
     "insecure": (("RACKSUM_INSECURE",), _flag),
     "data_auth": (("RACKSUM_DATA_AUTH",), str),
     "wait": (("RACKSUM_WAIT",), _flag),
+    "rejoin": (("RACKSUM_REJOIN",), _flag),
     "on_rank_loss": (("RACKSUM_ON_RANK_LOSS",), str),
     "join_timeout": (("RACKSUM_JOIN_TIMEOUT",), float),
     "timeout": (("RACKSUM_TIMEOUT",), float),

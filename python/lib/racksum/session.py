@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 from racksum import _racksum
 from racksum.errors import BadArgument, SessionClosed
-from racksum.options import ConnectOptions
+from racksum.options import MAX_ELEMENTS, MAX_LANES, ConnectOptions, text, whole_from
 from racksum.shared import tensor_in
 from racksum.tensor import empty_like, memory_of, tag_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    import os
+    from collections.abc import Sequence
     from types import TracebackType
 
     from torch.futures import Future
@@ -43,7 +46,7 @@ def connect(
     lanes: int | None = None,
     pool_slots: int | None = None,
     multicast: bool | None = None,
-    identity: str | None = None,
+    identity: str | os.PathLike[str] | None = None,
     insecure: bool | None = None,
     data_auth: str | None = None,
     wait: bool | None = None,
@@ -105,6 +108,9 @@ class Session:
         finally:
             _pass_on_logs()
         self._closed = False
+        #: Called at the beginning of every op, so that those of a GPU, which another thread starts,
+        #: may be started before it.
+        self._before_op: Callable[[], None] | None = None
         _open_sessions.add(self)
         _log.info(
             "rank %d of %d joined job %r, generation %d, at %s%s",
@@ -184,18 +190,19 @@ class Session:
         :raises racksum.PeerLost: A rank is gone. The session is over.
         :raises racksum.OpTimeout: It took longer than the session's ``timeout``.
         """
+        self._take_turn()
         memory = memory_of(x)
-        call = Call(
+        call = _call(
             elements=memory.elements,
             dtype=memory.dtype,
-            wire=memory.dtype if wire is None else wire,
+            wire=wire,
             op=op,
             block=block,
             lane=lane,
-            tag=memory.tag if tag is None else _number(tag),
+            tag=memory.tag if tag is None else tag,
         )
         started = self._session.submit(call, memory.address, memory.nbytes, x)
-        handle = Handle(started, lambda _: x)
+        handle = Handle(started.wait, lambda: _Outcome(x, started.outcome()[0]))
         return handle if async_op else handle.wait()
 
     def allreduce_blocks(
@@ -221,31 +228,37 @@ class Session:
         :return: The indices of the blocks that some rank has given and that are not all zeros,
             sorted, and their reduced values, flat; or a :class:`Handle` of both.
         """
+        self._take_turn()
         places, memory = memory_of(indices), memory_of(values)
         if places.dtype != "i64":
             raise BadArgument(f"the indices of blocks are int64, and not {indices.dtype}")  # type: ignore[attr-defined]
-        call = Call(
+        call = _call(
             elements=elements,
             dtype=memory.dtype,
-            wire=memory.dtype if wire is None else wire,
+            wire=wire,
             op=op,
             block=block,
             lane=lane,
-            tag=_number(tag),
+            tag=tag,
         )
         started = self._session.submit_blocks(
             call, places.address, places.elements, memory.address, memory.nbytes
         )
 
-        def result(sums: _racksum.Sums | None) -> tuple[T, T]:
+        def make() -> _Outcome[tuple[T, T]]:
+            absent, sums = started.outcome()
             sums = cast("_racksum.Sums", sums)
             where = empty_like(indices, sums.count)
             reduced = empty_like(values, sums.nbytes // values.itemsize)  # type: ignore[attr-defined]
             sums.copy_to(memory_of(where).address, memory_of(reduced).address)
-            return where, reduced
+            return _Outcome((where, reduced), absent)
 
-        handle = Handle(started, result)
+        handle = Handle(started.wait, make)
         return handle if async_op else handle.wait()
+
+    def _take_turn(self) -> None:
+        if self._before_op is not None:
+            self._before_op()
 
     def empty(self, shape: int | Sequence[int], dtype: Any = None) -> Any:
         """A tensor whose memory is shared with the sidecar, so that it is reduced without a copy.
@@ -255,8 +268,7 @@ class Session:
         :param dtype: Of torch, or of numpy; by default ``torch.float32`` where torch was imported,
             or else ``numpy.float32``.
         """
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        return tensor_in(self._session.lend, shape, dtype)
+        return tensor_in(self._session.lend, _sides(shape), dtype)
 
     def empty_like(self, x: T) -> T:
         """A tensor of the shape and the dtype of ``x``, as of :meth:`empty`."""
@@ -308,18 +320,47 @@ class Call(NamedTuple):
     tag: int
 
 
+#: How each argument of an op is read.
+_CHECKS = {
+    "elements": whole_from(0, MAX_ELEMENTS),
+    "wire": text,
+    "op": text,
+    "block": whole_from(32, 1024),
+    "lane": whole_from(0, MAX_LANES - 1),
+    "tag": whole_from(0, 2**64 - 1),
+}
+
+
+def _call(*, dtype: str, wire: str | None, tag: int | str, **given: Any) -> Call:
+    """What an op is called with, if it can be."""
+    given["wire"] = dtype if wire is None else wire
+    given["tag"] = tag_of(text("tag", tag)) if isinstance(tag, str) else tag
+    return Call(dtype=dtype, **{name: _CHECKS[name](name, value) for name, value in given.items()})
+
+
+def _sides(shape: Any) -> tuple[int, ...]:
+    try:
+        sides = tuple(shape)
+    except TypeError:
+        sides = (shape,)
+    check = whole_from(0, MAX_ELEMENTS)
+    sides = tuple(check("a side of the shape", side) for side in sides)
+    check("the product of the shape", math.prod(sides))
+    return sides
+
+
 class Handle(Generic[T]):
     """An op in flight. It keeps its tensor; if it is dropped, the op goes on all the same."""
 
-    def __init__(self, op: _racksum.Op, result: Callable[[_racksum.Sums | None], T]) -> None:
-        self._op = op
-        self._make_result = result
+    def __init__(
+        self, ends_within: Callable[[float | None], bool], make: Callable[[], _Outcome[T]]
+    ) -> None:
         self._lock = threading.Lock()
-        self._outcome: _Outcome[T] | None = None
+        self._state: _Running[T] | _Outcome[T] = _Running(ends_within, make)
 
     def done(self) -> bool:
         """Whether the op has ended, with a result or an error."""
-        return self._outcome is not None or self._op.wait(0.0)
+        return self._ends_within(0.0)
 
     def wait(self, timeout: float | None = None) -> T:
         """Waits for the op to end, and returns its result.
@@ -327,11 +368,16 @@ class Handle(Generic[T]):
         :raises TimeoutError: It has not ended in so many seconds; it goes on.
         :raises racksum.Error: Why there is no result.
         """
-        return self._wait(timeout).get()
+        return self._outcome(timeout).result
 
     def then(self, work: Callable[[T], U]) -> Handle[U]:
         """The same op with the result that ``work`` makes of this one's, when it is waited for."""
-        return Handle(self._op, lambda sums: work(self._make_result(sums)))
+
+        def make() -> _Outcome[U]:
+            outcome = self._outcome(None)
+            return _Outcome(work(outcome.result), outcome.absent)
+
+        return Handle(self._ends_within, make)
 
     def get_future(self) -> Future[T]:
         """A :class:`torch.futures.Future` of the result, which a thread completes."""
@@ -342,51 +388,44 @@ class Handle(Generic[T]):
     @property
     def absent(self) -> tuple[int, ...]:
         """The ranks that the result lacks, in a job that goes on without those it loses."""
-        outcome = self._wait(None)
-        outcome.get()
-        return outcome.absent
+        return self._outcome(None).absent
 
-    def _wait(self, timeout: float | None) -> _Outcome[T]:
-        if self._outcome is None:
-            ended = self._op.wait(timeout)
-            _pass_on_logs()
-            if not ended:
-                raise TimeoutError(f"the op goes on after {timeout} s")
-            with self._lock:
-                if self._outcome is None:
-                    self._outcome = self._take()
-        return self._outcome
+    def _ends_within(self, seconds: float | None) -> bool:
+        state = self._state
+        return isinstance(state, _Outcome) or state.ends_within(seconds)
 
-    def _take(self) -> _Outcome[T]:
-        try:
-            absent, sums = self._op.take()
-            return _Outcome(result=self._make_result(sums), absent=tuple(absent))
-        except Exception as error:
-            return _Outcome(error=error)
+    def _outcome(self, timeout: float | None) -> _Outcome[T]:
+        ended = self._ends_within(timeout)
+        _pass_on_logs()
+        if not ended:
+            raise TimeoutError(f"the op goes on after {timeout} s")
+        with self._lock:
+            if isinstance(self._state, _Running):
+                # What fails or is interrupted can be made again, and its op is let go once it is.
+                self._state = self._state.make()
+            return self._state
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class _Running(Generic[T]):
+    """An op that nobody has waited for, and what makes its outcome once it has ended."""
+
+    ends_within: Callable[[float | None], bool]
+    make: Callable[[], _Outcome[T]]
+
+
+@dataclass(frozen=True)
 class _Outcome(Generic[T]):
     """What came of an op."""
 
-    result: T | None = None
-    absent: tuple[int, ...] = ()
-    error: Exception | None = None
-
-    def get(self) -> T:
-        if self.error is not None:
-            raise self.error
-        return cast("T", self.result)
-
-
-def _number(tag: int | str) -> int:
-    return tag_of(tag) if isinstance(tag, str) else tag
+    result: T
+    absent: tuple[int, ...]
 
 
 def _pass_on_logs() -> None:
     """Hands what the worker has logged to :mod:`logging`."""
-    for level, name, text in _racksum.take_logs():
-        logging.getLogger(name).log(level, "%s", text)
+    for level, name, said in _racksum.take_logs():
+        logging.getLogger(name).log(level, "%s", said)
 
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()

@@ -40,9 +40,13 @@ def memory_of(x: Any) -> Memory:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
         return _of_torch(torch, x)
-    interface = getattr(x, "__array_interface__", None)
-    if interface is not None:
-        return _of_array(x, interface)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(x, numpy.ndarray):
+        return _of_array(numpy, x)
+    if numpy is not None and isinstance(x, numpy.generic):
+        raise BadArgument(
+            f"{x!r} is a scalar, which has no place to reduce in; pass an array of it"
+        )
     raise BadArgument(f"a numpy array or a torch tensor can be reduced, and not {type(x).__name__}")
 
 
@@ -77,22 +81,42 @@ def _of_torch(torch: Any, x: Any) -> Memory:
         raise BadArgument(f"{_described(x)} is not contiguous; pass x.contiguous()")
     if x.is_conj() or x.is_neg():
         raise BadArgument(f"{_described(x)} is a lazy view; pass x.resolve_conj().resolve_neg()")
-    return Memory(x.data_ptr(), x.nbytes, x.numel(), dtype, tag_of_shape(x.shape))
+    address = _address(x)
+    if x.nbytes and not address:
+        raise BadArgument(
+            f"{_described(x)} has no memory of its own; of a DTensor pass x.to_local()"
+        )
+    if x.nbytes and address + x.nbytes > _end_of_storage(x):
+        raise BadArgument(f"{_described(x)} reaches beyond its storage, which was resized")
+    return Memory(address, x.nbytes, x.numel(), dtype, tag_of_shape(x.shape))
 
 
-def _of_array(x: Any, interface: dict[str, Any]) -> Memory:
-    # bfloat16 is ml_dtypes', and its interface calls it void.
-    dtype = _dtype(getattr(getattr(x, "dtype", None), "name", interface["typestr"]))
-    address, read_only = interface["data"]
-    if read_only:
+def _address(x: Any) -> int:
+    try:
+        return int(x.data_ptr())
+    except RuntimeError:
+        # What only stands for a tensor, as those of a trace do, says so in words of its own.
+        return 0
+
+
+def _end_of_storage(x: Any) -> int:
+    storage = x.untyped_storage()
+    return int(storage.data_ptr() + storage.nbytes())
+
+
+def _of_array(numpy: Any, x: Any) -> Memory:
+    if isinstance(x, numpy.ma.MaskedArray):
+        raise BadArgument(f"{_described(x)} is masked; pass x.filled(0)")
+    dtype = _dtype(x.dtype.name)
+    if not x.flags.writeable:
         raise BadArgument(f"{_described(x)} is read-only")
-    if interface["typestr"].startswith(">"):
+    if not x.dtype.isnative:
         raise BadArgument(
             f"{_described(x)} is big-endian; pass x.astype(x.dtype.newbyteorder('='))"
         )
     if not x.flags.c_contiguous:
         raise BadArgument(f"{_described(x)} is not contiguous; pass numpy.ascontiguousarray(x)")
-    return Memory(address, x.nbytes, x.size, dtype, tag_of_shape(x.shape))
+    return Memory(x.ctypes.data, x.nbytes, x.size, dtype, tag_of_shape(x.shape))
 
 
 def _dtype(name: str) -> str:
