@@ -26,9 +26,7 @@ class Ranks:
     """A process for each rank, for as long as the tests run: importing torch takes long."""
 
     def __init__(self, world: int) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = new_port()
         spawn = multiprocessing.get_context("spawn")
         self.world = world
         self._pools = [
@@ -50,6 +48,13 @@ class Ranks:
             for process in list((pool._processes or {}).values()):
                 process.kill()
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def new_port() -> int:
+    """One that nobody has."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def _initialize(rank: int, world: int, port: int) -> None:

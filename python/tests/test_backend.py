@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch.distributed as dist
 import racksum
 import racksum.torch
 from conftest import Aggregator
-from ranks import Ranks
+from racksum.torch.backend import _open
+from ranks import Ranks, new_port
 
 WORLD = 3
 
@@ -336,3 +338,37 @@ def check_nobody_there() -> None:
     with pytest.raises(racksum.NoAggregator, match=r"127\.0\.0\.1:9"):
         dist.all_reduce(torch.ones(1), group=group)
     dist.destroy_process_group(group)
+
+
+def test_groups_have_the_options_of_the_default_group_and_the_environment(shared_aggregator):
+    ranks = Ranks(2)
+    try:
+        ranks.run(check_inherited, shared_aggregator.address)
+    finally:
+        ranks.close()
+
+
+def check_inherited(address: str) -> None:
+    port = [new_port() if dist.get_rank() == 0 else 0]
+    dist.broadcast_object_list(port, 0)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    os.environ["RACKSUM_TIMEOUT"] = "17"
+    dist.init_process_group(
+        "racksum",
+        init_method=f"tcp://127.0.0.1:{port[0]}",
+        rank=rank,
+        world_size=world,
+        pg_options=racksum.torch.Options(aggregator=address, job="inherited", block=64),
+    )
+    group = dist.new_group([1, 0])
+    x = torch.ones(3)
+    dist.all_reduce(x, group=group)
+    assert x.tolist() == [2.0] * 3
+    assert {own._options.block for own in _open} == {64}
+    assert {own.session.options.timeout for own in _open} == {17.0}
+    scaled = torch.ones(2, 3).t()
+    with pytest.raises(racksum.BadArgument, match="not dense and contiguous"):
+        dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.5))
+    assert scaled.eq(1).all(), "what is refused stays as it is"
+    dist.destroy_process_group()

@@ -98,7 +98,7 @@ def test_sparse_tensors_are_reduced_as_dense_ones(cluster, shape, sparse_dim):
         entries = (0, 12, 5)[session.rank]
         indices = torch.stack([torch.randint(size, (entries,)) for size in shape[:sparse_dim]])
         values = torch.randint(-9, 10, (entries, *shape[sparse_dim:])).double()
-        x = torch.sparse_coo_tensor(indices, values, shape)
+        x = torch.sparse_coo_tensor(indices, values, shape, check_invariants=True)
         found = racksum.torch.allreduce_sparse(session, x, "avg").wait()
         assert found.is_coalesced()
         dense = session.allreduce(x.to_dense().contiguous(), "avg")
@@ -117,3 +117,18 @@ def test_a_sparse_tensor_that_is_empty_everywhere(cluster):
         return racksum.torch.allreduce_sparse(session, x).wait()._nnz()
 
     assert cluster.run(2, work) == [0, 0]
+
+
+def test_sparse_tensors_of_odd_shapes(cluster):
+    with cluster.connect() as session:
+        # Indices that lie column by column, as those of a transposed list do.
+        indices = torch.tensor([[0, 2], [1, 0]]).t()
+        assert not indices.is_contiguous()
+        x = torch.sparse_coo_tensor(indices, torch.ones(2), (3, 3), check_invariants=True)
+        sums = racksum.torch.allreduce_sparse(session, x).wait()
+        assert torch.equal(sums.to_dense(), x.to_dense())
+        nothing = racksum.torch.allreduce_sparse(session, torch.zeros(4, 0).to_sparse(1)).wait()
+        assert nothing.shape == (4, 0)
+        for odd in (torch.tensor(3.0).to_sparse(), torch.ones(3), torch.eye(3).to_sparse_csr()):
+            with pytest.raises(racksum.BadArgument, match="is not sparse COO in any dimension"):
+                racksum.torch.allreduce_sparse(session, odd)

@@ -11,6 +11,7 @@ import pytest
 import test_upstream_collectives
 import test_upstream_ddp
 import test_upstream_graphs
+import test_upstream_groups
 import test_upstream_hooks
 import test_upstream_refusals
 from conftest import ROOT
@@ -43,6 +44,7 @@ def test_what_is_listed_of_gloo_is_shown_by_a_test(row):
 def test_what_is_asked_as_of_gloo_is_listed():
     listed = Counter(name for _, _, tests in rows() for _, name in tests)
     asked = {check.__name__ for check in test_upstream_collectives.CHECKS}
+    asked |= {check.__name__ for check in test_upstream_groups.CHECKS}
     asked |= {check.__name__ for check in test_upstream_hooks.CHECKS}
     asked |= {scenario.__name__ for scenario in test_upstream_ddp.SCENARIOS}
     asked |= {scenario.__name__ for scenario in test_upstream_graphs.SCENARIOS}

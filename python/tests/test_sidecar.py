@@ -349,7 +349,7 @@ def test_a_sidecar_of_another_version_says_which_it_speaks(tmp_path):
 
 
 def test_a_sidecar_that_says_what_nobody_understands_is_an_error(tmp_path):
-    gone = pytest.raises(racksum.NoAggregator, match="^the sidecar at .*socket: ")
+    gone = pytest.raises(racksum.NoAggregator, match=r"^the sidecar at .*socket: ")
     with fake_sidecar(tmp_path / "socket", b"{]") as other, gone as told:
         other.connect()
     assert "\n" not in str(told.value)

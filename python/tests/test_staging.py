@@ -199,11 +199,11 @@ def test_ops_of_the_host_come_after_those_before_them(cluster, device):
         if session.rank == 0:
             own._up.do(lambda: time.sleep(0.3))
         late = staging.allreduce(session, torch.ones(5, device=device))
-        own.takes = lambda device: False
-        first = staging.allreduce(session, torch.ones(7)).wait()
+        # Of one shape, so that nothing else would tell them apart.
+        first = session.allreduce(torch.full((5,), 10.0))
         return first.tolist(), late.wait().tolist()
 
-    assert cluster.run(2, work) == [([2.0] * 7, [2.0] * 5)] * 2
+    assert cluster.run(2, work) == [([20.0] * 5, [2.0] * 5)] * 2
 
 
 def test_what_comes_after_an_op_is_done_before_anyone_has_it(cluster, device):

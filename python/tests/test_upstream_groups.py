@@ -128,18 +128,17 @@ def watched_by_torch(address: str) -> None:
         dist.set_debug_level_from_env()
 
 
-@pytest.mark.parametrize(
-    "behaviour",
-    [
-        watched_by_torch,
-        subsets,
-        in_the_order_given,
-        made_by_their_members_alone,
-        from_outside,
-        enumerated,
-    ],
-    ids=lambda behaviour: behaviour.__name__,
-)
+CHECKS = [
+    watched_by_torch,
+    subsets,
+    in_the_order_given,
+    made_by_their_members_alone,
+    from_outside,
+    enumerated,
+]
+
+
+@pytest.mark.parametrize("behaviour", CHECKS, ids=lambda behaviour: behaviour.__name__)
 def test_groups(ranks, shared_aggregator, behaviour):
     ranks.run(behaviour, shared_aggregator.address)
 

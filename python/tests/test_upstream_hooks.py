@@ -54,6 +54,29 @@ def test_on_the_backend(ranks, shared_aggregator, behaviour):
     ranks.run(in_group, behaviour, shared_aggregator.address, "hooks")
 
 
+@check
+def a_future_may_be_waited_for_in_backward(group):
+    def averaged(gradient: Tensor) -> Tensor:
+        work = dist.all_reduce(gradient.clone(), group=group, async_op=True)
+        return work.get_future().wait()[0]
+
+    x = torch.ones(3, requires_grad=True)
+    x.register_hook(averaged)
+    (x * 2).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0 * WORLD] * 3
+
+
+@check
+def what_comes_after_a_future_may_wait_for_another(group):
+    def again(future: Future[list[Tensor]]) -> Tensor:
+        work = dist.all_reduce(future.wait()[0], group=group, async_op=True)
+        return work.get_future().wait()[0]
+
+    work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
+    assert work.get_future().then(again).wait().tolist() == [float(WORLD**2)] * 2
+
+
 def net() -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))

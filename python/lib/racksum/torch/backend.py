@@ -102,7 +102,8 @@ class RacksumBackend(Backend):
         """The session of the group's ranks."""
         if self._session is None:
             seconds = self._timeout.total_seconds()
-            limits = {"timeout": seconds, "join_timeout": seconds}
+            names = ("timeout", "join_timeout")
+            limits = {n: seconds for n in names if not os.environ.get(f"RACKSUM_{n.upper()}")}
             options = ConnectOptions.resolve(
                 **{**limits, **self._options.connect}, rank=self.rank(), world=self.size()
             )
@@ -215,7 +216,6 @@ class RacksumBackend(Backend):
         if self._staging.takes(device):
             met: Waits = self._staging.stage(device, start, lambda _: None)
         else:
-            self._staging.drain()
             met = start()
         seconds = opts.timeout.total_seconds()
         return self._started([*before, met], [], seconds if seconds > 0 else None)
@@ -354,6 +354,8 @@ class RacksumBackend(Backend):
         by = opts.reduceOp.op
         if x.is_sparse and by not in (_Op.SUM, _Op.AVG, _Op.PREMUL_SUM):
             raise BadArgument(f"sparse tensors can be summed and averaged, and not {by.name}")
+        if not x.is_sparse:
+            _check_dense(x)
         if by == _Op.PREMUL_SUM:
             with torch.inference_mode():
                 x.mul_(opts.reduceOp.factor)
@@ -400,7 +402,18 @@ def _create(group: Any, options: Options | None) -> RacksumBackend:
         raise BadArgument(
             f"the pg_options of racksum are racksum.torch.Options, and not {type(options).__name__}"
         )
-    return RacksumBackend(group, options or Options())
+    return RacksumBackend(group, options or _of_default_group())
+
+
+def _of_default_group() -> Options:
+    """The options of the default group, if it is racksum's: those of groups that are given none."""
+    world = dist.group.WORLD
+    of_world = (
+        backend._options
+        for backend in list(_open)
+        if world is not None and backend._name == world.group_name
+    )
+    return next(of_world, Options())
 
 
 def _only(tensors: Sequence[Any]) -> Any:
@@ -413,6 +426,11 @@ def _check_dense(x: Tensor) -> None:
     if x.layout is not torch.strided or not x.is_contiguous():
         raise BadArgument(
             f"the tensor of shape {tuple(x.shape)} is not dense and contiguous; pass x.contiguous()"
+        )
+    if x.is_conj() or x.is_neg():
+        raise BadArgument(
+            f"the tensor of shape {tuple(x.shape)} is a lazy view; pass "
+            "x.resolve_conj().resolve_neg()"
         )
 
 

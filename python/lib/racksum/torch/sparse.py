@@ -41,9 +41,13 @@ def allreduce_sparse(
     """
     if op not in ("sum", "avg"):
         raise BadArgument(f"sparse tensors can be summed and averaged, and not {op!r}")
+    if x.layout is not torch.sparse_coo or x.sparse_dim() == 0:
+        raise BadArgument(
+            f"the tensor of shape {tuple(x.shape)} and layout {x.layout} is not sparse COO in any "
+            "dimension; Session.allreduce takes dense ones"
+        )
     staging = staging_of(session)
     if not staging.takes(x.device):
-        staging.drain()
         return _started(session, x, op, wire, lane)
 
     def start() -> Handle[torch.Tensor]:
@@ -98,7 +102,7 @@ class _Layout(NamedTuple):
     ) -> tuple[torch.Tensor, torch.Tensor, Callable[..., tuple[torch.Tensor, torch.Tensor]]]:
         """The blocks that hold entries, and what makes rows of the blocks of the result."""
         rows = self._flat(x._indices())
-        values = x._values().reshape(-1, self.width)
+        values = x._values().reshape(len(rows), self.width)
         if self.width % self.block == 0:
             return (*self._split(rows, values), self._joined)
         return (*self._scattered(rows, values), self._gathered)
@@ -115,14 +119,14 @@ class _Layout(NamedTuple):
         each = self.width // self.block
         if each > 1:
             rows = (rows[:, None] * each + torch.arange(each, device=rows.device)).flatten()
-        return rows, values.contiguous().flatten()
+        return rows.contiguous(), values.contiguous().flatten()
 
     def _joined(
         self, blocks: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of whole blocks: of a row, some may be zeros and not there."""
         each = self.width // self.block
-        if each == 1:
+        if each <= 1:
             return blocks, values
         rows, of_block = torch.unique_consecutive(blocks // each, return_inverse=True)
         joined = values.new_zeros(len(rows), each, self.block)
@@ -161,7 +165,7 @@ class _Layout(NamedTuple):
         """A coalesced tensor of these rows."""
         sizes = self.shape[: self.sparse_dim]
         indices = rows[None] if len(sizes) == 1 else torch.stack(torch.unravel_index(rows, sizes))
-        values = values.view(-1, *self.shape[self.sparse_dim :])
+        values = values.view(len(rows), *self.shape[self.sparse_dim :])
         return torch.sparse_coo_tensor(
             indices, values, self.shape, is_coalesced=True, check_invariants=False
         )

@@ -54,7 +54,6 @@ def allreduce(
     staging = staging_of(session)
     options: dict[str, Any] = {"wire": wire, "block": block, "lane": lane, "async_op": True}
     if not staging.takes(x.device):
-        staging.drain()
         handle: Ends = session.allreduce(x, op, tag=tag, **options)
         return handle
     if not x.is_contiguous():
@@ -271,7 +270,10 @@ def _hold(result: Any, stream: Any) -> None:
 def staging_of(session: Session, staging: Staging | None = None) -> Staging:
     """The one of a session: the first that was given, or a new one."""
     found = _stagings.get(session)
-    return _stagings.setdefault(session, staging or Staging()) if found is None else found
+    if found is None:
+        found = _stagings.setdefault(session, staging or Staging())
+        session._before_op = found.drain
+    return found
 
 
 _stagings: weakref.WeakKeyDictionary[Session, Staging] = weakref.WeakKeyDictionary()

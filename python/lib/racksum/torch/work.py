@@ -36,6 +36,8 @@ T = TypeVar("T")
 
 #: Seconds that the end of the process waits for a thread that has nothing to wait for.
 _PATIENCE = 5.0
+#: Threads that are kept when they have nothing to wait for.
+_MOST_IDLE = 8
 
 
 def at_end_of_backward(finish: Callable[[], Any]) -> bool:
@@ -162,9 +164,10 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
 
         if self not in self._in_flight:
             ended.set_result(None)
-        elif not at_end_of_backward(complete):
-            _completer.do(complete)
-        # What is raised here is an error for those as well who wait in C++.
+        else:
+            _waiters.do(complete)
+            # DDP waits in C++, where an error has no type: this raises it before.
+            at_end_of_backward(self.wait)
         return ended.then(self._result_after)
 
     def _result_after(self, _: Future[None]) -> list[torch.Tensor]:
@@ -198,7 +201,7 @@ def new_future(devices: Iterable[torch.device]) -> Future[Any]:
 
 
 def future_of(op: Ends, devices: Iterable[torch.device] = ()) -> Future[Any]:
-    """A future of an op's result, which a thread completes: ops in the order of these calls."""
+    """A future of an op's result, which a thread completes."""
     future = new_future(devices)
 
     def complete() -> None:
@@ -208,7 +211,7 @@ def future_of(op: Ends, devices: Iterable[torch.device] = ()) -> Future[Any]:
             except Exception as error:
                 future.set_exception(error)
 
-    _completer.do(complete)
+    _waiters.do(complete)
     return future
 
 
@@ -254,8 +257,8 @@ class InOrder:
         self._things.put(thing)
 
     def drain(self) -> None:
-        """Waits until all that the thread was given is done."""
-        if self._pid == os.getpid():
+        """Waits until all that the thread was given is done, unless it is this one."""
+        if self._pid == os.getpid() and self._thread is not threading.current_thread():
             drained = threading.Event()
             self.do(drained.set)
             drained.wait()
@@ -276,8 +279,36 @@ def _do_all(things: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         del thing
 
 
+class Waiters:
+    """Threads that wait, as many as there is to be waited for.
+
+    What is done when an op has ended, users' callbacks too, may wait for another op; and ops end in
+    any order.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._idle: list[InOrder] = []
+
+    def do(self, thing: Callable[[], None]) -> None:
+        """Has a thread do something which waits."""
+        with self._lock:
+            thread = self._idle.pop() if self._idle else InOrder(self._name)
+
+        def do_and_rest() -> None:
+            try:
+                thing()
+            finally:
+                with self._lock:
+                    if len(self._idle) < _MOST_IDLE:
+                        self._idle.append(thread)
+
+        thread.do(do_and_rest)
+
+
 _all: weakref.WeakSet[InOrder] = weakref.WeakSet()
-_completer = InOrder("racksum-futures")
+_waiters = Waiters("racksum-futures")
 
 
 @atexit.register
