@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import racksum
 import racksum.torch
 import ranks as ranks_of
+from racksum.torch.compress import BlockTopK
+from racksum.torch.hook import _lane
 from ranks import Ranks, session_of_group
 
 
@@ -179,12 +182,20 @@ def train_twice() -> list[torch.Tensor]:
         return _train(model, 3, uneven=False, accumulate=False)
 
 
-def train_on_uneven_data(through: str, address: str, job: str) -> list[torch.Tensor]:
-    """Ranks have batches in different numbers, and those that are done join the others."""
-    with wrapped(through, address, job, {}) as model:
+def train_on_uneven_data(
+    through: str, address: str, job: str, *, fallback: str = "raise"
+) -> list[torch.Tensor]:
+    """Ranks have batches in different numbers, and those that are done join the others.
+
+    If they can fall back, the aggregator is killed once one has.
+    """
+    state = {"fallback": fallback} if through == "hook" else {}
+    with wrapped(through, address, job, state, bucket_cap_mb=0.01) as model:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with Join([model]):
             for step in range(3 + 2 * dist.get_rank()):
+                if step == 3 and fallback != "raise":
+                    os.kill(int(job.rpartition("-")[2]), signal.SIGKILL)
                 x = torch.full((4, 8), step + dist.get_rank(), dtype=torch.long)
                 model(x).square().mean().backward()
                 optimizer.step()
@@ -196,6 +207,136 @@ def train_on_uneven_data(through: str, address: str, job: str) -> list[torch.Ten
 def test_ranks_whose_data_ends_join_the_others(ranks, cluster, through):
     weights = ranks.run(train_on_uneven_data, through, cluster.address, cluster.new_job())
     assert len(weights[0]) == len(weights[1])
+
+
+def test_ranks_that_have_joined_others_fall_back_with_them(ranks, aggregator):
+    job = f"fallback-{aggregator.process.pid}"
+    with_hook = ranks.run(
+        train_on_uneven_data, "hook", aggregator.address, job, fallback="process_group"
+    )
+    gloo = ranks.run(train_on_uneven_data, "gloo", "", "")
+    for one, other, of_gloo in zip(*with_hook, gloo[1], strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, of_gloo)
+
+
+class Constant(nn.Module):
+    """Layers whose gradients are those of the rank, whatever the weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(torch.zeros(4000) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((layer * x * (i + 1)).sum() for i, layer in enumerate(self.layers))
+
+
+def fall_back_from_a_compressor(address: str, job: str) -> tuple[list[torch.Tensor], int]:
+    """Weights that are the sum of all gradients, and how many of them were left out at a time."""
+    model = DistributedDataParallel(Constant(), bucket_cap_mb=0.01)
+    x = torch.linspace(1, 2, 4000) + dist.get_rank()
+    with session_of_group(address, job) as session:
+        state = racksum.torch.State(
+            session, compressor=BlockTopK(2, block=32), fallback="process_group"
+        )
+        model.register_comm_hook(state, racksum.torch.allreduce_hook)
+        for step in range(7):
+            if step == 5:
+                left_out = sum(r.count_nonzero().item() for r in state.memory.residuals.values())
+                os.kill(int(job.rpartition("-")[2]), signal.SIGKILL)
+            model.zero_grad()
+            model(x).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(parameter.grad)
+    return [parameter.detach() for parameter in model.parameters()], left_out
+
+
+def test_what_compressors_left_out_is_averaged_by_the_process_group(ranks, aggregator):
+    job = f"fallback-{aggregator.process.pid}"
+    for weights, left_out in ranks.run(fall_back_from_a_compressor, aggregator.address, job):
+        assert left_out > 10_000
+        for i, layer in enumerate(weights):
+            torch.testing.assert_close(layer, 7 * (i + 1) * (torch.linspace(1, 2, 4000) + 0.5))
+
+
+class Crossed(nn.Module):
+    """Layers of the same shape, used in the one order or in the other."""
+
+    def __init__(self, order: list[int]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+        self.order = order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in self.order:
+            x = torch.tanh(self.layers[i](x))
+        return x
+
+
+def crossed(order: list[int], state: racksum.torch.State) -> DistributedDataParallel:
+    """The model, whose layers are in a bucket each."""
+    model = DistributedDataParallel(Crossed(order), bucket_cap_mb=0.01)
+    model.register_comm_hook(state, racksum.torch.allreduce_hook)
+    return model
+
+
+def steps_of(model: DistributedDataParallel, seed: int, count: int) -> None:
+    data = torch.Generator().manual_seed(seed + dist.get_rank())
+    for _ in range(count):
+        model.zero_grad()
+        model(torch.randn(4, 64, generator=data)).square().sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=0.1)
+
+
+def resume(address: str, job: str, order: list[int]) -> bool:
+    """Whether training comes to the same weights with a break and without."""
+    with session_of_group(address, job) as session:
+        state = racksum.torch.State(session, compressor=BlockTopK(8, block=32))
+        model = crossed(order, state)
+        steps_of(model, 0, 5)
+        weights, pickled = pickle.dumps(model.module.state_dict()), pickle.dumps(state)
+        # What is sent whole after a break is sent whole here as well.
+        state.start_iter = 7
+        steps_of(model, 10, 5)
+
+        state = pickle.loads(pickled)
+        state.session = session
+        resumed = crossed(order, state)
+        resumed.module.load_state_dict(pickle.loads(weights))
+        steps_of(resumed, 10, 5)
+
+        state = pickle.loads(pickled)
+        state.session = session
+        other = crossed(order[::-1], state)
+        steps_of(other, 10, 2)
+        with pytest.raises(racksum.BadArgument, match="not all of the same parameters"):
+            steps_of(other, 10, 1)
+    pairs = zip(model.parameters(), resumed.parameters(), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_training_that_is_resumed_comes_to_the_same(ranks, cluster, order):
+    assert ranks.run(resume, cluster.address, cluster.new_job(), order) == [True, True]
+
+
+class FakeBucket:
+    def __init__(self, index: int, count: int) -> None:
+        self.index, self.is_last = (lambda: index), (lambda: index == count - 1)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "buckets", "expected"),
+    [(1, 3, [0, 0, 0]), (3, 2, [2, 0]), (3, 3, [2, 1, 0]), (3, 5, [2, 1, 0, 0, 0])],
+)
+def test_the_last_bucket_is_in_lane_0(cluster, lanes, buckets, expected):
+    with cluster.connect(lanes=lanes) as session:
+        state = racksum.torch.State(session, prioritize=True)
+        assert [_lane(state, FakeBucket(i, buckets)) for i in range(buckets)] == expected
 
 
 def train_in_lanes(address: str, job: str) -> list[torch.Tensor]:

@@ -78,5 +78,16 @@ def hook_of_what_is_whole(address: str, job: str) -> None:
         racksum.torch.set_all_reduce_hook(nn.Linear(2, 2), session)
 
 
+def hook_of_what_cannot_be() -> None:
+    model = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (WORLD,)))
+    for wrong in ({"wire": "bogus"}, {"block": 33}):
+        with pytest.raises(racksum.BadArgument, match=next(iter(wrong))):
+            racksum.torch.set_all_reduce_hook(model, None, **wrong)
+
+
+def test_a_wire_or_a_block_that_cannot_be_is_refused_at_once(ranks):
+    ranks.run(hook_of_what_cannot_be)
+
+
 def test_a_model_that_is_not_sharded_is_refused(ranks, cluster):
     ranks.run(hook_of_what_is_whole, cluster.address, cluster.new_job())

@@ -112,6 +112,80 @@ def union_of_ranks() -> tuple[bool, int, float]:
     return found.compared, found.world, found.buckets[0].union[64]
 
 
+class Moving(nn.Module):
+    """Puts new tensors in the places of its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("last", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        self.last = x
+        return self.out(x - self.mean)
+
+
+def test_buffers_that_forward_replaces_are_put_back():
+    model = Moving()
+    mean = model.mean
+    racksum.torch.study(model, [torch.ones(1, 2)] * 4, loss, steps=1)
+    assert model.mean is mean
+    assert mean.tolist() == [0, 0]
+    assert model.last is None
+
+
+def one_loader_is_short() -> str:
+    batches = [torch.ones(1, 2)] * (3 + dist.get_rank())
+    with pytest.raises(racksum.BadArgument) as told:
+        racksum.torch.study(nn.Linear(2, 2), batches, loss, steps=1)
+    return str(told.value)
+
+
+class Alternating(nn.Module):
+    """Its graph has another order at each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = self.layers if dist.get_rank() == 0 else reversed(self.layers)
+        return other(one(x))
+
+
+def other_buckets() -> bool:
+    batches = itertools.repeat(torch.ones(1, 64))
+    return racksum.torch.study(Alternating(), batches, loss, steps=1, bucket_cap_mb=0.02).compared
+
+
+def buffers_of_ranks() -> bool:
+    """Whether the ranks' own buffers are left alone: DDP's are those of the first rank."""
+    model = Moving()
+    model.mean += dist.get_rank()
+    wrapped = nn.parallel.DistributedDataParallel(model, init_sync=False)
+    seen = []
+    model.register_forward_pre_hook(lambda module, _: seen.append(module.mean[0].item()))
+    racksum.torch.study(wrapped, [torch.ones(1, 2)] * 4, loss, steps=1)
+    return seen[0] == dist.get_rank()
+
+
+def test_ranks_make_their_steps_alone():
+    ranks = Ranks(2)
+    try:
+        assert ranks.run(one_loader_is_short) == [
+            "the loader has no 4 batches: 2 are for warming up, and one is for looking at its "
+            "gradients",
+            "rank 0 could not be studied: the loader has no 4 batches: 2 are for warming up, and "
+            "one is for looking at its gradients",
+        ]
+        assert ranks.run(other_buckets) == [False, False]
+        assert ranks.run(buffers_of_ranks) == [True, True]
+    finally:
+        ranks.close()
+
+
 def bucket(megabytes: float, ready: float, density: float = 1.0, union: float = 1.0) -> Bucket:
     blocks = (32, 64, 128, 256, 512, 1024)
     return Bucket(
@@ -173,3 +247,10 @@ def test_what_cannot_be_studied_is_refused():
         racksum.torch.study(model, [torch.ones(1, 2)] * 7, loss)
     with pytest.raises(racksum.BadArgument, match="no parameters that are trained"):
         racksum.torch.study(nn.ReLU(), [], loss)
+    for link in (0, -1, float("nan")):
+        with pytest.raises(racksum.BadArgument, match="a link has some Gbit/s"):
+            racksum.torch.study(model, [], loss, links=[10, link])
+    with pytest.raises(racksum.BadArgument, match="run it on a batch first"):
+        racksum.torch.study(nn.LazyLinear(2), [], loss)
+    with pytest.raises(racksum.BadArgument, match="LBFGS needs a closure"):
+        racksum.torch.study(model, [], loss, optimizer=torch.optim.LBFGS(model.parameters()))

@@ -8,8 +8,10 @@ choose whole blocks, so that all they leave out saves bytes.
 
 from __future__ import annotations
 
+import operator
 import zlib
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
+    "BLOCKS",
     "BlockRandomK",
     "BlockThreshold",
     "BlockTopK",
@@ -29,7 +32,44 @@ __all__ = [
     "Memory",
     "ResidualMemory",
     "Rounded",
+    "Whole",
+    "block_of",
+    "checked_wire",
 ]
+
+#: How many elements a block may have.
+BLOCKS = (32, 64, 128, 256, 512, 1024)
+
+_WIRES = ("f32", "f64", "f16", "bf16", "i32", "i64", "int8", "fixed32")
+
+
+def block_of(block: int | None, compressor: object = None) -> int:
+    """Elements of a block, as they are given, or as the compressor has them.
+
+    :raises BadArgument: There are no such blocks, or the compressor's are others: blocks of an op
+        that are not those that were left out whole would be sent all the same.
+    """
+    of_compressor = getattr(compressor, "block", None)
+    if block is None:
+        block = DEFAULT_BLOCK if of_compressor is None else of_compressor
+    if of_compressor not in (None, block):
+        raise BadArgument(
+            f"block is {block!r}, and the compressor leaves out blocks of {of_compressor} elements"
+        )
+    with suppress(TypeError):
+        elements = operator.index(block)
+        if elements in BLOCKS:
+            return elements
+    raise BadArgument(
+        f"block is a power of two from {BLOCKS[0]} to {BLOCKS[-1]}, and not {block!r}"
+    )
+
+
+def checked_wire(wire: str | None) -> str | None:
+    """How elements travel, if there is such a way."""
+    if wire is not None and wire not in _WIRES:
+        raise BadArgument(f"wire is one of {', '.join(_WIRES)}, and not {wire!r}")
+    return wire
 
 
 class Compressor(Protocol):
@@ -114,7 +154,7 @@ class BlockCompressor(ABC):
     """
 
     def __init__(self, block: int = DEFAULT_BLOCK) -> None:
-        self.block = block
+        self.block = block_of(block)
 
     @abstractmethod
     def choose(self, blocks: torch.Tensor, name: str) -> torch.Tensor:
@@ -221,30 +261,45 @@ class Rounded:
     So what the wire would round off is remembered, and added to the next step.
 
     :param wire: ``"bf16"``, ``"f16"`` or ``"int8"``: that of the op as well.
-    :param block: Elements of a block, as of the op.
+    :param block: Elements of a block, as of the op; by default those of the other compressor.
     """
 
     def __init__(
-        self, wire: str, compressor: Compressor | None = None, block: int = DEFAULT_BLOCK
+        self, wire: str, compressor: Compressor | None = None, block: int | None = None
     ) -> None:
         if wire not in _ROUNDED:
             raise BadArgument(
                 f"wire {wire!r} rounds nothing that is known; {', '.join(_ROUNDED)} do"
             )
-        self.round = _ROUNDED[wire]
+        self.wire = wire
         self.compressor = compressor
-        self.block = block
+        self.block = block_of(block, compressor)
 
     def compress(self, tensor: torch.Tensor, name: str) -> tuple[list[torch.Tensor], Any]:
         """What the compressor keeps, rounded."""
         if self.compressor is None:
-            return [self.round(tensor, self.block)], None
+            return [self._rounded(tensor)], None
         tensors, ctx = self.compressor.compress(tensor, name)
-        return [self.round(kept, self.block) for kept in tensors], ctx
+        return [self._rounded(kept) for kept in tensors], ctx
 
     def decompress(self, tensors: list[torch.Tensor], ctx: Any) -> torch.Tensor:
         """As of the compressor."""
         return tensors[0] if self.compressor is None else self.compressor.decompress(tensors, ctx)
+
+    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        return _ROUNDED[self.wire](x, self.block)
+
+
+class Whole:
+    """Leaves nothing out."""
+
+    def compress(self, tensor: torch.Tensor, name: str) -> tuple[list[torch.Tensor], Any]:  # noqa: ARG002
+        """The tensor as it is."""
+        return [tensor], None
+
+    def decompress(self, tensors: list[torch.Tensor], ctx: Any) -> torch.Tensor:  # noqa: ARG002
+        """As it was."""
+        return tensors[0]
 
 
 def _as_bytes(x: torch.Tensor, block: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from racksum.errors import BadArgument
 from racksum.session import DEFAULT_BLOCK, Session
+from racksum.torch.compress import block_of, checked_wire
 from racksum.torch.staging import allreduce
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def set_all_reduce_hook(
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
         raise BadArgument("nothing of the model is sharded: call fully_shard on it first")
+    wire, block = checked_wire(wire), block_of(block)
 
     def average(gradients: torch.Tensor) -> None:
         allreduce(session, gradients, "avg", wire=wire, block=block).wait()

@@ -33,6 +33,9 @@ def connect(
     :param options: As of :func:`racksum.connect`, but for ``rank`` and ``world``.
     :raises racksum.Error: As :func:`racksum.connect`.
     """
+    for name in ("rank", "world"):
+        if name in options:
+            raise BadArgument(f"{name} is the group's to say, and not an option")
     if not dist.is_initialized():
         raise BadArgument("there is no process group; call torch.distributed.init_process_group")
     own = {"rank": dist.get_rank(group), "world": dist.get_world_size(group)}
@@ -50,7 +53,8 @@ def connect(
 
 def is_generation_given(options: dict[str, Any]) -> bool:
     """Whether the user says which life of the job it is."""
-    return "generation" in options or bool(os.environ.get("RACKSUM_GENERATION"))
+    given = options.get("generation") is not None
+    return given or bool(os.environ.get("RACKSUM_GENERATION", "").strip())
 
 
 def new_generation() -> int:

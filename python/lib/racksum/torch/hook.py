@@ -2,16 +2,24 @@
 
 # DDP looks at the annotations of a hook themselves, so that they are not put off here.
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, MutableMapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from racksum.errors import BadArgument, Error, NoAggregator, OpTimeout, SessionClosed
-from racksum.session import DEFAULT_BLOCK, Session
-from racksum.torch.compress import Compressor, Memory, ResidualMemory
+from racksum.session import Session
+from racksum.torch.compress import (
+    Compressor,
+    Memory,
+    ResidualMemory,
+    Whole,
+    block_of,
+    checked_wire,
+)
 from racksum.torch.sparse import allreduce_sparse
 from racksum.torch.staging import allreduce
 from racksum.torch.work import Ends, at_end_of_backward, new_future
@@ -29,26 +37,37 @@ _GONE = (NoAggregator, OpTimeout, SessionClosed)
 FIRST_STEADY_ITER = 2
 
 
+#: What a state has of its process, and a checkpoint does not.
+_OF_PROCESS = ("session", "process_group", "fell_back", "iteration", "_by_group", "_places")
+
+
 class State:
     """What :func:`allreduce_hook` needs, and keeps from step to step.
 
-    It can be pickled, without its session, and has what a checkpoint needs; each rank saves its
-    own.
+    A checkpoint of a rank has its state, pickled. Then ``session`` and ``process_group`` are to be
+    given to it anew, and its steps count from 0: a new DDP has buckets of another order at first.
+    So the first ``start_iter`` steps are sent whole, and what was left out before is added to those
+    after them. A bucket that is not of the same parameters by then, in the order of the first
+    step, is refused.
 
     :param session: The session whose ranks are those of the model's process group.
     :param wire: How gradients travel, if not unchanged: see :meth:`racksum.Session.allreduce`.
-    :param block: Elements of a block: blocks of zeros are not sent.
+    :param block: Elements of a block: blocks of zeros are not sent. By default the compressor's;
+        others than those are refused.
     :param compressor: What leaves blocks out, from ``start_iter`` on: one of
         :mod:`racksum.torch.compress`, or any with GRACE's verbs. Sparse buckets are sent whole.
     :param error_feedback: Whether what is left out of a step is added to the next.
     :param memory: What does so, if not :class:`ResidualMemory`.
     :param start_iter: The first step that is compressed, 2 or later.
-    :param prioritize: Whether a bucket goes before those that are ready earlier: the last one,
-        which is of the layers that the next step begins with, in lane 0. For a session with
-        several lanes.
+    :param prioritize: Whether a bucket goes before those that are ready earlier, as far as the
+        session has lanes: the first in the highest, each later one in the next lower, and the last,
+        which is of the layers that the next step begins with, in lane 0 with those that no lane
+        is left for.
     :param fallback: What becomes of a step whose aggregators are all gone: ``"raise"``, or
-        ``"process_group"``, by which gradients are averaged from then on. That takes a copy of each
-        bucket, and a small all_reduce after it, in which ranks agree that all have its result.
+        ``"process_group"``, by which gradients are averaged from then on, uncompressed; what was
+        left out of each bucket before is added to the first of it that goes so. That takes a copy
+        of each bucket, and a small all_reduce after it, in which ranks agree that all have its
+        result.
     :param process_group: The one to fall back to; by default the default group.
     """
 
@@ -57,7 +76,7 @@ class State:
         session: Session | None,
         *,
         wire: str | None = None,
-        block: int = DEFAULT_BLOCK,
+        block: int | None = None,
         compressor: Compressor | None = None,
         error_feedback: bool = True,
         memory: Memory | None = None,
@@ -75,24 +94,22 @@ class State:
             )
         if memory is not None and not error_feedback:
             raise BadArgument("a memory is given, and error_feedback=False says to have none")
-        self.session = session
-        self.wire = wire
-        self.block = block
+        self._begin(session, process_group)
+        self.wire = checked_wire(wire)
+        self.block = block_of(block, compressor)
         self.compressor = compressor
         self.memory = memory or (ResidualMemory() if compressor and error_feedback else None)
         self.start_iter = start_iter
         self.prioritize = prioritize
         self.fallback = fallback
-        self.process_group = process_group
-        #: Whether the process group averages by now.
-        self.fell_back = False
-        self.iteration = 0
         self._bytes_before = 0
         self._bytes_after = 0
+        # Of each bucket something was left out of, the places and shapes of its parameters.
+        self._layouts: dict[str, list[tuple[int | None, tuple[int, ...]]]] = {}
         _log.info(
             "hook: wire=%s block=%d compressor=%s memory=%s start_iter=%d fallback=%s, %r",
             wire,
-            block,
+            self.block,
             type(compressor).__name__,
             type(self.memory).__name__,
             start_iter,
@@ -100,14 +117,32 @@ class State:
             session,
         )
 
+    def _begin(
+        self, session: Session | None = None, process_group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Begins with what is of this process."""
+        self.session = session
+        self.process_group = process_group
+        #: Whether the process group averages by now.
+        self.fell_back = False
+        #: Steps in this process.
+        self.iteration = 0
+        # Whether it averages in this step.
+        self._by_group = False
+        # Each parameter's place in the first step, whose order is that of the model.
+        self._places: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
+
     def compression_stats(self) -> tuple[float, int, int]:
         """Bytes before and after the compressor, of this rank so far, and their ratio."""
         before, after = self._bytes_before, self._bytes_after
         return (before / after if after else 0.0, before, after)
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the session and the group, which are of this process."""
-        return {**self.__dict__, "session": None, "process_group": None}
+        return {name: kept for name, kept in self.__dict__.items() if name not in _OF_PROCESS}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        self._begin()
+        self.__dict__.update(kept)
 
 
 def allreduce_hook(
@@ -116,7 +151,11 @@ def allreduce_hook(
 ) -> Future[torch.Tensor]:
     """Averages a bucket of gradients over the ranks of the session, be it of a GPU or not."""
     future: Future[torch.Tensor] = new_future([bucket.buffer().device])
-    average = _started(state, bucket)
+    if bucket.index() == 0:
+        # A rank that has joined others (``Join``) hears of the end of a bucket before the next one
+        # is started, and others after all of them: ranks must not part within a step.
+        state._by_group = state.fell_back
+    average = _started(state, _Part.of(state, bucket))
     if bucket.is_last():
         state.iteration += 1
 
@@ -128,40 +167,92 @@ def allreduce_hook(
     return future
 
 
-def _started(
-    state: State,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> Callable[[], torch.Tensor]:
+class _Part(NamedTuple):
+    """A bucket in a step."""
+
+    state: State
+    name: str
+    #: With what was left out of it before.
+    gradients: torch.Tensor
+    compressor: Compressor | None
+    memory: Memory | None
+    lane: int
+
+    @classmethod
+    def of(cls, state: State, bucket: dist.GradBucket) -> "_Part":  # type: ignore[name-defined]
+        name, gradients = f"bucket {bucket.index()}", bucket.buffer()
+        is_compressed = state.iteration >= state.start_iter and not gradients.is_sparse
+        compressor = state.compressor if is_compressed else None
+        memory = state.memory if compressor is not None else None
+        if state.memory is not None:
+            _note_places(state, bucket)
+        if memory is not None:
+            _check_layout(state, bucket, name)
+            gradients = memory.compensate(gradients, name)
+        return cls(state, name, gradients, compressor, memory, _lane(state, bucket))
+
+    def start(self, session: Session) -> Ends:
+        """Starts to average it, less what the compressor leaves out."""
+        state, gradients = self.state, self.gradients
+        if gradients.is_sparse:
+            return allreduce_sparse(session, gradients, "avg", wire=state.wire, lane=self.lane)
+        if self.compressor is not None:
+            gradients = self._compressed(self.compressor)
+        return allreduce(
+            session, gradients, "avg", wire=state.wire, block=state.block, lane=self.lane
+        )
+
+    def _compressed(self, compressor: Compressor) -> torch.Tensor:
+        tensors, ctx = compressor.compress(self.gradients, self.name)
+        if self.memory is not None:
+            self.memory.update(self.gradients, self.name, compressor, tensors, ctx)
+        self.state._bytes_before += self.gradients.nbytes
+        self.state._bytes_after += sum(tensor.nbytes for tensor in tensors)
+        return compressor.decompress(tensors, ctx)
+
+    def averaged_by_group(self) -> torch.Tensor:
+        """Averages it whole."""
+        if self.memory is not None:
+            # Of zeros, since of an infinity less itself no number would be left.
+            nothing = torch.zeros_like(self.gradients)
+            self.memory.update(nothing, self.name, Whole(), [nothing], None)
+        group = self.state.process_group
+        gradients = self.gradients / dist.get_world_size(group)
+        dist.all_reduce(gradients, group=group)
+        return gradients
+
+
+def _started(state: State, part: _Part) -> Callable[[], torch.Tensor]:
     """Starts to average a bucket; returns what waits for it."""
-    if state.fell_back:
-        gradients = bucket.buffer()
-        return lambda: _averaged_by_group(state, gradients)
+    if state._by_group:
+        return part.averaged_by_group
     if state.session is None:
         raise BadArgument("the state has no session: one that was unpickled is to be given one")
     if state.fallback == "raise":
-        return _start(state, state.session, bucket).wait
+        return part.start(state.session).wait
     # An op that fails leaves sums in some places and not in others.
-    kept = bucket.buffer().clone()
+    kept = part._replace(gradients=part.gradients.clone())
     failed: Error | None = None
     try:
-        handle = _start(state, state.session, bucket)
+        handle = part.start(state.session)
     except _GONE as error:
         failed = error
 
     def finish() -> torch.Tensor:
         nonlocal failed
         try:
-            result: torch.Tensor = kept if failed else handle.wait()
+            result: torch.Tensor = kept.gradients if failed else handle.wait()
         except _GONE as error:
             failed = error
-        if _all_have(state, failed is None, kept.device):
+        if _all_have(state, failed is None, kept.gradients.device):
             return result
-        _log.warning(
-            "gradients are averaged by the process group from now on: %s",
-            failed or "another rank's session is over",
-        )
+        if not state.fell_back:
+            _log.warning(
+                "gradients are averaged by the process group from now on, uncompressed: %s",
+                failed or "another rank's session is over",
+            )
         state.fell_back = True
-        return _averaged_by_group(state, kept)
+        return kept.averaged_by_group()
 
     return finish
 
@@ -173,41 +264,28 @@ def _all_have(state: State, own: bool, device: torch.device) -> bool:
     return bool(have)
 
 
-def _averaged_by_group(state: State, gradients: torch.Tensor) -> torch.Tensor:
-    gradients = gradients / dist.get_world_size(state.process_group)
-    dist.all_reduce(gradients, group=state.process_group)
-    return gradients
+def _lane(state: State, bucket: dist.GradBucket) -> int:  # type: ignore[name-defined]
+    if not state.prioritize or state.session is None or bucket.is_last():
+        return 0
+    lane: int = state.session.lanes - 1 - bucket.index()
+    return max(lane, 0)
 
 
-def _start(
-    state: State,
-    session: Session,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> Ends:
-    gradients = bucket.buffer()
-    if gradients.is_sparse:
-        return allreduce_sparse(session, gradients, "avg", wire=state.wire)
-    if state.compressor is not None and state.iteration >= state.start_iter:
-        gradients = _compressed(state, state.compressor, gradients, f"bucket {bucket.index()}")
-    return allreduce(
-        session,
-        gradients,
-        "avg",
-        wire=state.wire,
-        block=state.block,
-        lane=max(session.lanes - 1 - bucket.index(), 0) if state.prioritize else 0,
-    )
+def _note_places(state: State, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+    """Numbers parameters in the first step: later ones have them in the order of readiness."""
+    if state.iteration == 0:
+        for parameter in bucket.parameters():
+            state._places.setdefault(parameter, len(state._places))
 
 
-def _compressed(
-    state: State, compressor: Compressor, gradients: torch.Tensor, name: str
-) -> torch.Tensor:
-    """What the compressor leaves of gradients, and of what it left out before."""
-    if state.memory is not None:
-        gradients = state.memory.compensate(gradients, name)
-    tensors, ctx = compressor.compress(gradients, name)
-    if state.memory is not None:
-        state.memory.update(gradients, name, compressor, tensors, ctx)
-    state._bytes_before += gradients.nbytes
-    state._bytes_after += sum(tensor.nbytes for tensor in tensors)
-    return compressor.decompress(tensors, ctx)
+def _check_layout(state: State, bucket: dist.GradBucket, name: str) -> None:  # type: ignore[name-defined]
+    """Refuses to add what was left out of some parameters to others."""
+    layout = [(state._places.get(p), tuple(p.shape)) for p in bucket.parameters()]
+    before = state._layouts.setdefault(name, layout)
+    if layout != before:
+        elements = sum(torch.Size(shape).numel() for _, shape in before)
+        raise BadArgument(
+            f"{name} has {bucket.buffer().numel()} elements, and had {elements} before, not all of "
+            "the same parameters: what was left out of them then cannot be added; begin with a "
+            "state, or a memory, that is new"
+        )

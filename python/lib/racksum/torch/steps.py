@@ -1,4 +1,4 @@
-"""Steps of a model under DDP whose ranks exchange nothing, and what is seen of them.
+"""Steps of a model under DDP with no ranks but this, and what is seen of them.
 
 So a step costs all that it costs under DDP, the copies to and from buckets included, but for what
 goes over the network; and buckets are DDP's own, as it has made them anew after the first step.
@@ -21,15 +21,13 @@ from racksum import _racksum
 from racksum.errors import BadArgument
 from racksum.session import DEFAULT_BLOCK
 from racksum.tensor import memory_of
+from racksum.torch.compress import BLOCKS
 from racksum.torch.work import new_future
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["BLOCKS", "Look", "Steps", "device_of"]
-
-#: Sizes of blocks that are looked at.
-BLOCKS = (32, 64, 128, 256, 512, 1024)
+__all__ = ["Look", "Steps", "device_of"]
 
 #: What of a model that DDP wraps already decides on its buckets.
 _OPTIONS = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
@@ -38,6 +36,8 @@ _OPTIONS = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 class Look(NamedTuple):
     """What is seen of the gradients of a bucket."""
 
+    #: The names of its parameters, in its order.
+    parameters: list[str]
     elements: int
     sparse: bool
     #: By size of block, a byte for each block: whether it is not zero.
@@ -46,7 +46,7 @@ class Look(NamedTuple):
     scan: float
 
     @classmethod
-    def at(cls, gradients: Tensor) -> Look:
+    def at(cls, gradients: Tensor, parameters: list[str]) -> Look:
         """Looks at a bucket."""
         flat = (gradients.to_dense() if gradients.is_sparse else gradients).detach().reshape(-1)
         on_host = flat.cpu()
@@ -55,6 +55,7 @@ class Look(NamedTuple):
         took = time.perf_counter() - start
         finest = _scanned(on_host, BLOCKS[0])
         return cls(
+            parameters=parameters,
             elements=len(flat),
             sparse=gradients.is_sparse,
             occupied={block: _coarser(finest, block // BLOCKS[0]) for block in BLOCKS},
@@ -67,7 +68,6 @@ class Steps:
     """Steps of a model, each on a batch.
 
     :param model: The model. If DDP wraps it already, it is wrapped anew in the same way.
-    :param group: The ranks of the model; without one it has but this.
     """
 
     def __init__(
@@ -77,7 +77,6 @@ class Steps:
         optimizer: torch.optim.Optimizer | None,
         *,
         bucket_cap_mb: float | None = None,
-        group: dist.ProcessGroup | None = None,
     ) -> None:
         options: dict[str, Any] = {}
         if isinstance(model, DistributedDataParallel):
@@ -89,10 +88,10 @@ class Steps:
         self._loss = loss
         self._optimizer = optimizer
         self._clock = _Clock(device_of(model))
-        self._seen = _Seen(self._clock)
+        self._seen = _Seen(self._clock, {p: name for name, p in model.named_parameters()})
         self._model = DistributedDataParallel(
             model,
-            process_group=group or _alone(device_of(model)),
+            process_group=_alone(device_of(model)),
             bucket_cap_mb=bucket_cap_mb,
             init_sync=False,
             **options,
@@ -138,8 +137,9 @@ class Steps:
 class _Seen:
     """What the hook sees of a step."""
 
-    def __init__(self, clock: _Clock) -> None:
+    def __init__(self, clock: _Clock, names: dict[Tensor, str]) -> None:
         self.clock = clock
+        self.names = names
         self.readies: dict[int, Any] = {}
         self.looks: dict[int, Look] | None = None
 
@@ -148,7 +148,8 @@ def _see(seen: _Seen, bucket: dist.GradBucket) -> Future[torch.Tensor]:  # type:
     gradients = bucket.buffer()
     seen.readies[bucket.index()] = seen.clock.mark()
     if seen.looks is not None:
-        seen.looks[bucket.index()] = Look.at(gradients)
+        names = [seen.names[parameter] for parameter in bucket.parameters()]
+        seen.looks[bucket.index()] = Look.at(gradients, names)
     future = new_future([gradients.device])
     future.set_result(gradients)
     return future

@@ -6,7 +6,9 @@ How times are predicted is told in ``docs/study.md``.
 from __future__ import annotations
 
 import copy
+import inspect
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -16,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from racksum.errors import BadArgument
 from racksum.session import DEFAULT_BLOCK
-from racksum.torch.steps import BLOCKS, Look, Steps, device_of
+from racksum.torch.compress import BLOCKS
+from racksum.torch.steps import Look, Steps, device_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,8 +84,8 @@ class Study:
     #: Seconds of a step without communication, and how much of it comes after the gradients.
     compute: float
     after: float
-    #: Whether the ranks' blocks were compared; if not, the union is that of blocks which each rank
-    #: has at random.
+    #: Whether the ranks' blocks were compared, for which all must have the same buckets; if not,
+    #: the union is that of blocks which each rank has at random.
     compared: bool
     buckets: list[Bucket]
     links: list[float] = field(default_factory=lambda: [1.0, 10.0, 25.0, 100.0])
@@ -208,14 +212,16 @@ def study(
 ) -> Study:
     """Runs a few steps, and says what racksum would do for the model.
 
-    Nothing is changed by them: weights, gradients, buffers, the optimizer and random numbers are
-    afterwards what they were. If there is a process group, all its ranks call this together.
+    Nothing is changed by them: weights, gradients, buffers, the optimizer and torch's random
+    numbers are afterwards what they were; those of Python and of numpy are not put back. If there
+    is a process group, all its ranks call this together: each makes its steps alone, and then they
+    compare. If one of them fails, all do.
 
     :param model: The model, wrapped by DDP or not.
     :param loader: What gives batches; ``steps`` + 3 are taken: two to warm up, and the last to look
         at its gradients.
     :param loss: The loss of the model on a batch.
-    :param optimizer: Whose step is timed as well.
+    :param optimizer: Whose step is timed as well; not one that needs a closure.
     :param world: How many ranks to predict for; by default those of the group.
     :param group: The ranks whose blocks and times are compared; by default the default group, if
         there is one.
@@ -228,14 +234,22 @@ def study(
     world = ranks if world is None else world
     if world < 1:
         raise BadArgument(f"world is 1 or more, and not {world}")
+    for link in links:
+        if not 0 < link < math.inf:
+            raise BadArgument(f"a link has some Gbit/s, and not {link}")
+    net = model.module if isinstance(model, DistributedDataParallel) else model
+
+    def measured() -> tuple[Tensor, list[Look]]:
+        _refuse(net, optimizer)
+        with _as_it_was(net, optimizer):
+            made = Steps(model, loss, optimizer, bucket_cap_mb=bucket_cap_mb)
+            looks = _watched(made, loader, steps)
+        return made.times(), looks
+
     if ranks > 1 and group is None:
         group = dist.group.WORLD
-    compared = ranks > 1 and ranks == world
-    net = model.module if isinstance(model, DistributedDataParallel) else model
-    with _as_it_was(net, optimizer):
-        made = Steps(model, loss, optimizer, bucket_cap_mb=bucket_cap_mb, group=group)
-        looks = _watched(made, loader, steps)
-    times = made.times()
+    together = ranks > 1 and ranks == world
+    times, looks, compared = _together(measured, group) if together else (*measured(), False)
     if compared:
         # All wait for the slowest.
         times = _most(times, device_of(net), group)
@@ -251,6 +265,43 @@ def study(
         ],
         links=list(links),
     )
+
+
+def _refuse(net: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuses what a study cannot make steps of."""
+    if any(is_lazy(tensor) for tensor in (*net.parameters(), *net.buffers())):
+        raise BadArgument("the model has parameters without a shape: run it on a batch first")
+    if optimizer is not None:
+        try:
+            inspect.signature(optimizer.step).bind()
+        except TypeError:
+            raise BadArgument(
+                f"{type(optimizer).__name__} needs a closure to step: study without an optimizer"
+            ) from None
+
+
+def _together(
+    measured: Callable[[], tuple[Tensor, list[Look]]], group: dist.ProcessGroup | None
+) -> tuple[Tensor, list[Look], bool]:
+    """What this rank has measured, and whether all ranks have the same buckets.
+
+    If one of them has failed, the others do not wait for it, but fail as well.
+    """
+    failed: Exception | None = None
+    try:
+        times, looks = measured()
+        said: tuple[str | None, Any] = None, [look.parameters for look in looks]
+    except Exception as error:
+        failed = error
+        said = str(error) or type(error).__name__, None
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, said, group=group)
+    if failed is not None:
+        raise failed
+    for rank, (why, _) in enumerate(of_ranks):
+        if why is not None:
+            raise BadArgument(f"rank {rank} could not be studied: {why}")
+    return times, looks, all(of_rank == said for of_rank in of_ranks)
 
 
 def _watched(made: Steps, loader: Iterable[Any], steps: int) -> list[Look]:
@@ -303,6 +354,9 @@ def _wire_bytes(elements: float, wire: str, block: int) -> float:
 @contextmanager
 def _as_it_was(net: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
     """Puts back what steps change."""
+    # What a module holds, too: forward may put other tensors in the places of its buffers.
+    held = [places for module in net.modules() for places in (module._parameters, module._buffers)]
+    before = [dict(places) for places in held]
     tensors = [*net.parameters(), *net.buffers()]
     values = [tensor.detach().clone() for tensor in tensors]
     gradients = [parameter.grad for parameter in net.parameters()]
@@ -312,6 +366,9 @@ def _as_it_was(net: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
         with torch.random.fork_rng([device] if device.type != "cpu" else None):
             yield
     finally:
+        for places, own in zip(held, before, strict=True):
+            places.clear()
+            places.update(own)  # type: ignore[arg-type]
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
