@@ -20,6 +20,9 @@ use crate::rig::{Rig, bounded};
 const WORLD: u16 = 6;
 const HOSTS: [&[u16]; 2] = [&[0, 1, 2], &[4, 5]];
 
+/// Blocks of a tensor that cancels.
+const BLOCKS: u64 = 200;
+
 /// A sidecar of a test, and where it is called.
 struct Host {
     path: PathBuf,
@@ -191,6 +194,71 @@ fn a_job_of_hosts_goes_on_at_standbys_with_the_same_bits() {
         });
         assert!(moved == undisturbed);
         last.await_peace();
+    });
+}
+
+/// Blocks of which many are zero, of either sign, and many cancel, on a host or between hosts.
+fn cancelling(rank: u16, round: u64) -> Vec<u8> {
+    let value = |block: u64, element: u64| {
+        let mut state = seed(94) ^ round << 32 ^ block << 8 ^ u64::from(rank);
+        let mut next = || {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            state >> 56
+        };
+        let sign = if rank.is_multiple_of(2) { 1.0 } else { -1.0 };
+        match (next() % 4, (next() ^ element) % 3) {
+            (0, _) => 0.0,
+            (1, kind) => [0.0, -0.0, -0.0][usize::try_from(kind).unwrap()],
+            (2, _) => 5.0 * sign,
+            (_, kind) => [5.0 * sign, -0.0, 0.0][usize::try_from(kind).unwrap()],
+        }
+    };
+    let values = (0..BLOCKS).flat_map(|block| (0..32).map(move |element| value(block, element)));
+    values.flat_map(f32::to_le_bytes).collect()
+}
+
+/// Reduces what cancels in every way, as tensors and as lists; returns what each rank has then.
+fn reduce_cancelling(hosts: &[Host], options: &ConnectOptions) -> Vec<Vec<Vec<u8>>> {
+    let rank = |rank: u16| {
+        let member = Member::connect(rank, hosts, options);
+        let rounds = (0..).zip([0, 0b11_1111, 0b10_1010, 0b01_0010, 0b11_1000, 0b00_0111]);
+        let operand = |(round, lists): (u64, u16)| {
+            let tensor = cancelling(rank, round);
+            let indices = (0..u32::try_from(BLOCKS).unwrap()).collect();
+            let operand: Operand = match lists >> rank & 1 {
+                0 => tensor.into(),
+                _ => Blocks { indices, values: tensor }.into(),
+            };
+            let descriptor = Descriptor::sum(32 * BLOCKS, DType::F32).with_block(32).unwrap();
+            (operand, descriptor)
+        };
+        let reduced = Reduction::ALL.map(|reduction| {
+            let operands = rounds.clone().map(operand);
+            let set = |(operand, descriptor)| (operand, Descriptor { reduction, ..descriptor });
+            member.reduce(operands.map(set).collect()).unwrap()
+        });
+        reduced.into_iter().flatten().map(bytes).collect()
+    };
+    std::thread::scope(|scope| {
+        let rank = &rank;
+        let ranks: Vec<_> = (0..WORLD).map(|it| scope.spawn(move || rank(it))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn what_cancels_on_a_host_has_the_bits_that_it_has_without_sidecars() {
+    bounded(60, || {
+        let rig = Rig::start(|_| {});
+        let direct = reduce_cancelling(&[], &rig.options("direct", 0, WORLD));
+        let options = rig.options("beside", 0, WORLD);
+        let hosts = ["cancels-one", "cancels-two"].map(|name| Host::start(name, options.clone()));
+        let beside = reduce_cancelling(&hosts, &options);
+        for (rank, (direct, beside)) in direct.iter().zip(&beside).enumerate() {
+            for (nth, (direct, beside)) in direct.iter().zip(beside).enumerate() {
+                assert!(direct == beside, "rank {rank}, op {nth}: other bits");
+            }
+        }
     });
 }
 

@@ -232,7 +232,7 @@ impl Union {
 }
 
 /// The window of a block, and which of its blocks it is.
-fn place(geometry: &Geometry, index: u32) -> (u32, u32) {
+pub(crate) fn place(geometry: &Geometry, index: u32) -> (u32, u32) {
     let per_window = u32::try_from(geometry.window_blocks()).unwrap_or(u32::MAX);
     (index / per_window, index % per_window)
 }

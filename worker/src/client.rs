@@ -125,7 +125,7 @@ impl Client {
         descriptor: Descriptor,
     ) -> Result<Reduced<()>, Error> {
         let (loan, region) = lend(tensor);
-        let (state, op) = self.start(descriptor, region.into())?;
+        let (state, op) = self.start(descriptor, region.into(), |_| {})?;
         let mut state = self.shared.await_that(state, |state| !state.engine.is_in_flight(op));
         let Finished { result, absent, payload } = state.engine.take(op).ok_or(GONE)?;
         drop(state);
@@ -150,7 +150,21 @@ impl Client {
         operand: T,
         descriptor: Descriptor,
     ) -> Result<Handle<T>, Error> {
-        let (state, op) = self.start(descriptor, operand.into())?;
+        let (state, op) = self.start(descriptor, operand.into(), |_| {})?;
+        self.shared.set_off(state);
+        Ok(self.handle(op))
+    }
+
+    /// The same of what several ranks have come to, which sends these blocks and no others: a block
+    /// that is zero now may have been other than zero at some of them.
+    pub(crate) fn submit_folded<T: Into<Operand>>(
+        &self,
+        operand: T,
+        descriptor: Descriptor,
+        blocks: impl Iterator<Item = u32>,
+    ) -> Result<Handle<T>, Error> {
+        let send = |payload: &mut Payload| payload.send_these(blocks);
+        let (state, op) = self.start(descriptor, operand.into(), send)?;
         self.shared.set_off(state);
         Ok(self.handle(op))
     }
@@ -160,11 +174,13 @@ impl Client {
         &self,
         descriptor: Descriptor,
         operand: Operand,
+        prepare: impl FnOnce(&mut Payload),
     ) -> Result<(MutexGuard<'_, State>, OpId), Error> {
         descriptor.validate().map_err(SubmitError::from)?;
         let data = operand.into_data(&descriptor)?;
         let mut state = self.shared.lock();
         let mut payload = state.engine.payload(descriptor, data);
+        prepare(&mut payload);
         if !self.welcome.in_tree {
             let op = state.submit(|engine| engine.submit(payload, self.op_timeout))?;
             return Ok((state, op));

@@ -13,7 +13,7 @@ use racksum_proto::ids::WindowId;
 use racksum_proto::wire::Header;
 use racksum_proto::worker::{DataFragments, Delivery};
 
-use crate::blocks::BlockSet;
+use crate::blocks::{BlockSet, place};
 use crate::exponents::{Exponents, agreement};
 use crate::tensor::Region;
 
@@ -77,6 +77,8 @@ pub(crate) struct Payload {
     /// Whether the job may move to another aggregator: until a window's sum is whole, this rank's
     /// share of it must not be overwritten, and then the sum may be asked for.
     may_move: bool,
+    /// The blocks of each window that are sent, where they are not those that are not zero.
+    sent: Option<Vec<u64>>,
     /// The exponents that the ranks have agreed on, where they have.
     agreed: Option<Exponents>,
     /// Of windows that have arrived in part, where they are not written piece by piece.
@@ -88,8 +90,8 @@ pub(crate) struct Payload {
 impl Payload {
     pub(crate) fn new(descriptor: Descriptor, data: Data, world: u16, may_move: bool) -> Self {
         let (geometry, world) = (Geometry::new(&descriptor), u32::from(world));
-        let (agreed, partial, kept) = Default::default();
-        Self { descriptor, geometry, data, world, may_move, agreed, partial, kept }
+        let (sent, agreed, partial, kept) = Default::default();
+        Self { descriptor, geometry, data, world, may_move, sent, agreed, partial, kept }
     }
 
     /// The sums of windows, each with its blocks, that other ranks may lack once the op has ended
@@ -107,7 +109,8 @@ impl Payload {
         }
         let (descriptor, geometry, world) = (self.descriptor, self.geometry, self.world);
         let (data, may_move, partial) = (Data::Returned, true, BTreeMap::new());
-        Self { descriptor, geometry, data, world, may_move, agreed: None, partial, kept }
+        let (sent, agreed) = (None, None);
+        Self { descriptor, geometry, data, world, may_move, sent, agreed, partial, kept }
     }
 
     /// Drops sums that no rank lacks any more, if there are many.
@@ -132,9 +135,22 @@ impl Payload {
         codec::scan_window(dtype, block_elements, self.data.bytes_mut(range))
     }
 
-    /// The non-zero blocks of each window of a list of blocks; of a tensor they are found as it is
-    /// sent.
+    /// Has these blocks sent and no others, whether they are zero or not.
+    pub(crate) fn send_these(&mut self, blocks: impl Iterator<Item = u32>) {
+        let mut masks = vec![0; self.geometry.windows() as usize];
+        for index in blocks {
+            let (window, block) = place(&self.geometry, index);
+            masks[window as usize] |= 1 << block;
+        }
+        self.sent = Some(masks);
+    }
+
+    /// The blocks of each window that are sent, where they are known: of a list of blocks those that
+    /// are not zero; of a tensor these are found as it is sent.
     pub(crate) fn masks(&mut self) -> Option<Vec<u64>> {
+        if let Some(sent) = &self.sent {
+            return Some(sent.clone());
+        }
         match &mut self.data {
             Data::Blocks(blocks) => Some(blocks.masks(&self.descriptor, &self.geometry)),
             Data::InPlace(_) | Data::Owned(_) | Data::Returned => None,

@@ -16,8 +16,11 @@ use self::tensors::Tensors;
 use super::sums::Sums;
 
 /// Bytes of a tensor that are folded at a time: those of all ranks of a host stay in a cache until
-/// the sum is written over them. Whole elements of every type.
+/// the sum is written over them. Whole blocks of every size.
 const CHUNK: usize = 32 << 10;
+
+/// Blocks that a scan looks at together.
+const SCANNED: usize = 64;
 
 /// What a rank has handed for an op.
 #[derive(Debug, Clone)]
@@ -106,6 +109,15 @@ impl Fold {
             Work::Tensors(tensors) => tensors.work(sum),
             Work::Lists(lists) => lists.work(sum),
         }
+    }
+
+    /// Of tensors of one host's part, the blocks that are not zero at some rank.
+    pub(super) fn held(&self) -> impl Iterator<Item = u32> {
+        let tensors = match &self.work {
+            Work::Tensors(tensors) => Some(tensors.held()),
+            Work::Lists(_) => None,
+        };
+        tensors.into_iter().flatten()
     }
 
     /// What came of a fold that has ended: of lists, the sums of their union.

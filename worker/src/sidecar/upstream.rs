@@ -104,9 +104,17 @@ fn pass_up(
 
 fn submit(client: &Client, due: &Folded) -> Result<Flight, Error> {
     let descriptor = due.fold.descriptor();
+    // What ranks of the host have is sent although it comes to zero: it is of the job's union.
     let start = || match (sums_of(&due.fold)?, due.places().next()) {
-        (None, Some(first)) => Ok(Flight::Tensor(client.submit(first.region(), descriptor)?)),
-        (sums, _) => Ok(Flight::Blocks(client.submit(sums.unwrap_or_default(), descriptor)?)),
+        (None, Some(first)) => {
+            let started = client.submit_folded(first.region(), descriptor, due.fold.held())?;
+            Ok(Flight::Tensor(started))
+        }
+        (sums, _) => {
+            let sums = sums.unwrap_or_default();
+            let listed = sums.indices.clone();
+            Ok(Flight::Blocks(client.submit_folded(sums, descriptor, listed.into_iter())?))
+        }
     };
     loop {
         match start() {

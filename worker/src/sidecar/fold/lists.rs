@@ -11,12 +11,9 @@ use racksum_proto::arith;
 use racksum_proto::descriptor::Descriptor;
 
 use super::place::Place;
-use super::{CHUNK, Chunks, Handed, Share, Spoilt};
+use super::{CHUNK, Chunks, Handed, SCANNED, Share, Spoilt};
 use crate::blocks::{Blocks, Listed, Union, len_of};
 use crate::sidecar::sums::Sums;
-
-/// Blocks that a scan looks at together.
-const SCANNED: usize = 64;
 
 /// What ranks have handed, of which some are lists.
 #[derive(Debug)]
@@ -144,8 +141,8 @@ impl Lists {
     }
 }
 
-/// Writes the job's sums to the tensors of those that have handed some; the blocks that are not in
-/// the list are zero there.
+/// Writes the job's sums to the tensors of those that have handed some. A block that is not in the
+/// list is zero there: the host has contributed every block that is not.
 pub(in crate::sidecar) fn give(descriptor: &Descriptor, shares: &[Share], sums: &Blocks) {
     let full = descriptor.block_elements() * descriptor.dtype.size();
     for (index, block) in sums.indices.iter().zip(sums.values.chunks(full)) {

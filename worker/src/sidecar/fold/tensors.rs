@@ -2,12 +2,16 @@
 
 #![expect(unsafe_code, reason = "the memory is shared with other processes")]
 
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+
+use racksum_kernels::codec;
 use racksum_kernels::fold::fold_run;
 use racksum_proto::arith;
 use racksum_proto::descriptor::Descriptor;
 
 use super::place::Place;
-use super::{CHUNK, Chunks};
+use super::{CHUNK, Chunks, SCANNED};
 
 /// Tensors of one descriptor, each of a rank.
 #[derive(Debug)]
@@ -21,14 +25,20 @@ pub(super) struct Tensors {
     targets: usize,
     len: usize,
     chunks: Chunks,
+    /// Of one host's part, a bit for each block that is not zero at some rank.
+    held: Vec<AtomicU64>,
 }
 
 impl Tensors {
     pub(super) fn new(descriptor: Descriptor, places: Vec<Place>, world: u32) -> Self {
-        let targets = if places.len() == world as usize { places.len() } else { 1 };
+        let is_part = places.len() < world as usize;
+        let targets = if is_part { 1 } else { places.len() };
         let len = places.first().map_or(0, Place::len);
         let chunks = Chunks::new(len.div_ceil(CHUNK));
-        Self { descriptor, places, world, targets, len, chunks }
+        let full = descriptor.block_elements() * descriptor.dtype.size();
+        let words = if is_part { len.div_ceil(full).div_ceil(SCANNED) } else { 0 };
+        let held = std::iter::repeat_with(AtomicU64::default).take(words).collect();
+        Self { descriptor, places, world, targets, len, chunks, held }
     }
 
     pub(super) const fn is_empty(&self) -> bool {
@@ -37,6 +47,16 @@ impl Tensors {
 
     pub(super) fn is_taken(&self) -> bool {
         self.chunks.are_taken()
+    }
+
+    /// Of one host's part, the blocks that are not zero at some rank, once all is folded.
+    pub(super) fn held(&self) -> impl Iterator<Item = u32> {
+        let bits = |word: &AtomicU64| {
+            let word = word.load(Relaxed);
+            (0..u64::BITS).filter(move |bit| word >> bit & 1 == 1)
+        };
+        let words = (0..).step_by(SCANNED).zip(&self.held);
+        words.flat_map(move |(first, word)| bits(word).map(move |bit| first + bit))
     }
 
     /// Folds chunks until all have been taken. Returns true to the one thread that ends the last.
@@ -48,27 +68,77 @@ impl Tensors {
     }
 
     fn fold_chunk(&self, from: usize, sum: &mut [u8]) {
-        let Self { places, world, targets, .. } = self;
-        let is_part = *targets < places.len() || *targets < *world as usize;
-        let partial = self.descriptor.of_partial_sum();
-        let descriptor = if is_part { partial } else { self.descriptor };
-        let len = sum.len();
+        let (full, len) = (self.full(), sum.len());
+        let masks: Vec<_> = self.places.iter().map(|place| self.scan(place, from, len)).collect();
         // SAFETY: a chunk is one thread's, and it writes only to `sum` while it reads these.
         let read = |place| unsafe { Place::bytes(place, from, len) };
-        let inputs: Vec<&[u8]> = places.iter().map(read).collect();
-        let terms = arith::Fold { world: *world, absent: false };
-        let wire = descriptor.dtype.native_wire();
-        fold_run(wire, descriptor.reduction, terms, &inputs, sum)
-            .expect("a valid descriptor folds");
+        let inputs: Vec<&[u8]> = self.places.iter().map(read).collect();
+        let blocks = len.div_ceil(full);
+        let mut first = 0;
+        while first < blocks {
+            let is_same =
+                |nth: &usize| masks.iter().all(|mask| has(mask, *nth) == has(mask, first));
+            let end = (first + 1..blocks).find(|nth| !is_same(nth)).unwrap_or(blocks);
+            let run = first * full..len.min(end * full);
+            let holders = inputs.iter().zip(&masks).filter(|(_, mask)| has(mask, first));
+            let holders: Vec<_> = holders.map(|(input, _)| &input[run.clone()]).collect();
+            self.fold_blocks(&holders, &mut sum[run]);
+            first = end;
+        }
         if let [own] = &inputs[..]
             && *own == sum
         {
             // One rank's tensor is its own sum, but for what NaNs carry: nothing is to be written.
             return;
         }
-        for place in &places[..*targets] {
+        for place in &self.places[..self.targets] {
             // SAFETY: a chunk is one thread's, and it reads none of them any more.
             unsafe { place.bytes_mut(from, len) }.copy_from_slice(sum);
         }
     }
+
+    /// Folds blocks that the same ranks have: sums leave out who has none, as an aggregator's do.
+    fn fold_blocks(&self, holders: &[&[u8]], sum: &mut [u8]) {
+        if holders.is_empty() {
+            return sum.fill(0);
+        }
+        let is_part = self.places.len() < self.world as usize;
+        let partial = self.descriptor.of_partial_sum();
+        let descriptor = if is_part { partial } else { self.descriptor };
+        let absent = holders.len() < self.places.len();
+        let terms = arith::Fold { world: self.world, absent };
+        let wire = descriptor.dtype.native_wire();
+        fold_run(wire, descriptor.reduction, terms, holders, sum)
+            .expect("a valid descriptor folds");
+    }
+
+    /// Finds the blocks of a chunk that are not zero at a rank; the others are +0.0 throughout from
+    /// then on.
+    fn scan(&self, place: &Place, from: usize, len: usize) -> Mask {
+        let Descriptor { dtype, .. } = self.descriptor;
+        let (full, mut mask) = (self.full(), Mask::default());
+        // SAFETY: a chunk is one thread's, and it has no bytes of it yet.
+        let chunk = unsafe { place.bytes_mut(from, len) };
+        for (nth, blocks) in chunk.chunks_mut(SCANNED * full).enumerate() {
+            mask[nth] = codec::scan_window(dtype, self.descriptor.block_elements(), blocks);
+            if !self.held.is_empty() {
+                // Chunks of a few large blocks share a word.
+                let first = from / full + nth * SCANNED;
+                self.held[first / SCANNED].fetch_or(mask[nth] << (first % SCANNED), Relaxed);
+            }
+        }
+        mask
+    }
+
+    /// Bytes of a block but the tensor's last.
+    const fn full(&self) -> usize {
+        self.descriptor.block_elements() * self.descriptor.dtype.size()
+    }
+}
+
+/// Which blocks of a chunk are not zero: the smallest have 64 bytes.
+type Mask = [u64; CHUNK / 64 / SCANNED];
+
+const fn has(mask: &Mask, block: usize) -> bool {
+    mask[block / SCANNED] >> (block % SCANNED) & 1 == 1
 }
