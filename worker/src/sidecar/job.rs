@@ -249,26 +249,24 @@ impl Job {
     /// Ends the job for want of an op's sums.
     pub(super) fn spoilt(&self, spoilt: Spoilt) {
         let mut state = self.lock();
-        state.folding -= 1;
         match spoilt {
             Spoilt::By(rank) => {
-                let line = state.members.get(&rank).map(|member| Arc::clone(&member.line));
-                drop(state);
                 tracing::warn!(rank, "rank has handed a list of blocks that cannot be");
-                self.part(rank, Loss::Broke);
-                line.iter().for_each(|line| line.hang_up());
+                state.end(FromSidecar::Lost { ranks: vec![rank], why: Loss::Broke });
+                // Its own thread lets it go, which may take a while; it may be gone already.
+                state.members.get(&rank).iter().for_each(|member| member.line.hang_up());
             }
             Spoilt::NoMemory(why) => {
                 tracing::error!("{why}");
                 state.end(FromSidecar::CutOff { why });
             }
         }
+        state.end_fold();
     }
 
     /// Tells the ranks what came of an op: of lists, the sums.
     pub(super) fn ended(&self, op: u32, shares: &[Share], result: Result<Option<&Sums>, Error>) {
         let mut state = self.lock();
-        state.folding -= 1;
         match result {
             Ok(sums) => shares.iter().for_each(|share| state.tell_sums(op, share, sums)),
             Err(error) => {
@@ -281,7 +279,7 @@ impl Job {
                 }
             }
         }
-        state.tell_end();
+        state.end_fold();
     }
 
     /// Lets a rank go.
@@ -445,6 +443,12 @@ impl State {
         }
         self.over.get_or_insert(why);
         self.gathering.clear();
+        self.tell_end();
+    }
+
+    /// Counts a fold that has ended, whatever came of it: the last one is waited for.
+    fn end_fold(&mut self) {
+        self.folding -= 1;
         self.tell_end();
     }
 

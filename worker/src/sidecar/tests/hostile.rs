@@ -8,6 +8,8 @@ use racksum_net::local::{Line, Peer, SharedMemory};
 
 use super::*;
 use crate::blocks::Blocks;
+use crate::sidecar::fold::{Budget, Handed, List, Memory};
+use crate::sidecar::job::Job;
 use crate::sidecar::message::{FromSidecar, Join, ListAt, VERSION};
 use crate::sidecar::{Lent, ask};
 
@@ -104,6 +106,46 @@ fn no_list_of_a_rogue_does_more_than_end_its_job() {
         drop((rogue, honest));
         rig.await_peace();
     }
+}
+
+/// Both ends of a line: the sidecar's and a rank's.
+fn ends() -> (Arc<Line>, Line) {
+    static MADE: AtomicU32 = AtomicU32::new(0);
+    let name = format!("racksum-ends-{}-{}", std::process::id(), MADE.fetch_add(1, Relaxed));
+    let path = std::env::temp_dir().join(name);
+    let listener = Listener::bind(&path, 0o600).unwrap();
+    let rank = Line::connect(&path).unwrap();
+    (Arc::new(listener.accept().unwrap()), rank)
+}
+
+/// What a rank hears at last.
+fn last_heard(rank: &Line) -> FromSidecar {
+    let heard = std::iter::from_fn(|| rank.recv::<FromSidecar>().unwrap());
+    let is_last = |message: &FromSidecar| {
+        !matches!(message, FromSidecar::Ready | FromSidecar::Waiting { .. })
+    };
+    heard.map(|(message, _)| message).find(is_last).unwrap()
+}
+
+#[test]
+fn a_bad_list_of_a_rank_that_is_gone_leaves_nobody_waiting() {
+    let peer = Peer { pid: 1, uid: 0 };
+    let lines = [(); 2].map(|()| ends());
+    let job = Job::new(&wish(0, 2), peer);
+    for (rank, (line, _)) in (0..).zip(&lines) {
+        assert!(!job.join(&wish(rank, 2), line, peer).unwrap());
+    }
+    let (_memory, descriptor) = SharedMemory::new(4096).unwrap();
+    write(&descriptor, &7_u32.to_ne_bytes());
+    let memory = Memory::of(&descriptor, &Arc::new(Budget::new(4096))).unwrap();
+    let list = Handed::List(List::new(&memory, 0, 1, 1024).unwrap());
+    assert!(job.submit(0, sum_of(1024), list.clone()).is_none());
+    let (op, fold) = job.submit(1, sum_of(1024), list).unwrap();
+    job.part(0, Loss::Died);
+    assert!(fold.work(&mut Vec::new()));
+    job.folded(op, &Arc::new(fold));
+    let FromSidecar::Lost { ranks, .. } = last_heard(&lines[1].1) else { panic!("not lost") };
+    assert_eq!(ranks, [0]);
 }
 
 #[test]
