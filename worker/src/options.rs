@@ -64,7 +64,7 @@ pub struct ConnectOptions {
     pub on_rank_loss: OnRankLoss,
     /// How long to wait for room and for the other ranks.
     pub join_timeout: Duration,
-    /// How long an op may take.
+    /// How long an op may take. Beside a sidecar the least counts that a rank of the host says.
     pub op_timeout: Duration,
     /// The path's MTU; `None` takes the interface's.
     pub mtu: Option<usize>,

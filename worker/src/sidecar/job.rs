@@ -33,7 +33,6 @@ pub(super) struct Job {
     world: u16,
     local_world: u16,
     pub(super) lanes: u8,
-    op_timeout: Span,
     /// Whose processes its ranks are.
     pub(super) uid: u32,
     /// When its first rank joined.
@@ -45,6 +44,8 @@ pub(super) struct Job {
 struct State {
     /// The job's name.
     job: String,
+    /// How long an op may take: the least that a rank says.
+    op_timeout: Span,
     members: BTreeMap<u16, Member>,
     /// Ranks that have left since the job began.
     left: BTreeSet<u16>,
@@ -52,8 +53,12 @@ struct State {
     began: bool,
     /// Where the sums go, if not all ranks are on this host.
     upstream: Option<Arc<Upstream>>,
+    /// The aggregator is called, for the ranks that are there: nobody joins any more.
+    is_called: bool,
     /// Gives up to call the aggregator, if it is being called.
     give_up: Option<GiveUp>,
+    /// It will not begin, and its ranks were told so.
+    is_refused: bool,
     /// Ops that not all ranks have called.
     gathering: BTreeMap<u32, Gathering>,
     /// How many ops are being folded, or summed with those of other hosts.
@@ -89,10 +94,13 @@ impl Job {
             world: join.world,
             local_world: join.local_world,
             lanes: join.lanes,
-            op_timeout: Span::from_millis(join.op_timeout),
             uid: peer.uid,
             opened: Clock::start().now(),
-            state: Mutex::new(State { job: join.job.clone(), ..State::default() }),
+            state: Mutex::new(State {
+                job: join.job.clone(),
+                op_timeout: Span::from_millis(join.op_timeout),
+                ..State::default()
+            }),
         }
     }
 
@@ -107,11 +115,15 @@ impl Job {
                 join.rank, member.pid
             ));
         }
+        if state.is_refused {
+            return Err(format!("job {:?} did not begin: its other ranks were refused", join.job));
+        }
         if state.began || state.members.len() == usize::from(self.local_world) {
             return Err(format!("job {:?} is running: its ranks have joined", join.job));
         }
         let member = Member { line: Arc::clone(line), pid: peer.pid, next_op: 0, lent: 0 };
         state.members.insert(join.rank, member);
+        state.op_timeout = state.op_timeout.min(Span::from_millis(join.op_timeout));
         let all_here = state.members.len() == usize::from(self.local_world);
         let is_alone = self.local_world == self.world;
         state.began = all_here && is_alone;
@@ -124,16 +136,16 @@ impl Job {
             let missing = (0..self.world).filter(is_missing).collect();
             state.tell_all(&FromSidecar::Waiting { missing });
         }
-        Ok(all_here && !is_alone)
+        state.is_called = all_here && !is_alone;
+        Ok(state.is_called)
     }
 
     /// Joins the job at the aggregator, for all ranks of this host: they are told what comes of it.
     pub(super) fn call(self: &Arc<Self>, upstream: &ConnectOptions) {
         let connecting = Connecting::new();
         let mut state = self.lock();
-        if state.members.len() < usize::from(self.local_world) {
-            let reason = "a rank has gone before the job was complete".into();
-            return state.tell_all(&FromSidecar::Refused { reason });
+        if state.is_refused {
+            return;
         }
         let mut ranks = state.members.keys().copied();
         let Some(rank) = ranks.next() else { return };
@@ -145,7 +157,7 @@ impl Job {
             world: self.world,
             lanes: self.lanes,
             join_timeout: FOR_EVER,
-            op_timeout: Duration::from_nanos(self.op_timeout.0),
+            op_timeout: Duration::from_nanos(state.op_timeout.0),
             ..upstream.clone()
         };
         state.give_up = Some(connecting.giver_up());
@@ -157,15 +169,17 @@ impl Job {
             });
         let mut state = self.lock();
         match started {
-            Ok(upstream) if state.give_up.take().is_some() => {
+            // Its ranks know.
+            _ if state.is_refused => {}
+            Ok(upstream) => {
+                state.give_up = None;
                 (state.upstream, state.began) = (Some(Arc::new(upstream)), true);
                 state.tell_all(&FromSidecar::Ready);
                 tracing::info!(job = state.job, "job runs, with ranks of other hosts");
             }
-            Ok(_) => {}
             Err(reason) => {
                 tracing::warn!(job = state.job, reason, "job is not joined");
-                state.tell_all(&FromSidecar::Refused { reason });
+                state.refuse(reason);
             }
         }
     }
@@ -288,10 +302,8 @@ impl Job {
         if state.members.remove(&rank).is_none() {
             return;
         }
-        if let Some(give_up) = state.give_up.take() {
-            give_up.give_up();
-            let reason = format!("rank {rank} has gone before the job was complete");
-            state.tell_all(&FromSidecar::Refused { reason });
+        if state.is_called && !state.began && !state.is_refused {
+            state.refuse(format!("rank {rank} has gone before the job was complete"));
         }
         if state.began {
             let is_needed = !state.gathering.is_empty();
@@ -339,9 +351,13 @@ impl Job {
     pub(super) fn refuse(&self, reason: &str) {
         let mut state = self.lock();
         if !state.began {
-            state.give_up.take().iter().for_each(GiveUp::give_up);
-            state.tell_all(&FromSidecar::Refused { reason: reason.to_owned() });
+            state.refuse(reason.to_owned());
         }
+    }
+
+    /// Whether it will not begin: who joins then begins it anew.
+    pub(super) fn is_refused(&self) -> bool {
+        self.lock().is_refused
     }
 
     /// Notes how much memory a rank has lent.
@@ -390,13 +406,13 @@ impl Job {
     pub(super) fn check_time(&self) {
         let mut state = self.lock();
         let now = Clock::start().now();
-        let late = |op: &Gathering| now.since(op.since) > self.op_timeout;
+        let late = |op: &Gathering| now.since(op.since) > state.op_timeout;
         let Some((&op, gathering)) = state.gathering.iter().find(|(_, op)| late(op)) else {
             return;
         };
         let is_missing = |rank: &u16| !gathering.called.contains_key(rank);
         let missing = state.members.keys().copied().filter(is_missing).collect();
-        let outcome = Outcome::Timeout { after: self.op_timeout.as_millis(), missing };
+        let outcome = Outcome::Timeout { after: state.op_timeout.as_millis(), missing };
         state.gathering.remove(&op);
         state.tell_all(&FromSidecar::Ended { op, outcome });
         state.end(FromSidecar::TimedOut);
@@ -408,6 +424,14 @@ impl Job {
 }
 
 impl State {
+    /// Gives up to begin.
+    fn refuse(&mut self, reason: String) {
+        self.give_up.take().iter().for_each(GiveUp::give_up);
+        // What becomes of it later is of no interest to them.
+        (self.is_refused, self.told) = (true, true);
+        self.tell_all(&FromSidecar::Refused { reason });
+    }
+
     fn tell_all(&self, message: &FromSidecar) {
         for member in self.members.values() {
             // A line that fails is hung up, so that its thread lets the rank go.
@@ -428,11 +452,11 @@ impl State {
 
     /// How far the job is.
     const fn stage(&self) -> &'static str {
-        match (&self.over, self.began, &self.give_up) {
+        match (&self.over, self.began, self.is_called) {
             (Some(_), ..) => "over",
             (None, true, _) => "running",
-            (None, false, Some(_)) => "calling the aggregator",
-            (None, false, None) => "gathering",
+            (None, false, true) => "calling the aggregator",
+            (None, false, false) => "gathering",
         }
     }
 

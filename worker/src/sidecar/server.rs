@@ -241,7 +241,7 @@ impl Shared {
                 let (name, owner) = (&join.job, job.uid);
                 return Err(format!("job {name:?} is of user {owner}, and not of {}", peer.uid));
             }
-            Some(job) if job.generation == join.generation => Arc::clone(job),
+            Some(job) if job.generation == join.generation && !job.is_refused() => Arc::clone(job),
             Some(job) if job.generation > join.generation => {
                 return Err(format!(
                     "job {:?} is in its life {}, and rank {} is of life {}, before that",

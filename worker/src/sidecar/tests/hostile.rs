@@ -149,6 +149,24 @@ fn a_bad_list_of_a_rank_that_is_gone_leaves_nobody_waiting() {
 }
 
 #[test]
+fn nobody_takes_the_place_of_a_rank_that_goes_while_the_aggregator_is_called() {
+    let peer = Peer { pid: 1, uid: 0 };
+    let lines = [(); 3].map(|()| ends());
+    let wish = |rank| Join { world: 4, local_world: 2, ..wish(rank, 4) };
+    let job = Arc::new(Job::new(&wish(0), peer));
+    assert!(!job.join(&wish(0), &lines[0].0, peer).unwrap());
+    assert!(job.join(&wish(1), &lines[1].0, peer).unwrap());
+    job.part(1, Loss::Died);
+    let FromSidecar::Refused { reason } = last_heard(&lines[0].1) else { panic!("not refused") };
+    assert_eq!(reason, "rank 1 has gone before the job was complete");
+    let why = job.join(&wish(2), &lines[2].0, peer).unwrap_err();
+    assert_eq!(why, "job \"job\" did not begin: its other ranks were refused");
+    assert!(job.is_refused());
+    // Nobody is called for ranks that were refused.
+    job.call(&ConnectOptions::new("192.0.2.1:1", ""));
+}
+
+#[test]
 fn a_list_that_changes_while_it_is_read_spoils_its_job_and_nothing_else() {
     let rig = Rig::start();
     let rogue = Rogue::join(&rig, 1, 2);
