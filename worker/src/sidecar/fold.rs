@@ -102,12 +102,21 @@ impl Fold {
         }
     }
 
-    /// Folds until no more threads are of use. Returns true to the one thread that ends it.
-    pub(super) fn work(&self, sum: &mut Vec<u8>) -> bool {
+    /// Whether one more thread may work on it now: while the first begins it, others would wait.
+    pub(super) fn admit(&self) -> bool {
+        match &self.work {
+            Work::Tensors(_) => true,
+            Work::Lists(lists) => lists.admit(),
+        }
+    }
+
+    /// Folds until no more threads are of use, and says so once others may join in. Returns true to
+    /// the one thread that ends it.
+    pub(super) fn work(&self, sum: &mut Vec<u8>, begun: impl FnOnce()) -> bool {
         sum.resize(CHUNK, 0);
         match &self.work {
             Work::Tensors(tensors) => tensors.work(sum),
-            Work::Lists(lists) => lists.work(sum),
+            Work::Lists(lists) => lists.work(sum, begun),
         }
     }
 

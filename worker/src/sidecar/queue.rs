@@ -1,6 +1,6 @@
 //! The folds that are to be done, and the threads that do them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use super::fold::Fold;
@@ -14,7 +14,8 @@ pub(super) struct Task {
     pub(super) op: u32,
 }
 
-/// Folds that are to be done, those of lower lanes first.
+/// Folds that are to be done. Jobs take turns, so that none starves another; of a job's, those of
+/// lower lanes come first.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
     state: Mutex<State>,
@@ -23,11 +24,14 @@ pub(super) struct Queue {
 
 #[derive(Debug, Default)]
 struct State {
-    /// By lane, and in the order they came.
-    tasks: BTreeMap<(u8, u64), Arc<Task>>,
+    /// Of each job that has some, its tasks; the job whose turn it is first.
+    jobs: VecDeque<Tasks>,
     came: u64,
     closed: bool,
 }
+
+/// Those of one job, by lane and in the order they came.
+type Tasks = BTreeMap<(u8, u64), Arc<Task>>;
 
 impl Queue {
     /// Has threads do it.
@@ -35,7 +39,13 @@ impl Queue {
         let mut state = self.lock();
         state.came += 1;
         let came = state.came;
-        state.tasks.insert((lane, came), Arc::new(task));
+        let is_of_job = |tasks: &&mut Tasks| {
+            tasks.values().next().is_some_and(|other| Arc::ptr_eq(&other.job, &task.job))
+        };
+        match state.jobs.iter_mut().find(is_of_job) {
+            Some(tasks) => drop(tasks.insert((lane, came), Arc::new(task))),
+            None => state.jobs.push_back(Tasks::from([((lane, came), Arc::new(task))])),
+        }
         drop(state);
         self.work.notify_all();
     }
@@ -50,22 +60,27 @@ impl Queue {
     pub(super) fn fold(&self) {
         let mut sum = Vec::new();
         while let Some(task) = self.next() {
-            if task.fold.work(&mut sum) {
+            let ended = task.fold.work(&mut sum, || {
+                // Who has passed it over while it was begun looks again.
+                drop(self.lock());
+                self.work.notify_all();
+            });
+            if ended {
                 task.job.folded(task.op, &task.fold);
             }
         }
     }
 
-    /// The fold that is most urgent of those that need more threads; none once it is closed.
+    /// A fold that needs more threads, the most urgent of the job whose turn it is; none once the
+    /// queue is closed.
     fn next(&self) -> Option<Arc<Task>> {
         let mut state = self.lock();
         loop {
             if state.closed {
                 return None;
             }
-            state.tasks.retain(|_, task| !task.fold.is_taken());
-            if let Some((_, task)) = state.tasks.first_key_value() {
-                return Some(Arc::clone(task));
+            if let Some(task) = state.next() {
+                return Some(task);
             }
             state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
@@ -73,5 +88,65 @@ impl Queue {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn next(&mut self) -> Option<Arc<Task>> {
+        for tasks in &mut self.jobs {
+            tasks.retain(|_, task| !task.fold.is_taken());
+        }
+        self.jobs.retain(|tasks| !tasks.is_empty());
+        let may_work = |tasks: &Tasks| tasks.values().find(|task| task.fold.admit()).cloned();
+        let found = self.jobs.iter().enumerate().find_map(|(turn, it)| Some((turn, may_work(it)?)));
+        let (turn, task) = found?;
+        // The next turn is another job's.
+        let tasks = self.jobs.remove(turn)?;
+        self.jobs.push_back(tasks);
+        Some(task)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use racksum_net::local::{Peer, SharedMemory};
+    use racksum_proto::descriptor::Descriptor;
+    use racksum_proto::dtype::DType;
+    use racksum_proto::ids::Generation;
+
+    use super::*;
+    use crate::sidecar::fold::{Budget, Handed, Memory, Place, Share};
+    use crate::sidecar::message::{Join, VERSION};
+
+    fn job(name: &str) -> Arc<Job> {
+        let join = Join {
+            version: VERSION,
+            job: name.into(),
+            generation: Generation(0),
+            rank: 0,
+            world: 1,
+            local_world: 1,
+            lanes: 4,
+            op_timeout: 1000,
+        };
+        Arc::new(Job::new(&join, Peer { pid: 1, uid: 0 }))
+    }
+
+    #[test]
+    fn jobs_take_turns_and_lanes_are_within_a_job() {
+        let (_own, descriptor) = SharedMemory::new(4).unwrap();
+        let memory = Memory::of(&descriptor, &Arc::new(Budget::new(4096))).unwrap();
+        let (queue, jobs) = (Queue::default(), [job("busy"), job("other")]);
+        let push = |lane, job: usize, op| {
+            let handed = Handed::Tensor(Place::new(&memory, 0, 4).unwrap());
+            let shares = vec![Share { rank: 0, handed }];
+            let fold = Arc::new(Fold::new(Descriptor::sum(1, DType::F32), shares, 1));
+            queue.push(lane, Task { fold, job: Arc::clone(&jobs[job]), op });
+        };
+        push(1, 0, 0);
+        push(0, 0, 1);
+        push(3, 1, 2);
+        let turns: Vec<_> = (0..4).map(|_| queue.next().unwrap().op).collect();
+        assert_eq!(turns, [1, 2, 1, 2]);
     }
 }

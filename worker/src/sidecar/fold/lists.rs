@@ -4,6 +4,8 @@
 
 use std::ops::Range;
 use std::sync::OnceLock;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 
 use racksum_kernels::codec;
 use racksum_kernels::fold::fold_run;
@@ -25,6 +27,8 @@ pub(super) struct Lists {
     world: u32,
     /// Made by the first thread that works on it: who waits for its turn takes no memory.
     begun: OnceLock<Result<Begun, Spoilt>>,
+    /// A thread is there that begins it.
+    is_admitted: AtomicBool,
 }
 
 /// A fold under way.
@@ -41,7 +45,9 @@ struct Begun {
 
 impl Lists {
     pub(super) const fn new(descriptor: Descriptor, shares: Vec<Share>, world: u32) -> Self {
-        Self { descriptor, shares, world, begun: OnceLock::new() }
+        let begun = OnceLock::new();
+        let is_admitted = AtomicBool::new(false);
+        Self { descriptor, shares, world, begun, is_admitted }
     }
 
     pub(super) fn is_taken(&self) -> bool {
@@ -49,14 +55,21 @@ impl Lists {
         self.begun.get().is_some_and(|begun| begun.as_ref().map_or(true, taken))
     }
 
+    pub(super) fn admit(&self) -> bool {
+        self.begun.get().is_some() || !self.is_admitted.swap(true, Relaxed)
+    }
+
     /// Folds chunks until all have been taken. Returns true to the one thread that ends the last,
     /// or that finds that there are none.
-    pub(super) fn work(&self, sum: &mut [u8]) -> bool {
+    pub(super) fn work(&self, sum: &mut [u8], has_begun: impl FnOnce()) -> bool {
         let mut is_first = false;
         let begun = self.begun.get_or_init(|| {
             is_first = true;
             self.begin()
         });
+        if is_first {
+            has_begun();
+        }
         let per_chunk = CHUNK / self.full();
         match begun {
             Ok(begun) if begun.union.len() > 0 => begun.chunks.work(|chunk| {

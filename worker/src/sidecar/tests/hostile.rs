@@ -142,7 +142,7 @@ fn a_bad_list_of_a_rank_that_is_gone_leaves_nobody_waiting() {
     assert!(job.submit(0, sum_of(1024), list.clone()).is_none());
     let (op, fold) = job.submit(1, sum_of(1024), list).unwrap();
     job.part(0, Loss::Died);
-    assert!(fold.work(&mut Vec::new()));
+    assert!(fold.work(&mut Vec::new(), || {}));
     job.folded(op, &Arc::new(fold));
     let FromSidecar::Lost { ranks, .. } = last_heard(&lines[1].1) else { panic!("not lost") };
     assert_eq!(ranks, [0]);
