@@ -145,8 +145,8 @@ impl Payload {
         self.sent = Some(masks);
     }
 
-    /// The blocks of each window that are sent, where they are known: of a list of blocks those that
-    /// are not zero; of a tensor these are found as it is sent.
+    /// The blocks of each window that are sent, where they are known: of a list those that are not
+    /// zero. Of a tensor these are found as it is sent.
     pub(crate) fn masks(&mut self) -> Option<Vec<u64>> {
         if let Some(sent) = &self.sent {
             return Some(sent.clone());
