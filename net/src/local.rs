@@ -1,13 +1,17 @@
 //! Processes of one host: messages that carry descriptors, and memory that is shared.
 
+mod limits;
 mod line;
+mod listener;
 mod memory;
 mod sealed;
 mod systemd;
 #[cfg(test)]
 mod tests;
 
-pub use line::{Line, LineError, Listener, Peer};
+pub use limits::{is_known_user, raise_open_files};
+pub use line::{Line, LineError, Peer};
+pub use listener::Listener;
 pub use memory::SharedMemory;
 pub use sealed::Sealed;
 pub use systemd::{listener_of_systemd, tell_systemd};

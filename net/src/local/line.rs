@@ -3,20 +3,20 @@
 //! Messages are JSON on a `SOCK_SEQPACKET` socket, which keeps their bounds: they are few, and
 //! people read them when something is wrong.
 
-use std::fs::Permissions;
+#![expect(unsafe_code, reason = "who is at the other end the kernel writes to where it is told")]
+
 use std::io::{self, IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
-use std::os::fd::{BorrowedFd, OwnedFd};
-use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::mem::{MaybeUninit, size_of};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::path::Path;
 use std::time::Duration;
 
 use rustix::io::{Errno, retry_on_intr};
-use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType,
-    accept_with, bind, connect, listen, recvmsg, sendmsg, shutdown, socket_with,
+    SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, connect,
+    recvmsg, sendmsg, shutdown, socket_with,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -24,8 +24,8 @@ use serde::de::DeserializeOwned;
 /// The largest message, in bytes of JSON.
 const MAX_MESSAGE: usize = 64 << 10;
 
-/// How many callers may wait to be answered.
-const BACKLOG: i32 = 128;
+/// How long the other side may read nothing before a line fails.
+const SEND_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Why a message was not sent or not received. After any of them the line is of no more use.
 #[derive(Debug, thiserror::Error)]
@@ -53,9 +53,10 @@ impl From<Errno> for LineError {
 /// The process at the other end, as the kernel knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Peer {
-    /// Its process, by this process's numbers; 0 if it is not among them.
+    /// Its process, by this process's numbers; 0 if it has none here, being in a container whose
+    /// processes this one does not see.
     pub pid: i32,
-    /// Its user.
+    /// Its user, by this process's numbers. All that have none here look like one.
     pub uid: u32,
 }
 
@@ -71,13 +72,19 @@ impl Line {
     /// # Errors
     /// The kernel's: nobody listens there, or this user may not.
     pub fn connect(path: &Path) -> io::Result<Self> {
-        let socket = new_socket()?;
-        connect(&socket, &SocketAddrUnix::new(path)?)?;
+        // Whoever is to answer may be stopped, with many callers before this one.
+        let line = Self::of(new_socket()?)?;
+        connect(&line.socket, &SocketAddrUnix::new(path)?)?;
+        Ok(line)
+    }
+
+    pub(super) fn of(socket: OwnedFd) -> io::Result<Self> {
+        set_socket_timeout(&socket, Timeout::Send, Some(SEND_PATIENCE))?;
         Ok(Self { socket })
     }
 
-    /// Sends a message, with a descriptor if it is to have one; waits while the other side has
-    /// many to read. A line that fails is hung up.
+    /// Sends a message, with a descriptor if it is to have one; waits ten seconds at most while the
+    /// other side has many to read. A line that fails is hung up.
     ///
     /// # Errors
     /// [`LineError`].
@@ -163,8 +170,18 @@ impl Line {
     /// # Errors
     /// The kernel's.
     pub fn peer(&self) -> io::Result<Peer> {
-        let peer = socket_peercred(&self.socket)?;
-        Ok(Peer { pid: peer.pid.as_raw_nonzero().get(), uid: peer.uid.as_raw() })
+        // As the kernel has it: a process of another container is 0, which rustix has no type for.
+        let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
+        let mut len = libc::socklen_t::try_from(size_of::<libc::ucred>()).expect("it is small");
+        let (into, socket) = ((&raw mut peer).cast(), self.socket.as_raw_fd());
+        // SAFETY: the kernel writes at most `len` bytes to `peer`, which has them.
+        let got = unsafe {
+            libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_PEERCRED, into, &raw mut len)
+        };
+        match got {
+            0 => Ok(Peer { pid: peer.pid, uid: peer.uid }),
+            _ => Err(io::Error::last_os_error()),
+        }
     }
 
     /// Hangs up: whoever waits for a message, on either side, hears that there will be none.
@@ -175,66 +192,6 @@ impl Line {
     }
 }
 
-/// Where other processes call this one.
-#[derive(Debug)]
-pub struct Listener {
-    socket: OwnedFd,
-    /// Whose name is to go with the listener.
-    path: Option<PathBuf>,
-}
-
-impl Listener {
-    /// Listens at a path, which only those may call that its permissions let write.
-    ///
-    /// # Errors
-    /// The kernel's; `AddrInUse` when somebody listens there already.
-    pub fn bind(path: &Path, mode: u32) -> io::Result<Self> {
-        if let Err(error) = Line::connect(path)
-            && error.kind() == io::ErrorKind::ConnectionRefused
-        {
-            // Of a process that was killed.
-            std::fs::remove_file(path)?;
-        }
-        let socket = new_socket()?;
-        bind(&socket, &SocketAddrUnix::new(path)?)?;
-        let listener = Self { socket, path: Some(path.to_owned()) };
-        std::fs::set_permissions(path, Permissions::from_mode(mode))?;
-        listen(&listener.socket, BACKLOG)?;
-        Ok(listener)
-    }
-
-    /// One whose socket this process was given, bound and listening.
-    #[must_use]
-    pub const fn of_socket(socket: OwnedFd) -> Self {
-        Self { socket, path: None }
-    }
-
-    /// Waits for a caller.
-    ///
-    /// # Errors
-    /// The kernel's; there may be callers after that.
-    pub fn accept(&self) -> io::Result<Line> {
-        let socket = retry_on_intr(|| accept_with(&self.socket, SocketFlags::CLOEXEC))?;
-        Ok(Line { socket })
-    }
-
-    /// Has nobody call any more: whoever waits for a caller gets an error.
-    pub fn stop(&self) {
-        // One that has been stopped needs no more.
-        let hung_up = shutdown(&self.socket, Shutdown::Both);
-        debug_assert!(matches!(hung_up, Ok(()) | Err(Errno::NOTCONN)), "sockets can be shut");
-    }
-}
-
-impl Drop for Listener {
-    fn drop(&mut self) {
-        if let Some(path) = &self.path {
-            // Somebody may have removed it.
-            drop(std::fs::remove_file(path));
-        }
-    }
-}
-
-fn new_socket() -> io::Result<OwnedFd> {
+pub(super) fn new_socket() -> io::Result<OwnedFd> {
     Ok(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
 }

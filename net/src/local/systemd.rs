@@ -35,7 +35,9 @@ pub fn listener_of_systemd() -> Result<Option<Listener>, String> {
     // of it yet.
     let socket = unsafe { OwnedFd::from_raw_fd(FIRST) };
     match socket_type(&socket) {
-        Ok(SocketType::SEQPACKET) => Ok(Some(Listener::of_socket(socket))),
+        Ok(SocketType::SEQPACKET) => {
+            Listener::of_socket(socket).map(Some).map_err(|error| error.to_string())
+        }
         _ => Err("systemd has passed no sequential packet socket; the unit of the socket needs \
                   ListenSequentialPacket="
             .into()),

@@ -21,7 +21,7 @@ fn messages_arrive_whole_and_with_their_descriptors() {
     let path = path("line");
     let listener = Listener::bind(&path, 0o600).unwrap();
     let caller = Line::connect(&path).unwrap();
-    let answerer = listener.accept().unwrap();
+    let answerer = listener.accept().unwrap().unwrap();
     let (memory, own) = SharedMemory::new(5000).unwrap();
     caller.send(&"first", None).unwrap();
     caller.send(&"second", Some(own.as_fd())).unwrap();
@@ -64,6 +64,68 @@ fn nobody_listens_where_somebody_does_but_where_somebody_was_killed() {
 }
 
 #[test]
+fn what_is_no_socket_is_left_as_it_is() {
+    let path = path("no-socket");
+    std::fs::write(&path, "precious").unwrap();
+    let refused = Listener::bind(&path, 0o600).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::AlreadyExists, "{refused}");
+    assert_eq!(std::fs::read(&path).unwrap(), b"precious");
+    std::fs::remove_file(path).unwrap();
+}
+
+#[test]
+fn a_listener_takes_no_name_with_it_but_its_own() {
+    let path = path("own");
+    let first = Listener::bind(&path, 0o600).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    let second = Listener::bind(&path, 0o600).unwrap();
+    drop(first);
+    Line::connect(&path).unwrap();
+    drop(second);
+    assert!(!path.exists());
+}
+
+#[test]
+fn of_many_that_start_at_once_one_serves() {
+    let path = path("at-once");
+    for _ in 0..20 {
+        // A process that is killed leaves the name behind.
+        let left = path.with_extension("left");
+        let killed = Listener::bind(&path, 0o600).unwrap();
+        std::fs::rename(&path, &left).unwrap();
+        drop(killed);
+        std::fs::rename(&left, &path).unwrap();
+        let start = || Listener::bind(&path, 0o600).ok();
+        let started: Vec<_> = std::thread::scope(|scope| {
+            let starters: Vec<_> = (0..4).map(|_| scope.spawn(start)).collect();
+            starters.into_iter().filter_map(|starter| starter.join().unwrap()).collect()
+        });
+        assert_eq!(started.len(), 1);
+        Line::connect(&path).unwrap();
+    }
+}
+
+#[test]
+fn a_socket_that_was_passed_serves_the_next_life_as_well() {
+    let path = path("passed");
+    let socket = line::new_socket().unwrap();
+    rustix::net::bind(&socket, &rustix::net::SocketAddrUnix::new(&path).unwrap()).unwrap();
+    rustix::net::listen(&socket, 1).unwrap();
+    for life in 0..2 {
+        let listener = Listener::of_socket(socket.try_clone().unwrap()).unwrap();
+        Line::connect(&path).unwrap().send(&life, None).unwrap();
+        let line = listener.accept().unwrap().unwrap();
+        assert_eq!(line.recv::<i32>().unwrap().unwrap().0, life);
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| listener.accept().unwrap().is_none());
+            listener.stop();
+            assert!(waits.join().unwrap());
+        });
+    }
+    std::fs::remove_file(path).unwrap();
+}
+
+#[test]
 fn memory_of_which_some_could_go_is_refused() {
     let refused = |descriptor: OwnedFd| {
         assert_eq!(SharedMemory::of(&descriptor, 1 << 20).unwrap_err().kind(), InvalidInput);
@@ -102,7 +164,7 @@ fn who_says_nothing_is_not_waited_for_for_ever() {
     let path = path("mute");
     let listener = Listener::bind(&path, 0o600).unwrap();
     let _mute = Line::connect(&path).unwrap();
-    let answerer = listener.accept().unwrap();
+    let answerer = listener.accept().unwrap().unwrap();
     answerer.set_patience(Some(Duration::from_millis(10))).unwrap();
     let error = answerer.recv::<String>().unwrap_err();
     assert!(matches!(error, LineError::Io(error) if error.kind() == ErrorKind::WouldBlock));

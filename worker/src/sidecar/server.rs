@@ -154,14 +154,14 @@ impl Shared {
     fn answer_all(self: &Arc<Self>, listener: &Listener) {
         loop {
             let line = match listener.accept() {
-                Ok(line) => Arc::new(line),
+                Ok(Some(line)) => Arc::new(line),
+                Ok(None) => return,
                 // A caller that has hung up already, or too many open files: others may be luckier.
-                Err(error) if error.raw_os_error() != Some(INVALID) => {
+                Err(error) => {
                     tracing::warn!(%error, "a caller could not be answered");
                     std::thread::sleep(TICK);
                     continue;
                 }
-                Err(_) => return,
             };
             // Those that say nothing are not waited for: soon there is room.
             while self.lines().len() >= self.limits.ranks + MAX_UNKNOWN {
@@ -355,5 +355,3 @@ fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<JoinHan
 
 /// Why no more jobs are taken.
 const DRAINING: &str = "the sidecar is about to stop and takes no more jobs";
-/// What a listener that was stopped says: `EINVAL`.
-const INVALID: i32 = 22;
