@@ -27,7 +27,8 @@ const MAX_MESSAGE: usize = 64 << 10;
 /// How long the other side may read nothing before a line fails.
 const SEND_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Why a message was not sent or not received. After any of them the line is of no more use.
+/// Why a message was not sent or not received. After most of them the line is of no
+/// more use.
 #[derive(Debug, thiserror::Error)]
 pub enum LineError {
     /// The message is above the limit.
@@ -39,6 +40,10 @@ pub enum LineError {
     /// The bytes are no message of the kind that was expected.
     #[error("a message cannot be read: {0}")]
     Json(#[from] serde_json::Error),
+    /// As many descriptors as this user may send are on their way, to processes that do not read.
+    /// The line is as it was.
+    #[error("too many descriptors are on their way to processes that do not read")]
+    TooManyOnTheWay,
     /// The other side is gone, or does not read.
     #[error("{0}")]
     Io(#[from] io::Error),
@@ -46,7 +51,10 @@ pub enum LineError {
 
 impl From<Errno> for LineError {
     fn from(errno: Errno) -> Self {
-        Self::Io(errno.into())
+        match errno {
+            Errno::TOOMANYREFS => Self::TooManyOnTheWay,
+            errno => Self::Io(errno.into()),
+        }
     }
 }
 
@@ -93,7 +101,7 @@ impl Line {
         message: &T,
         descriptor: Option<BorrowedFd<'_>>,
     ) -> Result<(), LineError> {
-        self.send_with(message, descriptor, SendFlags::NOSIGNAL).inspect_err(|_| self.hang_up())
+        self.send_with(message, descriptor, SendFlags::NOSIGNAL)
     }
 
     /// The same at once: when the other side has too many to read, the line fails.
@@ -106,7 +114,6 @@ impl Line {
         descriptor: Option<BorrowedFd<'_>>,
     ) -> Result<(), LineError> {
         self.send_with(message, descriptor, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)
-            .inspect_err(|_| self.hang_up())
     }
 
     /// How long to wait for a message from now on; `None` is for ever. One that does not come in
@@ -119,6 +126,20 @@ impl Line {
     }
 
     fn send_with<T: Serialize>(
+        &self,
+        message: &T,
+        descriptor: Option<BorrowedFd<'_>>,
+        flags: SendFlags,
+    ) -> Result<(), LineError> {
+        let sent = self.try_send(message, descriptor, flags);
+        sent.inspect_err(|error| {
+            if !matches!(error, LineError::TooManyOnTheWay) {
+                self.hang_up();
+            }
+        })
+    }
+
+    fn try_send<T: Serialize>(
         &self,
         message: &T,
         descriptor: Option<BorrowedFd<'_>>,

@@ -5,7 +5,7 @@ mod shared;
 use std::io;
 use std::marker::PhantomData;
 use std::path::Path;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use racksum_proto::control::MAX_OPS;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::SubmitError;
 
-use self::shared::{Flight, Over, Shared, State};
+use self::shared::{Flight, LOOK, Over, Shared, State};
 use super::lent::Lent;
 use super::message::{Called, FromRank, Join, ListAt, VERSION};
 use super::sums::Sums;
@@ -31,6 +31,9 @@ const PARTING: Duration = Duration::from_secs(8);
 /// How long a sidecar may take to answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 
+/// How much longer than an op may take a sidecar may take to end it, since it sees to that itself.
+const MARGIN: Duration = Duration::from_secs(5);
+
 /// A rank of a job whose ranks have a sidecar. Ops end in any order; each rank must start the same
 /// ops in the same order.
 #[derive(Debug)]
@@ -38,6 +41,8 @@ pub struct Client {
     pub(super) line: Arc<Line>,
     lanes: u8,
     shared: Arc<Shared>,
+    /// Held while an op is numbered and sent, so that ops are sent in their order.
+    order: Mutex<()>,
     /// Hears the sidecar.
     ear: Option<JoinHandle<()>>,
 }
@@ -104,10 +109,12 @@ impl Client {
             line: Arc::clone(&line),
             lanes: options.lanes,
             shared: Arc::clone(&shared),
+            order: Mutex::default(),
             ear: None,
         };
-        let path = path.to_owned();
-        let hear = move || shared.hear(&line, &path);
+        let (path, limit) = (path.to_owned(), options.op_timeout.saturating_add(MARGIN));
+        line.set_patience(Some(LOOK))?;
+        let hear = move || shared.hear(&line, &path, limit);
         client.ear = Some(std::thread::Builder::new().name("racksum-ear".into()).spawn(hear)?);
         Ok(client)
     }
@@ -214,8 +221,18 @@ impl Client {
 
     /// Memory for a copy of so many bytes.
     fn spare(&self, len: usize) -> Result<Arc<Lent>, Error> {
-        let spare = self.shared.lock().take_spare(len);
-        spare.map_or_else(|| self.lend(len).map_err(|why| Error::Memory(why.to_string())), Ok)
+        let mut state = self.shared.lock();
+        if let Some(spare) = state.take_spare(len) {
+            return Ok(spare);
+        }
+        // All are too small, and of tensors that grow none would be of use again.
+        let small = std::mem::take(&mut state.spare);
+        drop(state);
+        let had_some = !small.is_empty();
+        drop(small);
+        // A thread of the sidecar may have ended an op on one, and not let go of it.
+        let again = |why| if had_some { self.lend(len) } else { Err(why) };
+        self.lend(len).or_else(again).map_err(|why| Error::Memory(why.to_string()))
     }
 
     fn start(
@@ -225,6 +242,7 @@ impl Client {
         descriptor: &Descriptor,
     ) -> Result<u32, Error> {
         let Handed { copy, memory, at, list, len } = handed;
+        let _order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
         let mut state = self.shared.lock();
         if let Some(over) = &state.over {
             return Err(over.refused.clone());
@@ -232,9 +250,12 @@ impl Client {
         // Another thread may have taken the last.
         state.check_room()?;
         let Called { descriptor, .. } = Called::new(0, descriptor);
+        let op = state.take_off(Flight::new(operand, copy), len);
+        // Others may go on while this waits for a sidecar that does not read.
+        drop(state);
         // The ear hears of a line that fails.
         drop(self.line.send(&FromRank::Submit { descriptor, memory, at, list }, None));
-        Ok(state.take_off(Flight::new(operand, copy), len))
+        Ok(op)
     }
 
     /// Waits for an op to end: its tensor is reduced then, and of blocks those of the union are

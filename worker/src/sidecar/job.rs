@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
-use racksum_net::local::{Line, Peer};
+use racksum_net::local::{Line, LineError, Peer};
 use racksum_proto::control::{Loss, MAX_OPS};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::{OpError, SubmitError};
@@ -57,12 +57,12 @@ struct State {
     is_called: bool,
     /// Gives up to call the aggregator, if it is being called.
     give_up: Option<GiveUp>,
-    /// It will not begin, and its ranks were told so.
-    is_refused: bool,
     /// Ops that not all ranks have called.
     gathering: BTreeMap<u32, Gathering>,
     /// How many ops are being folded, or summed with those of other hosts.
     folding: usize,
+    /// Why the job will not begin.
+    refused: Option<String>,
     /// What ended the job.
     over: Option<FromSidecar>,
     /// The ranks were told so.
@@ -109,14 +109,14 @@ impl Job {
     pub(super) fn join(&self, join: &Join, line: &Arc<Line>, peer: Peer) -> Result<bool, String> {
         self.check(join)?;
         let mut state = self.lock();
+        if let Some(refused) = &state.refused {
+            return Err(refused.clone());
+        }
         if let Some(member) = state.members.get(&join.rank) {
             return Err(format!(
                 "rank {} has joined already, as process {}",
                 join.rank, member.pid
             ));
-        }
-        if state.is_refused {
-            return Err(format!("job {:?} did not begin: its other ranks were refused", join.job));
         }
         if state.began || state.members.len() == usize::from(self.local_world) {
             return Err(format!("job {:?} is running: its ranks have joined", join.job));
@@ -144,7 +144,7 @@ impl Job {
     pub(super) fn call(self: &Arc<Self>, upstream: &ConnectOptions) {
         let connecting = Connecting::new();
         let mut state = self.lock();
-        if state.is_refused {
+        if state.refused.is_some() || state.over.is_some() {
             return;
         }
         let mut ranks = state.members.keys().copied();
@@ -170,7 +170,7 @@ impl Job {
         let mut state = self.lock();
         match started {
             // Its ranks know.
-            _ if state.is_refused => {}
+            _ if state.refused.is_some() => {}
             Ok(upstream) => {
                 state.give_up = None;
                 (state.upstream, state.began) = (Some(Arc::new(upstream)), true);
@@ -302,7 +302,7 @@ impl Job {
         if state.members.remove(&rank).is_none() {
             return;
         }
-        if state.is_called && !state.began && !state.is_refused {
+        if state.is_called && !state.began && state.refused.is_none() {
             state.refuse(format!("rank {rank} has gone before the job was complete"));
         }
         if state.began {
@@ -357,7 +357,7 @@ impl Job {
 
     /// Whether it will not begin: who joins then begins it anew.
     pub(super) fn is_refused(&self) -> bool {
-        self.lock().is_refused
+        self.lock().refused.is_some()
     }
 
     /// Notes how much memory a rank has lent.
@@ -427,9 +427,11 @@ impl State {
     /// Gives up to begin.
     fn refuse(&mut self, reason: String) {
         self.give_up.take().iter().for_each(GiveUp::give_up);
-        // What becomes of it later is of no interest to them.
-        (self.is_refused, self.told) = (true, true);
-        self.tell_all(&FromSidecar::Refused { reason });
+        self.tell_all(&FromSidecar::Refused { reason: reason.clone() });
+        self.hang_up();
+        // What becomes of it later is of no interest to its ranks.
+        self.told = true;
+        self.refused = Some(reason);
     }
 
     fn tell_all(&self, message: &FromSidecar) {
@@ -445,9 +447,17 @@ impl State {
         let sums = sums.filter(|_| matches!(share.handed, Handed::List(_)));
         let outcome =
             sums.map_or(Outcome::Reduced, |sums| Outcome::Union { blocks: sums.blocks() });
-        let descriptor = sums.map(AsFd::as_fd);
-        // As above.
-        drop(member.line.send_now(&FromSidecar::Ended { op, outcome }, descriptor));
+        let ended = FromSidecar::Ended { op, outcome };
+        let told = member.line.send_now(&ended, sums.map(AsFd::as_fd));
+        if matches!(told, Err(LineError::TooManyOnTheWay)) {
+            // Without its sums, which is an error of the op.
+            drop(member.line.send_now(&ended, None));
+        }
+    }
+
+    /// Hangs up, so that the threads of the ranks let them go with all that they have.
+    fn hang_up(&self) {
+        self.members.values().for_each(|member| member.line.hang_up());
     }
 
     /// How far the job is.
@@ -466,6 +476,7 @@ impl State {
             tracing::warn!(job = self.job, "job is over: {}", in_words(&why));
         }
         self.over.get_or_insert(why);
+        self.give_up.take().iter().for_each(GiveUp::give_up);
         self.gathering.clear();
         self.tell_end();
     }
@@ -480,6 +491,10 @@ impl State {
         if let Some(why) = self.over.as_ref().filter(|_| self.folding == 0 && !self.told) {
             self.tell_all(why);
             self.told = true;
+            if matches!(why, FromSidecar::Superseded) {
+                // Ranks of a life that is over may be stuck, and keep what they have for ever.
+                self.hang_up();
+            }
             if let (FromSidecar::Lost { ranks, why }, Some(upstream)) = (why, &self.upstream) {
                 upstream.lose(ranks, *why);
             }

@@ -72,9 +72,9 @@ pub(super) enum FromSidecar {
     Lent { memory: u32, refused: Option<String> },
     /// What has left the host for the job, and come back.
     Stats(Stats),
-    /// What the sidecar does: JSON of a [`Status`](super::status::Status), sealed, whose descriptor
-    /// comes with this.
-    Status,
+    /// What the sidecar does: some of the JSON of a [`Status`](super::status::Status). It comes
+    /// without a descriptor, of which a user may have only so many on their way.
+    Status { part: String, more: bool },
     /// An op has ended.
     Ended { op: u32, outcome: Outcome },
     /// Ranks are gone, and the job is over.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::AsFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
-use racksum_net::local::{Line, Listener, Peer};
+use racksum_net::local::{Line, Listener, Peer, is_known_user};
 use racksum_proto::control::Loss;
 use racksum_proto::time::{Span, Time};
 
@@ -29,8 +29,9 @@ const TICK: Duration = Duration::from_millis(100);
 /// How long a caller may take to say what it wants.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// How long ranks may take to be gone when the sidecar stops.
-const LAST_WORDS: Span = Span::from_secs(2);
+/// How long ranks may take to be gone when the sidecar stops: as long as one that stays until no
+/// rank of another host can lack its sums, and its goodbye.
+const LAST_WORDS: Span = Span::from_secs(8);
 
 /// Callers that may be about to say what they want: others wait until these have.
 const MAX_UNKNOWN: usize = 64;
@@ -188,6 +189,10 @@ impl Shared {
     /// Serves a caller until it hangs up.
     fn serve(self: &Arc<Self>, line: &Arc<Line>) {
         let Ok(peer) = line.set_patience(Some(PATIENCE)).and_then(|()| line.peer()) else { return };
+        if !is_known_user(peer.uid) {
+            let reason = "the user of this process is none that the sidecar can tell from others";
+            return say(line, &FromSidecar::Refused { reason: reason.into() });
+        }
         match line.recv() {
             Ok(Some((FromRank::Join(join), _))) => self.serve_rank(line, &join, peer),
             Ok(Some((FromRank::AskStatus, _))) => self.tell_status(line, peer),
@@ -238,8 +243,7 @@ impl Shared {
         let job = match jobs.get(&join.job) {
             // Nor may another user begin its next life.
             Some(job) if job.uid != peer.uid => {
-                let (name, owner) = (&join.job, job.uid);
-                return Err(format!("job {name:?} is of user {owner}, and not of {}", peer.uid));
+                return Err(format!("job {:?} is of another user", join.job));
             }
             Some(job) if job.generation == join.generation && !job.is_refused() => Arc::clone(job),
             Some(job) if job.generation > join.generation => {
@@ -258,8 +262,13 @@ impl Shared {
         jobs.insert(join.job.clone(), Arc::clone(&job));
         if let Some(upstream) = self.upstream.clone().filter(|_| is_to_call) {
             let called = Arc::clone(&job);
-            spawn("racksum-call", move || called.call(&upstream))
-                .map_err(|error| error.to_string())?;
+            if let Err(error) = spawn("racksum-call", move || called.call(&upstream)) {
+                let reason = format!("the aggregator cannot be called: {error}");
+                job.refuse(&reason);
+                // Its own thread would let it go only if it had joined.
+                job.part(join.rank, Loss::Broke);
+                return Err(reason);
+            }
         }
         Ok(job)
     }
@@ -304,11 +313,8 @@ impl Shared {
             jobs: seen.map(|job| job.status()).collect(),
         };
         drop(jobs);
-        match status.sealed() {
-            // A caller that is gone needs no word.
-            Ok(sealed) => drop(line.send_now(&FromSidecar::Status, Some(sealed.as_fd()))),
-            Err(error) => tracing::warn!(%error, "cannot tell what there is"),
-        }
+        // A caller that is gone, or does not read, needs no word.
+        drop(status.tell(line));
     }
 
     fn jobs(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Job>>> {
@@ -349,7 +355,15 @@ fn say(line: &Line, message: &FromSidecar) {
     drop(line.send_now(message, None));
 }
 
+/// Starts a thread whose panic ends the process: half of a sidecar would leave ops waiting for the
+/// other half, or memory with folds that still write to it.
 fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+    let work = || {
+        if catch_unwind(AssertUnwindSafe(work)).is_err() {
+            // It was printed where it happened.
+            std::process::exit(1);
+        }
+    };
     std::thread::Builder::new().name(name.into()).spawn(work)
 }
 

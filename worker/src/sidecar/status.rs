@@ -5,13 +5,16 @@ use std::io;
 use std::path::Path;
 use std::time::Duration;
 
-use racksum_net::local::{Line, LineError, Sealed};
+use racksum_net::local::{Line, LineError};
 use serde::{Deserialize, Serialize};
 
 use super::message::{FromRank, FromSidecar};
 
 /// How long a sidecar may take to say what it does.
 const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Bytes of an answer that one message has: escaped they are less than twice as many.
+const PART: usize = 16 << 10;
 
 /// What a sidecar is doing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -91,28 +94,40 @@ pub fn ask(path: &Path) -> io::Result<Status> {
     let line = Line::connect(path)?;
     line.set_patience(Some(PATIENCE))?;
     line.send(&FromRank::AskStatus, None).map_err(as_io)?;
-    match line.recv().map_err(as_io)? {
-        Some((FromSidecar::Status, Some(told))) => read(&Sealed::of(told)),
-        Some((FromSidecar::WrongVersion { .. } | FromSidecar::Refused { .. }, _)) => {
-            Err(io::Error::other("it tells nothing to this user"))
+    let mut told = String::new();
+    loop {
+        match line.recv().map_err(as_io)? {
+            Some((FromSidecar::Status { part, more }, _)) => {
+                told.push_str(&part);
+                if !more {
+                    return Ok(serde_json::from_str(&told)?);
+                }
+            }
+            Some((FromSidecar::WrongVersion { .. } | FromSidecar::Refused { .. }, _)) => {
+                return Err(io::Error::other("it tells nothing to this user"));
+            }
+            _ => {
+                let why = "it does not say what it does";
+                return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+            }
         }
-        _ => Err(io::Error::new(io::ErrorKind::InvalidData, "it does not say what it does")),
     }
 }
 
-fn read(told: &Sealed) -> io::Result<Status> {
-    let mut json = vec![0; usize::try_from(told.len()?).unwrap_or(0)];
-    told.read_at(&mut json, 0)?;
-    Ok(serde_json::from_slice(&json)?)
-}
-
 impl Status {
-    /// The same as one sends it.
-    pub(super) fn sealed(&self) -> io::Result<Sealed> {
-        let sealed = Sealed::new()?;
-        sealed.write_at(&serde_json::to_vec(self)?, 0)?;
-        sealed.seal()?;
-        Ok(sealed)
+    /// Tells it to whoever has asked.
+    pub(super) fn tell(&self, line: &Line) -> Result<(), LineError> {
+        let json = serde_json::to_string(self)?;
+        let mut left = &json[..];
+        loop {
+            let (part, rest) = left.split_at(left.floor_char_boundary(PART));
+            let more = !rest.is_empty();
+            line.send(&FromSidecar::Status { part: part.to_owned(), more }, None)?;
+            if !more {
+                return Ok(());
+            }
+            left = rest;
+        }
     }
 }
 

@@ -1,17 +1,19 @@
 //! What a rank's threads share: the ops in flight, and what the sidecar has said.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use racksum_net::local::{Line, Sealed};
+use racksum_net::clock::Clock;
+use racksum_net::local::{Line, LineError, Sealed};
 use racksum_proto::control::{Loss, MAX_OPS};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::{OpId, Rank};
-use racksum_proto::time::Span;
+use racksum_proto::time::{Span, Time};
 
 use super::Traffic;
 use crate::engine::Stats;
@@ -20,6 +22,9 @@ use crate::operand::Operand;
 use crate::sidecar::lent::{AllLent, Lent};
 use crate::sidecar::message::{Called, FromSidecar, Outcome, VERSION};
 use crate::sidecar::sums::Sums;
+
+/// How often ops are looked for that the sidecar has not ended.
+pub(super) const LOOK: Duration = Duration::from_millis(500);
 
 /// What the client's threads share.
 #[derive(Debug, Default)]
@@ -36,7 +41,7 @@ pub(super) struct State {
     pub(super) refused: Option<ConnectError>,
     pub(super) began: bool,
     next_op: u32,
-    flights: HashMap<u32, Flight>,
+    flights: BTreeMap<u32, Flight>,
     /// How many of these have not ended.
     pub(super) in_flight: u16,
     /// Why there are no more ops.
@@ -71,11 +76,12 @@ pub(super) struct Flight {
     pub(super) outcome: Option<Result<Option<Sums>, OpError>>,
     /// Nobody will wait for it.
     abandoned: bool,
+    since: Time,
 }
 
 impl Flight {
-    pub(super) const fn new(operand: Operand, copy: Option<Arc<Lent>>) -> Self {
-        Self { operand, copy, outcome: None, abandoned: false }
+    pub(super) fn new(operand: Operand, copy: Option<Arc<Lent>>) -> Self {
+        Self { operand, copy, outcome: None, abandoned: false, since: Clock::start().now() }
     }
 }
 
@@ -114,15 +120,28 @@ impl Shared {
         }
     }
 
-    /// Hears the sidecar until it is gone.
-    pub(super) fn hear(&self, line: &Line, path: &Path) {
+    /// Hears the sidecar until it is gone, or has not ended an op for so long, although it has
+    /// ended all before that have timed out: it does not run, or not all of it.
+    pub(super) fn hear(&self, line: &Line, path: &Path, limit: Duration) {
+        let mut looked = Clock::start().now();
         let why = loop {
             match line.recv() {
                 Ok(Some((message, descriptor))) => self.take_in(message, descriptor, path),
                 Ok(None) => break "it has hung up".to_owned(),
+                // Nothing was said for a moment.
+                Err(LineError::Io(error)) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => break error.to_string(),
             }
+            let now = Clock::start().now();
+            if now.since(looked).as_millis() >= LOOK.as_millis() as u64 {
+                looked = now;
+                if self.lock().has_late(now, limit) {
+                    let limit = limit.as_millis();
+                    break format!("it has not ended an op for {limit} ms; is it stopped?");
+                }
+            }
         };
+        line.hang_up();
         self.lock().gone = true;
         self.end(Over::gone(path, &why));
     }
@@ -143,7 +162,7 @@ impl Shared {
             }
             FromSidecar::Stats(stats) => state.stats = Some(stats),
             // It was not asked.
-            FromSidecar::Status => {}
+            FromSidecar::Status { .. } => {}
             FromSidecar::Ended { op, outcome } => {
                 let abandoned = state.land(op, outcome.of(op, descriptor));
                 drop(state);
@@ -193,6 +212,12 @@ impl Shared {
 impl State {
     pub(super) fn has_ended(&self, op: u32) -> bool {
         self.flights.get(&op).is_none_or(|flight| flight.outcome.is_some())
+    }
+
+    /// Whether an op is in flight for longer than this.
+    fn has_late(&self, now: Time, limit: Duration) -> bool {
+        let oldest = self.flights.values().find(|flight| flight.outcome.is_none());
+        oldest.is_some_and(|oldest| Duration::from_nanos(now.since(oldest.since).0) > limit)
     }
 
     pub(super) const fn check_room(&self) -> Result<(), SubmitError> {
