@@ -6,7 +6,7 @@
 #![expect(unsafe_code, reason = "who is at the other end the kernel writes to where it is told")]
 
 use std::io::{self, IoSlice, IoSliceMut};
-use std::mem::{MaybeUninit, size_of};
+use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;

@@ -267,6 +267,7 @@ impl Shared {
                 job.refuse(&reason);
                 // Its own thread would let it go only if it had joined.
                 job.part(join.rank, Loss::Broke);
+                jobs.retain(|_, job| !job.is_deserted());
                 return Err(reason);
             }
         }

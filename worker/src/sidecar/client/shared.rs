@@ -133,7 +133,7 @@ impl Shared {
                 Err(error) => break error.to_string(),
             }
             let now = Clock::start().now();
-            if now.since(looked).as_millis() >= LOOK.as_millis() as u64 {
+            if Duration::from_nanos(now.since(looked).0) >= LOOK {
                 looked = now;
                 if self.lock().has_late(now, limit) {
                     let limit = limit.as_millis();
