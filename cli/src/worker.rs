@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::thread::available_parallelism;
 use std::time::Duration;
 
-use racksum_net::local::{Listener, listener_of_systemd, tell_systemd};
+use racksum_net::local::{Listener, listener_of_systemd, raise_open_files, tell_systemd};
 use racksum_proto::auth::DataAuth;
 use racksum_worker::sidecar::{Limits, Sidecar};
 use racksum_worker::{ConnectOptions, aggregator_sets};
@@ -19,12 +19,12 @@ use crate::stderr;
 /// The flags of a sidecar.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// Where ranks call it: connect("unix:PATH"). Not needed if systemd has opened the socket.
+    /// Where ranks call it: connect("unix:PATH"). Not to be given if systemd has opened the socket.
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
-    /// Who may call it, as the socket's permissions: of whom it lets write.
-    #[arg(long, value_name = "OCTAL", default_value = "600", value_parser = mode)]
-    mode: u32,
+    /// Who may call it, as the socket's permissions: of whom it lets write [default: 600].
+    #[arg(long, value_name = "OCTAL", value_parser = mode)]
+    mode: Option<u32>,
     /// Threads that sum [default: one for each core].
     #[arg(long, value_name = "N")]
     threads: Option<NonZeroUsize>,
@@ -113,10 +113,20 @@ fn mode(text: &str) -> Result<u32, String> {
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let passed = listener_of_systemd().map_err(Failure::usage)?;
     let upstream = args.upstream()?;
+    // Each caller is an open file, and so are results until their ranks have read them.
+    if let Err(error) = raise_open_files() {
+        stderr::warn(format_args!("the limit on open files stays as it is: {error}"));
+    }
     let (listener, at) = match (passed, &args.socket) {
+        (Some(_), at) if at.is_some() || args.mode.is_some() => {
+            return Err(Failure::usage(
+                "systemd has opened the socket, so that --socket and --mode mean nothing; say \
+                 where and for whom in its unit: ListenSequentialPacket=, SocketMode=",
+            ));
+        }
         (Some(passed), _) => (passed, "the socket of systemd".to_owned()),
         (None, Some(path)) => {
-            let listener = Listener::bind(path, args.mode).map_err(|error| {
+            let listener = Listener::bind(path, args.mode.unwrap_or(0o600)).map_err(|error| {
                 let why = match error.kind() {
                     io::ErrorKind::AddrInUse => "somebody serves there already".into(),
                     _ => error.to_string(),

@@ -1,12 +1,14 @@
 //! `racksum worker`, the sidecar of a host, as a process.
 
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixDatagram;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
+use racksum_net::local::Listener;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
 use racksum_worker::ConnectOptions;
@@ -144,6 +146,39 @@ fn what_a_sidecar_cannot_do_is_a_wrong_command_line() {
     let ended = run(&["worker", "--socket", &socket, "--aggregator", "a:1,"]);
     assert!(ended.failed(2).contains("has no name"), "{ended:?}");
     assert!(run(&["worker"]).failed(2).contains("give --socket PATH"));
+    std::fs::write(&socket, "precious").unwrap();
+    let ended = run(&["worker", "--socket", &socket]);
+    assert!(ended.failed(3).contains("something else than a socket"), "{ended:?}");
+    assert_eq!(std::fs::read(&socket).unwrap(), b"precious");
+}
+
+/// Starts a sidecar as systemd does, with a socket that stays open here.
+fn activate(socket: &Listener, flags: &str) -> Child {
+    let start = format!(
+        "exec 3<&0 0</dev/null; export LISTEN_PID=$$ LISTEN_FDS=1; exec {RACKSUM} worker {flags}"
+    );
+    let socket = socket.as_fd().try_clone_to_owned().unwrap();
+    let mut shell = Command::new("sh");
+    shell.args(["-c", &start]).stdin(socket).stdout(Stdio::null()).stderr(Stdio::piped());
+    shell.spawn().unwrap()
+}
+
+#[test]
+fn a_socket_of_systemd_serves_one_life_after_the_other_and_is_as_its_unit_says() {
+    let folder = Folder::new("sidecar-activated");
+    let socket = folder.path("socket");
+    let listener = Listener::bind(Path::new(&socket), 0o600).unwrap();
+    for _ in 0..2 {
+        let mut life = activate(&listener, "");
+        let rank = Client::call(Path::new(&socket), &ConnectOptions::new("", "job"), 1).unwrap();
+        assert!(rank.is_ready_within(PATIENCE).unwrap());
+        drop(rank);
+        signal(life.id(), "TERM");
+        assert!(life.wait().unwrap().success());
+    }
+    let refused = activate(&listener, "--mode 660").wait_with_output().unwrap();
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("SocketMode="));
 }
 
 #[test]

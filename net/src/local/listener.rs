@@ -2,7 +2,7 @@
 
 use std::fs::{File, Metadata, Permissions};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -92,6 +92,12 @@ impl Listener {
     pub fn stop(&self) {
         let told = write(&self.stopped, &1_u64.to_ne_bytes());
         debug_assert!(told.is_ok(), "it is told once or twice");
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
     }
 }
 
