@@ -137,7 +137,7 @@ fn remove_left(path: &Path) -> io::Result<()> {
 /// nobody is kept.
 fn lock_folder(path: &Path) -> io::Result<Option<File>> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let Ok(folder) = File::open(folder.unwrap_or(Path::new("."))) else { return Ok(None) };
+    let Ok(folder) = File::open(folder.unwrap_or_else(|| Path::new("."))) else { return Ok(None) };
     for _ in 0..LOCK_TRIES {
         match flock(folder.as_fd(), FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => return Ok(Some(folder)),
