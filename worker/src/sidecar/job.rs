@@ -424,7 +424,7 @@ impl Job {
 }
 
 impl State {
-    /// Gives up to begin.
+    /// Refuses the ranks, and hangs up, since the job will not begin.
     fn refuse(&mut self, reason: String) {
         self.give_up.take().iter().for_each(GiveUp::give_up);
         self.tell_all(&FromSidecar::Refused { reason: reason.clone() });
