@@ -217,6 +217,8 @@ def aggregator(racksum: Path) -> Iterator[str]:
             yield found[1]
         finally:
             process.terminate()
+            # It has some last words.
+            process.communicate()
 
 
 def main() -> int:
