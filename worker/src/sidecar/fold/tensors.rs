@@ -68,6 +68,9 @@ impl Tensors {
     }
 
     fn fold_chunk(&self, from: usize, sum: &mut [u8]) {
+        if let [own] = &self.places[..] {
+            return self.fold_alone(own, from, sum);
+        }
         let (full, len) = (self.full(), sum.len());
         let masks: Vec<_> = self.places.iter().map(|place| self.scan(place, from, len)).collect();
         // SAFETY: a chunk is one thread's, and it writes only to `sum` while it reads these.
@@ -85,16 +88,24 @@ impl Tensors {
             self.fold_blocks(&holders, &mut sum[run]);
             first = end;
         }
-        if let [own] = &inputs[..]
-            && *own == sum
-        {
-            // One rank's tensor is its own sum, but for what NaNs carry: nothing is to be written.
-            return;
-        }
         for place in &self.places[..self.targets] {
             // SAFETY: a chunk is one thread's, and it reads none of them any more.
             unsafe { place.bytes_mut(from, len) }.copy_from_slice(sum);
         }
+    }
+
+    /// Folds a chunk of one rank's: it is its own sum, but for what NaNs carry, so that next to
+    /// nothing is written. It is scanned last, when it is in the cache.
+    fn fold_alone(&self, own: &Place, from: usize, sum: &mut [u8]) {
+        let len = sum.len();
+        // SAFETY: a chunk is one thread's, and it writes only to `sum` while it reads this.
+        let input = unsafe { own.bytes(from, len) };
+        self.fold_blocks(&[input], sum);
+        if input != sum {
+            // SAFETY: a chunk is one thread's, and it does not read it any more.
+            unsafe { own.bytes_mut(from, len) }.copy_from_slice(sum);
+        }
+        self.scan(own, from, len);
     }
 
     /// Folds blocks that the same ranks have: sums leave out who has none, as an aggregator's do.
