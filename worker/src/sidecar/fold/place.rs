@@ -1,4 +1,9 @@
 //! Where ranks have what they hand: memory that they may write to at any time.
+//!
+//! Nothing holds a rank to it that a place is of one op at a time, nor that it leaves the place
+//! alone meanwhile. One that does otherwise spoils the values of its own job: no index, length or
+//! branch that memory depends on is taken from them. The language promises nothing for such races,
+//! so what is said of safety here is said of ranks that keep to it.
 
 #![expect(unsafe_code, reason = "the memory is shared with other processes")]
 
