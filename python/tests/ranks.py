@@ -83,7 +83,19 @@ def group_on_backend(address: str, job: str) -> dist.ProcessGroup:
     return dist.new_group(backend="racksum", pg_options=backend_options(address, job))
 
 
-def in_group(check: Callable[[dist.ProcessGroup], Any], address: str, job: str) -> Any:
+Check = Callable[[dist.ProcessGroup], Any]
+
+
+class Checks(list[Check]):
+    """Behaviours that all ranks of a group check."""
+
+    def add(self, behaviour: Check) -> Check:
+        """Has a behaviour checked: a decorator."""
+        self.append(behaviour)
+        return behaviour
+
+
+def in_group(check: Check, address: str, job: str) -> Any:
     """Checks something in a group that others are checked in as well, and still can be."""
     group = group_on_backend(address, job)
     result = check(group)

@@ -19,13 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ranks import Ranks, in_group
+from ranks import Checks, Ranks, in_group
 
 WORLD = 3
 
-Check = Callable[[dist.ProcessGroup], None]
-
-CHECKS: list[Check] = []
+CHECKS = Checks()
+check = CHECKS.add
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +32,6 @@ def ranks() -> Iterator[Ranks]:
     ranks = Ranks(WORLD)
     yield ranks
     ranks.close()
-
-
-def check(behaviour: Check) -> Check:
-    """Has all ranks of a group check a behaviour."""
-    CHECKS.append(behaviour)
-    return behaviour
 
 
 def own(value: float = 0.0, **options: Any) -> Tensor:

@@ -7,7 +7,7 @@ docs/c10d.md lists it.
 import copy
 import itertools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,13 +28,12 @@ from torch.nn.parallel import DistributedDataParallel
 import racksum
 import racksum.torch
 from racksum.torch.compress import BlockTopK
-from ranks import Ranks, backend_options, in_group, session_of_group
+from ranks import Checks, Ranks, backend_options, in_group, session_of_group
 
 WORLD = 2
 
-Check = Callable[[dist.ProcessGroup], None]
-
-CHECKS: list[Check] = []
+CHECKS = Checks()
+check = CHECKS.add
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +41,6 @@ def ranks() -> Iterator[Ranks]:
     ranks = Ranks(WORLD)
     yield ranks
     ranks.close()
-
-
-def check(behaviour: Check) -> Check:
-    CHECKS.append(behaviour)
-    return behaviour
 
 
 @pytest.mark.parametrize("behaviour", CHECKS, ids=lambda check: check.__name__)
