@@ -157,6 +157,12 @@ pub enum SubmitError {
         /// Ops the job may have in flight.
         max: usize,
     },
+    /// Its tensor lies in memory of an op in flight.
+    #[error("op {}, which has not ended, has some of the same memory; wait for it first", op.0)]
+    InUse {
+        /// The op in flight.
+        op: OpId,
+    },
     /// No such lane.
     #[error("lane {lane} does not exist: the job joined with {lanes} lanes, 0 to {}", lanes - 1)]
     NoSuchLane {

@@ -42,7 +42,9 @@ pub(crate) fn of_connect(py: Python<'_>, error: &ConnectError) -> PyErr {
 pub(crate) fn of_op(py: Python<'_>, error: &Error) -> PyErr {
     let text = error.to_string();
     match error {
-        Error::Submit(SubmitError::Descriptor(_) | SubmitError::NoSuchLane { .. })
+        Error::Submit(
+            SubmitError::Descriptor(_) | SubmitError::NoSuchLane { .. } | SubmitError::InUse { .. },
+        )
         | Error::Length { .. }
         | Error::Blocks(_)
         | Error::OtherClient => raise(py, "BadArgument", text),

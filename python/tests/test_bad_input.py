@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -113,6 +115,26 @@ def test_ranks_that_call_an_op_differently_all_hear_of_it(place, one, other):
         return session.allreduce(np.ones(3, np.float32)).sum()
 
     assert place.run(2, work) == [6, 6]
+
+
+def test_a_tensor_that_an_op_has_is_not_taken_for_another(place):
+    refused = threading.Event()
+
+    def work(session):
+        x = session.empty(8)
+        x[:] = 1
+        if session.rank == 1:
+            refused.wait()
+        handle = session.allreduce(x, async_op=True)
+        if session.rank == 0:
+            for again in (x, x[:4], x[7:]):
+                with pytest.raises(racksum.BadArgument, match=r"op 0, .* wait for it first"):
+                    session.allreduce(again)
+            refused.set()
+        handle.wait()
+        return session.allreduce(x[4:]).tolist()
+
+    assert place.run(2, work) == [[4.0] * 4] * 2
 
 
 def test_an_overflow_names_the_element(cluster):

@@ -328,3 +328,38 @@ fn ranks_of_a_host_whose_aggregator_is_gone_are_told_so() {
         });
     });
 }
+
+#[test]
+fn the_time_that_ranks_of_a_host_are_waited_for_is_of_the_op() {
+    const TIMEOUT: Duration = Duration::from_secs(12);
+    bounded(60, || {
+        let rig = Rig::start(|_| {});
+        let options = ConnectOptions { op_timeout: TIMEOUT, ..rig.options("late", 0, 3) };
+        let host = Host::start("late", options.clone());
+        std::thread::scope(|scope| {
+            let rank = ConnectOptions { rank: 2, ..options.clone() };
+            let third = scope.spawn(move || Client::connect(&rank).unwrap());
+            let ranks = [0, 1].map(|rank| {
+                let options = ConnectOptions { rank, ..options.clone() };
+                sidecar::Client::call(&host.path, &options, 2).unwrap()
+            });
+            for rank in &ranks {
+                assert!(rank.is_ready_within(Duration::from_secs(20)).unwrap());
+            }
+            // It calls no op.
+            let _third = third.join().unwrap();
+            let start = |rank: &sidecar::Client| {
+                rank.submit(vec![1; 4], Descriptor::sum(1, DType::I32)).unwrap()
+            };
+            let first = start(&ranks[0]);
+            std::thread::sleep(3 * TIMEOUT / 4);
+            drop(start(&ranks[1]));
+            assert!(ranks[0].ends_within(&first, TIMEOUT / 2).unwrap(), "it has more time");
+            let Error::Op(OpError::Timeout { missing, .. }) = ranks[0].wait(first).unwrap_err()
+            else {
+                panic!("it has not timed out")
+            };
+            assert_eq!(missing[0].0, Rank(2));
+        });
+    });
+}

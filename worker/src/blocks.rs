@@ -80,7 +80,7 @@ impl BlockSet {
         stretch: Packed,
         mut visit: impl FnMut(&[u8], usize),
     ) {
-        let full = descriptor.block_elements() * descriptor.dtype.size();
+        let full = full_len(descriptor);
         each_block(descriptor, stretch, |index, range, offset| {
             if let Ok(at) = self.input.indices.binary_search(&index) {
                 let start = at * full;
@@ -137,7 +137,7 @@ impl BlockSet {
                 rest &= rest - 1;
             }
             if !in_order {
-                let len: usize = indices[from..].iter().map(|i| len_of(descriptor, *i)).sum();
+                let len = values_len(descriptor, &indices[from..]);
                 values.extend_from_slice(&self.values[arrived.start..arrived.start + len]);
             }
         }
@@ -160,7 +160,7 @@ impl Blocks {
                 "block {beyond} is beyond the tensor's {count} blocks of {block} elements"
             )));
         }
-        let need: usize = self.indices.iter().map(|index| len_of(descriptor, *index)).sum();
+        let need = values_len(descriptor, &self.indices);
         if need != self.values.len() {
             let (have, blocks) = (self.values.len(), self.indices.len());
             return Err(Error::Blocks(format!(
@@ -240,6 +240,16 @@ pub(crate) fn place(geometry: &Geometry, index: u32) -> (u32, u32) {
 /// How many blocks a tensor has.
 pub(crate) const fn count_of(descriptor: &Descriptor) -> u64 {
     descriptor.elements.div_ceil(descriptor.block_elements() as u64)
+}
+
+/// Bytes of a block but a tensor's last.
+pub(crate) const fn full_len(descriptor: &Descriptor) -> usize {
+    descriptor.block_elements() * descriptor.dtype.size()
+}
+
+/// Bytes of the values of some blocks.
+pub(crate) fn values_len(descriptor: &Descriptor, indices: &[u32]) -> usize {
+    indices.iter().map(|index| len_of(descriptor, *index)).sum()
 }
 
 /// Bytes of a block's values.

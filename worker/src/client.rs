@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
-use racksum_proto::control::{Absent, FromWorker, Loss, Welcome};
+use racksum_proto::control::{Absent, Loss, Welcome};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::SubmitError;
 use racksum_proto::ids::{OpId, Rank};
@@ -125,7 +125,7 @@ impl Client {
         descriptor: Descriptor,
     ) -> Result<Reduced<()>, Error> {
         let (loan, region) = lend(tensor);
-        let (state, op) = self.start(descriptor, region.into(), |_| {})?;
+        let (state, op) = self.start(descriptor, region.into(), self.op_timeout, |_| {})?;
         let mut state = self.shared.await_that(state, |state| !state.engine.is_in_flight(op));
         let Finished { result, absent, payload } = state.engine.take(op).ok_or(GONE)?;
         drop(state);
@@ -150,49 +150,53 @@ impl Client {
         operand: T,
         descriptor: Descriptor,
     ) -> Result<Handle<T>, Error> {
-        let (state, op) = self.start(descriptor, operand.into(), |_| {})?;
+        let (state, op) = self.start(descriptor, operand.into(), self.op_timeout, |_| {})?;
         self.shared.set_off(state);
         Ok(self.handle(op))
     }
 
     /// The same of what several ranks have come to, which sends these blocks and no others: a block
-    /// that is zero now may have been other than zero at some of them.
+    /// that is zero now may have been other than zero at some of them. So much of the op's time is
+    /// spent already.
     pub(crate) fn submit_folded<T: Into<Operand>>(
         &self,
         operand: T,
         descriptor: Descriptor,
         blocks: impl Iterator<Item = u32>,
+        spent: Span,
     ) -> Result<Handle<T>, Error> {
         let send = |payload: &mut Payload| payload.send_these(blocks);
-        let (state, op) = self.start(descriptor, operand.into(), send)?;
+        let left = Span(self.op_timeout.0.saturating_sub(spent.0));
+        let (state, op) = self.start(descriptor, operand.into(), left, send)?;
         self.shared.set_off(state);
         Ok(self.handle(op))
     }
 
-    /// Starts an op.
+    /// Starts an op that may take so long.
     fn start(
         &self,
         descriptor: Descriptor,
         operand: Operand,
+        mut timeout: Span,
         prepare: impl FnOnce(&mut Payload),
     ) -> Result<(MutexGuard<'_, State>, OpId), Error> {
         descriptor.validate().map_err(SubmitError::from)?;
         let data = operand.into_data(&descriptor)?;
         let mut state = self.shared.lock();
-        let mut payload = state.engine.payload(descriptor, data);
+        let mut payload = state.engine.payload(descriptor, data)?;
         prepare(&mut payload);
         if !self.welcome.in_tree {
-            let op = state.submit(|engine| engine.submit(payload, self.op_timeout))?;
+            let op = state.submit(|engine| engine.submit(payload, timeout))?;
             return Ok((state, op));
         }
         drop(state);
         // All ranks number their ops alike: none comes between an op and the one before it that
         // finds its exponents.
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        let (clock, mut timeout) = (Clock::start(), self.op_timeout);
+        let clock = Clock::start();
         let began = clock.now();
         if exponents::are_due(&descriptor) {
-            let agreed = self.agree(&descriptor, payload.exponents())?;
+            let agreed = self.agree(&descriptor, payload.exponents(), timeout)?;
             payload.agree(agreed);
             timeout = Span(timeout.0.saturating_sub(clock.now().since(began).0));
         }
@@ -202,10 +206,10 @@ impl Client {
     }
 
     /// Finds the greatest exponents of all ranks.
-    fn agree(&self, of: &Descriptor, own: Exponents) -> Result<Exponents, Error> {
+    fn agree(&self, of: &Descriptor, own: Exponents, timeout: Span) -> Result<Exponents, Error> {
         let mut state = self.shared.lock();
-        let agreement = state.engine.payload(agreement(of), Data::Owned(own.into_bytes()));
-        let op = state.submit(|engine| engine.submit(agreement, self.op_timeout))?;
+        let agreement = state.engine.payload(agreement(of), Data::Owned(own.into_bytes()))?;
+        let op = state.submit(|engine| engine.submit(agreement, timeout))?;
         let mut state = self.shared.await_that(state, |state| !state.engine.is_in_flight(op));
         let Finished { result, payload, .. } = state.engine.take(op).ok_or(GONE)?;
         result.map_err(exponents::as_meant)?;
@@ -273,7 +277,7 @@ impl Client {
 
     /// Says that a rank is gone which this client speaks for besides its own: the job loses it.
     pub(crate) fn part(&self, rank: u16, why: Loss) {
-        self.voices.say(&FromWorker::Parted(Absent { rank, why }));
+        self.voices.part(Absent { rank, why });
     }
 
     /// Leaves the job, as the client does when it is dropped: ops in flight end with an error, and

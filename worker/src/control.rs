@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use racksum_net::quic::{Caller, Credentials, Ended, LEAVE, converse};
-use racksum_proto::control::{FromAggregator, FromWorker, Join};
+use racksum_proto::control::{Absent, FromAggregator, FromWorker, Join};
 use racksum_proto::ids::OpId;
 use racksum_proto::time::Span;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
@@ -205,26 +205,73 @@ impl Drop for Control {
     }
 }
 
-/// How a client says something to the aggregators that its job is at, wherever these are by now.
+/// How a client says which of the ranks that it speaks for are gone, to the aggregators that its
+/// job is at: wherever these are by now, and again where the job moves to.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Voices {
-    all: Arc<Mutex<Vec<UnboundedSender<FromWorker>>>>,
+    spoken: Arc<Mutex<Spoken>>,
+}
+
+#[derive(Debug, Default)]
+struct Spoken {
+    to: Vec<UnboundedSender<FromWorker>>,
+    parted: Vec<Absent>,
 }
 
 impl Voices {
     /// Speaks to these from now on.
     pub(crate) fn set(&self, controls: &[Control]) {
-        *self.lock() = controls.iter().map(|control| control.say.clone()).collect();
+        let mut spoken = self.lock();
+        spoken.to = controls.iter().map(|control| control.say.clone()).collect();
+        // While the job moved nobody heard it.
+        spoken.parted.iter().for_each(|parted| spoken.say(*parted));
     }
 
-    pub(crate) fn say(&self, word: &FromWorker) {
-        for voice in self.lock().iter() {
+    /// Says that a rank is gone.
+    pub(crate) fn part(&self, parted: Absent) {
+        let mut spoken = self.lock();
+        spoken.parted.push(parted);
+        spoken.say(parted);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Spoken> {
+        self.spoken.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Spoken {
+    fn say(&self, parted: Absent) {
+        for voice in &self.to {
             // A connection that is closed has said so.
-            drop(voice.send(word.clone()));
+            drop(voice.send(FromWorker::Parted(parted)));
         }
     }
+}
 
-    fn lock(&self) -> MutexGuard<'_, Vec<UnboundedSender<FromWorker>>> {
-        self.all.lock().unwrap_or_else(PoisonError::into_inner)
+#[cfg(test)]
+mod tests {
+    use racksum_proto::control::Loss;
+
+    use super::*;
+
+    #[test]
+    fn who_has_gone_while_a_job_moves_is_named_where_it_goes_on() {
+        let control = || {
+            let (say, said) = unbounded_channel();
+            (Control { say, thread: None, parting: LEAVE }, said)
+        };
+        let gone = |rank| Absent { rank, why: Loss::Died };
+        let (voices, (before, mut heard)) = (Voices::default(), control());
+        voices.set(std::slice::from_ref(&before));
+        voices.part(gone(1));
+        assert_eq!(heard.try_recv().unwrap(), FromWorker::Parted(gone(1)));
+        drop((before, heard));
+        voices.part(gone(2));
+        let (after, mut heard) = control();
+        voices.set(std::slice::from_ref(&after));
+        voices.part(gone(3));
+        for rank in 1..=3 {
+            assert_eq!(heard.try_recv().unwrap(), FromWorker::Parted(gone(rank)));
+        }
     }
 }

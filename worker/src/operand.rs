@@ -59,6 +59,14 @@ impl Operand {
         }
     }
 
+    /// The tensor, if it stays where it is.
+    pub(crate) const fn region(&self) -> Option<&Region> {
+        match self {
+            Self::Region(region) => Some(region),
+            Self::Tensor(_) | Self::Blocks(_) => None,
+        }
+    }
+
     /// The bytes of a tensor; of a list there are none.
     pub(crate) fn bytes(&self) -> &[u8] {
         match self {

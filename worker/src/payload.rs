@@ -31,6 +31,14 @@ pub(crate) enum Data {
 }
 
 impl Data {
+    /// The tensor, if its caller has lent it.
+    pub(crate) const fn region(&self) -> Option<&Region> {
+        match self {
+            Self::InPlace(region) => Some(region),
+            Self::Owned(_) | Self::Blocks(_) | Self::Returned => None,
+        }
+    }
+
     /// A range of the tensor; nothing of a list of blocks.
     pub(crate) fn bytes(&self, range: Range<usize>) -> &[u8] {
         match self {

@@ -102,6 +102,13 @@ impl Region {
         self.len
     }
 
+    /// Whether some bytes are another's too.
+    pub(crate) fn overlaps(&self, other: &Self) -> bool {
+        let ends = |region: &Self| region.start.addr().get() + region.len;
+        let meet = self.start.addr().get() < ends(other) && other.start.addr().get() < ends(self);
+        self.len > 0 && other.len > 0 && meet
+    }
+
     /// Bytes `range` of the memory, to be read.
     pub(crate) fn bytes(&self, range: Range<usize>) -> &[u8] {
         assert!(range.start <= range.end && range.end <= self.len, "beyond the tensor");
@@ -129,6 +136,21 @@ pub(crate) mod tests {
         unsafe { Region::new(start, len, (bytes, owner)) }
     }
 
+    /// Regions of the same memory, of which only those that do not overlap may be used.
+    pub(crate) fn regions_of<const N: usize>(
+        mut bytes: Vec<u8>,
+        ranges: [Range<usize>; N],
+    ) -> [Region; N] {
+        let start: NonNull<u8> = NonNull::from(&mut *bytes).cast();
+        let bytes = Arc::new(bytes);
+        ranges.map(|range| {
+            assert!(range.end <= bytes.len(), "beyond the memory");
+            // SAFETY: within the vector, which is kept, stays where it is, and nobody looks at; of
+            // regions that overlap one is used.
+            unsafe { Region::new(start.add(range.start), range.len(), Arc::clone(&bytes)) }
+        })
+    }
+
     #[test]
     fn a_region_is_the_memory_it_was_made_of() {
         let mut floats = [1f32, 2.0, 3.0];
@@ -138,6 +160,21 @@ pub(crate) mod tests {
         drop(region);
         drop(loan);
         assert_eq!(floats, [1.0, 5.0, 3.0]);
+    }
+
+    #[test]
+    fn regions_overlap_where_they_have_bytes_in_common() {
+        for (one, other, overlap) in [
+            (0..8, 4..12, true),
+            (0..12, 4..8, true),
+            (0..4, 4..8, false),
+            (0..12, 4..4, false),
+            (4..4, 4..4, false),
+        ] {
+            let [one, other] = regions_of(vec![0; 12], [one, other]);
+            assert_eq!(one.overlaps(&other), overlap);
+            assert_eq!(other.overlaps(&one), overlap);
+        }
     }
 
     #[test]

@@ -7,7 +7,7 @@ use racksum_proto::error::OpError;
 use super::*;
 use crate::engine::tests::{Bench, fail, send};
 use crate::join::tests::welcome;
-use crate::tensor::tests::region_of;
+use crate::tensor::tests::{region_of, regions_of};
 
 /// A client whose shard never answers.
 fn client() -> Client {
@@ -228,4 +228,26 @@ fn an_attempt_to_connect_can_be_given_up() {
     give_up.give_up();
     let given_up = connecting.run(&options).unwrap_err();
     assert!(matches!(given_up, ConnectError::GivenUp), "{given_up}");
+}
+
+#[test]
+fn memory_of_an_op_in_flight_is_not_taken_for_another() {
+    let client = client();
+    let len = tensor().len();
+    let parts = regions_of([tensor(), tensor()].concat(), [0..len, 4..len + 4, len..2 * len]);
+    let [one, overlapping, beside] = parts;
+    let first = client.submit(one, descriptor()).unwrap();
+    let refused = client.submit(overlapping, descriptor()).unwrap_err();
+    assert_eq!(refused, SubmitError::InUse { op: first.op }.into());
+    drop(client.submit(beside, descriptor()).unwrap());
+}
+
+#[test]
+fn what_is_spent_of_an_ops_time_is_not_had_again() {
+    let client = client();
+    let spent = Span(client.op_timeout.0 - Span::from_millis(50).0);
+    let handle = client.submit_folded(tensor(), descriptor(), 0..4, spent).unwrap();
+    assert!(client.ends_within(&handle, Duration::from_secs(30)).unwrap());
+    let error = client.wait(handle).unwrap_err();
+    assert!(matches!(error, Error::Op(OpError::Timeout { .. })), "{error}");
 }

@@ -170,9 +170,19 @@ impl Engine {
         }
     }
 
-    /// What an op on some data has in flight.
-    pub(crate) fn payload(&self, descriptor: Descriptor, data: Data) -> Payload {
-        Payload::new(descriptor, data, self.world, self.machine.config().may_move)
+    /// What an op on some data is to have in flight; refused if one in flight has some of it.
+    pub(crate) fn payload(
+        &self,
+        descriptor: Descriptor,
+        data: Data,
+    ) -> Result<Payload, SubmitError> {
+        if let Some(tensor) = data.region() {
+            let meets = |other: &Payload| other.data.region().is_some_and(|it| it.overlaps(tensor));
+            if let Some((&op, _)) = self.payloads.iter().find(|(_, other)| meets(other)) {
+                return Err(SubmitError::InUse { op });
+            }
+        }
+        Ok(Payload::new(descriptor, data, self.world, self.machine.config().may_move))
     }
 
     /// Starts an op.

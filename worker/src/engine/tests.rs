@@ -32,7 +32,7 @@ impl Engine {
         timeout: Span,
     ) -> Result<OpId, SubmitError> {
         let payload = self.payload(descriptor, data);
-        self.submit(payload, timeout)
+        self.submit(payload?, timeout)
     }
 }
 

@@ -249,6 +249,7 @@ impl Client {
         }
         // Another thread may have taken the last.
         state.check_room()?;
+        state.check_free(&operand)?;
         let Called { descriptor, .. } = Called::new(0, descriptor);
         let op = state.take_off(Flight::new(operand, copy), len);
         // Others may go on while this waits for a sidecar that does not read.

@@ -4,6 +4,7 @@ mod lists;
 mod place;
 mod tensors;
 
+use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::{AcqRel, Relaxed};
 
@@ -11,8 +12,9 @@ use racksum_proto::descriptor::Descriptor;
 
 use self::lists::Lists;
 pub(super) use self::lists::give;
-pub(super) use self::place::{Budget, List, Memory, Place};
+pub(super) use self::place::{List, Memory, Place};
 use self::tensors::Tensors;
+use super::budget::Budget;
 use super::sums::Sums;
 
 /// Bytes of a tensor that are folded at a time: those of all ranks of a host stay in a cache until
@@ -62,6 +64,28 @@ pub(super) enum Spoilt {
     By(u16),
     /// There is no memory for the sums, and why.
     NoMemory(String),
+}
+
+impl Handed {
+    /// Whether some memory is another's too.
+    pub(super) fn overlaps(&self, other: &Self) -> bool {
+        self.places().any(|own| other.places().any(|place| own.overlaps(place)))
+    }
+
+    /// What it has of memory.
+    fn places(&self) -> impl Iterator<Item = &Place> {
+        let places = match self {
+            Self::Tensor(place) => [Some(place), None],
+            Self::List(list) => list.places().map(Some),
+        };
+        places.into_iter().flatten()
+    }
+}
+
+/// What room for sums of this is taken of: all that ranks hand is of one sidecar.
+pub(super) fn budget_of(shares: &[Share]) -> &Arc<Budget> {
+    let first = shares.iter().find_map(|share| share.handed.places().next());
+    first.expect("ranks have handed something").budget()
 }
 
 impl Fold {

@@ -112,7 +112,7 @@ fn handed(
             let len = descriptor.elements * descriptor.dtype.size() as u64;
             Handed::Tensor(Place::new(memory, at, len)?)
         }
-        Some(ListAt { blocks, values }) => Handed::List(List::new(memory, at, blocks, values)?),
+        Some(list) => Handed::List(List::new(memory, at, list, descriptor)?),
     })
 }
 

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
-use racksum_net::local::{Line, LineError, Peer};
+use racksum_net::local::{Line, Peer};
 use racksum_proto::control::{Loss, MAX_OPS};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::{OpError, SubmitError};
@@ -14,6 +14,7 @@ use racksum_proto::ids::{Generation, Rank};
 use racksum_proto::time::{Span, Time};
 
 use super::fold::{Fold, Handed, Share, Spoilt};
+use super::member::Member;
 use super::message::{Called, FromSidecar, Join, Outcome};
 use super::status::{JobStatus, RankStatus};
 use super::sums::Sums;
@@ -59,24 +60,15 @@ struct State {
     give_up: Option<GiveUp>,
     /// Ops that not all ranks have called.
     gathering: BTreeMap<u32, Gathering>,
-    /// How many ops are being folded, or summed with those of other hosts.
-    folding: usize,
+    /// Ops that are being folded, or summed with those of other hosts, and since when some rank
+    /// has called them.
+    folding: BTreeMap<u32, Time>,
     /// Why the job will not begin.
     refused: Option<String>,
     /// What ended the job.
     over: Option<FromSidecar>,
     /// The ranks were told so.
     told: bool,
-}
-
-#[derive(Debug)]
-struct Member {
-    line: Arc<Line>,
-    pid: i32,
-    /// The number of the op that it calls next.
-    next_op: u32,
-    /// Bytes of its memory that it has lent.
-    lent: usize,
 }
 
 /// An op that not all ranks have called.
@@ -121,8 +113,7 @@ impl Job {
         if state.began || state.members.len() == usize::from(self.local_world) {
             return Err(format!("job {:?} is running: its ranks have joined", join.job));
         }
-        let member = Member { line: Arc::clone(line), pid: peer.pid, next_op: 0, lent: 0 };
-        state.members.insert(join.rank, member);
+        state.members.insert(join.rank, Member::new(Arc::clone(line), peer.pid));
         state.op_timeout = state.op_timeout.min(Span::from_millis(join.op_timeout));
         let all_here = state.members.len() == usize::from(self.local_world);
         let is_alone = self.local_world == self.world;
@@ -210,17 +201,17 @@ impl Job {
         handed: Handed,
     ) -> Option<(u32, Fold)> {
         let mut state = self.lock();
-        let member = state.members.get_mut(&rank)?;
-        let op = member.next_op;
-        member.next_op += 1;
+        let Some(op) = state.members.get_mut(&rank)?.call(&handed) else {
+            state.break_with(rank, "has handed memory that an op in flight has");
+            return None;
+        };
         if !state.left.is_empty() {
             let ranks = state.left.iter().copied().collect();
             state.end(FromSidecar::Lost { ranks, why: Loss::Left });
         }
-        let in_flight = state.gathering.len() + state.folding;
+        let in_flight = state.gathering.len() + state.folding.len();
         if in_flight >= MAX_OPS.into() && !state.gathering.contains_key(&op) {
-            // More than its client may have in flight.
-            state.end(FromSidecar::Lost { ranks: vec![rank], why: Loss::Broke });
+            state.break_with(rank, "has called more ops than its client may have in flight");
         }
         if state.over.is_some() {
             return None;
@@ -231,9 +222,9 @@ impl Job {
         if called.len() < usize::from(self.local_world) {
             return None;
         }
-        let called = state.gathering.remove(&op)?.called;
+        let Gathering { since, called } = state.gathering.remove(&op)?;
         if let Some(outcome) = disagreement(&called) {
-            state.tell_all(&FromSidecar::Ended { op, outcome });
+            state.tell_ended(op, outcome);
             if self.local_world < self.world {
                 // Ranks of other hosts have called the op, and wait for this one's.
                 let why = "its ranks on this host disagree about an op".into();
@@ -243,57 +234,59 @@ impl Job {
         }
         let shares = called.into_iter().map(|(rank, (_, handed))| Share { rank, handed }).collect();
         let fold = Fold::new(descriptor, shares, self.world.into());
-        state.folding += 1;
+        state.folding.insert(op, since);
         Some((op, fold))
     }
 
     /// Tells the ranks what was folded, or passes it on if it is not all.
     pub(super) fn folded(&self, op: u32, fold: &Arc<Fold>) {
-        let upstream = self.lock().upstream.clone();
-        match (fold.sums(), upstream) {
-            (Ok(_), Some(upstream)) => upstream.pass(Folded { op, fold: Arc::clone(fold) }),
+        let state = self.lock();
+        let (upstream, since) = (state.upstream.clone(), state.folding.get(&op).copied());
+        drop(state);
+        match (fold.sums(), upstream.zip(since)) {
+            (Ok(_), Some((upstream, since))) => {
+                upstream.pass(Folded { op, since, fold: Arc::clone(fold) });
+            }
             (Ok(sums), None) => match sums.map(Sums::seal).transpose() {
                 Ok(_) => self.ended(op, fold.shares(), Ok(sums)),
-                Err(spoilt) => self.spoilt(spoilt),
+                Err(spoilt) => self.spoilt(op, spoilt),
             },
-            (Err(spoilt), _) => self.spoilt(spoilt),
+            (Err(spoilt), _) => self.spoilt(op, spoilt),
         }
     }
 
     /// Ends the job for want of an op's sums.
-    pub(super) fn spoilt(&self, spoilt: Spoilt) {
+    pub(super) fn spoilt(&self, op: u32, spoilt: Spoilt) {
         let mut state = self.lock();
         match spoilt {
-            Spoilt::By(rank) => {
-                tracing::warn!(rank, "rank has handed a list of blocks that cannot be");
-                state.end(FromSidecar::Lost { ranks: vec![rank], why: Loss::Broke });
-                // Its own thread lets it go, which may take a while; it may be gone already.
-                state.members.get(&rank).iter().for_each(|member| member.line.hang_up());
-            }
+            Spoilt::By(rank) => state.break_with(rank, "has handed a list that cannot be"),
             Spoilt::NoMemory(why) => {
                 tracing::error!("{why}");
                 state.end(FromSidecar::CutOff { why });
             }
         }
-        state.end_fold();
+        state.end_fold(op);
     }
 
     /// Tells the ranks what came of an op: of lists, the sums.
     pub(super) fn ended(&self, op: u32, shares: &[Share], result: Result<Option<&Sums>, Error>) {
         let mut state = self.lock();
         match result {
-            Ok(sums) => shares.iter().for_each(|share| state.tell_sums(op, share, sums)),
+            Ok(sums) => {
+                state.let_go(op);
+                shares.iter().for_each(|share| state.tell_sums(op, share, sums));
+            }
             Err(error) => {
                 let (outcome, end) = said(error);
                 if let Some(outcome) = outcome {
-                    state.tell_all(&FromSidecar::Ended { op, outcome });
+                    state.tell_ended(op, outcome);
                 }
                 if let Some(end) = end {
                     state.end(end);
                 }
             }
         }
-        state.end_fold();
+        state.end_fold(op);
     }
 
     /// Lets a rank go.
@@ -396,7 +389,7 @@ impl Job {
             age_ms: now.since(self.opened).as_millis(),
             awaited: self.seats().saturating_sub(state.members.len()),
             awaited_ops: state.gathering.len(),
-            summed_ops: state.folding,
+            summed_ops: state.folding.len(),
             stalled_ms: oldest.map(|oldest| now.since(oldest.since).as_millis()),
             ranks: state.members.iter().map(rank).collect(),
         }
@@ -414,7 +407,7 @@ impl Job {
         let missing = state.members.keys().copied().filter(is_missing).collect();
         let outcome = Outcome::Timeout { after: state.op_timeout.as_millis(), missing };
         state.gathering.remove(&op);
-        state.tell_all(&FromSidecar::Ended { op, outcome });
+        state.tell_ended(op, outcome);
         state.end(FromSidecar::TimedOut);
     }
 
@@ -435,10 +428,19 @@ impl State {
     }
 
     fn tell_all(&self, message: &FromSidecar) {
-        for member in self.members.values() {
-            // A line that fails is hung up, so that its thread lets the rank go.
-            drop(member.line.send_now(message, None));
-        }
+        self.members.values().for_each(|member| member.tell(message, None));
+    }
+
+    /// Tells the ranks what came of an op, on which nothing works any more.
+    fn tell_ended(&mut self, op: u32, outcome: Outcome) {
+        self.let_go(op);
+        self.tell_all(&FromSidecar::Ended { op, outcome });
+    }
+
+    /// Lets go of what the ranks have handed for an op, before they are told that it has ended:
+    /// they may hand the same for another at once.
+    fn let_go(&mut self, op: u32) {
+        self.members.values_mut().for_each(|member| member.end(op));
     }
 
     /// Tells a rank that what it has handed is reduced, or hands it the sums.
@@ -448,16 +450,20 @@ impl State {
         let outcome =
             sums.map_or(Outcome::Reduced, |sums| Outcome::Union { blocks: sums.blocks() });
         let ended = FromSidecar::Ended { op, outcome };
-        let told = member.line.send_now(&ended, sums.map(AsFd::as_fd));
-        if matches!(told, Err(LineError::TooManyOnTheWay)) {
-            // Without its sums, which is an error of the op.
-            drop(member.line.send_now(&ended, None));
-        }
+        member.tell(&ended, sums.map(AsFd::as_fd));
     }
 
     /// Hangs up, so that the threads of the ranks let them go with all that they have.
     fn hang_up(&self) {
-        self.members.values().for_each(|member| member.line.hang_up());
+        self.members.values().for_each(Member::hang_up);
+    }
+
+    /// Ends the job since a rank does what it may not.
+    fn break_with(&mut self, rank: u16, what: &str) {
+        tracing::warn!(job = self.job, rank, "rank {what}");
+        self.end(FromSidecar::Lost { ranks: vec![rank], why: Loss::Broke });
+        // Its own thread lets it go, which may take a while; it may be gone already.
+        self.members.get(&rank).into_iter().for_each(Member::hang_up);
     }
 
     /// How far the job is.
@@ -482,13 +488,13 @@ impl State {
     }
 
     /// Counts a fold that has ended, whatever came of it: the last one is waited for.
-    fn end_fold(&mut self) {
-        self.folding -= 1;
+    fn end_fold(&mut self, op: u32) {
+        self.folding.remove(&op);
         self.tell_end();
     }
 
     fn tell_end(&mut self) {
-        if let Some(why) = self.over.as_ref().filter(|_| self.folding == 0 && !self.told) {
+        if let Some(why) = self.over.as_ref().filter(|_| self.folding.is_empty() && !self.told) {
             self.tell_all(why);
             self.told = true;
             if matches!(why, FromSidecar::Superseded) {

@@ -9,11 +9,13 @@
 //! A rank may do anything to the memory that it has lent, at any time: only the values of its job's
 //! sums depend on that. Whatever is used as a place or a length is read once, and checked then.
 
+mod budget;
 mod client;
 mod fold;
 mod hearing;
 mod job;
 mod lent;
+mod member;
 mod message;
 mod queue;
 mod server;

@@ -115,7 +115,8 @@ mod tests {
     use racksum_proto::ids::Generation;
 
     use super::*;
-    use crate::sidecar::fold::{Budget, Handed, Memory, Place, Share};
+    use crate::sidecar::budget::Budget;
+    use crate::sidecar::fold::{Handed, Memory, Place, Share};
     use crate::sidecar::message::{Join, VERSION};
 
     fn job(name: &str) -> Arc<Job> {

@@ -15,7 +15,7 @@ use racksum_net::local::{Line, Listener, Peer, is_known_user};
 use racksum_proto::control::Loss;
 use racksum_proto::time::{Span, Time};
 
-use super::fold::Budget;
+use super::budget::Budget;
 use super::hearing::Hearing;
 use super::job::Job;
 use super::message::{FromRank, FromSidecar, Join, VERSION};
@@ -358,7 +358,10 @@ fn say(line: &Line, message: &FromSidecar) {
 
 /// Starts a thread whose panic ends the process: half of a sidecar would leave ops waiting for the
 /// other half, or memory with folds that still write to it.
-fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+pub(super) fn spawn(
+    name: &str,
+    work: impl FnOnce() + Send + 'static,
+) -> io::Result<JoinHandle<()>> {
     let work = || {
         if catch_unwind(AssertUnwindSafe(work)).is_err() {
             // It was printed where it happened.

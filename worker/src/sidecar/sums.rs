@@ -1,36 +1,51 @@
 //! The sums of lists of blocks, on their way to the ranks: what the union is, nobody knows before.
 
+use std::fmt::Display;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 
 use racksum_net::local::Sealed;
+use racksum_proto::descriptor::Descriptor;
 
+use super::budget::{Budget, Room};
 use super::fold::Spoilt;
-use crate::blocks::Blocks;
+use crate::blocks::{Blocks, values_len};
 
 /// The blocks of a union: their indices, and behind these their values.
 #[derive(Debug)]
 pub(super) struct Sums {
     sealed: Sealed,
     blocks: u32,
+    /// At the sidecar: what a rank has got is the rank's.
+    _room: Option<Room>,
 }
 
 impl Sums {
     /// The sums of these blocks, which have yet to be written.
-    pub(super) fn begin(indices: impl Iterator<Item = u32>) -> Result<Self, Spoilt> {
-        let bytes: Vec<u8> = indices.flat_map(u32::to_ne_bytes).collect();
-        let blocks = u32::try_from(bytes.len() / size_of::<u32>()).unwrap_or(u32::MAX);
+    pub(super) fn begin(
+        descriptor: &Descriptor,
+        indices: &[u32],
+        budget: &Arc<Budget>,
+    ) -> Result<Self, Spoilt> {
+        let blocks = u32::try_from(indices.len()).unwrap_or(u32::MAX);
+        let bytes: Vec<u8> = indices.iter().flat_map(|index| index.to_ne_bytes()).collect();
+        let room = budget.take(bytes.len() + values_len(descriptor, indices)).map_err(no_memory)?;
         let begin = || {
             let sealed = Sealed::new()?;
             sealed.write_at(&bytes, 0)?;
-            Ok(Self { sealed, blocks })
+            Ok(Self { sealed, blocks, _room: Some(room) })
         };
-        begin().map_err(no_memory)
+        begin().map_err(|error: io::Error| no_memory(error))
     }
 
     /// All sums.
-    pub(super) fn of(blocks: &Blocks) -> Result<Self, Spoilt> {
-        let sums = Self::begin(blocks.indices.iter().copied())?;
+    pub(super) fn of(
+        descriptor: &Descriptor,
+        blocks: &Blocks,
+        budget: &Arc<Budget>,
+    ) -> Result<Self, Spoilt> {
+        let sums = Self::begin(descriptor, &blocks.indices, budget)?;
         sums.write(0, &blocks.values)?;
         sums.seal()?;
         Ok(sums)
@@ -38,7 +53,7 @@ impl Sums {
 
     /// What a sidecar has sent.
     pub(super) const fn received(sealed: Sealed, blocks: u32) -> Self {
-        Self { sealed, blocks }
+        Self { sealed, blocks, _room: None }
     }
 
     /// Writes some values.
@@ -80,6 +95,6 @@ impl AsFd for Sums {
     }
 }
 
-fn no_memory(error: io::Error) -> Spoilt {
+fn no_memory(error: impl Display) -> Spoilt {
     Spoilt::NoMemory(format!("there is no memory for its sums: {error}"))
 }

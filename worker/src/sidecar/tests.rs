@@ -17,11 +17,13 @@ use racksum_proto::ids::Generation;
 
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::{OpError, SubmitError};
-use racksum_proto::ids::Rank;
+use racksum_proto::ids::{OpId, Rank};
 
 use super::message::FromRank;
+use super::server::spawn;
 use super::{Client, Limits, Sidecar, Traffic, ask};
 use crate::error::{ConnectError, Error};
+use crate::operand::Operand;
 use crate::options::ConnectOptions;
 use crate::tensor::Region;
 use crate::tensor::tests::region_of;
@@ -117,6 +119,17 @@ fn reduce(ranks: &[Client], descriptor: Descriptor, tensors: Vec<Vec<u8>>) -> Ve
         assert_eq!(other, &reduced[0], "the ranks have different bits");
     }
     reduced.remove(0)
+}
+
+/// Why an op has no result.
+fn failure<T>(rank: &Client, operand: T, descriptor: Descriptor) -> String
+where
+    T: Into<Operand> + TryFrom<Operand> + std::fmt::Debug,
+{
+    match rank.submit(operand, descriptor) {
+        Ok(handle) => rank.wait(handle).unwrap_err().to_string(),
+        Err(refused) => refused.to_string(),
+    }
 }
 
 proptest! {
@@ -233,11 +246,7 @@ fn a_rank_that_leaves_is_only_missed_by_ops() {
     let ranks = rig.job("job", 3);
     ranks[2].close();
     ranks[1].close();
-    let handle = ranks[0].submit(own(floats(1.0, 10)), sum_of(10));
-    let error = match handle {
-        Ok(handle) => ranks[0].wait(handle).unwrap_err().to_string(),
-        Err(refused) => refused.to_string(),
-    };
+    let error = failure(&ranks[0], own(floats(1.0, 10)), sum_of(10));
     assert!(error.contains("lost rank 1, 2: it left the job"), "{error}");
 }
 
@@ -285,17 +294,15 @@ fn who_cannot_join_is_told_why() {
 fn a_rank_that_runs_ahead_of_what_it_may_is_let_go() {
     let rig = Rig::start();
     let ranks = rig.job("job", 2);
-    let lent = ranks[1].lend(4).unwrap();
+    let lent = ranks[1].lend(4 * usize::from(MAX_OPS) + 4).unwrap();
     let mut descriptor = [0; Descriptor::LEN];
     sum_of(1).encode(&mut descriptor);
-    for _ in 0..=MAX_OPS {
-        let submit = FromRank::Submit { descriptor, memory: lent.id(), at: 0, list: None };
+    for nth in 0..=MAX_OPS {
+        let (memory, at) = (lent.id(), 4 * u64::from(nth));
+        let submit = FromRank::Submit { descriptor, memory, at, list: None };
         ranks[1].line.send(&submit, None).unwrap();
     }
-    let lost = |rank: &Client| match rank.submit(own(floats(1.0, 1)), sum_of(1)) {
-        Ok(handle) => rank.wait(handle).unwrap_err().to_string(),
-        Err(refused) => refused.to_string(),
-    };
+    let lost = |rank| failure(rank, own(floats(1.0, 1)), sum_of(1));
     // Once rank 1 has its answer, the sidecar has read all that it sent before.
     lost(&ranks[1]);
     let told = lost(&ranks[0]);
@@ -347,4 +354,43 @@ fn what_a_rank_says_out_of_turn_ends_that_rank() {
     while rig.sidecar.jobs() > 0 {
         std::thread::yield_now();
     }
+}
+
+#[test]
+fn memory_of_an_op_in_flight_is_not_taken_for_another() {
+    let rig = Rig::start();
+    let ranks = rig.job("job", 2);
+    let memory = ranks[0].lend(16).unwrap();
+    let first = ranks[0].submit(memory.region(8), sum_of(2)).unwrap();
+    let refused = ranks[0].submit(memory.region(16), sum_of(4)).unwrap_err();
+    assert_eq!(refused, SubmitError::InUse { op: OpId(0) }.into());
+    let other = ranks[1].submit(own(floats(1.0, 2)), sum_of(2)).unwrap();
+    ranks[0].wait(first).unwrap();
+    ranks[1].wait(other).unwrap();
+    // What has ended is free at once, at the sidecar too.
+    for _ in 0..100 {
+        let handles: Vec<_> = ranks
+            .iter()
+            .zip([memory.region(16), own(floats(1.0, 4))])
+            .map(|(rank, tensor)| rank.submit(tensor, sum_of(4)).unwrap())
+            .collect();
+        for (rank, handle) in ranks.iter().zip(handles) {
+            rank.wait(handle).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_panic_of_a_thread_ends_the_process() {
+    const DIES: &str = "RACKSUM_TEST_DIES";
+    if std::env::var_os(DIES).is_some() {
+        let thread = spawn("dies", || panic!("as it is meant to")).unwrap();
+        return thread.join().unwrap();
+    }
+    let own = std::env::current_exe().unwrap();
+    let test = "sidecar::tests::a_panic_of_a_thread_ends_the_process";
+    let mut own = std::process::Command::new(own);
+    let ended = own.args([test, "--exact", "--nocapture"]).env(DIES, "1").output().unwrap();
+    // A test that fails exits with 101, and one that does not with 0.
+    assert_eq!(ended.status.code(), Some(1), "{ended:?}");
 }

@@ -6,11 +6,14 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use racksum_net::clock::Clock;
 use racksum_proto::control::Loss;
 use racksum_proto::error::SubmitError;
+use racksum_proto::time::Time;
 
-use super::fold::{Fold, Handed, Place, Spoilt, give};
+use super::fold::{Fold, Handed, Place, Spoilt, budget_of, give};
 use super::job::Job;
+use super::server::spawn;
 use super::sums::Sums;
 use crate::blocks::Blocks;
 use crate::client::{Client, Handle};
@@ -34,6 +37,8 @@ pub(super) struct Upstream {
 #[derive(Debug)]
 pub(super) struct Folded {
     pub(super) op: u32,
+    /// When some rank called it.
+    pub(super) since: Time,
     pub(super) fold: Arc<Fold>,
 }
 
@@ -53,9 +58,10 @@ impl Upstream {
         let client = Arc::new(client);
         let ((folded, up), (flights, down)) = (channel(), channel());
         let (rising, above) = (Weak::clone(&job), Arc::clone(&client));
-        spawn("racksum-up", move || pass_up(&above, &up, &flights, &rising))?;
+        // They end with their channels.
+        drop(spawn("racksum-up", move || pass_up(&above, &up, &flights, &rising))?);
         let above = Arc::clone(&client);
-        spawn("racksum-down", move || pass_down(&above, &down, &job))?;
+        drop(spawn("racksum-down", move || pass_down(&above, &down, &job))?);
         Ok(Self { client, folded })
     }
 
@@ -103,17 +109,18 @@ fn pass_up(
 }
 
 fn submit(client: &Client, due: &Folded) -> Result<Flight, Error> {
-    let descriptor = due.fold.descriptor();
+    let (descriptor, clock) = (due.fold.descriptor(), Clock::start());
+    let spent = || clock.now().since(due.since);
     // What ranks of the host have is sent although it comes to zero: it is of the job's union.
     let start = || match (sums_of(&due.fold)?, due.places().next()) {
         (None, Some(first)) => {
-            let started = client.submit_folded(first.region(), descriptor, due.fold.held())?;
-            Ok(Flight::Tensor(started))
+            let (tensor, blocks) = (first.region(), due.fold.held());
+            Ok(Flight::Tensor(client.submit_folded(tensor, descriptor, blocks, spent())?))
         }
         (sums, _) => {
             let sums = sums.unwrap_or_default();
-            let listed = sums.indices.clone();
-            Ok(Flight::Blocks(client.submit_folded(sums, descriptor, listed.into_iter())?))
+            let blocks = sums.indices.clone().into_iter();
+            Ok(Flight::Blocks(client.submit_folded(sums, descriptor, blocks, spent())?))
         }
     };
     loop {
@@ -153,7 +160,9 @@ fn pass_down(client: &Client, flights: &Receiver<(Folded, Flight)>, job: &Weak<J
         match summed.map(|blocks| blocks.map(|blocks| hand_out(client, &folded, blocks))) {
             Ok(None) => tell(job, &folded, Ok(None)),
             Ok(Some(Ok(sums))) => tell(job, &folded, Ok(Some(&sums))),
-            Ok(Some(Err(spoilt))) => job.upgrade().iter().for_each(|it| it.spoilt(spoilt.clone())),
+            Ok(Some(Err(spoilt))) => {
+                job.upgrade().into_iter().for_each(|it| it.spoilt(folded.op, spoilt.clone()));
+            }
             Err(error) => tell(job, &folded, Err(error)),
         }
     }
@@ -161,8 +170,9 @@ fn pass_down(client: &Client, flights: &Receiver<(Folded, Flight)>, job: &Weak<J
 
 /// Makes of a union what the ranks of the host get.
 fn hand_out(client: &Client, folded: &Folded, blocks: Blocks) -> Result<Sums, Spoilt> {
-    give(&folded.fold.descriptor(), folded.fold.shares(), &blocks);
-    let sums = Sums::of(&blocks);
+    let (descriptor, shares) = (folded.fold.descriptor(), folded.fold.shares());
+    give(&descriptor, shares, &blocks);
+    let sums = Sums::of(&descriptor, &blocks, budget_of(shares));
     client.recycle(blocks);
     sums
 }
@@ -181,9 +191,4 @@ fn tell(job: &Weak<Job>, folded: &Folded, result: Result<Option<&Sums>, Error>) 
     if let Some(job) = job.upgrade() {
         job.ended(folded.op, folded.fold.shares(), result);
     }
-}
-
-fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
-    // It ends with its channel.
-    std::thread::Builder::new().name(name.into()).spawn(work).map(drop)
 }

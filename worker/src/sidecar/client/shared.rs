@@ -227,6 +227,19 @@ impl State {
         }
     }
 
+    /// Checks that no op in flight has some of a tensor's memory.
+    pub(super) fn check_free(&self, operand: &Operand) -> Result<(), SubmitError> {
+        let Some(tensor) = operand.region() else { return Ok(()) };
+        let has_some = |flight: &Flight| {
+            let other = flight.operand.region().filter(|_| flight.outcome.is_none());
+            other.is_some_and(|other| other.overlaps(tensor))
+        };
+        match self.flights.iter().find(|(_, flight)| has_some(flight)) {
+            Some((&op, _)) => Err(SubmitError::InUse { op: OpId(op) }),
+            None => Ok(()),
+        }
+    }
+
     /// Notes an op that was started with so many bytes, and numbers it.
     pub(super) fn take_off(&mut self, flight: Flight, len: usize) -> u32 {
         let moved = match flight.copy {

@@ -13,8 +13,8 @@ use racksum_proto::arith;
 use racksum_proto::descriptor::Descriptor;
 
 use super::place::Place;
-use super::{CHUNK, Chunks, Handed, SCANNED, Share, Spoilt};
-use crate::blocks::{Blocks, Listed, Union, len_of};
+use super::{CHUNK, Chunks, Handed, SCANNED, Share, Spoilt, budget_of};
+use crate::blocks::{Blocks, Listed, Union, full_len, len_of};
 use crate::sidecar::sums::Sums;
 
 /// What ranks have handed, of which some are lists.
@@ -70,7 +70,7 @@ impl Lists {
         if is_first {
             has_begun();
         }
-        let per_chunk = CHUNK / self.full();
+        let per_chunk = CHUNK / full_len(&self.descriptor);
         match begun {
             Ok(begun) if begun.union.len() > 0 => begun.chunks.work(|chunk| {
                 let from = chunk * per_chunk;
@@ -94,7 +94,7 @@ impl Lists {
     fn begin(&self) -> Result<Begun, Spoilt> {
         let (mut listed, mut places) = (Vec::new(), Vec::new());
         for (list, share) in (0..).zip(&self.shares) {
-            let add = |(index, at)| Listed { index, list, at: at * self.full() };
+            let add = |(index, at)| Listed { index, list, at: at * full_len(&self.descriptor) };
             match &share.handed {
                 Handed::List(handed) => {
                     let read = handed.read(&self.descriptor);
@@ -110,8 +110,9 @@ impl Lists {
             }
         }
         let union = Union::new(listed);
-        let sums = Sums::begin(union.indices())?;
-        let chunks = Chunks::new(union.len().div_ceil(CHUNK / self.full()));
+        let indices: Vec<u32> = union.indices().collect();
+        let sums = Sums::begin(&self.descriptor, &indices, budget_of(&self.shares))?;
+        let chunks = Chunks::new(union.len().div_ceil(CHUNK / full_len(&self.descriptor)));
         Ok(Begun { places, union, sums, chunks, failed: OnceLock::new() })
     }
 
@@ -141,23 +142,18 @@ impl Lists {
             fold_run(wire, descriptor.reduction, terms, &inputs, out)
                 .expect("a valid descriptor folds");
             if is_whole {
-                write_to_tensors(&self.shares, index as usize * self.full(), out);
+                write_to_tensors(&self.shares, index as usize * full_len(&self.descriptor), out);
             }
             used += len;
         }
-        begun.sums.write((first * self.full()) as u64, &sum[..used])
-    }
-
-    /// Bytes of a block but the tensor's last.
-    const fn full(&self) -> usize {
-        self.descriptor.block_elements() * self.descriptor.dtype.size()
+        begun.sums.write((first * full_len(&self.descriptor)) as u64, &sum[..used])
     }
 }
 
 /// Writes the job's sums to the tensors of those that have handed some. A block that is not in the
 /// list is zero there: the host has contributed every block that is not.
 pub(in crate::sidecar) fn give(descriptor: &Descriptor, shares: &[Share], sums: &Blocks) {
-    let full = descriptor.block_elements() * descriptor.dtype.size();
+    let full = full_len(descriptor);
     for (index, block) in sums.indices.iter().zip(sums.values.chunks(full)) {
         write_to_tensors(shares, *index as usize * full, block);
     }

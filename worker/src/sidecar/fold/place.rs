@@ -1,80 +1,30 @@
 //! Where ranks have what they hand: memory that they may write to at any time.
 //!
-//! Nothing holds a rank to it that a place is of one op at a time, nor that it leaves the place
-//! alone meanwhile. One that does otherwise spoils the values of its own job: no index, length or
-//! branch that memory depends on is taken from them. The language promises nothing for such races,
-//! so what is said of safety here is said of ranks that keep to it.
+//! A place is of one op at a time: what overlaps one in flight is refused. That a rank leaves it
+//! alone meanwhile, nothing holds it to; one that does not spoils the values of its own job, since
+//! no index, length or branch that memory depends on is taken from them. The language promises
+//! nothing for such races, so what is said of safety here is said of ranks that keep to it.
 
 #![expect(unsafe_code, reason = "the memory is shared with other processes")]
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use racksum_net::local::SharedMemory;
 use racksum_proto::descriptor::Descriptor;
 
-use crate::blocks::{count_of, len_of};
+use crate::blocks::{count_of, full_len, values_len};
+use crate::sidecar::budget::{Budget, Room};
+use crate::sidecar::message::ListAt;
 use crate::tensor::Region;
-
-/// Memories that all ranks may lend: a process may have 65530 mappings.
-const MAX_MEMORIES: usize = 32 << 10;
-
-/// How much memory ranks may lend.
-#[derive(Debug)]
-pub(in crate::sidecar) struct Budget {
-    most: usize,
-    taken: Mutex<Taken>,
-}
-
-#[derive(Debug, Default)]
-struct Taken {
-    bytes: usize,
-    memories: usize,
-}
-
-impl Budget {
-    pub(in crate::sidecar) fn new(most: usize) -> Self {
-        Self { most, taken: Mutex::default() }
-    }
-
-    /// How many bytes are lent.
-    pub(in crate::sidecar) fn used(&self) -> usize {
-        self.lock().bytes
-    }
-
-    /// The most that may be.
-    pub(in crate::sidecar) const fn most(&self) -> usize {
-        self.most
-    }
-
-    /// Takes a memory of so many bytes, if there is room.
-    fn take(&self, len: usize) -> bool {
-        let mut taken = self.lock();
-        let fits = taken.memories < MAX_MEMORIES && len <= self.most - taken.bytes;
-        if fits {
-            taken.bytes += len;
-            taken.memories += 1;
-        }
-        fits
-    }
-
-    fn give_back(&self, len: usize) {
-        let mut taken = self.lock();
-        taken.bytes -= len;
-        taken.memories -= 1;
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Taken> {
-        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
 
 /// Memory that a rank has lent. What it took of the budget is free once nothing works on it.
 #[derive(Debug)]
 pub(in crate::sidecar) struct Memory {
     shared: SharedMemory,
+    _room: Room,
     budget: Arc<Budget>,
 }
 
@@ -84,22 +34,14 @@ impl Memory {
         descriptor: &OwnedFd,
         budget: &Arc<Budget>,
     ) -> io::Result<Arc<Self>> {
-        let shared = SharedMemory::of(descriptor, budget.most - budget.used())?;
-        if !budget.take(shared.len()) {
-            let why = "ranks have lent as much as they may, or too often";
-            return Err(io::Error::new(io::ErrorKind::OutOfMemory, why));
-        }
-        Ok(Arc::new(Self { shared, budget: Arc::clone(budget) }))
+        let shared = SharedMemory::of(descriptor, budget.left())?;
+        let full = |why| io::Error::new(io::ErrorKind::OutOfMemory, why);
+        let room = budget.take(shared.len()).map_err(full)?;
+        Ok(Arc::new(Self { shared, _room: room, budget: Arc::clone(budget) }))
     }
 
     pub(in crate::sidecar) const fn len(&self) -> usize {
         self.shared.len()
-    }
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        self.budget.give_back(self.shared.len());
     }
 }
 
@@ -121,6 +63,18 @@ impl Place {
 
     pub(super) const fn len(&self) -> usize {
         self.len
+    }
+
+    /// What its memory is of, and room for sums of it is taken of.
+    pub(super) fn budget(&self) -> &Arc<Budget> {
+        &self.memory.budget
+    }
+
+    /// Whether some bytes are another's too.
+    pub(super) fn overlaps(&self, other: &Self) -> bool {
+        let are_some = self.len > 0 && other.len > 0;
+        let meet = self.at < other.at + other.len && other.at < self.at + self.len;
+        are_some && meet && Arc::ptr_eq(&self.memory, &other.memory)
     }
 
     /// The tensor, as an op of a client's.
@@ -165,44 +119,50 @@ impl Place {
 /// Where a rank has a list of blocks: which they are, and elsewhere in the memory their values.
 #[derive(Debug, Clone)]
 pub(in crate::sidecar) struct List {
-    memory: Arc<Memory>,
-    indices: usize,
-    blocks: u32,
-    values: u64,
+    indices: Place,
+    /// As many bytes as whole blocks have, if the memory goes on for so long.
+    values: Place,
 }
 
 impl List {
-    /// So many blocks, whose indices begin at `at` and whose values at `values`; nothing if the
-    /// memory does not have the indices.
+    /// Some blocks of a tensor, whose indices begin at `at`; nothing if the memory does not have
+    /// them.
     pub(in crate::sidecar) fn new(
         memory: &Arc<Memory>,
         at: u64,
-        blocks: u32,
-        values: u64,
+        list: ListAt,
+        descriptor: &Descriptor,
     ) -> Option<Self> {
-        let indices = usize::try_from(at).ok()?;
-        let end = indices.checked_add(size_of::<u32>() * blocks as usize)?;
-        let fits = indices.is_multiple_of(size_of::<u32>()) && end <= memory.len();
-        fits.then(|| Self { memory: Arc::clone(memory), indices, blocks, values })
+        let ListAt { blocks, values } = list;
+        let whole = u64::from(blocks) * full_len(descriptor) as u64;
+        let left = (memory.len() as u64).checked_sub(values)?;
+        let values = Place::new(memory, values, whole.min(left))?;
+        let indices = Place::new(memory, at, size_of::<u32>() as u64 * u64::from(blocks))?;
+        indices.at.is_multiple_of(size_of::<u32>()).then_some(Self { indices, values })
+    }
+
+    /// All that it has of the memory.
+    pub(super) const fn places(&self) -> [&Place; 2] {
+        [&self.indices, &self.values]
     }
 
     /// The indices, and where the values are; nothing of a list that cannot be: it is sorted, has
     /// no block twice, and all are the tensor's.
     pub(super) fn read(&self, descriptor: &Descriptor) -> Option<(Vec<u32>, Place)> {
-        let count = count_of(descriptor);
-        if u64::from(self.blocks) > count {
+        let Place { memory, at, len } = &self.indices;
+        let (blocks, count) = (len / size_of::<u32>(), count_of(descriptor));
+        if blocks as u64 > count {
             return None;
         }
         // Each is read once: the rank may write to them meanwhile.
-        let index = |nth| self.memory.shared.word(self.indices + size_of::<u32>() * nth);
-        let indices: Vec<u32> = (0..self.blocks as usize).map(index).collect();
+        let index = |nth| memory.shared.word(at + size_of::<u32>() * nth);
+        let indices: Vec<u32> = (0..blocks).map(index).collect();
         let last = indices.last().copied();
         if !indices.is_sorted_by(|a, b| a < b) || last.is_some_and(|it| u64::from(it) >= count) {
             return None;
         }
-        let full = descriptor.block_elements() * descriptor.dtype.size();
-        let len = last.map_or(0, |last| (indices.len() - 1) * full + len_of(descriptor, last));
-        let place = Place::new(&self.memory, self.values, len as u64)?;
-        Some((indices, place))
+        let len = values_len(descriptor, &indices);
+        let values = Place { len, ..self.values.clone() };
+        (len <= self.values.len).then_some((indices, values))
     }
 }

@@ -12,6 +12,7 @@ use racksum_proto::descriptor::Descriptor;
 
 use super::place::Place;
 use super::{CHUNK, Chunks, SCANNED};
+use crate::blocks::full_len;
 
 /// Tensors of one descriptor, each of a rank.
 #[derive(Debug)]
@@ -35,7 +36,7 @@ impl Tensors {
         let targets = if is_part { 1 } else { places.len() };
         let len = places.first().map_or(0, Place::len);
         let chunks = Chunks::new(len.div_ceil(CHUNK));
-        let full = descriptor.block_elements() * descriptor.dtype.size();
+        let full = full_len(&descriptor);
         let words = if is_part { len.div_ceil(full).div_ceil(SCANNED) } else { 0 };
         let held = std::iter::repeat_with(AtomicU64::default).take(words).collect();
         Self { descriptor, places, world, targets, len, chunks, held }
@@ -71,7 +72,7 @@ impl Tensors {
         if let [own] = &self.places[..] {
             return self.fold_alone(own, from, sum);
         }
-        let (full, len) = (self.full(), sum.len());
+        let (full, len) = (full_len(&self.descriptor), sum.len());
         let masks: Vec<_> = self.places.iter().map(|place| self.scan(place, from, len)).collect();
         // SAFETY: a chunk is one thread's, and it writes only to `sum` while it reads these.
         let read = |place| unsafe { Place::bytes(place, from, len) };
@@ -127,7 +128,7 @@ impl Tensors {
     /// then on.
     fn scan(&self, place: &Place, from: usize, len: usize) -> Mask {
         let Descriptor { dtype, .. } = self.descriptor;
-        let (full, mut mask) = (self.full(), Mask::default());
+        let (full, mut mask) = (full_len(&self.descriptor), Mask::default());
         // SAFETY: a chunk is one thread's, and it has no bytes of it yet.
         let chunk = unsafe { place.bytes_mut(from, len) };
         for (nth, blocks) in chunk.chunks_mut(SCANNED * full).enumerate() {
@@ -139,11 +140,6 @@ impl Tensors {
             }
         }
         mask
-    }
-
-    /// Bytes of a block but the tensor's last.
-    const fn full(&self) -> usize {
-        self.descriptor.block_elements() * self.descriptor.dtype.size()
     }
 }
 

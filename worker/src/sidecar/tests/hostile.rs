@@ -8,10 +8,11 @@ use racksum_net::local::{Line, Peer, SharedMemory};
 
 use super::*;
 use crate::blocks::Blocks;
-use crate::sidecar::fold::{Budget, Handed, List, Memory};
+use crate::sidecar::ask;
+use crate::sidecar::budget::Budget;
+use crate::sidecar::fold::{Handed, List, Memory};
 use crate::sidecar::job::Job;
 use crate::sidecar::message::{FromSidecar, Join, ListAt, VERSION};
-use crate::sidecar::{Lent, ask};
 
 /// A rank that says whatever it wants.
 struct Rogue {
@@ -98,10 +99,7 @@ fn no_list_of_a_rogue_does_more_than_end_its_job() {
         let descriptor = encoded(&sum_of(1024));
         rogue.say(&FromRank::Submit { descriptor, memory: 9, at, list }, None);
         let own = Blocks { indices: vec![0], values: floats(1.0, 256) };
-        let told = match honest.submit(own, sum_of(1024)) {
-            Ok(handle) => honest.wait(handle).unwrap_err().to_string(),
-            Err(refused) => refused.to_string(),
-        };
+        let told = failure(&honest, own, sum_of(1024));
         assert!(told.contains("lost rank 1: it broke the connection"), "{told}");
         drop((rogue, honest));
         rig.await_peace();
@@ -138,7 +136,8 @@ fn a_bad_list_of_a_rank_that_is_gone_leaves_nobody_waiting() {
     let (_memory, descriptor) = SharedMemory::new(4096).unwrap();
     write(&descriptor, &7_u32.to_ne_bytes());
     let memory = Memory::of(&descriptor, &Arc::new(Budget::new(4096))).unwrap();
-    let list = Handed::List(List::new(&memory, 0, 1, 1024).unwrap());
+    let list = ListAt { blocks: 1, values: 1024 };
+    let list = Handed::List(List::new(&memory, 0, list, &sum_of(1024)).unwrap());
     assert!(job.submit(0, sum_of(1024), list.clone()).is_none());
     let (op, fold) = job.submit(1, sum_of(1024), list).unwrap();
     job.part(0, Loss::Died);
@@ -394,18 +393,14 @@ fn callers_that_say_nothing_keep_nobody_out() {
 fn a_rank_that_is_gone_in_the_middle_of_a_fold_frees_its_memory_after_it() {
     let rig = Rig::start();
     let ranks = rig.job("job", 2);
-    let count = 4 << 20;
-    let lent: Vec<Arc<Lent>> = ranks.iter().map(|rank| rank.lend(4 * count).unwrap()).collect();
-    let handles: Vec<_> = (0..20)
-        .flat_map(|_| {
-            ranks
-                .iter()
-                .zip(&lent)
-                .map(|(rank, lent)| rank.submit(lent.region(4 * count), sum_of(count)).unwrap())
-        })
-        .collect();
+    let count = 1 << 20;
+    let start = |rank: &Client| {
+        let lent = rank.lend(4 * count).unwrap();
+        rank.submit(lent.region(4 * count), sum_of(count)).unwrap()
+    };
+    let handles: Vec<_> = (0..20).flat_map(|_| ranks.iter().map(start)).collect();
     ranks[1].line.hang_up();
-    drop((handles, ranks, lent));
+    drop((handles, ranks));
     rig.await_peace();
 }
 
@@ -459,4 +454,35 @@ fn what_a_sidecar_does_is_told() {
         (1000, std::process::id().cast_signed())
     );
     drop(handle);
+}
+
+#[test]
+fn a_rank_that_hands_memory_twice_at_a_time_is_let_go() {
+    let list = |at, values| (at, Some(ListAt { blocks: 1, values }));
+    // The memory has 4096 bytes, of which an op has the last 1024 of a tensor, or of a list.
+    for (first, second) in [
+        ((3072, None), (3072, None)),
+        ((3072, None), (2052, None)),
+        ((3072, None), list(0, 3068)),
+        ((3072, None), list(3072, 0)),
+        (list(0, 3072), (2052, None)),
+        (list(0, 3072), list(2048, 2052)),
+    ] {
+        let rig = Rig::start();
+        let rogue = Rogue::join(&rig, 1, 2);
+        let honest = rig.call("job", 0, 2);
+        assert!(honest.is_ready_within(PATIENCE).unwrap());
+        let (_memory, memory) = SharedMemory::new(4096).unwrap();
+        assert_eq!(rogue.lend(5, Some(&memory)), None);
+        let descriptor = encoded(&sum_of(256));
+        for (at, list) in [first, second] {
+            rogue.say(&FromRank::Submit { descriptor, memory: 5, at, list }, None);
+        }
+        // The first has not ended, which the other rank has not called.
+        let FromSidecar::Lost { .. } = last_heard(&rogue.line) else { panic!("not lost") };
+        let told = failure(&honest, own(floats(1.0, 256)), sum_of(256));
+        assert!(told.contains("lost rank 1: it broke the connection"), "{told}");
+        drop((rogue, honest));
+        rig.await_peace();
+    }
 }

@@ -2,7 +2,6 @@
 
 use super::*;
 use crate::blocks::Blocks;
-use crate::operand::Operand;
 
 /// What each rank of a job has for an op.
 struct Case {
@@ -191,5 +190,31 @@ fn blocks_whose_sum_is_zero_are_listed_as_they_are_without_a_sidecar() {
     for (rank, handle) in ranks.iter().zip(handles) {
         let sums = rank.wait(handle).unwrap();
         assert_eq!(sums, Blocks { indices: vec![1], values: floats(0.0, 256) });
+    }
+}
+
+#[test]
+fn sums_of_lists_are_of_the_memory_that_ranks_may_have() {
+    // Each rank lends 2048 bytes for its list, and the sums of both are two blocks.
+    let all = 2 * 2048 + 2 * (4 + 1024);
+    for (memory, is_enough) in [(all, true), (all - 1, false)] {
+        let rig = Rig::with(Limits { jobs: 8, ranks: 64, memory });
+        let ranks = rig.job("job", 2);
+        let handles: Vec<_> = (0..)
+            .zip(&ranks)
+            .map(|(rank, client)| client.submit(one_block(rank), sum_of(1024)).unwrap())
+            .collect();
+        for (rank, handle) in ranks.iter().zip(handles) {
+            match rank.wait(handle) {
+                Ok(sums) => assert!(is_enough && sums.indices == [0, 1]),
+                Err(error) => {
+                    let error = error.to_string();
+                    assert!(!is_enough && error.contains("2056 bytes are more than"), "{error}");
+                    assert!(error.contains("see --memory"), "{error}");
+                }
+            }
+        }
+        drop(ranks);
+        rig.await_peace();
     }
 }
