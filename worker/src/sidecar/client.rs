@@ -15,7 +15,7 @@ use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::SubmitError;
 
 use self::shared::{Flight, LOOK, Over, Shared, State};
-use super::lent::Lent;
+use super::lent::{Copier, Lent};
 use super::message::{Called, FromRank, Join, ListAt, VERSION};
 use super::sums::Sums;
 use crate::blocks::Blocks;
@@ -41,6 +41,7 @@ pub struct Client {
     pub(super) line: Arc<Line>,
     lanes: u8,
     shared: Arc<Shared>,
+    copier: Copier,
     /// Held while an op is numbered and sent, so that ops are sent in their order.
     order: Mutex<()>,
     /// Hears the sidecar.
@@ -109,6 +110,7 @@ impl Client {
             line: Arc::clone(&line),
             lanes: options.lanes,
             shared: Arc::clone(&shared),
+            copier: Copier::start()?,
             order: Mutex::default(),
             ear: None,
         };
@@ -195,7 +197,7 @@ impl Client {
             return Ok(Handed { copy: None, memory: lent.id(), at: at as u64, list, len });
         }
         let copy = self.spare(len)?;
-        copy.write(0, bytes);
+        copy.fill(bytes, &self.copier);
         Ok(Handed { memory: copy.id(), copy: Some(copy), at: 0, list, len })
     }
 
@@ -275,7 +277,7 @@ impl Client {
             (Operand::Blocks(blocks), _, Some(sums)) => *blocks = self.read(&sums)?,
             (Operand::Blocks(_), ..) => return Err(shared::strange().into()),
             (tensor, Some(copy), _) => {
-                copy.read(tensor.bytes_mut());
+                copy.read(tensor.bytes_mut(), &self.copier);
                 self.shared.lock().traffic.copied_bytes += tensor.bytes().len() as u64;
             }
             (_, None, _) => {}

@@ -5,8 +5,6 @@ mod place;
 mod tensors;
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
-use std::sync::atomic::Ordering::{AcqRel, Relaxed};
 
 use racksum_proto::descriptor::Descriptor;
 
@@ -158,41 +156,6 @@ impl Fold {
         match &self.work {
             Work::Tensors(_) => Ok(None),
             Work::Lists(lists) => lists.sums().map(Some),
-        }
-    }
-}
-
-/// The chunks of a fold: threads take one after the other.
-#[derive(Debug)]
-struct Chunks {
-    count: usize,
-    /// Those from here on nobody has taken.
-    next: AtomicUsize,
-    /// How many are not done.
-    left: AtomicUsize,
-}
-
-impl Chunks {
-    const fn new(count: usize) -> Self {
-        Self { count, next: AtomicUsize::new(0), left: AtomicUsize::new(count) }
-    }
-
-    fn are_taken(&self) -> bool {
-        self.next.load(Relaxed) >= self.count
-    }
-
-    /// Does chunks until all have been taken. Returns true to the one thread that ends the last.
-    fn work(&self, mut work: impl FnMut(usize)) -> bool {
-        loop {
-            let chunk = self.next.fetch_add(1, Relaxed);
-            if chunk >= self.count {
-                return false;
-            }
-            work(chunk);
-            // What the others have written is there once this thread sees that they are done.
-            if self.left.fetch_sub(1, AcqRel) == 1 {
-                return true;
-            }
         }
     }
 }

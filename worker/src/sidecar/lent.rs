@@ -2,6 +2,8 @@
 
 #![expect(unsafe_code, reason = "the memory is shared with another process")]
 
+mod copier;
+
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::AsFd;
@@ -12,6 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use racksum_net::local::{Line, SharedMemory};
 
+pub(super) use self::copier::Copier;
 use super::message::FromRank;
 
 /// Memory that the sidecar has too: tensors in it are reduced without a copy. The sidecar lets it
@@ -95,10 +98,16 @@ impl Lent {
         unsafe { self.memory.bytes_mut(at..at + bytes.len()) }.copy_from_slice(bytes);
     }
 
-    /// Reads its beginning. No op may be at work there.
-    pub(super) fn read(&self, into: &mut [u8]) {
+    /// Writes its beginning. No op may be at work there.
+    pub(super) fn fill(&self, bytes: &[u8], copier: &Copier) {
         // SAFETY: as above.
-        into.copy_from_slice(unsafe { self.memory.bytes(0..into.len()) });
+        copier.copy(bytes, unsafe { self.memory.bytes_mut(0..bytes.len()) });
+    }
+
+    /// Reads its beginning. No op may be at work there.
+    pub(super) fn read(&self, into: &mut [u8], copier: &Copier) {
+        // SAFETY: as above.
+        copier.copy(unsafe { self.memory.bytes(0..into.len()) }, into);
     }
 }
 

@@ -13,8 +13,9 @@ use racksum_proto::arith;
 use racksum_proto::descriptor::Descriptor;
 
 use super::place::Place;
-use super::{CHUNK, Chunks, Handed, SCANNED, Share, Spoilt, budget_of};
+use super::{CHUNK, Handed, SCANNED, Share, Spoilt, budget_of};
 use crate::blocks::{Blocks, Listed, Union, full_len, len_of};
+use crate::sidecar::chunks::Chunks;
 use crate::sidecar::sums::Sums;
 
 /// What ranks have handed, of which some are lists.

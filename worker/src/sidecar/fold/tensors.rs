@@ -11,8 +11,13 @@ use racksum_proto::arith;
 use racksum_proto::descriptor::Descriptor;
 
 use super::place::Place;
-use super::{CHUNK, Chunks, SCANNED};
+use super::{CHUNK, SCANNED};
 use crate::blocks::full_len;
+use crate::sidecar::chunks::Chunks;
+
+/// Bytes of a lone rank's tensor that are folded, compared and scanned while they are in the
+/// nearest cache. Whole blocks of every size.
+const ALONE: usize = 8 << 10;
 
 /// Tensors of one descriptor, each of a rank.
 #[derive(Debug)]
@@ -98,15 +103,17 @@ impl Tensors {
     /// Folds a chunk of one rank's: it is its own sum, but for what NaNs carry, so that next to
     /// nothing is written. It is scanned last, when it is in the cache.
     fn fold_alone(&self, own: &Place, from: usize, sum: &mut [u8]) {
-        let len = sum.len();
-        // SAFETY: a chunk is one thread's, and it writes only to `sum` while it reads this.
-        let input = unsafe { own.bytes(from, len) };
-        self.fold_blocks(&[input], sum);
-        if input != sum {
-            // SAFETY: a chunk is one thread's, and it does not read it any more.
-            unsafe { own.bytes_mut(from, len) }.copy_from_slice(sum);
+        for (nth, sum) in sum.chunks_mut(ALONE).enumerate() {
+            let (from, len) = (from + nth * ALONE, sum.len());
+            // SAFETY: a chunk is one thread's, and it writes only to `sum` while it reads this.
+            let input = unsafe { own.bytes(from, len) };
+            self.fold_blocks(&[input], sum);
+            if input != sum {
+                // SAFETY: a chunk is one thread's, and it does not read it any more.
+                unsafe { own.bytes_mut(from, len) }.copy_from_slice(sum);
+            }
+            self.scan(own, from, len);
         }
-        self.scan(own, from, len);
     }
 
     /// Folds blocks that the same ranks have: sums leave out who has none, as an aggregator's do.
