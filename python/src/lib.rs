@@ -22,4 +22,7 @@ mod extension {
     use crate::op::{Op, Sums};
     #[pymodule_export]
     use crate::session::{Lent, Session};
+
+    #[pymodule_export]
+    const VERSION: &str = env!("CARGO_PKG_VERSION");
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 import racksum
+from conftest import binary
 
 
 def python(code: str, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
@@ -34,6 +36,12 @@ def test_importing_starts_no_thread_and_needs_neither_numpy_nor_torch():
         """
     )
     assert ran.stdout == "1 False False\n", ran.stderr
+
+
+def test_the_package_and_the_program_are_of_one_release():
+    said = subprocess.run([binary(), "--version"], capture_output=True, text=True, check=True)
+    assert said.stdout == f"racksum {racksum.__version__}\n"
+    assert importlib.metadata.version("racksum") == racksum.__version__
 
 
 def test_closing_twice_is_closing_once_and_ops_after_it_are_refused(place):

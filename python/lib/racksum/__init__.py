@@ -4,6 +4,7 @@
 torch tensors in place. :mod:`racksum.torch` has what PyTorch's DDP takes.
 """
 
+from racksum import _racksum
 from racksum.errors import (
     BadArgument,
     Error,
@@ -21,6 +22,8 @@ from racksum.errors import (
 from racksum.options import ConnectOptions
 from racksum.session import Handle, Session, connect
 
+__version__ = _racksum.VERSION
+
 __all__ = [
     "BadArgument",
     "ConnectOptions",
@@ -37,5 +40,6 @@ __all__ = [
     "Session",
     "SessionClosed",
     "VersionMismatch",
+    "__version__",
     "connect",
 ]
