@@ -31,9 +31,13 @@ struct Host {
 
 impl Host {
     fn start(name: &str, upstream: ConnectOptions) -> Self {
+        Self::with_memory(name, upstream, 1 << 30)
+    }
+
+    fn with_memory(name: &str, upstream: ConnectOptions, memory: usize) -> Self {
         let path = std::env::temp_dir().join(format!("racksum-{name}-{}", std::process::id()));
         let listener = Listener::bind(&path, 0o600).unwrap();
-        let limits = Limits { jobs: 4, ranks: 16, memory: 1 << 30 };
+        let limits = Limits { jobs: 4, ranks: 16, memory };
         let sidecar = Sidecar::start(listener, 2, Some(upstream), limits).unwrap();
         Self { path, _sidecar: sidecar }
     }
@@ -336,30 +340,90 @@ fn the_time_that_ranks_of_a_host_are_waited_for_is_of_the_op() {
         let rig = Rig::start(|_| {});
         let options = ConnectOptions { op_timeout: TIMEOUT, ..rig.options("late", 0, 3) };
         let host = Host::start("late", options.clone());
-        std::thread::scope(|scope| {
-            let rank = ConnectOptions { rank: 2, ..options.clone() };
-            let third = scope.spawn(move || Client::connect(&rank).unwrap());
-            let ranks = [0, 1].map(|rank| {
-                let options = ConnectOptions { rank, ..options.clone() };
-                sidecar::Client::call(&host.path, &options, 2).unwrap()
-            });
-            for rank in &ranks {
-                assert!(rank.is_ready_within(Duration::from_secs(20)).unwrap());
+        // It calls no op.
+        let (ranks, _third) = two_and_one(&host, &options);
+        let first = one_of(&ranks[0]);
+        std::thread::sleep(3 * TIMEOUT / 4);
+        drop(one_of(&ranks[1]));
+        assert!(ranks[0].ends_within(&first, TIMEOUT / 2).unwrap(), "it has more time");
+        let error = ranks[0].wait(first).unwrap_err();
+        let Error::Op(OpError::Timeout { missing, after, .. }) = error else { panic!("{error}") };
+        assert_eq!(missing[0].0, Rank(2));
+        assert!(after.as_millis() >= 12_000, "{after:?} of its time");
+    });
+}
+
+/// Two ranks beside a sidecar, and one without.
+fn two_and_one(host: &Host, options: &ConnectOptions) -> ([sidecar::Client; 2], Client) {
+    let third = ConnectOptions { rank: 2, ..options.clone() };
+    let third = std::thread::spawn(move || Client::connect(&third).unwrap());
+    let ranks = [0, 1].map(|rank| {
+        let options = ConnectOptions { rank, ..options.clone() };
+        sidecar::Client::call(&host.path, &options, 2).unwrap()
+    });
+    for rank in &ranks {
+        assert!(rank.is_ready_within(Duration::from_secs(20)).unwrap());
+    }
+    (ranks, third.join().unwrap())
+}
+
+/// An op of a one.
+fn one_of(rank: &sidecar::Client) -> sidecar::Handle<Vec<u8>> {
+    rank.submit(1_i32.to_le_bytes().to_vec(), Descriptor::sum(1, DType::I32)).unwrap()
+}
+
+#[test]
+fn an_op_that_a_host_cannot_fold_ends_those_after_it() {
+    bounded(60, || {
+        let rig = Rig::start(|_| {});
+        let options = rig.options("spoilt", 0, 3);
+        // Room for the lists of two ranks, and not for their sums.
+        let host = Host::with_memory("spoilt", options.clone(), 3 << 20);
+        let (ranks, third) = two_and_one(&host, &options);
+        let descriptor = Descriptor::sum(256 * 3000, DType::F32);
+        let list = |from: u32| Blocks {
+            indices: (from..from + 1000).collect(),
+            values: 1_f32.to_le_bytes().repeat(256_000),
+        };
+        let lists = [0, 1000].map(list).into_iter().zip(&ranks);
+        let lists: Vec<_> =
+            lists.map(|(list, rank)| rank.submit(list, descriptor).unwrap()).collect();
+        let after: Vec<_> = ranks.iter().map(one_of).collect();
+        for (rank, (list, one)) in ranks.iter().zip(lists.into_iter().zip(after)) {
+            let errors = [rank.wait(list).map(drop), rank.wait(one).map(drop)];
+            for error in errors.map(Result::unwrap_err) {
+                let Error::Op(OpError::NoAggregator { tried }) = error else { panic!("{error}") };
+                assert!(tried.contains("there is no memory for its sums"), "{tried}");
             }
-            // It calls no op.
-            let _third = third.join().unwrap();
-            let start = |rank: &sidecar::Client| {
-                rank.submit(vec![1; 4], Descriptor::sum(1, DType::I32)).unwrap()
-            };
-            let first = start(&ranks[0]);
-            std::thread::sleep(3 * TIMEOUT / 4);
-            drop(start(&ranks[1]));
-            assert!(ranks[0].ends_within(&first, TIMEOUT / 2).unwrap(), "it has more time");
-            let Error::Op(OpError::Timeout { missing, .. }) = ranks[0].wait(first).unwrap_err()
-            else {
-                panic!("it has not timed out")
-            };
-            assert_eq!(missing[0].0, Rank(2));
+        }
+        drop(ranks);
+        let error = third.submit(list(0), descriptor).and_then(|it| third.wait(it)).unwrap_err();
+        assert!(error.to_string().contains("lost rank 0"), "{error}");
+    });
+}
+
+#[test]
+fn a_rank_that_closes_has_its_memory_to_itself() {
+    bounded(60, || {
+        let rig = Rig::start(|_| {});
+        let options = rig.options("closes", 0, 3);
+        let host = Host::start("closes", options.clone());
+        let ([first, second], third) = two_and_one(&host, &options);
+        let handles = [one_of(&first), one_of(&second)];
+        while sidecar::ask(&host.path).unwrap().jobs[0].summed_ops == 0 {
+            std::thread::yield_now();
+        }
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_secs(1));
+                let mut one = 1_i32.to_le_bytes();
+                third.allreduce(&mut one, Descriptor::sum(1, DType::I32)).unwrap();
+            });
+            // The op, which the third has not called, is not over before it is.
+            first.close();
         });
+        for (rank, handle) in [first, second].iter().zip(handles) {
+            assert_eq!(rank.wait(handle).unwrap(), 3_i32.to_le_bytes());
+        }
     });
 }

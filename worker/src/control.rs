@@ -230,8 +230,10 @@ impl Voices {
     /// Says that a rank is gone.
     pub(crate) fn part(&self, parted: Absent) {
         let mut spoken = self.lock();
-        spoken.parted.push(parted);
-        spoken.say(parted);
+        if spoken.parted.iter().all(|known| known.rank != parted.rank) {
+            spoken.parted.push(parted);
+            spoken.say(parted);
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Spoken> {

@@ -47,7 +47,7 @@ impl Listener {
     /// there is something else than a socket.
     pub fn bind(path: &Path, mode: u32) -> io::Result<Self> {
         // Of two that start at once, the second would take the first for one that was killed.
-        let _alone = lock_folder(path)?;
+        let _alone = lock_folder(path);
         remove_left(path)?;
         let socket = new_socket()?;
         bind(&socket, &SocketAddrUnix::new(path)?)?;
@@ -104,8 +104,7 @@ impl AsFd for Listener {
 impl Drop for Listener {
     fn drop(&mut self) {
         let Some(Name { path, file }) = &self.name else { return };
-        // Whoever cannot lock it leaves a name that nobody answers at.
-        let Ok(_alone) = lock_folder(path) else { return };
+        let _alone = lock_folder(path);
         if path.symlink_metadata().is_ok_and(|found| identity(&found) == *file) {
             // Its folder may be closed to this process by now.
             drop(std::fs::remove_file(path));
@@ -133,19 +132,20 @@ fn remove_left(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Keeps others that do so from listening in the folder of a path. Where folders cannot be locked,
-/// nobody is kept.
-fn lock_folder(path: &Path) -> io::Result<Option<File>> {
+/// Keeps others that do so from listening in the folder of a path. Where it cannot be locked for so
+/// long, nobody is kept.
+fn lock_folder(path: &Path) -> Option<File> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let Ok(folder) = File::open(folder.unwrap_or_else(|| Path::new("."))) else { return Ok(None) };
+    let folder = File::open(folder.unwrap_or_else(|| Path::new("."))).ok()?;
     for _ in 0..LOCK_TRIES {
         match flock(folder.as_fd(), FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => return Ok(Some(folder)),
+            Ok(()) => return Some(folder),
             Err(Errno::WOULDBLOCK) => std::thread::sleep(LOCK_POLL),
-            Err(_) => return Ok(None),
+            Err(_) => return None,
         }
     }
-    Err(io::Error::new(io::ErrorKind::TimedOut, "another process keeps its folder locked"))
+    // Whoever may read a folder may lock it, and is to keep nobody from serving in it.
+    None
 }
 
 fn identity(file: &Metadata) -> (u64, u64) {

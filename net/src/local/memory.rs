@@ -41,12 +41,12 @@ impl SharedMemory {
         Ok((Self::map(&descriptor, len)?, descriptor))
     }
 
-    /// The memory that a descriptor from another process is of, if it has no more bytes than this.
+    /// The memory that a descriptor from another process is of.
     ///
     /// # Errors
-    /// The kernel's; `OutOfMemory` when it has more; `InvalidInput` when some of it could go, which
+    /// The kernel's; `InvalidInput` when some of it could go, which
     /// would end this process as it reads what is no more.
-    pub fn of(descriptor: &OwnedFd, most: usize) -> io::Result<Self> {
+    pub fn of(descriptor: &OwnedFd) -> io::Result<Self> {
         let sealed = fcntl_get_seals(descriptor).unwrap_or(SealFlags::empty());
         // Of huge pages there may be none when one is written to.
         let is_plain = fstatfs(descriptor)?.f_type == TMPFS;
@@ -57,10 +57,6 @@ impl SharedMemory {
             ));
         }
         let len = usize::try_from(fstat(descriptor)?.st_size).unwrap_or(usize::MAX);
-        if len > most {
-            let why = format!("{len} bytes are more than the {most} that there is room for");
-            return Err(io::Error::new(io::ErrorKind::OutOfMemory, why));
-        }
         Self::map(descriptor, len)
     }
 

@@ -176,13 +176,18 @@ impl Engine {
         descriptor: Descriptor,
         data: Data,
     ) -> Result<Payload, SubmitError> {
-        if let Some(tensor) = data.region() {
-            let meets = |other: &Payload| other.data.region().is_some_and(|it| it.overlaps(tensor));
-            if let Some((&op, _)) = self.payloads.iter().find(|(_, other)| meets(other)) {
-                return Err(SubmitError::InUse { op });
-            }
-        }
+        self.check_free(&data)?;
         Ok(Payload::new(descriptor, data, self.world, self.machine.config().may_move))
+    }
+
+    /// Checks that no op in flight has some of a tensor's memory.
+    fn check_free(&self, data: &Data) -> Result<(), SubmitError> {
+        let Some(tensor) = data.region() else { return Ok(()) };
+        let meets = |other: &Payload| other.data.region().is_some_and(|it| it.overlaps(tensor));
+        match self.payloads.iter().find(|(_, other)| meets(other)) {
+            Some((&op, _)) => Err(SubmitError::InUse { op }),
+            None => Ok(()),
+        }
     }
 
     /// Starts an op.
@@ -191,6 +196,8 @@ impl Engine {
         mut payload: Payload,
         timeout: Span,
     ) -> Result<OpId, SubmitError> {
+        // Another op may have taken it while ranks agreed on something for this one.
+        self.check_free(&payload.data)?;
         let (now, descriptor) = (self.clock.now(), payload.descriptor);
         if let Data::Blocks(blocks) = &mut payload.data {
             blocks.reuse(self.spare.pop().unwrap_or_default());

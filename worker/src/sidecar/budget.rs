@@ -35,11 +35,6 @@ impl Budget {
         self.lock().bytes
     }
 
-    /// How many may still be taken.
-    pub(super) fn left(&self) -> usize {
-        self.most - self.used()
-    }
-
     /// The most that may be.
     pub(super) const fn most(&self) -> usize {
         self.most
@@ -57,9 +52,7 @@ impl Budget {
             ));
         }
         if taken.memories == MAX_MEMORIES {
-            return Err(format!(
-                "ranks have lent memory {MAX_MEMORIES} times, as often as they may"
-            ));
+            return Err(format!("ranks have memory {MAX_MEMORIES} times, as often as they may"));
         }
         taken.bytes += len;
         taken.memories += 1;

@@ -24,9 +24,9 @@ use crate::error::{ConnectError, Error};
 use crate::operand::{Operand, check_len};
 use crate::options::ConnectOptions;
 
-/// How long a sidecar may take to let a rank go: as long as one that stays until no rank of another
-/// host can lack its sums, and its goodbye.
-const PARTING: Duration = Duration::from_secs(8);
+/// How long a sidecar may take to let a rank go: five seconds for ops that the rank has called, and
+/// as long as one that stays until no rank of another host can lack its sums, and its goodbye.
+const PARTING: Duration = Duration::from_secs(13);
 
 /// How long a sidecar may take to answer.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -104,20 +104,15 @@ impl Client {
             lanes: options.lanes,
             op_timeout: u64::try_from(options.op_timeout.as_millis()).unwrap_or(u64::MAX),
         };
-        line.send(&FromRank::Join(join), None).map_err(|error| none(&error))?;
-        let shared = Arc::new(Shared::default());
-        let mut client = Self {
-            line: Arc::clone(&line),
-            lanes: options.lanes,
-            shared: Arc::clone(&shared),
-            copier: Copier::start()?,
-            order: Mutex::default(),
-            ear: None,
-        };
-        let (path, limit) = (path.to_owned(), options.op_timeout.saturating_add(MARGIN));
+        let (shared, copier) = (Arc::new(Shared::default()), Copier::start()?);
         line.set_patience(Some(LOOK))?;
-        let hear = move || shared.hear(&line, &path, limit);
-        client.ear = Some(std::thread::Builder::new().name("racksum-ear".into()).spawn(hear)?);
+        let limit = options.op_timeout.saturating_add(MARGIN);
+        let (hears, heard, at) = (Arc::clone(&shared), Arc::clone(&line), path.to_owned());
+        let hear = move || hears.hear(&heard, &at, limit);
+        let ear = Some(std::thread::Builder::new().name("racksum-ear".into()).spawn(hear)?);
+        let (lanes, order) = (options.lanes, Mutex::default());
+        let client = Self { line, lanes, shared, copier, order, ear };
+        client.line.send(&FromRank::Join(join), None).map_err(|error| none(&error))?;
         Ok(client)
     }
 
@@ -230,11 +225,8 @@ impl Client {
         // All are too small, and of tensors that grow none would be of use again.
         let small = std::mem::take(&mut state.spare);
         drop(state);
-        let had_some = !small.is_empty();
         drop(small);
-        // A thread of the sidecar may have ended an op on one, and not let go of it.
-        let again = |why| if had_some { self.lend(len) } else { Err(why) };
-        self.lend(len).or_else(again).map_err(|why| Error::Memory(why.to_string()))
+        self.lend(len).map_err(|why| Error::Memory(why.to_string()))
     }
 
     fn start(
@@ -332,10 +324,11 @@ impl Client {
         }
     }
 
-    /// Leaves the job: what is in flight fails. The sidecar has let the rank go when this returns,
-    /// unless it is stuck, so that the rank may join again.
+    /// Leaves the job: what is in flight ends, if all ranks have called it, or fails. The sidecar
+    /// has let the rank go when this returns, and works on none of its memory any more, unless it
+    /// is stuck, or other hosts let it wait for more than five seconds.
     pub fn close(&self) {
-        self.shared.end(Over::because("the client was closed"));
+        self.shared.take_no_more(Over::because("the client was closed"));
         // A sidecar that is gone needs no word.
         if self.line.send(&FromRank::Leave, None).is_ok() {
             drop(self.shared.wait(PARTING, |state| !state.gone));

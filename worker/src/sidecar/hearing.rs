@@ -46,7 +46,7 @@ impl<'a> Hearing<'a> {
                         .map_err(|_| broken("an impossible descriptor"))?;
                     let handed = handed(memory, at, list, &descriptor)
                         .ok_or_else(|| broken("a tensor beyond its memory"))?;
-                    self.submit(descriptor, handed)?;
+                    self.submit(descriptor, handed, memory)?;
                 }
                 FromRank::AskStats => {
                     self.line.send_now(&FromSidecar::Stats(self.job.stats()), None)?;
@@ -83,11 +83,16 @@ impl<'a> Hearing<'a> {
         self.job.note_lent(self.rank, self.memories.values().map(|memory| memory.len()).sum());
     }
 
-    fn submit(&self, descriptor: Descriptor, handed: Handed) -> Result<(), LineError> {
+    fn submit(
+        &self,
+        descriptor: Descriptor,
+        handed: Handed,
+        memory: &Arc<Memory>,
+    ) -> Result<(), LineError> {
         if descriptor.lane >= self.job.lanes {
             return Err(broken("no such lane"));
         }
-        if let Some((op, fold)) = self.job.submit(self.rank, descriptor, handed) {
+        if let Some((op, fold)) = self.job.submit(self.rank, descriptor, handed, memory) {
             let fold = Arc::new(fold);
             if fold.is_empty() {
                 self.job.folded(op, &fold);

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::AsFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
@@ -13,7 +13,7 @@ use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::{Generation, Rank};
 use racksum_proto::time::{Span, Time};
 
-use super::fold::{Fold, Handed, Share, Spoilt};
+use super::fold::{Fold, Handed, Memory, Share, Spoilt};
 use super::member::Member;
 use super::message::{Called, FromSidecar, Join, Outcome};
 use super::status::{JobStatus, RankStatus};
@@ -39,6 +39,8 @@ pub(super) struct Job {
     /// When its first rank joined.
     opened: Time,
     state: Mutex<State>,
+    /// An op has ended.
+    changed: Condvar,
 }
 
 #[derive(Debug, Default)]
@@ -60,9 +62,8 @@ struct State {
     give_up: Option<GiveUp>,
     /// Ops that not all ranks have called.
     gathering: BTreeMap<u32, Gathering>,
-    /// Ops that are being folded, or summed with those of other hosts, and since when some rank
-    /// has called them.
-    folding: BTreeMap<u32, Time>,
+    /// Ops that are being folded, or summed with those of other hosts.
+    folding: BTreeMap<u32, Folding>,
     /// Why the job will not begin.
     refused: Option<String>,
     /// What ended the job.
@@ -76,6 +77,22 @@ struct State {
 struct Gathering {
     since: Time,
     called: BTreeMap<u16, (Descriptor, Handed)>,
+    memories: Vec<Arc<Memory>>,
+}
+
+/// An op that is being folded.
+#[derive(Debug)]
+struct Folding {
+    /// When some rank called it.
+    since: Time,
+    /// What its ranks have handed is in these.
+    _memories: Vec<Arc<Memory>>,
+}
+
+impl Gathering {
+    fn begin() -> Self {
+        Self { since: Clock::start().now(), called: BTreeMap::new(), memories: Vec::new() }
+    }
 }
 
 impl Job {
@@ -93,6 +110,7 @@ impl Job {
                 op_timeout: Span::from_millis(join.op_timeout),
                 ..State::default()
             }),
+            changed: Condvar::new(),
         }
     }
 
@@ -199,32 +217,35 @@ impl Job {
         rank: u16,
         descriptor: Descriptor,
         handed: Handed,
+        memory: &Arc<Memory>,
     ) -> Option<(u32, Fold)> {
         let mut state = self.lock();
-        let Some(op) = state.members.get_mut(&rank)?.call(&handed) else {
-            state.break_with(rank, "has handed memory that an op in flight has");
-            return None;
-        };
         if !state.left.is_empty() {
             let ranks = state.left.iter().copied().collect();
             state.end(FromSidecar::Lost { ranks, why: Loss::Left });
         }
-        let in_flight = state.gathering.len() + state.folding.len();
-        if in_flight >= MAX_OPS.into() && !state.gathering.contains_key(&op) {
-            state.break_with(rank, "has called more ops than its client may have in flight");
-        }
         if state.over.is_some() {
             return None;
         }
-        let new = || Gathering { since: Clock::start().now(), called: BTreeMap::new() };
-        let called = &mut state.gathering.entry(op).or_insert_with(new).called;
-        called.insert(rank, (descriptor, handed));
-        if called.len() < usize::from(self.local_world) {
+        let in_flight = state.gathering.len() + state.folding.len();
+        let Some(op) = state.members.get_mut(&rank)?.call(&handed) else {
+            state.break_with(rank, "has handed memory that an op in flight has");
+            return None;
+        };
+        if in_flight >= MAX_OPS.into() && !state.gathering.contains_key(&op) {
+            state.break_with(rank, "has called more ops than its client may have in flight");
             return None;
         }
-        let Gathering { since, called } = state.gathering.remove(&op)?;
+        let gathering = state.gathering.entry(op).or_insert_with(Gathering::begin);
+        gathering.called.insert(rank, (descriptor, handed));
+        gathering.memories.push(Arc::clone(memory));
+        if gathering.called.len() < usize::from(self.local_world) {
+            return None;
+        }
+        let Gathering { since, called, memories } = state.gathering.remove(&op)?;
         if let Some(outcome) = disagreement(&called) {
-            state.tell_ended(op, outcome);
+            state.let_go(op);
+            state.tell_all(&FromSidecar::Ended { op, outcome });
             if self.local_world < self.world {
                 // Ranks of other hosts have called the op, and wait for this one's.
                 let why = "its ranks on this host disagree about an op".into();
@@ -234,14 +255,14 @@ impl Job {
         }
         let shares = called.into_iter().map(|(rank, (_, handed))| Share { rank, handed }).collect();
         let fold = Fold::new(descriptor, shares, self.world.into());
-        state.folding.insert(op, since);
+        state.folding.insert(op, Folding { since, _memories: memories });
         Some((op, fold))
     }
 
     /// Tells the ranks what was folded, or passes it on if it is not all.
     pub(super) fn folded(&self, op: u32, fold: &Arc<Fold>) {
         let state = self.lock();
-        let (upstream, since) = (state.upstream.clone(), state.folding.get(&op).copied());
+        let (upstream, since) = (state.upstream.clone(), state.folding.get(&op).map(|it| it.since));
         drop(state);
         match (fold.sums(), upstream.zip(since)) {
             (Ok(_), Some((upstream, since))) => {
@@ -251,7 +272,10 @@ impl Job {
                 Ok(_) => self.ended(op, fold.shares(), Ok(sums)),
                 Err(spoilt) => self.spoilt(op, spoilt),
             },
-            (Err(spoilt), _) => self.spoilt(op, spoilt),
+            (Err(spoilt), upstream) => {
+                self.spoilt(op, spoilt);
+                upstream.iter().for_each(|(upstream, _)| upstream.spoil());
+            }
         }
     }
 
@@ -265,28 +289,45 @@ impl Job {
                 state.end(FromSidecar::CutOff { why });
             }
         }
-        state.end_fold(op);
+        state.let_go(op);
+        state.tell_end();
+        self.changed.notify_all();
     }
 
     /// Tells the ranks what came of an op: of lists, the sums.
     pub(super) fn ended(&self, op: u32, shares: &[Share], result: Result<Option<&Sums>, Error>) {
         let mut state = self.lock();
+        let since = state.let_go(op);
         match result {
             Ok(sums) => {
-                state.let_go(op);
                 shares.iter().for_each(|share| state.tell_sums(op, share, sums));
             }
             Err(error) => {
-                let (outcome, end) = said(error);
+                let (mut outcome, end) = said(error);
+                if let (Some(Outcome::Timeout { after, .. }), Some(since)) = (&mut outcome, since) {
+                    // The aggregator was there for a part of it.
+                    *after = Clock::start().now().since(since).as_millis();
+                }
                 if let Some(outcome) = outcome {
-                    state.tell_ended(op, outcome);
+                    state.tell_all(&FromSidecar::Ended { op, outcome });
                 }
                 if let Some(end) = end {
                     state.end(end);
                 }
             }
         }
-        state.end_fold(op);
+        state.tell_end();
+        self.changed.notify_all();
+    }
+
+    /// Waits until nothing works on what a rank has handed, but not longer than this.
+    pub(super) fn await_folds(&self, rank: u16, limit: Duration) {
+        let is_at_work = |state: &mut State| {
+            let State { members, folding, .. } = state;
+            members.get(&rank).is_some_and(|member| member.has_any(|op| folding.contains_key(&op)))
+        };
+        let waited = self.changed.wait_timeout_while(self.lock(), limit, is_at_work);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
     /// Lets a rank go.
@@ -407,7 +448,8 @@ impl Job {
         let missing = state.members.keys().copied().filter(is_missing).collect();
         let outcome = Outcome::Timeout { after: state.op_timeout.as_millis(), missing };
         state.gathering.remove(&op);
-        state.tell_ended(op, outcome);
+        state.let_go(op);
+        state.tell_all(&FromSidecar::Ended { op, outcome });
         state.end(FromSidecar::TimedOut);
     }
 
@@ -431,16 +473,11 @@ impl State {
         self.members.values().for_each(|member| member.tell(message, None));
     }
 
-    /// Tells the ranks what came of an op, on which nothing works any more.
-    fn tell_ended(&mut self, op: u32, outcome: Outcome) {
-        self.let_go(op);
-        self.tell_all(&FromSidecar::Ended { op, outcome });
-    }
-
     /// Lets go of what the ranks have handed for an op, before they are told that it has ended:
-    /// they may hand the same for another at once.
-    fn let_go(&mut self, op: u32) {
+    /// they may hand the same for another at once. Returns since when it has been folded, if so.
+    fn let_go(&mut self, op: u32) -> Option<Time> {
         self.members.values_mut().for_each(|member| member.end(op));
+        self.folding.remove(&op).map(|folding| folding.since)
     }
 
     /// Tells a rank that what it has handed is reduced, or hands it the sums.
@@ -483,16 +520,13 @@ impl State {
         }
         self.over.get_or_insert(why);
         self.give_up.take().iter().for_each(GiveUp::give_up);
-        self.gathering.clear();
+        for op in std::mem::take(&mut self.gathering).into_keys() {
+            self.let_go(op);
+        }
         self.tell_end();
     }
 
-    /// Counts a fold that has ended, whatever came of it: the last one is waited for.
-    fn end_fold(&mut self, op: u32) {
-        self.folding.remove(&op);
-        self.tell_end();
-    }
-
+    /// Tells the ranks what has ended the job, once the last fold has ended.
     fn tell_end(&mut self) {
         if let Some(why) = self.over.as_ref().filter(|_| self.folding.is_empty() && !self.told) {
             self.tell_all(why);

@@ -44,6 +44,11 @@ impl Member {
         self.in_flight.remove(&op);
     }
 
+    /// Whether one of its ops that have not ended is such.
+    pub(super) fn has_any(&self, is_such: impl Fn(u32) -> bool) -> bool {
+        self.in_flight.keys().any(|op| is_such(*op))
+    }
+
     /// Tells it something, if it listens.
     pub(super) fn tell(&self, message: &FromSidecar, descriptor: Option<BorrowedFd<'_>>) {
         let told = self.line.send_now(message, descriptor);

@@ -33,6 +33,9 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// rank of another host can lack its sums, and its goodbye.
 const LAST_WORDS: Span = Span::from_secs(8);
 
+/// How long a rank that leaves waits for ops that it has called and ranks of other hosts have not.
+const LINGER: Duration = Duration::from_secs(5);
+
 /// Callers that may be about to say what they want: others wait until these have.
 const MAX_UNKNOWN: usize = 64;
 
@@ -46,7 +49,7 @@ pub struct Limits {
     pub jobs: usize,
     /// Ranks.
     pub ranks: usize,
-    /// Bytes of memory that ranks share with it.
+    /// Bytes of memory that ranks share with it, and of sums of lists.
     pub memory: usize,
 }
 
@@ -220,6 +223,10 @@ impl Shared {
             Loss::Broke
         });
         tracing::info!(job = join.job, rank = join.rank, "rank is gone: {}", why.name());
+        if why == Loss::Left {
+            // It takes its memory back once it is let go, and goes on with it.
+            job.await_folds(join.rank, LINGER);
+        }
         job.part(join.rank, why);
         self.jobs().retain(|_, job| !job.is_deserted());
     }

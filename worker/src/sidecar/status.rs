@@ -33,7 +33,7 @@ pub struct Status {
     pub max_ranks: usize,
     /// How many ranks there are, of all jobs.
     pub ranks: usize,
-    /// Bytes of memory that ranks have lent, and the most that they may.
+    /// Bytes of memory that ranks have lent and that sums of lists take, and the most that may be.
     pub memory: [u64; 2],
     /// The jobs that the caller may know of, by name.
     pub jobs: Vec<JobStatus>,

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use racksum_net::clock::Clock;
 use racksum_proto::control::Loss;
-use racksum_proto::error::SubmitError;
+use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::time::Time;
 
 use super::fold::{Fold, Handed, Place, Spoilt, budget_of, give};
@@ -29,7 +29,16 @@ const ROOM: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(super) struct Upstream {
     client: Arc<Client>,
-    folded: Sender<Folded>,
+    folded: Sender<Passed>,
+}
+
+/// What a job passes on.
+#[derive(Debug)]
+enum Passed {
+    /// An op that is folded.
+    Folded(Folded),
+    /// Some op could not be folded, which the others wait for: there are no more.
+    Spoilt,
 }
 
 /// An op of which the sum of this host's ranks is known: of tensors it lies where the first of them
@@ -67,8 +76,17 @@ impl Upstream {
 
     /// Sends a host's sum.
     pub(super) fn pass(&self, folded: Folded) {
+        self.tell(Passed::Folded(folded));
+    }
+
+    /// Sends no more sums: one is missing.
+    pub(super) fn spoil(&self) {
+        self.tell(Passed::Spoilt);
+    }
+
+    fn tell(&self, passed: Passed) {
         // The thread ends only with this.
-        drop(self.folded.send(folded));
+        drop(self.folded.send(passed));
     }
 
     /// What has been sent and received.
@@ -87,16 +105,26 @@ impl Upstream {
     }
 }
 
-/// Starts ops in their order.
+/// Starts ops in their order. Once one of them is missing, there are no more: other hosts would
+/// take the next for it.
 fn pass_up(
     client: &Client,
-    folded: &Receiver<Folded>,
+    passed: &Receiver<Passed>,
     flights: &Sender<(Folded, Flight)>,
     job: &Weak<Job>,
 ) {
-    let (mut next, mut early) = (0, BTreeMap::new());
-    for arrived in folded {
-        early.insert(arrived.op, arrived);
+    let (mut next, mut early, mut is_spoilt) = (0, BTreeMap::new(), false);
+    for passed in passed {
+        match passed {
+            Passed::Folded(folded) => drop(early.insert(folded.op, folded)),
+            Passed::Spoilt => is_spoilt = true,
+        }
+        if is_spoilt {
+            for late in std::mem::take(&mut early).into_values() {
+                let why = "an op before it could not be folded";
+                tell(job, &late, Err(OpError::Ended { why }.into()));
+            }
+        }
         while let Some(due) = early.remove(&next) {
             next += 1;
             match submit(client, &due) {

@@ -190,9 +190,15 @@ impl Shared {
         self.changed.notify_all();
     }
 
+    /// Ends the session but for what is in flight.
+    pub(super) fn take_no_more(&self, over: Over) {
+        self.lock().over.get_or_insert(over);
+    }
+
     /// Ends the session, and what is in flight.
     pub(super) fn end(&self, over: Over) {
         let mut state = self.lock();
+        let over = state.over.get_or_insert(over).clone();
         if !state.began && state.refused.is_none() {
             state.refused = Some(match &over.ended {
                 OpError::NoAggregator { tried } => ConnectError::NoAggregator(tried.clone()),
@@ -202,7 +208,6 @@ impl Shared {
         let ops: Vec<u32> = state.flights.keys().copied().collect();
         let landed: Vec<_> =
             ops.into_iter().map(|op| state.land(op, Err(over.ended.clone()))).collect();
-        state.over.get_or_insert(over);
         drop(state);
         drop(landed);
         self.changed.notify_all();

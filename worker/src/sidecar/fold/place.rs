@@ -20,11 +20,17 @@ use crate::sidecar::budget::{Budget, Room};
 use crate::sidecar::message::ListAt;
 use crate::tensor::Region;
 
-/// Memory that a rank has lent. What it took of the budget is free once nothing works on it.
+/// Memory that a rank has lent. What it took of the budget is free again when this goes.
 #[derive(Debug)]
 pub(in crate::sidecar) struct Memory {
-    shared: SharedMemory,
+    mapping: Arc<Mapping>,
     _room: Room,
+}
+
+/// The same as those have it that work on it: they may let it go a moment later than all others.
+#[derive(Debug)]
+struct Mapping {
+    shared: SharedMemory,
     budget: Arc<Budget>,
 }
 
@@ -34,21 +40,22 @@ impl Memory {
         descriptor: &OwnedFd,
         budget: &Arc<Budget>,
     ) -> io::Result<Arc<Self>> {
-        let shared = SharedMemory::of(descriptor, budget.left())?;
+        let shared = SharedMemory::of(descriptor)?;
         let full = |why| io::Error::new(io::ErrorKind::OutOfMemory, why);
         let room = budget.take(shared.len()).map_err(full)?;
-        Ok(Arc::new(Self { shared, _room: room, budget: Arc::clone(budget) }))
+        let mapping = Arc::new(Mapping { shared, budget: Arc::clone(budget) });
+        Ok(Arc::new(Self { mapping, _room: room }))
     }
 
-    pub(in crate::sidecar) const fn len(&self) -> usize {
-        self.shared.len()
+    pub(in crate::sidecar) fn len(&self) -> usize {
+        self.mapping.shared.len()
     }
 }
 
 /// Where a rank has values.
 #[derive(Debug, Clone)]
 pub(in crate::sidecar) struct Place {
-    memory: Arc<Memory>,
+    mapping: Arc<Mapping>,
     at: usize,
     len: usize,
 }
@@ -58,7 +65,7 @@ impl Place {
     pub(in crate::sidecar) fn new(memory: &Arc<Memory>, at: u64, len: u64) -> Option<Self> {
         let (at, len) = (usize::try_from(at).ok()?, usize::try_from(len).ok()?);
         let is_within = at.checked_add(len).is_some_and(|end| end <= memory.len());
-        is_within.then(|| Self { memory: Arc::clone(memory), at, len })
+        is_within.then(|| Self { mapping: Arc::clone(&memory.mapping), at, len })
     }
 
     pub(super) const fn len(&self) -> usize {
@@ -67,23 +74,23 @@ impl Place {
 
     /// What its memory is of, and room for sums of it is taken of.
     pub(super) fn budget(&self) -> &Arc<Budget> {
-        &self.memory.budget
+        &self.mapping.budget
     }
 
     /// Whether some bytes are another's too.
     pub(super) fn overlaps(&self, other: &Self) -> bool {
         let are_some = self.len > 0 && other.len > 0;
         let meet = self.at < other.at + other.len && other.at < self.at + self.len;
-        are_some && meet && Arc::ptr_eq(&self.memory, &other.memory)
+        are_some && meet && Arc::ptr_eq(&self.mapping, &other.mapping)
     }
 
     /// The tensor, as an op of a client's.
     pub(in crate::sidecar) fn region(&self) -> Region {
-        let start = self.memory.shared.start().as_ptr().wrapping_add(self.at);
+        let start = self.mapping.shared.start().as_ptr().wrapping_add(self.at);
         let start = NonNull::new(start).unwrap_or(NonNull::dangling());
         // SAFETY: within the memory, which stays where it is as long as it is kept. That the rank
         // leaves it alone, nothing but the job's sums depends on.
-        unsafe { Region::new(start, self.len, Arc::clone(&self.memory)) }
+        unsafe { Region::new(start, self.len, Arc::clone(&self.mapping)) }
     }
 
     /// Writes what another place has, of the same length, which nobody else has or writes to.
@@ -101,7 +108,7 @@ impl Place {
         assert!(from + len <= self.len, "beyond the place");
         // SAFETY: as the caller says; a rank that writes to its tensor while an op runs spoils its
         // job's sums, and nothing else depends on the values.
-        unsafe { self.memory.shared.bytes(self.at + from..self.at + from + len) }
+        unsafe { self.mapping.shared.bytes(self.at + from..self.at + from + len) }
     }
 
     /// Bytes of the tensor, to be written.
@@ -112,7 +119,7 @@ impl Place {
     pub(super) unsafe fn bytes_mut(&self, from: usize, len: usize) -> &mut [u8] {
         assert!(from + len <= self.len, "beyond the place");
         // SAFETY: as the caller says, and as above.
-        unsafe { self.memory.shared.bytes_mut(self.at + from..self.at + from + len) }
+        unsafe { self.mapping.shared.bytes_mut(self.at + from..self.at + from + len) }
     }
 }
 
@@ -149,13 +156,13 @@ impl List {
     /// The indices, and where the values are; nothing of a list that cannot be: it is sorted, has
     /// no block twice, and all are the tensor's.
     pub(super) fn read(&self, descriptor: &Descriptor) -> Option<(Vec<u32>, Place)> {
-        let Place { memory, at, len } = &self.indices;
+        let Place { mapping, at, len } = &self.indices;
         let (blocks, count) = (len / size_of::<u32>(), count_of(descriptor));
         if blocks as u64 > count {
             return None;
         }
         // Each is read once: the rank may write to them meanwhile.
-        let index = |nth| memory.shared.word(at + size_of::<u32>() * nth);
+        let index = |nth| mapping.shared.word(at + size_of::<u32>() * nth);
         let indices: Vec<u32> = (0..blocks).map(index).collect();
         let last = indices.last().copied();
         if !indices.is_sorted_by(|a, b| a < b) || last.is_some_and(|it| u64::from(it) >= count) {

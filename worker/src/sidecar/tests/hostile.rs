@@ -138,8 +138,8 @@ fn a_bad_list_of_a_rank_that_is_gone_leaves_nobody_waiting() {
     let memory = Memory::of(&descriptor, &Arc::new(Budget::new(4096))).unwrap();
     let list = ListAt { blocks: 1, values: 1024 };
     let list = Handed::List(List::new(&memory, 0, list, &sum_of(1024)).unwrap());
-    assert!(job.submit(0, sum_of(1024), list.clone()).is_none());
-    let (op, fold) = job.submit(1, sum_of(1024), list).unwrap();
+    assert!(job.submit(0, sum_of(1024), list.clone(), &memory).is_none());
+    let (op, fold) = job.submit(1, sum_of(1024), list, &memory).unwrap();
     job.part(0, Loss::Died);
     assert!(fold.work(&mut Vec::new(), || {}));
     job.folded(op, &Arc::new(fold));
@@ -485,4 +485,26 @@ fn a_rank_that_hands_memory_twice_at_a_time_is_let_go() {
         drop((rogue, honest));
         rig.await_peace();
     }
+}
+
+#[test]
+fn calls_of_a_job_that_is_over_cost_nothing() {
+    let rig = Rig::start();
+    let mut ranks = rig.job("job", 2);
+    let lent = ranks[0].lend(1 << 20).unwrap();
+    let handle = ranks[0].submit(lent.region(4), sum_of(1)).unwrap();
+    drop(ranks.pop());
+    assert!(ranks[0].wait(handle).is_err());
+    let other = ranks[0].lend(4).unwrap();
+    let descriptor = encoded(&sum_of(0));
+    for _ in 0..3 * MAX_OPS {
+        let submit = FromRank::Submit { descriptor, memory: other.id(), at: 0, list: None };
+        ranks[0].line.send(&submit, None).unwrap();
+    }
+    drop((lent, other));
+    // It is heard last.
+    let (_, _) = ranks[0].stats();
+    let status = ask(&rig.path).unwrap();
+    assert!(status.jobs[0].ranks[0].next_op <= 1, "calls are numbered");
+    assert_eq!(status.memory[0], 0);
 }
