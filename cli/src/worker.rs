@@ -34,7 +34,8 @@ pub(crate) struct Args {
     /// Most ranks at a time, of all jobs.
     #[arg(long, value_name = "N", default_value = "256")]
     max_ranks: NonZeroUsize,
-    /// Most memory for what ranks share with it and for sums of lists, with K, M or G [default: half of the host's].
+    /// Most memory for what ranks share and for sums of lists, with K, M or G [default: half of the
+    /// host's].
     #[arg(long, value_name = "SIZE", value_parser = args::size)]
     memory: Option<u64>,
     /// The aggregator where jobs meet that have ranks on other hosts, HOST:PORT; A,B goes on at B

@@ -209,15 +209,21 @@ impl Session {
         values: usize,
         nbytes: usize,
     ) -> PyResult<Op> {
+        let places = py.detach(|| {
+            let places = read_from(indices, count * size_of::<i64>());
+            let place = |bytes: &[u8; 8]| {
+                let index = i64::from_ne_bytes(*bytes);
+                u32::try_from(index).map_err(|_| index)
+            };
+            places.as_chunks().0.iter().map(place).collect::<Result<Vec<u32>, i64>>()
+        });
+        let places = places.map_err(|index| {
+            let why =
+                format!("a tensor has no block {index}: they are numbered from 0 to 2**32 - 1");
+            raise(py, "BadArgument", why)
+        })?;
         let blocks = |py: Python<'_>| {
-            py.detach(|| {
-                let places = read_from(indices, count * size_of::<i64>());
-                let (places, _) = places.as_chunks();
-                let place = |bytes: &[u8; 8]| u32::try_from(i64::from_ne_bytes(*bytes));
-                // What is beyond 32 bits is beyond any tensor, which the worker says.
-                let indices = places.iter().map(|bytes| place(bytes).unwrap_or(u32::MAX)).collect();
-                Blocks { indices, values: read_from(values, nbytes) }
-            })
+            py.detach(|| Blocks { indices: places.clone(), values: read_from(values, nbytes) })
         };
         self.start(py, &call, blocks)
     }

@@ -372,3 +372,18 @@ def check_inherited(address: str) -> None:
         dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.5))
     assert scaled.eq(1).all(), "what is refused stays as it is"
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"rank": 1}, "rank is no option of a process group"),
+        ({"world": 4}, "world is no option"),
+        ({"aggregators": "x"}, "aggregators is no option"),
+        ({"wire": "int4"}, "wire is one of"),
+        ({"block": 100}, "block is a power of two"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_at_once(options, match):
+    with pytest.raises(racksum.BadArgument, match=match):
+        racksum.torch.Options(**options)

@@ -137,6 +137,63 @@ def test_a_tensor_that_an_op_has_is_not_taken_for_another(place):
     assert place.run(2, work) == [[4.0] * 4] * 2
 
 
+@pytest.mark.parametrize("how", ["data", "set_"])
+def test_memory_that_a_tensor_had_is_there_until_its_op_has_ended(place, how):
+    moved = threading.Event()
+
+    def work(session):
+        # Large enough that the kernel has it back at once when it is freed.
+        x = torch.ones(8 << 20)
+        if session.rank == 1:
+            moved.wait()
+        handle = session.allreduce(x, async_op=True)
+        if session.rank == 1:
+            assert handle.wait().sum().item() == 2 * (8 << 20)
+        else:
+            if how == "data":
+                x.data = torch.zeros(3)
+            else:
+                x.set_(torch.zeros(3))
+            moved.set()
+            with pytest.raises(racksum.BadArgument, match="was given other memory while the op"):
+                handle.wait()
+        return session.allreduce(torch.ones(3)).sum().item()
+
+    assert place.run(2, work) == [6, 6]
+
+
+@pytest.mark.parametrize("index", [-1, 2**32, 2**40])
+def test_a_block_that_cannot_be_is_named_as_it_is(place, index):
+    with place.connect() as session:
+        with pytest.raises(racksum.BadArgument, match=f"no block {index}: they are numbered"):
+            session.allreduce_blocks(np.array([0, index]), np.ones(64, np.float32), 64, block=32)
+        assert session.allreduce(np.ones(4, np.float32)).tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "match"),
+    [
+        ("float31", "dtype is one of torch or of numpy, and not 'float31'"),
+        (object, "not of object"),
+        (torch.complex64, "not of complex64"),
+        (np.uint8, "not of uint8"),
+    ],
+    ids=str,
+)
+def test_a_tensor_of_a_type_that_cannot_be_reduced_is_not_made(place, dtype, match):
+    with place.connect() as session, pytest.raises(racksum.BadArgument, match=match):
+        session.empty(4, dtype)
+
+
+@pytest.mark.parametrize("timeout", ["x", float("nan"), -1])
+def test_a_wait_of_no_seconds_is_refused(place, timeout):
+    with place.connect() as session:
+        handle = session.allreduce(np.ones(4, np.float32), async_op=True)
+        with pytest.raises(racksum.BadArgument, match="timeout is a number of seconds from 0 on"):
+            handle.wait(timeout)
+        assert handle.wait(20).tolist() == [1.0] * 4
+
+
 def test_an_overflow_names_the_element(cluster):
     def work(session):
         x = np.zeros(2000, np.float32)

@@ -81,6 +81,20 @@ def test_what_is_left_out_comes_with_the_next_step():
     assert sent.split(BLOCK)[0].any(), "in the end the lightest was sent as well"
 
 
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("place", [0, 2], ids=["left out", "sent"])
+def test_what_is_no_number_is_not_remembered(bad, place):
+    memory, compressor = ResidualMemory(), BlockThreshold(2.0, BLOCK)
+    x = tensor(1, 1, 3)
+    x[place * BLOCK] = bad
+    if place == 0:
+        compressor.choose = lambda blocks, name: torch.tensor([2])
+    memory.update(x, "x", compressor, *compressor.compress(x, "x"))
+    left = memory.residuals["x"]
+    assert left.isfinite().all()
+    assert left[BLOCK : 2 * BLOCK].any(), "numbers are"
+
+
 def test_a_tensor_that_changes_its_size_is_refused():
     memory, compressor = ResidualMemory(), BlockTopK(1, BLOCK)
     x = tensor(1, 2)
@@ -142,6 +156,12 @@ def test_blocks_are_those_of_the_compressor():
     assert racksum.torch.State(None).block == 256
 
 
+def test_the_wire_is_that_of_the_compressor():
+    assert racksum.torch.State(None, compressor=Rounded("int8")).wire == "int8"
+    assert racksum.torch.State(None, compressor=Rounded("int8"), wire="int8").wire == "int8"
+    assert racksum.torch.State(None, compressor=BlockTopK(1)).wire is None
+
+
 @pytest.mark.parametrize(
     ("make", "match"),
     [
@@ -158,7 +178,12 @@ def test_blocks_are_those_of_the_compressor():
             lambda: racksum.torch.State(None, compressor=BlockTopK(1, 64), block=256),
             "block is 256, and the compressor leaves out blocks of 64 elements",
         ),
-        (lambda: BlockTopK(0), "k is 1 or more"),
+        (
+            lambda: racksum.torch.State(None, compressor=Rounded("int8"), wire="bf16"),
+            "wire is 'bf16', and the compressor rounds to int8",
+        ),
+        (lambda: BlockTopK(0), "k is a whole number from 1"),
+        (lambda: BlockTopK(2.5), "k is a whole number from 1"),
         (lambda: BlockTopKRatio(1.5), "compress_ratio is a share"),
         (lambda: BlockRandomK(0.0), "compress_ratio is a share"),
         (lambda: Rounded("f32"), "rounds nothing that is known"),

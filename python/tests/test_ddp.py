@@ -260,6 +260,41 @@ def test_what_compressors_left_out_is_averaged_by_the_process_group(ranks, aggre
             torch.testing.assert_close(layer, 7 * (i + 1) * (torch.linspace(1, 2, 4000) + 0.5))
 
 
+class Breaks:
+    """A compressor that fails at rank 1 in some step."""
+
+    def compress(self, x: torch.Tensor, name: str) -> Any:
+        if dist.get_rank() == 1:
+            raise racksum.BadArgument("it breaks")
+        return [x], None
+
+    def decompress(self, tensors: list[torch.Tensor], ctx: Any) -> torch.Tensor:
+        return tensors[0]
+
+
+def fail_alone(address: str, job: str) -> str:
+    """Trains until rank 1 fails for a reason of its own; returns what a rank is told."""
+    model = DistributedDataParallel(Constant())
+    own = dist.new_group(backend="gloo")
+    with session_of_group(address, job, timeout=3.0) as session:
+        state = racksum.torch.State(
+            session, compressor=Breaks(), fallback="process_group", process_group=own
+        )
+        model.register_comm_hook(state, racksum.torch.allreduce_hook)
+        try:
+            for _ in range(4):
+                model(torch.ones(4000)).backward()
+        except racksum.Error as error:
+            # Rank 1 is there as long as rank 0 waits.
+            dist.barrier()
+            return type(error).__name__
+    return "nothing"
+
+
+def test_a_rank_that_fails_alone_is_not_waited_for_by_the_group(ranks, cluster):
+    assert ranks.run(fail_alone, cluster.address, cluster.new_job()) == ["OpTimeout", "BadArgument"]
+
+
 class Crossed(nn.Module):
     """Layers of the same shape, used in the one order or in the other."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import time
@@ -61,6 +62,39 @@ def test_a_study_changes_nothing(sparse):
     assert torch.equal(torch.get_rng_state(), before["random"])
     assert model.out.weight.grad is gradient
     assert model.training
+
+
+class Fine(torch.optim.SGD):
+    """Keeps more digits than its parameters have, as mixed precision does."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            kept = self.state[parameter].setdefault("kept", torch.zeros(1))
+            kept += 0.12345
+        self.param_groups[0]["lr"] *= 0.5
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_optimizer_keeps_what_it_has_to_the_bit(fails):
+    model = nn.Linear(WIDTH, 10).bfloat16()
+    optimizer = Fine(model.parameters(), lr=0.1)
+    loss(model, torch.ones(8, WIDTH, dtype=torch.bfloat16)).backward()
+    optimizer.step()
+    kept = [optimizer.state[parameter]["kept"] for parameter in model.parameters()]
+    group = optimizer.param_groups[0]
+
+    def batches_that_end() -> Any:
+        yield from [torch.ones(8, WIDTH, dtype=torch.bfloat16)] * (2 if fails else 9)
+
+    with pytest.raises(racksum.BadArgument) if fails else contextlib.nullcontext():
+        racksum.torch.study(model, batches_that_end(), loss, optimizer=optimizer, steps=2)
+    for parameter, own in zip(model.parameters(), kept, strict=True):
+        assert optimizer.state[parameter]["kept"] is own
+        assert own.dtype == torch.float32
+        assert own.item() == pytest.approx(0.12345)
+    assert optimizer.param_groups[0] is group
+    assert group["lr"] == 0.05
 
 
 @pytest.mark.gpu

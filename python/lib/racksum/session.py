@@ -9,13 +9,14 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 from racksum import _racksum
 from racksum.errors import BadArgument, SessionClosed
 from racksum.options import MAX_ELEMENTS, MAX_LANES, ConnectOptions, text, whole_from
 from racksum.shared import tensor_in
-from racksum.tensor import empty_like, memory_of, tag_of
+from racksum.tensor import check_unmoved, empty_like, memory_of, tag_of
 
 if TYPE_CHECKING:
     import os
@@ -178,7 +179,7 @@ class Session:
         """Reduces a numpy array or a torch tensor in place with those of all other ranks.
 
         :param x: A contiguous tensor in this host's memory, of float32, float64, float16, bfloat16,
-            int32 or int64. Nobody else may use it until the op has ended.
+            int32 or int64. Nobody else may use it until the op has ended, nor resize its storage.
         :param op: ``"sum"``, ``"avg"``, ``"min"`` or ``"max"``.
         :param wire: How elements travel, if not unchanged: ``"bf16"``, ``"f16"``, ``"int8"`` (with
             a scale a block) or ``"fixed32"``.
@@ -201,8 +202,14 @@ class Session:
             lane=lane,
             tag=memory.tag if tag is None else tag,
         )
-        started = self._session.submit(call, memory.address, memory.nbytes, x)
-        handle = Handle(started.wait, lambda: _Outcome(x, started.outcome()[0]))
+        started = self._session.submit(call, memory.address, memory.nbytes, memory.owner)
+
+        def make() -> _Outcome[T]:
+            absent, _ = started.outcome()
+            check_unmoved(x, memory)
+            return _Outcome(x, absent)
+
+        handle = Handle(started.wait, make)
         return handle if async_op else handle.wait()
 
     def allreduce_blocks(
@@ -285,7 +292,10 @@ class Session:
         return self._session.stats()
 
     def close(self) -> None:
-        """Leaves the job: what is in flight fails. Closing twice is the same as once."""
+        """Leaves the job: what is in flight fails, but for what a sidecar has of all its ranks.
+
+        Closing twice is the same as once.
+        """
         self._closed = True
         self._session.close()
         _pass_on_logs()
@@ -368,10 +378,15 @@ class Handle(Generic[T]):
         :raises TimeoutError: It has not ended in so many seconds; it goes on.
         :raises racksum.Error: Why there is no result.
         """
+        if timeout is not None and not (isinstance(timeout, Real) and timeout >= 0):
+            raise BadArgument(f"timeout is a number of seconds from 0 on, and not {timeout!r}")
         return self._outcome(timeout).result
 
     def then(self, work: Callable[[T], U]) -> Handle[U]:
-        """The same op with the result that ``work`` makes of this one's, when it is waited for."""
+        """The same op with the result that ``work`` makes of this one's, when it is waited for.
+
+        Where it fails, it is called again whenever the op is waited for again.
+        """
 
         def make() -> _Outcome[U]:
             outcome = self._outcome(None)

@@ -7,6 +7,9 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
+from racksum.errors import BadArgument
+from racksum.tensor import checked_dtype
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -23,13 +26,18 @@ def tensor_in(lend: Callable[[int], Lent | None], shape: tuple[int, ...], dtype:
     torch = sys.modules.get("torch")
     if torch is not None and (dtype is None or isinstance(dtype, torch.dtype)):
         dtype = dtype or torch.float32
+        checked_dtype(str(dtype).removeprefix("torch."))
         buffer = _lent(lend, math.prod(shape) * dtype.itemsize)
         if buffer is None:
             return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(buffer, dtype=dtype).view(shape)
     import numpy as np  # noqa: PLC0415 - whoever has arrays has it, and nobody else needs it.
 
-    dtype = np.dtype(dtype or np.float32)
+    try:
+        dtype = np.dtype(dtype or np.float32)
+    except TypeError:
+        raise BadArgument(f"dtype is one of torch or of numpy, and not {dtype!r}") from None
+    checked_dtype(dtype.name)
     buffer = _lent(lend, math.prod(shape) * dtype.itemsize)
     if buffer is None:
         return np.empty(shape, dtype)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from racksum.errors import BadArgument
 
-__all__ = ["Memory", "empty_like", "memory_of"]
+__all__ = ["Memory", "check_unmoved", "checked_dtype", "empty_like", "memory_of"]
 
 #: The element types that can be reduced.
 _LONG_NAMES = {
@@ -30,6 +30,8 @@ class Memory(NamedTuple):
     dtype: str
     #: Tells tensors of as many elements and another shape apart.
     tag: int
+    #: What the memory goes with: a torch tensor may be given another storage.
+    owner: Any
 
 
 def memory_of(x: Any) -> Memory:
@@ -76,7 +78,7 @@ def _of_torch(torch: Any, x: Any) -> Memory:
             f"the tensor is on {x.device}; a session reduces tensors of the host, "
             "and racksum.torch takes those of a GPU through pinned memory"
         )
-    dtype = _dtype(str(x.dtype).removeprefix("torch."))
+    dtype = checked_dtype(str(x.dtype).removeprefix("torch."))
     if not x.is_contiguous():
         raise BadArgument(f"{_described(x)} is not contiguous; pass x.contiguous()")
     if x.is_conj() or x.is_neg():
@@ -88,7 +90,7 @@ def _of_torch(torch: Any, x: Any) -> Memory:
         )
     if x.nbytes and address + x.nbytes > _end_of_storage(x):
         raise BadArgument(f"{_described(x)} reaches beyond its storage, which was resized")
-    return Memory(address, x.nbytes, x.numel(), dtype, tag_of_shape(x.shape))
+    return Memory(address, x.nbytes, x.numel(), dtype, tag_of_shape(x.shape), x.untyped_storage())
 
 
 def _address(x: Any) -> int:
@@ -107,7 +109,7 @@ def _end_of_storage(x: Any) -> int:
 def _of_array(numpy: Any, x: Any) -> Memory:
     if isinstance(x, numpy.ma.MaskedArray):
         raise BadArgument(f"{_described(x)} is masked; pass x.filled(0)")
-    dtype = _dtype(x.dtype.name)
+    dtype = checked_dtype(x.dtype.name)
     if not x.flags.writeable:
         raise BadArgument(f"{_described(x)} is read-only")
     if not x.dtype.isnative:
@@ -116,10 +118,20 @@ def _of_array(numpy: Any, x: Any) -> Memory:
         )
     if not x.flags.c_contiguous:
         raise BadArgument(f"{_described(x)} is not contiguous; pass numpy.ascontiguousarray(x)")
-    return Memory(x.ctypes.data, x.nbytes, x.size, dtype, tag_of_shape(x.shape))
+    return Memory(x.ctypes.data, x.nbytes, x.size, dtype, tag_of_shape(x.shape), x)
 
 
-def _dtype(name: str) -> str:
+def check_unmoved(x: Any, memory: Memory) -> None:
+    """Refuses a tensor that was given other memory while an op reduced what it had."""
+    if memory.owner is not x and _address(x) != memory.address:
+        raise BadArgument(
+            f"{_described(x)} was given other memory while the op ran, by x.data = ... or "
+            "x.set_(): the sums are where it was before"
+        )
+
+
+def checked_dtype(name: str) -> str:
+    """What racksum calls a dtype of this name, if tensors of it can be reduced."""
     try:
         return _LONG_NAMES[name]
     except KeyError:

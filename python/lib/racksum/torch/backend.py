@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from racksum.errors import BadArgument
 from racksum.options import ConnectOptions
 from racksum.session import DEFAULT_BLOCK, Session
+from racksum.torch.compress import block_of, checked_wire
 from racksum.torch.gathering import broadcast, gather_into
 from racksum.torch.groups import is_generation_given, new_generation, of_group
 from racksum.torch.sparse import allreduce_sparse
@@ -66,8 +67,14 @@ class Options:
     def __init__(
         self, *, wire: str | None = None, block: int = DEFAULT_BLOCK, **connect: Any
     ) -> None:
-        self.wire = wire
-        self.block = block
+        self.wire = checked_wire(wire)
+        self.block = block_of(block)
+        known = {field.name for field in dataclasses.fields(ConnectOptions)} - {"rank", "world"}
+        for name in connect.keys() - known:
+            raise BadArgument(
+                f"{name} is no option of a process group; wire, block and "
+                f"{', '.join(sorted(known))} are"
+            )
         self.connect = connect
 
 

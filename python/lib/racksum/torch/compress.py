@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from racksum.errors import BadArgument
+from racksum.options import MAX_ELEMENTS, whole_from
 from racksum.session import DEFAULT_BLOCK
 
 if TYPE_CHECKING:
@@ -65,8 +66,15 @@ def block_of(block: int | None, compressor: object = None) -> int:
     )
 
 
-def checked_wire(wire: str | None) -> str | None:
-    """How elements travel, if there is such a way."""
+def checked_wire(wire: str | None, compressor: object = None) -> str | None:
+    """How elements travel, as it is given, or as the compressor rounds them.
+
+    :raises BadArgument: There is no such way, or the compressor's is another.
+    """
+    of_compressor = getattr(compressor, "wire", None)
+    wire = of_compressor if wire is None else wire
+    if of_compressor not in (None, wire):
+        raise BadArgument(f"wire is {wire!r}, and the compressor rounds to {of_compressor}")
     if wire is not None and wire not in _WIRES:
         raise BadArgument(f"wire is one of {', '.join(_WIRES)}, and not {wire!r}")
     return wire
@@ -135,8 +143,10 @@ class ResidualMemory:
         tensor_compressed: list[torch.Tensor],
         ctx: Any,
     ) -> None:
-        """Remembers the tensor less what it decompresses to."""
-        self.residuals[name] = tensor - compressor.decompress(tensor_compressed, ctx)
+        """Remembers the tensor less what it decompresses to, but for what is no number."""
+        left = tensor - compressor.decompress(tensor_compressed, ctx)
+        # An infinity, as a scaler of losses makes it now and then, would come back in every step.
+        self.residuals[name] = torch.nan_to_num_(left, nan=0.0, posinf=0.0, neginf=0.0)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What was left out so far, for a checkpoint of this rank."""
@@ -185,9 +195,7 @@ class BlockTopK(BlockCompressor):
 
     def __init__(self, k: int, block: int = DEFAULT_BLOCK) -> None:
         super().__init__(block)
-        if k < 1:
-            raise BadArgument(f"k is 1 or more, and not {k}")
-        self.k = k
+        self.k = whole_from(1, MAX_ELEMENTS)("k", k)
 
     def choose(self, blocks: torch.Tensor, name: str) -> torch.Tensor:  # noqa: ARG002
         """The ``k`` blocks that weigh most."""

@@ -3,6 +3,7 @@
 # DDP looks at the annotations of a hook themselves, so that they are not put off here.
 import logging
 from collections.abc import Callable, MutableMapping
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +31,11 @@ _log = logging.getLogger("racksum.torch")
 
 _FALLBACKS = ("raise", "process_group")
 
-#: What a session ends with whose ranks are all there.
+#: What a session ends with whose ranks may all be there.
 _GONE = (NoAggregator, OpTimeout, SessionClosed)
+
+#: Seconds by which an op of another rank may end later than it is to.
+_MARGIN = 5.0
 
 #: DDP rebuilds its buckets after the first step, so that what is known of one is of no use before.
 FIRST_STEADY_ITER = 2
@@ -51,7 +55,8 @@ class State:
     step, is refused.
 
     :param session: The session whose ranks are those of the model's process group.
-    :param wire: How gradients travel, if not unchanged: see :meth:`racksum.Session.allreduce`.
+    :param wire: How gradients travel, if not unchanged: see :meth:`racksum.Session.allreduce`. By
+        default what the compressor rounds to, if it does.
     :param block: Elements of a block: blocks of zeros are not sent. By default the compressor's;
         others than those are refused.
     :param compressor: What leaves blocks out, from ``start_iter`` on: one of
@@ -95,7 +100,7 @@ class State:
         if memory is not None and not error_feedback:
             raise BadArgument("a memory is given, and error_feedback=False says to have none")
         self._begin(session, process_group)
-        self.wire = checked_wire(wire)
+        self.wire = checked_wire(wire, compressor)
         self.block = block_of(block, compressor)
         self.compressor = compressor
         self.memory = memory or (ResidualMemory() if compressor and error_feedback else None)
@@ -108,7 +113,7 @@ class State:
         self._layouts: dict[str, list[tuple[int | None, tuple[int, ...]]]] = {}
         _log.info(
             "hook: wire=%s block=%d compressor=%s memory=%s start_iter=%d fallback=%s, %r",
-            wire,
+            self.wire,
             self.block,
             type(compressor).__name__,
             type(self.memory).__name__,
@@ -244,7 +249,11 @@ def _started(state: State, part: _Part) -> Callable[[], torch.Tensor]:
             result: torch.Tensor = kept.gradients if failed else handle.wait()
         except _GONE as error:
             failed = error
-        if _all_have(state, failed is None, kept.gradients.device):
+        try:
+            have = _all_have(state, failed is None, kept.gradients.device)
+        except RuntimeError as error:
+            raise failed or OpTimeout(f"ranks do not say whether they have {part.name}") from error
+        if have:
             return result
         if not state.fell_back:
             _log.warning(
@@ -258,9 +267,15 @@ def _started(state: State, part: _Part) -> Callable[[], torch.Tensor]:
 
 
 def _all_have(state: State, own: bool, device: torch.device) -> bool:
-    """Whether all ranks have a result. A group may be of one kind of device only."""
+    """Whether all ranks have a result. A group may be of one kind of device only.
+
+    A rank may have failed for a reason of its own, and not ask: others wait no longer for it than
+    for an op.
+    """
     have = torch.tensor([int(own)], dtype=torch.int32, device=device)
-    dist.all_reduce(have, dist.ReduceOp.MIN, group=state.process_group)
+    asked = dist.all_reduce(have, dist.ReduceOp.MIN, group=state.process_group, async_op=True)
+    seconds = state.session.options.timeout if state.session is not None else 0.0
+    asked.wait(timedelta(seconds=seconds + _MARGIN))
     return bool(have)
 
 

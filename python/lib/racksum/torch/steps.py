@@ -206,7 +206,7 @@ def _alone(device: torch.device) -> dist.ProcessGroup:
 def _scanned(flat: Tensor, block: int) -> Tensor:
     """A byte for each block of a tensor of the host: whether it is not zero."""
     memory = memory_of(flat)
-    bits = _racksum.scan(memory.address, memory.nbytes, memory.dtype, block, flat)
+    bits = _racksum.scan(memory.address, memory.nbytes, memory.dtype, block, memory.owner)
     words = torch.frombuffer(bytearray(bits), dtype=torch.uint8) if bits else torch.empty(0)
     marks = (words.to(torch.uint8)[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
     return marks.flatten()[: -(-len(flat) // block)]

@@ -228,18 +228,12 @@ def study(
     :param bucket_cap_mb: As of DDP; by default that of the model, if DDP wraps it.
     :param links: Gbit/s of a rank's link, to predict for.
     """
-    if steps < 1:
-        raise BadArgument(f"steps is 1 or more, and not {steps}")
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     world = ranks if world is None else world
-    if world < 1:
-        raise BadArgument(f"world is 1 or more, and not {world}")
-    for link in links:
-        if not 0 < link < math.inf:
-            raise BadArgument(f"a link has some Gbit/s, and not {link}")
     net = model.module if isinstance(model, DistributedDataParallel) else model
 
     def measured() -> tuple[Tensor, list[Look]]:
+        _refuse_arguments(steps, world, links)
         _refuse(net, optimizer)
         with _as_it_was(net, optimizer):
             made = Steps(model, loss, optimizer, bucket_cap_mb=bucket_cap_mb)
@@ -265,6 +259,16 @@ def study(
         ],
         links=list(links),
     )
+
+
+def _refuse_arguments(steps: int, world: int, links: Sequence[float]) -> None:
+    if steps < 1:
+        raise BadArgument(f"steps is 1 or more, and not {steps}")
+    if world < 1:
+        raise BadArgument(f"world is 1 or more, and not {world}")
+    for link in links:
+        if not 0 < link < math.inf:
+            raise BadArgument(f"a link has some Gbit/s, and not {link}")
 
 
 def _refuse(net: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -360,10 +364,12 @@ def _as_it_was(net: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
     tensors = [*net.parameters(), *net.buffers()]
     values = [tensor.detach().clone() for tensor in tensors]
     gradients = [parameter.grad for parameter in net.parameters()]
-    options = copy.deepcopy(optimizer.state_dict()) if optimizer is not None else None
     try:
         device = device_of(net)
-        with torch.random.fork_rng([device] if device.type != "cpu" else None):
+        with (
+            torch.random.fork_rng([device] if device.type != "cpu" else None),
+            _on_a_copy(optimizer),
+        ):
             yield
     finally:
         for places, own in zip(held, before, strict=True):
@@ -374,5 +380,29 @@ def _as_it_was(net: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
                 tensor.copy_(value)
         for parameter, gradient in zip(net.parameters(), gradients, strict=True):
             parameter.grad = gradient
-        if optimizer is not None and options is not None:
-            optimizer.load_state_dict(options)
+
+
+@contextmanager
+def _on_a_copy(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Has an optimizer work on copies of what it keeps.
+
+    What it loads of a ``state_dict`` it gives the types of its parameters.
+    """
+    if optimizer is None:
+        yield
+        return
+    groups = optimizer.param_groups
+    state, kept = dict(optimizer.state), [dict(group) for group in groups]
+    # Parameters are no part of it.
+    memo = {id(p): p for group in groups for p in group["params"]}
+    try:
+        optimizer.state.update(copy.deepcopy(state, memo))
+        for group in groups:
+            group.update(copy.deepcopy(group, memo))
+        yield
+    finally:
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, own in zip(groups, kept, strict=True):
+            group.clear()
+            group.update(own)

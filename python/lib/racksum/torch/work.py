@@ -311,6 +311,16 @@ _all: weakref.WeakSet[InOrder] = weakref.WeakSet()
 _waiters = Waiters("racksum-futures")
 
 
+def _begin_anew() -> None:
+    """In a fork there are no threads that would give a lock back."""
+    _waiters._lock = threading.Lock()
+    for thread in _all:
+        thread._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
 @atexit.register
 def _end_all() -> None:
     """Ends threads while Python is there: one that it finds in torch would abort the process."""
