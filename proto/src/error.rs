@@ -157,8 +157,8 @@ pub enum SubmitError {
         /// Ops the job may have in flight.
         max: usize,
     },
-    /// Its tensor lies in memory of an op in flight.
-    #[error("op {}, which has not ended, has some of the same memory; wait for it first", op.0)]
+    /// Its tensor lies in memory of an op that has not ended, or was not waited for.
+    #[error("op {} has some of the same memory; wait for it first", op.0)]
     InUse {
         /// The op in flight.
         op: OpId,

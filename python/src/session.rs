@@ -236,7 +236,7 @@ impl Session {
         Ok(memory.map(|memory| Lent { memory: Some(memory), pid: std::process::id() }))
     }
 
-    /// Leaves the job: what is in flight fails.
+    /// Leaves the job: what is in flight fails, but for what a sidecar has of all its ranks.
     fn close(&self, py: Python<'_>) {
         if let Ok(client) = self.client.get(py) {
             py.detach(|| client.close());

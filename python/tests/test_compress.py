@@ -156,10 +156,35 @@ def test_blocks_are_those_of_the_compressor():
     assert racksum.torch.State(None).block == 256
 
 
-def test_the_wire_is_that_of_the_compressor():
-    assert racksum.torch.State(None, compressor=Rounded("int8")).wire == "int8"
-    assert racksum.torch.State(None, compressor=Rounded("int8"), wire="int8").wire == "int8"
-    assert racksum.torch.State(None, compressor=BlockTopK(1)).wire is None
+def test_what_a_compressor_rounds_travels_so_and_nothing_else(cluster):
+    class Bucket:
+        def __init__(self, gradients):
+            self._gradients = gradients
+
+        def buffer(self):
+            return self._gradients
+
+        def index(self):
+            return 0
+
+        def is_last(self):
+            return True
+
+        def parameters(self):
+            return []
+
+    def sent(session, state):
+        before = session.stats()["tx_bytes"]
+        bucket = Bucket(torch.randn(1 << 16))
+        racksum.torch.allreduce_hook(state, bucket).wait()
+        return session.stats()["tx_bytes"] - before
+
+    def work(session):
+        state = racksum.torch.State(session, compressor=Rounded("int8"), start_iter=2)
+        return [sent(session, state) for _ in range(3)]
+
+    for first, second, third in cluster.run(2, work):
+        assert min(first, second) > 3.5 * third
 
 
 @pytest.mark.parametrize(

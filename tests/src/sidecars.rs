@@ -385,13 +385,15 @@ fn an_op_that_a_host_cannot_fold_ends_those_after_it() {
             indices: (from..from + 1000).collect(),
             values: 1_f32.to_le_bytes().repeat(256_000),
         };
-        let lists = [0, 1000].map(list).into_iter().zip(&ranks);
-        let lists: Vec<_> =
-            lists.map(|(list, rank)| rank.submit(list, descriptor).unwrap()).collect();
-        let after: Vec<_> = ranks.iter().map(one_of).collect();
-        for (rank, (list, one)) in ranks.iter().zip(lists.into_iter().zip(after)) {
-            let errors = [rank.wait(list).map(drop), rank.wait(one).map(drop)];
-            for error in errors.map(Result::unwrap_err) {
+        // The second may come to a job that is over.
+        let start = |(list, rank): (Blocks, &sidecar::Client)| {
+            let list = rank.submit(list, descriptor).unwrap();
+            (list, rank.submit(vec![1; 4], Descriptor::sum(1, DType::I32)))
+        };
+        let started: Vec<_> = [0, 1000].map(list).into_iter().zip(&ranks).map(start).collect();
+        for (rank, (list, one)) in ranks.iter().zip(started) {
+            let one = one.and_then(|one| rank.wait(one));
+            for error in [rank.wait(list).map(drop), one.map(drop)].map(Result::unwrap_err) {
                 let Error::Op(OpError::NoAggregator { tried }) = error else { panic!("{error}") };
                 assert!(tried.contains("there is no memory for its sums"), "{tried}");
             }

@@ -201,8 +201,12 @@ impl Client {
             timeout = Span(timeout.0.saturating_sub(clock.now().since(began).0));
         }
         let mut state = self.shared.lock();
-        let op = state.submit(|engine| engine.submit(payload, timeout))?;
-        Ok((state, op))
+        let started = state.submit(|engine| engine.submit(payload, timeout));
+        if matches!(started, Err(SubmitError::InUse { .. })) {
+            // Another thread has taken its tensor: all ranks but this one are about to start it.
+            state.run(|engine| engine.end("a tensor was handed to two ops at once"));
+        }
+        Ok((state, started?))
     }
 
     /// Finds the greatest exponents of all ranks.

@@ -300,6 +300,7 @@ impl Job {
         let since = state.let_go(op);
         match result {
             Ok(sums) => {
+                sums.iter().for_each(|sums| sums.free());
                 shares.iter().for_each(|share| state.tell_sums(op, share, sums));
             }
             Err(error) => {
@@ -323,8 +324,11 @@ impl Job {
     /// Waits until nothing works on what a rank has handed, but not longer than this.
     pub(super) fn await_folds(&self, rank: u16, limit: Duration) {
         let is_at_work = |state: &mut State| {
-            let State { members, folding, .. } = state;
-            members.get(&rank).is_some_and(|member| member.has_any(|op| folding.contains_key(&op)))
+            let State { members, folding, over, upstream, .. } = state;
+            // What is on its way to other hosts of a job that is over ends once all ranks are gone.
+            let may_end = over.is_none() || upstream.is_none();
+            let has = |member: &Member| member.has_any(|op| folding.contains_key(&op));
+            may_end && members.get(&rank).is_some_and(has)
         };
         let waited = self.changed.wait_timeout_while(self.lock(), limit, is_at_work);
         drop(waited.unwrap_or_else(PoisonError::into_inner));

@@ -29,9 +29,9 @@ const TICK: Duration = Duration::from_millis(100);
 /// How long a caller may take to say what it wants.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// How long ranks may take to be gone when the sidecar stops: as long as one that stays until no
-/// rank of another host can lack its sums, and its goodbye.
-const LAST_WORDS: Span = Span::from_secs(8);
+/// How long ranks may take to be gone when the sidecar stops: [`LINGER`], and as long as one that
+/// stays until no rank of another host can lack its sums, and its goodbye.
+const LAST_WORDS: Span = Span::from_secs(13);
 
 /// How long a rank that leaves waits for ops that it has called and ranks of other hosts have not.
 const LINGER: Duration = Duration::from_secs(5);

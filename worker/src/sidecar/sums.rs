@@ -3,7 +3,7 @@
 use std::fmt::Display;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use racksum_net::local::Sealed;
 use racksum_proto::descriptor::Descriptor;
@@ -18,7 +18,7 @@ pub(super) struct Sums {
     sealed: Sealed,
     blocks: u32,
     /// At the sidecar: what a rank has got is the rank's.
-    _room: Option<Room>,
+    room: Mutex<Option<Room>>,
 }
 
 impl Sums {
@@ -34,7 +34,7 @@ impl Sums {
         let begin = || {
             let sealed = Sealed::new()?;
             sealed.write_at(&bytes, 0)?;
-            Ok(Self { sealed, blocks, _room: Some(room) })
+            Ok(Self { sealed, blocks, room: Mutex::new(Some(room)) })
         };
         begin().map_err(|error: io::Error| no_memory(error))
     }
@@ -52,8 +52,8 @@ impl Sums {
     }
 
     /// What a sidecar has sent.
-    pub(super) const fn received(sealed: Sealed, blocks: u32) -> Self {
-        Self { sealed, blocks, _room: None }
+    pub(super) fn received(sealed: Sealed, blocks: u32) -> Self {
+        Self { sealed, blocks, room: Mutex::default() }
     }
 
     /// Writes some values.
@@ -64,6 +64,12 @@ impl Sums {
     /// Lets nobody write any more.
     pub(super) fn seal(&self) -> Result<(), Spoilt> {
         self.sealed.seal().map_err(no_memory)
+    }
+
+    /// Frees the room that they take, since ranks are about to have them: they may call an op next
+    /// which needs it, before all threads have let go of this.
+    pub(super) fn free(&self) {
+        self.room.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 
     /// How many blocks there are.

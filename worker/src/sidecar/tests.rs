@@ -26,7 +26,7 @@ use crate::error::{ConnectError, Error};
 use crate::operand::Operand;
 use crate::options::ConnectOptions;
 use crate::tensor::Region;
-use crate::tensor::tests::region_of;
+use crate::tensor::tests::{region_of, regions_of};
 
 /// Long enough on a machine that is busy.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -364,7 +364,12 @@ fn memory_of_an_op_in_flight_is_not_taken_for_another() {
     let first = ranks[0].submit(memory.region(8), sum_of(2)).unwrap();
     let refused = ranks[0].submit(memory.region(16), sum_of(4)).unwrap_err();
     assert_eq!(refused, SubmitError::InUse { op: OpId(0) }.into());
-    let other = ranks[1].submit(own(floats(1.0, 2)), sum_of(2)).unwrap();
+    // Of rank 1 some is copied, and written to once it is waited for.
+    let [tensor, again] = regions_of(floats(1.0, 2), [0..8, 0..8]);
+    let other = ranks[1].submit(tensor, sum_of(2)).unwrap();
+    assert!(ranks[1].ends_within(&other, PATIENCE).unwrap());
+    let refused = ranks[1].submit(again, sum_of(2)).unwrap_err();
+    assert_eq!(refused, SubmitError::InUse { op: OpId(0) }.into());
     ranks[0].wait(first).unwrap();
     ranks[1].wait(other).unwrap();
     // What has ended is free at once, at the sidecar too.

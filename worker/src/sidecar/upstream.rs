@@ -119,18 +119,22 @@ fn pass_up(
             Passed::Folded(folded) => drop(early.insert(folded.op, folded)),
             Passed::Spoilt => is_spoilt = true,
         }
-        if is_spoilt {
-            for late in std::mem::take(&mut early).into_values() {
-                let why = "an op before it could not be folded";
-                tell(job, &late, Err(OpError::Ended { why }.into()));
-            }
-        }
-        while let Some(due) = early.remove(&next) {
+        while !is_spoilt && let Some(due) = early.remove(&next) {
             next += 1;
             match submit(client, &due) {
                 // The other thread ends only after this one.
                 Ok(flight) => drop(flights.send((due, flight))),
-                Err(error) => tell(job, &due, Err(error)),
+                Err(error) => {
+                    // It was not numbered.
+                    is_spoilt = matches!(error, Error::Memory(_));
+                    tell(job, &due, Err(error));
+                }
+            }
+        }
+        if is_spoilt {
+            for late in std::mem::take(&mut early).into_values() {
+                let why = "an op before it could not be folded";
+                tell(job, &late, Err(OpError::Ended { why }.into()));
             }
         }
     }
@@ -217,6 +221,9 @@ impl Folded {
 
 fn tell(job: &Weak<Job>, folded: &Folded, result: Result<Option<&Sums>, Error>) {
     if let Some(job) = job.upgrade() {
+        if let Ok(Some(own)) = folded.fold.sums() {
+            own.free();
+        }
         job.ended(folded.op, folded.fold.shares(), result);
     }
 }

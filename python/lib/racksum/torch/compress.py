@@ -67,14 +67,9 @@ def block_of(block: int | None, compressor: object = None) -> int:
 
 
 def checked_wire(wire: str | None, compressor: object = None) -> str | None:
-    """How elements travel, as it is given, or as the compressor rounds them.
-
-    :raises BadArgument: There is no such way, or the compressor's is another.
-    """
-    of_compressor = getattr(compressor, "wire", None)
-    wire = of_compressor if wire is None else wire
-    if of_compressor not in (None, wire):
-        raise BadArgument(f"wire is {wire!r}, and the compressor rounds to {of_compressor}")
+    """How elements travel, if there is such a way, and the compressor rounds to no other."""
+    if isinstance(compressor, Rounded) and wire not in (None, compressor.wire):
+        raise BadArgument(f"wire is {wire!r}, and the compressor rounds to {compressor.wire}")
     if wire is not None and wire not in _WIRES:
         raise BadArgument(f"wire is one of {', '.join(_WIRES)}, and not {wire!r}")
     return wire

@@ -17,6 +17,7 @@ from racksum.torch.compress import (
     Compressor,
     Memory,
     ResidualMemory,
+    Rounded,
     Whole,
     block_of,
     checked_wire,
@@ -55,8 +56,8 @@ class State:
     step, is refused.
 
     :param session: The session whose ranks are those of the model's process group.
-    :param wire: How gradients travel, if not unchanged: see :meth:`racksum.Session.allreduce`. By
-        default what the compressor rounds to, if it does.
+    :param wire: How gradients travel, if not unchanged: see :meth:`racksum.Session.allreduce`. What
+        :class:`~racksum.torch.compress.Rounded` has rounded travels as that.
     :param block: Elements of a block: blocks of zeros are not sent. By default the compressor's;
         others than those are refused.
     :param compressor: What leaves blocks out, from ``start_iter`` on: one of
@@ -201,11 +202,12 @@ class _Part(NamedTuple):
         state, gradients = self.state, self.gradients
         if gradients.is_sparse:
             return allreduce_sparse(session, gradients, "avg", wire=state.wire, lane=self.lane)
+        wire = state.wire
         if self.compressor is not None:
             gradients = self._compressed(self.compressor)
-        return allreduce(
-            session, gradients, "avg", wire=state.wire, block=state.block, lane=self.lane
-        )
+            if isinstance(self.compressor, Rounded):
+                wire = self.compressor.wire
+        return allreduce(session, gradients, "avg", wire=wire, block=state.block, lane=self.lane)
 
     def _compressed(self, compressor: Compressor) -> torch.Tensor:
         tensors, ctx = compressor.compress(self.gradients, self.name)
@@ -218,7 +220,7 @@ class _Part(NamedTuple):
     def averaged_by_group(self) -> torch.Tensor:
         """Averages it whole."""
         if self.memory is not None:
-            # Of zeros, since of an infinity less itself no number would be left.
+            # Of zeros: of an infinity less itself a memory may keep what is no number.
             nothing = torch.zeros_like(self.gradients)
             self.memory.update(nothing, self.name, Whole(), [nothing], None)
         group = self.state.process_group
@@ -251,8 +253,10 @@ def _started(state: State, part: _Part) -> Callable[[], torch.Tensor]:
             failed = error
         try:
             have = _all_have(state, failed is None, kept.gradients.device)
-        except RuntimeError as error:
-            raise failed or OpTimeout(f"ranks do not say whether they have {part.name}") from error
+        except (RuntimeError, TimeoutError) as error:
+            if failed is None:
+                raise
+            raise failed from error
         if have:
             return result
         if not state.fell_back:

@@ -232,11 +232,13 @@ impl State {
         }
     }
 
-    /// Checks that no op in flight has some of a tensor's memory.
+    /// Checks that no op has some of a tensor's memory: those that are copied write to it when they
+    /// are waited for.
     pub(super) fn check_free(&self, operand: &Operand) -> Result<(), SubmitError> {
         let Some(tensor) = operand.region() else { return Ok(()) };
         let has_some = |flight: &Flight| {
-            let other = flight.operand.region().filter(|_| flight.outcome.is_none());
+            let is_due = flight.outcome.is_none() || flight.copy.is_some();
+            let other = flight.operand.region().filter(|_| is_due);
             other.is_some_and(|other| other.overlaps(tensor))
         };
         match self.flights.iter().find(|(_, flight)| has_some(flight)) {
