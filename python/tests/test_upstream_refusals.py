@@ -310,7 +310,7 @@ def test_what_comes_after_the_end_is_refused(ranks, shared_aggregator):
 def options_of_another(address: str) -> None:
     with pytest.raises(racksum.BadArgument, match=r"are racksum\.torch\.Options, and not dict"):
         dist.new_group(backend="racksum", pg_options={"aggregator": address})
-    with pytest.raises(racksum.BadArgument, match="wire is one of .* and not 'f8'"):
+    with pytest.raises(racksum.BadArgument, match=r"wire is one of .* and not 'f8'"):
         backend_options(address, "fixed", wire="f8")
 
 
