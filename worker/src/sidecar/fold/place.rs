@@ -1,9 +1,10 @@
 //! Where ranks have what they hand: memory that they may write to at any time.
 //!
 //! A place is of one op at a time: what overlaps one in flight is refused. That a rank leaves it
-//! alone meanwhile, nothing holds it to; one that does not spoils the values of its own job, since
-//! no index, length or branch that memory depends on is taken from them. The language promises
-//! nothing for such races, so what is said of safety here is said of ranks that keep to it.
+//! alone meanwhile, and lends the same pages once, nothing holds it to; one that does not spoils
+//! the values of its own job, since no index, length or branch that memory depends on is taken
+//! from them. The language promises nothing for such races, so what is said of safety here is said
+//! of ranks that keep to it.
 
 #![expect(unsafe_code, reason = "the memory is shared with other processes")]
 
