@@ -112,10 +112,26 @@ impl Client {
         }
     }
 
-    pub(crate) fn close(&self) {
+    /// How long a rank that leaves waits until it may.
+    pub(crate) const fn linger(&self) -> Duration {
         match self {
-            Self::Direct(client) => client.close(),
-            Self::Beside(client) => client.close(),
+            Self::Direct(_) => worker::Client::LINGER,
+            Self::Beside(_) => sidecar::Client::LINGER,
+        }
+    }
+
+    /// Waits until it may leave the job, but not longer than this. Returns whether it may.
+    pub(crate) fn may_leave_within(&self, limit: Duration) -> bool {
+        match self {
+            Self::Direct(client) => client.may_leave_within(limit),
+            Self::Beside(client) => client.may_leave_within(limit),
+        }
+    }
+
+    pub(crate) fn leave(&self) {
+        match self {
+            Self::Direct(client) => client.leave(),
+            Self::Beside(client) => client.leave(),
         }
     }
 

@@ -237,10 +237,12 @@ impl Session {
     }
 
     /// Leaves the job: what is in flight fails, but for what a sidecar has of all its ranks.
-    fn close(&self, py: Python<'_>) {
-        if let Ok(client) = self.client.get(py) {
-            py.detach(|| client.close());
-        }
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let Ok(client) = self.client.get(py) else { return Ok(()) };
+        let may_leave = |slice| client.may_leave_within(slice).then_some(());
+        let waited = wait_in_slices(py, Some(client.linger()), may_leave);
+        py.detach(|| client.leave());
+        waited.map(drop)
     }
 
     /// What has been sent and received so far.

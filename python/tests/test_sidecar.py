@@ -222,6 +222,26 @@ def test_a_sidecar_that_is_stopped_holds_up_no_other_thread(sidecar, call):
         going_on.wait()
 
 
+def test_closing_beside_a_sidecar_that_is_stopped_may_be_interrupted(sidecar):
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    session = sidecar.connect()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        sidecar.process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):
+            session.close()
+        assert time.monotonic() - began < 10.0, "it waited for the sidecar all the same"
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        sidecar.process.send_signal(signal.SIGCONT)
+    assert session.closed
+    session.close()
+
+
 def on_hosts(hosts, cluster, work, ranks=((0, 0), (0, 1), (1, 2), (1, 3), (None, 4))):
     """What a job comes to of which some ranks are at sidecars, and some are not."""
     job = cluster.new_job()

@@ -284,11 +284,28 @@ impl Client {
         self.voices.part(Absent { rank, why });
     }
 
+    /// How long a client that closes is there for ranks that may lack its sums: longer than it takes
+    /// to miss an aggregator, and to move. Not longer: another rank may be stopped, or have left as
+    /// the job moves, since it knew already that nobody lacks anything.
+    pub const LINGER: Duration = Duration::from_secs(5);
+
     /// Leaves the job, as the client does when it is dropped: ops in flight end with an error, and
-    /// so does what is started from now on. A rank whose sums others may lack stays for that, a few
-    /// seconds at most.
+    /// so does what is started from now on. A rank whose sums others may lack stays for that,
+    /// [`Self::LINGER`] at most.
     pub fn close(&self) {
-        let mut state = self.shared.linger();
+        self.may_leave_within(Self::LINGER);
+        self.leave();
+    }
+
+    /// Waits until no other rank can lack a sum that this one has, but not longer than this.
+    /// Returns whether none can.
+    pub fn may_leave_within(&self, limit: Duration) -> bool {
+        self.shared.is_unneeded_within(limit)
+    }
+
+    /// Leaves the job at once, though others may lack its sums.
+    pub fn leave(&self) {
+        let mut state = self.shared.lock();
         if std::mem::replace(&mut state.closed, true) {
             return;
         }

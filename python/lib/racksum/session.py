@@ -294,11 +294,14 @@ class Session:
     def close(self) -> None:
         """Leaves the job: what is in flight fails, but for what a sidecar has of all its ranks.
 
-        Closing twice is the same as once.
+        Closing twice is the same as once. An exception of a signal's handler, such as that of
+        Ctrl-C, ends what it waits for: the session is closed all the same.
         """
         self._closed = True
-        self._session.close()
-        _pass_on_logs()
+        try:
+            self._session.close()
+        finally:
+            _pass_on_logs()
 
     def __enter__(self) -> Self:
         if self.closed:

@@ -196,14 +196,13 @@ impl Shared {
         told
     }
 
-    /// Waits until no other rank can lack a sum that this one has, in a job that may move: where it
-    /// goes on they would wait for this rank in vain. Not for long: another rank may be stopped, or
-    /// have left as the job moves, since it knew already that nobody lacks anything.
-    pub(super) fn linger(&self) -> MutexGuard<'_, State> {
-        let state = self.lock();
+    /// Waits until no other rank can lack a sum that this one has, in a job that may move, where it
+    /// goes on they would wait for this rank in vain; but not longer than this. Returns whether
+    /// none can.
+    pub(super) fn is_unneeded_within(&self, limit: Duration) -> bool {
         let is_needed = |state: &mut State| !state.is_idle() && state.engine.rests_at().is_some();
-        let waited = self.changed.wait_timeout_while(state, LINGER, is_needed);
-        waited.unwrap_or_else(PoisonError::into_inner).0
+        let waited = self.changed.wait_timeout_while(self.lock(), limit, is_needed);
+        !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
     }
 
     /// Has all who sleep look whether what they wait for has come.
@@ -301,8 +300,5 @@ fn left_until(deadline: Time) -> Option<Span> {
 
 /// Why nothing can be started once the engine has panicked.
 const PANICKED: &str = "a thread of the client panicked";
-/// How long a client that closes is there for ranks that may lack its sums: longer than it takes to
-/// miss an aggregator, and to move.
-const LINGER: Duration = Duration::from_secs(5);
 /// Results come at most this much later, and in batches.
 const LONGEST_PAUSE: Span = Span::from_micros(200);

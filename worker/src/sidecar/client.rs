@@ -14,7 +14,7 @@ use racksum_proto::control::MAX_OPS;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::SubmitError;
 
-use self::shared::{Flight, LOOK, Over, Shared, State};
+use self::shared::{Flight, LOOK, Shared, State};
 use super::lent::{Copier, Lent};
 use super::message::{Called, FromRank, Join, ListAt, VERSION};
 use super::sums::Sums;
@@ -23,10 +23,6 @@ use crate::engine::Stats;
 use crate::error::{ConnectError, Error};
 use crate::operand::{Operand, check_len};
 use crate::options::ConnectOptions;
-
-/// How long a sidecar may take to let a rank go: five seconds for ops that the rank has called, and
-/// as long as one that stays until no rank of another host can lack its sums, and its goodbye.
-const PARTING: Duration = Duration::from_secs(13);
 
 /// How long a sidecar may take to answer.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -324,15 +320,30 @@ impl Client {
         }
     }
 
+    /// How long a sidecar may take to let a rank go: five seconds for ops that the rank has called,
+    /// and as long as one that stays until no rank of another host can lack its sums, and its
+    /// goodbye.
+    pub const LINGER: Duration = Duration::from_secs(13);
+
     /// Leaves the job: what is in flight ends, if all ranks have called it, or fails. The sidecar
     /// has let the rank go when this returns, and works on none of its memory any more, unless it
     /// is stuck, or other hosts let it wait for more than five seconds.
     pub fn close(&self) {
-        self.shared.take_no_more(Over::because("the client was closed"));
+        self.may_leave_within(Self::LINGER);
+        self.leave();
+    }
+
+    /// Starts no more ops, and waits until the sidecar has let the rank go, but not longer than
+    /// this. Returns whether it has.
+    pub fn may_leave_within(&self, limit: Duration) -> bool {
         // A sidecar that is gone needs no word.
-        if self.line.send(&FromRank::Leave, None).is_ok() {
-            drop(self.shared.wait(PARTING, |state| !state.gone));
-        }
+        let waits = !self.shared.take_leave() || self.line.send(&FromRank::Leave, None).is_ok();
+        !waits || self.shared.wait(limit, |state| !state.gone).gone
+    }
+
+    /// Leaves the job at once: what is in flight fails, though the sidecar may work on it still.
+    pub fn leave(&self) {
+        self.shared.take_leave();
         self.line.hang_up();
     }
 }

@@ -46,6 +46,8 @@ pub(super) struct State {
     pub(super) in_flight: u16,
     /// Why there are no more ops.
     pub(super) over: Option<Over>,
+    /// The rank has taken its leave.
+    left: bool,
     /// The sidecar has hung up.
     pub(super) gone: bool,
     /// What it has said of memory that was lent: why not, if it has not taken it.
@@ -190,9 +192,11 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Ends the session but for what is in flight.
-    pub(super) fn take_no_more(&self, over: Over) {
-        self.lock().over.get_or_insert(over);
+    /// Ends the session but for what is in flight. Returns whether it is the first to do so.
+    pub(super) fn take_leave(&self) -> bool {
+        let mut state = self.lock();
+        state.over.get_or_insert_with(|| Over::because("the client was closed"));
+        !std::mem::replace(&mut state.left, true)
     }
 
     /// Ends the session, and what is in flight.
@@ -279,7 +283,7 @@ impl State {
 }
 
 impl Over {
-    pub(super) fn because(why: &'static str) -> Self {
+    fn because(why: &'static str) -> Self {
         Self { ended: OpError::Ended { why }, refused: SubmitError::Ended { why }.into() }
     }
 
