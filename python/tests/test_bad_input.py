@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
 import racksum
+from conftest import Aggregator, Cluster
 
 
 def refusals():
@@ -135,6 +139,43 @@ def test_a_tensor_that_an_op_has_is_not_taken_for_another(place):
         return session.allreduce(x[4:]).tolist()
 
     assert place.run(2, work) == [[4.0] * 4] * 2
+
+
+@pytest.fixture
+def racks() -> Iterator[list[Cluster]]:
+    """Two racks below one aggregator."""
+    root = Aggregator()
+    below = [Aggregator("--parent", root.address) for _ in range(2)]
+    yield [Cluster(rack.address) for rack in below]
+    for aggregator in [*below, root]:
+        aggregator.stop()
+
+
+def test_a_tensor_that_ranks_agree_on_exponents_of_is_not_taken_for_another(racks):
+    job = racks[0].new_job()
+    agreeing = threading.Event()
+
+    def be(rank):
+        x = np.ones(300, np.float32)
+        with racks[rank].connect(job=job, rank=rank, world=2) as session:
+            if rank == 1:
+                assert agreeing.wait(30)
+                session.allreduce(x, wire="fixed32")
+                return session.allreduce(x).tolist()
+            with ThreadPoolExecutor(1) as pool:
+                sent = session.stats()["tx_datagrams"]
+                first = pool.submit(session.allreduce, x, wire="fixed32", async_op=True)
+                while session.stats()["tx_datagrams"] == sent:
+                    time.sleep(0.001)
+                # Until the other rank comes, this waits for its turn.
+                threading.Timer(0.3, agreeing.set).start()
+                with pytest.raises(racksum.BadArgument, match="has some of the same memory"):
+                    session.allreduce(x)
+                first.result().wait()
+            return session.allreduce(x).tolist()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(be, range(2))) == [[4.0] * 300] * 2
 
 
 @pytest.mark.parametrize("how", ["data", "set_"])

@@ -261,24 +261,28 @@ def test_what_compressors_left_out_is_averaged_by_the_process_group(ranks, aggre
 
 
 class Breaks:
-    """A compressor that fails at rank 1 in some step."""
+    """A compressor that fails at rank 1 in some step, after so many buckets."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
 
     def compress(self, x: torch.Tensor, name: str) -> Any:
-        if dist.get_rank() == 1:
+        if dist.get_rank() == 1 and self.left == 0:
             raise racksum.BadArgument("it breaks")
+        self.left -= 1
         return [x], None
 
     def decompress(self, tensors: list[torch.Tensor], ctx: Any) -> torch.Tensor:
         return tensors[0]
 
 
-def fail_alone(address: str, job: str) -> str:
+def fail_alone(address: str, job: str, after: int) -> str:
     """Trains until rank 1 fails for a reason of its own; returns what a rank is told."""
-    model = DistributedDataParallel(Constant())
+    model = DistributedDataParallel(Constant(), bucket_cap_mb=0.01)
     own = dist.new_group(backend="gloo")
     with session_of_group(address, job, timeout=3.0) as session:
         state = racksum.torch.State(
-            session, compressor=Breaks(), fallback="process_group", process_group=own
+            session, compressor=Breaks(after), fallback="process_group", process_group=own
         )
         model.register_comm_hook(state, racksum.torch.allreduce_hook)
         try:
@@ -287,12 +291,19 @@ def fail_alone(address: str, job: str) -> str:
         except racksum.Error as error:
             # Rank 1 is there as long as rank 0 waits.
             dist.barrier()
-            return type(error).__name__
+            return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
-def test_a_rank_that_fails_alone_is_not_waited_for_by_the_group(ranks, cluster):
-    assert ranks.run(fail_alone, cluster.address, cluster.new_job()) == ["OpTimeout", "BadArgument"]
+@pytest.mark.parametrize(
+    ("after", "told"),
+    [(0, "OpTimeout: "), (1, "Error: ranks do not say whether they have bucket 0: ")],
+    ids=["the op fails", "the op ends"],
+)
+def test_a_rank_that_fails_alone_is_not_waited_for_by_the_group(ranks, cluster, after, told):
+    of_others, own = ranks.run(fail_alone, cluster.address, cluster.new_job(), after)
+    assert of_others.startswith(told)
+    assert own == "BadArgument: it breaks"
 
 
 class Crossed(nn.Module):

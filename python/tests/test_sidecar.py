@@ -328,6 +328,26 @@ def test_ranks_that_disagree_across_hosts_are_told_and_go_on(hosts, cluster):
     assert on_hosts(hosts, cluster, work, ranks) == [4, 4, 4, 4]
 
 
+def test_a_rank_that_closes_a_job_that_is_over_has_its_memory_to_itself(hosts, cluster):
+    def work(session):
+        if session.rank == 2:
+            time.sleep(0.5)
+            return None
+        x = session.empty(64 << 20, torch.int32).fill_(1)
+        first = session.allreduce(x, async_op=True)
+        # They disagree about the next op while the first is folded.
+        with pytest.raises(racksum.Mismatch):
+            session.allreduce(np.ones(1 + session.rank, np.float32))
+        session.close()
+        behind = x[x.numel() // 2 :]
+        behind.fill_(7)
+        time.sleep(0.5)
+        return behind.eq(7).all().item(), first
+
+    of_ranks = on_hosts(hosts, cluster, work, ranks=((0, 0), (0, 1), (None, 2)))
+    assert [kept for kept, _ in of_ranks[:2]] == [True, True]
+
+
 def test_no_sidecar_is_an_error_that_says_what_to_start(tmp_path):
     with pytest.raises(racksum.NoAggregator, match=r"start `racksum worker --socket`"):
         racksum.connect(f"unix:{tmp_path}/none", job="job", rank=0, world=1)

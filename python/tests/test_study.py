@@ -273,6 +273,17 @@ def test_what_is_said_of_it(tmp_path):
     assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
 
 
+class Around(torch.optim.SGD):
+    """An optimizer that has another do its steps."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.inner = torch.optim.Adam(self.param_groups[0]["params"])
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step(closure)
+
+
 def test_what_cannot_be_studied_is_refused():
     model = nn.Linear(2, 2)
     with pytest.raises(racksum.BadArgument, match="steps is 1 or more"):
@@ -288,3 +299,5 @@ def test_what_cannot_be_studied_is_refused():
         racksum.torch.study(nn.LazyLinear(2), [], loss)
     with pytest.raises(racksum.BadArgument, match="LBFGS needs a closure"):
         racksum.torch.study(model, [], loss, optimizer=torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(racksum.BadArgument, match="Around has an optimizer within"):
+        racksum.torch.study(model, [], loss, optimizer=Around(model.parameters()))

@@ -182,31 +182,24 @@ impl Client {
     ) -> Result<(MutexGuard<'_, State>, OpId), Error> {
         descriptor.validate().map_err(SubmitError::from)?;
         let data = operand.into_data(&descriptor)?;
+        // All ranks number their ops alike: none comes between an op and the one before it that
+        // finds its exponents, nor takes its tensor meanwhile.
+        let turn = || self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = self.welcome.in_tree.then(turn);
         let mut state = self.shared.lock();
         let mut payload = state.engine.payload(descriptor, data)?;
         prepare(&mut payload);
-        if !self.welcome.in_tree {
-            let op = state.submit(|engine| engine.submit(payload, timeout))?;
-            return Ok((state, op));
-        }
-        drop(state);
-        // All ranks number their ops alike: none comes between an op and the one before it that
-        // finds its exponents.
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        let clock = Clock::start();
-        let began = clock.now();
-        if exponents::are_due(&descriptor) {
+        if self.welcome.in_tree && exponents::are_due(&descriptor) {
+            drop(state);
+            let clock = Clock::start();
+            let began = clock.now();
             let agreed = self.agree(&descriptor, payload.exponents(), timeout)?;
             payload.agree(agreed);
             timeout = Span(timeout.0.saturating_sub(clock.now().since(began).0));
+            state = self.shared.lock();
         }
-        let mut state = self.shared.lock();
-        let started = state.submit(|engine| engine.submit(payload, timeout));
-        if matches!(started, Err(SubmitError::InUse { .. })) {
-            // Another thread has taken its tensor: all ranks but this one are about to start it.
-            state.run(|engine| engine.end("a tensor was handed to two ops at once"));
-        }
-        Ok((state, started?))
+        let op = state.submit(|engine| engine.submit(payload, timeout))?;
+        Ok((state, op))
     }
 
     /// Finds the greatest exponents of all ranks.
@@ -284,9 +277,9 @@ impl Client {
         self.voices.part(Absent { rank, why });
     }
 
-    /// How long a client that closes is there for ranks that may lack its sums: longer than it takes
-    /// to miss an aggregator, and to move. Not longer: another rank may be stopped, or have left as
-    /// the job moves, since it knew already that nobody lacks anything.
+    /// How long a client that closes is there for ranks that may lack its sums: longer than it
+    /// takes to miss an aggregator, and to move. Not longer: another rank may be stopped, or have
+    /// left as the job moves, since it knew already that nobody lacks anything.
     pub const LINGER: Duration = Duration::from_secs(5);
 
     /// Leaves the job, as the client does when it is dropped: ops in flight end with an error, and

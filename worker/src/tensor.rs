@@ -82,6 +82,11 @@ impl Drop for Loan<'_> {
     }
 }
 
+/// Whether some bytes are of both.
+pub(crate) fn meet(one: &Range<usize>, other: &Range<usize>) -> bool {
+    !one.is_empty() && !other.is_empty() && one.start < other.end && other.start < one.end
+}
+
 // SAFETY: a region is a unique borrow of its bytes; whoever holds it may use it on any thread.
 unsafe impl Send for Region {}
 
@@ -102,11 +107,10 @@ impl Region {
         self.len
     }
 
-    /// Whether some bytes are another's too.
-    pub(crate) fn overlaps(&self, other: &Self) -> bool {
-        let ends = |region: &Self| region.start.addr().get() + region.len;
-        let meet = self.start.addr().get() < ends(other) && other.start.addr().get() < ends(self);
-        self.len > 0 && other.len > 0 && meet
+    /// The addresses of the bytes.
+    pub(crate) fn extent(&self) -> Range<usize> {
+        let start = self.start.addr().get();
+        start..start + self.len
     }
 
     /// Bytes `range` of the memory, to be read.
@@ -172,8 +176,8 @@ pub(crate) mod tests {
             (4..4, 4..4, false),
         ] {
             let [one, other] = regions_of(vec![0; 12], [one, other]);
-            assert_eq!(one.overlaps(&other), overlap);
-            assert_eq!(other.overlaps(&one), overlap);
+            assert_eq!(meet(&one.extent(), &other.extent()), overlap);
+            assert_eq!(meet(&other.extent(), &one.extent()), overlap);
         }
     }
 

@@ -24,6 +24,7 @@ use std::sync::Arc;
 
 use crate::fault::{Dice, Faults};
 use crate::payload::{Data, Payload};
+use crate::tensor::{Region, meet};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::ids::JobId;
 use receive::{Haul, Inbox};
@@ -182,9 +183,11 @@ impl Engine {
 
     /// Checks that no op in flight has some of a tensor's memory.
     fn check_free(&self, data: &Data) -> Result<(), SubmitError> {
-        let Some(tensor) = data.region() else { return Ok(()) };
-        let meets = |other: &Payload| other.data.region().is_some_and(|it| it.overlaps(tensor));
-        match self.payloads.iter().find(|(_, other)| meets(other)) {
+        let Some(tensor) = data.region().map(Region::extent) else { return Ok(()) };
+        let has_some = |other: &Payload| {
+            other.data.region().is_some_and(|other| meet(&other.extent(), &tensor))
+        };
+        match self.payloads.iter().find(|(_, other)| has_some(other)) {
             Some((&op, _)) => Err(SubmitError::InUse { op }),
             None => Ok(()),
         }
@@ -196,8 +199,6 @@ impl Engine {
         mut payload: Payload,
         timeout: Span,
     ) -> Result<OpId, SubmitError> {
-        // Another op may have taken it while ranks agreed on something for this one.
-        self.check_free(&payload.data)?;
         let (now, descriptor) = (self.clock.now(), payload.descriptor);
         if let Data::Blocks(blocks) = &mut payload.data {
             blocks.reuse(self.spare.pop().unwrap_or_default());

@@ -170,8 +170,8 @@ impl Client {
             let (lane, lanes) = (descriptor.lane, self.lanes);
             return Err(SubmitError::NoSuchLane { lane, lanes }.into());
         }
-        self.shared.lock().check_room()?;
         let mut operand = operand.into();
+        self.shared.lock().check(&operand)?;
         let handed = match &mut operand {
             Operand::Blocks(blocks) => self.hand_blocks(std::mem::take(blocks), &descriptor)?,
             tensor => self.hand_tensor(tensor.bytes(), &descriptor)?,
@@ -237,9 +237,8 @@ impl Client {
         if let Some(over) = &state.over {
             return Err(over.refused.clone());
         }
-        // Another thread may have taken the last.
-        state.check_room()?;
-        state.check_free(&operand)?;
+        // Another thread may have taken the last place, or the tensor.
+        state.check(&operand)?;
         let Called { descriptor, .. } = Called::new(0, descriptor);
         let op = state.take_off(Flight::new(operand, copy), len);
         // Others may go on while this waits for a sidecar that does not read.
@@ -257,10 +256,12 @@ impl Client {
     pub fn wait<T: TryFrom<Operand>>(&self, handle: Handle<T>) -> Result<T, Error> {
         self.check_own(&handle)?;
         let op = handle.op;
-        let state = self.shared.wait(Duration::MAX, |state| !state.has_ended(op));
-        let Some(flight) = Shared::take(state, op) else { return Err(Error::OtherClient) };
-        let Flight { mut operand, copy, outcome, .. } = flight;
-        let sums = outcome.unwrap_or(Ok(None))?;
+        let mut state = self.shared.wait(Duration::MAX, |state| !state.has_ended(op));
+        // What is left of it, which keeps others from the tensor, goes with the handle.
+        let landed = state.flights.get_mut(&op).and_then(Flight::unload);
+        drop(state);
+        let Some((mut operand, copy, outcome)) = landed else { return Err(Error::OtherClient) };
+        let sums = outcome?;
         match (&mut operand, &copy, sums) {
             (Operand::Blocks(blocks), _, Some(sums)) => *blocks = self.read(&sums)?,
             (Operand::Blocks(_), ..) => return Err(shared::strange().into()),

@@ -9,16 +9,16 @@ use racksum_net::clock::Clock;
 use racksum_net::local::{Line, Peer};
 use racksum_proto::control::{Loss, MAX_OPS};
 use racksum_proto::descriptor::Descriptor;
-use racksum_proto::error::{OpError, SubmitError};
-use racksum_proto::ids::{Generation, Rank};
+use racksum_proto::ids::Generation;
 use racksum_proto::time::{Span, Time};
 
 use super::fold::{Fold, Handed, Memory, Share, Spoilt};
 use super::member::Member;
-use super::message::{Called, FromSidecar, Join, Outcome};
+use super::message::{FromSidecar, Join, Outcome};
 use super::status::{JobStatus, RankStatus};
 use super::sums::Sums;
 use super::upstream::{Folded, Upstream};
+use super::verdict::{disagreement, in_words, said};
 use crate::client::{Connecting, GiveUp};
 use crate::engine::Stats;
 use crate::error::Error;
@@ -39,8 +39,8 @@ pub(super) struct Job {
     /// When its first rank joined.
     opened: Time,
     state: Mutex<State>,
-    /// An op has ended.
-    changed: Condvar,
+    /// An op has ended, or the job.
+    changed: Arc<Condvar>,
 }
 
 #[derive(Debug, Default)]
@@ -70,6 +70,8 @@ struct State {
     over: Option<FromSidecar>,
     /// The ranks were told so.
     told: bool,
+    /// Of the job's.
+    changed: Arc<Condvar>,
 }
 
 /// An op that not all ranks have called.
@@ -98,6 +100,7 @@ impl Gathering {
 impl Job {
     /// The job that a first rank wants.
     pub(super) fn new(join: &Join, peer: Peer) -> Self {
+        let changed = Arc::<Condvar>::default();
         Self {
             generation: join.generation,
             world: join.world,
@@ -108,9 +111,10 @@ impl Job {
             state: Mutex::new(State {
                 job: join.job.clone(),
                 op_timeout: Span::from_millis(join.op_timeout),
+                changed: Arc::clone(&changed),
                 ..State::default()
             }),
-            changed: Condvar::new(),
+            changed,
         }
     }
 
@@ -291,7 +295,6 @@ impl Job {
         }
         state.let_go(op);
         state.tell_end();
-        self.changed.notify_all();
     }
 
     /// Tells the ranks what came of an op: of lists, the sums.
@@ -318,20 +321,27 @@ impl Job {
             }
         }
         state.tell_end();
-        self.changed.notify_all();
     }
 
-    /// Waits until nothing works on what a rank has handed, but not longer than this.
+    /// Waits until nothing works on what a rank that leaves has handed, but not longer than this.
     pub(super) fn await_folds(&self, rank: u16, limit: Duration) {
-        let is_at_work = |state: &mut State| {
-            let State { members, folding, over, upstream, .. } = state;
-            // What is on its way to other hosts of a job that is over ends once all ranks are gone.
-            let may_end = over.is_none() || upstream.is_none();
-            let has = |member: &Member| member.has_any(|op| folding.contains_key(&op));
-            may_end && members.get(&rank).is_some_and(has)
+        let (clock, began) = (Clock::start(), Clock::start().now());
+        let wait_while = |state, is_so: &dyn Fn(&State) -> bool| {
+            let spent = Duration::from_nanos(clock.now().since(began).0);
+            let left = limit.saturating_sub(spent);
+            let waited = self.changed.wait_timeout_while(state, left, |state| is_so(state));
+            waited.unwrap_or_else(PoisonError::into_inner).0
         };
-        let waited = self.changed.wait_timeout_while(self.lock(), limit, is_at_work);
-        drop(waited.unwrap_or_else(PoisonError::into_inner));
+        let is_at_work = |state: &State| {
+            let has = |member: &Member| member.has_any(|op| state.folding.contains_key(&op));
+            state.members.get(&rank).is_some_and(has)
+        };
+        let state = wait_while(self.lock(), &|state| state.over.is_none() && is_at_work(state));
+        if state.over.is_some() && is_at_work(&state) {
+            // Nothing else ends what is on its way to other hosts.
+            Self::leave_upstream(state, rank, Loss::Left);
+            drop(wait_while(self.lock(), &is_at_work));
+        }
     }
 
     /// Lets a rank go.
@@ -351,18 +361,22 @@ impl Job {
                 state.end(FromSidecar::Lost { ranks: vec![rank], why });
             }
         }
-        let is_last = state.members.is_empty();
-        let upstream = state.upstream.clone().filter(|_| is_last || state.over.is_some());
-        let gone = match &state.over {
+        if state.members.is_empty() || state.over.is_some() {
+            Self::leave_upstream(state, rank, why);
+        }
+    }
+
+    /// Leaves the job of all hosts, as this rank of a job that is over does, or the last of one.
+    fn leave_upstream(state: MutexGuard<'_, State>, rank: u16, why: Loss) {
+        let Some(upstream) = state.upstream.clone() else { return };
+        let (ranks, why) = match &state.over {
             Some(FromSidecar::Lost { ranks, why }) => (ranks.clone(), *why),
             Some(_) => (vec![rank], why),
             None => (Vec::new(), why),
         };
         drop(state);
-        if let Some(upstream) = upstream {
-            upstream.lose(&gone.0, gone.1);
-            upstream.close();
-        }
+        upstream.lose(&ranks, why);
+        upstream.close();
     }
 
     /// Whether its ranks are gone.
@@ -481,6 +495,7 @@ impl State {
     /// they may hand the same for another at once. Returns since when it has been folded, if so.
     fn let_go(&mut self, op: u32) -> Option<Time> {
         self.members.values_mut().for_each(|member| member.end(op));
+        self.changed.notify_all();
         self.folding.remove(&op).map(|folding| folding.since)
     }
 
@@ -523,6 +538,7 @@ impl State {
             tracing::warn!(job = self.job, "job is over: {}", in_words(&why));
         }
         self.over.get_or_insert(why);
+        self.changed.notify_all();
         self.give_up.take().iter().for_each(GiveUp::give_up);
         for op in std::mem::take(&mut self.gathering).into_keys() {
             self.let_go(op);
@@ -544,48 +560,4 @@ impl State {
             }
         }
     }
-}
-
-/// What has ended a job, for the log.
-fn in_words(why: &FromSidecar) -> String {
-    match why {
-        FromSidecar::Lost { ranks, why } => format!("lost rank {ranks:?}: {}", why.name()),
-        FromSidecar::CutOff { why } => why.clone(),
-        FromSidecar::TimedOut => "an op timed out".into(),
-        FromSidecar::Superseded => "its next life has begun".into(),
-        other => format!("{other:?}"),
-    }
-}
-
-/// What ranks are told of an op that has failed at the aggregator: what came of it, and what has
-/// ended the job.
-fn said(error: Error) -> (Option<Outcome>, Option<FromSidecar>) {
-    let numbers = |ranks: Vec<Rank>| ranks.into_iter().map(|rank| rank.0).collect();
-    match error {
-        Error::Op(OpError::Mismatch { one, other, .. }) => {
-            let called = |(rank, descriptor): (Rank, Descriptor)| Called::new(rank.0, &descriptor);
-            let (one, other) = (called(one), called(other));
-            (Some(Outcome::Mismatch { one, other }), None)
-        }
-        Error::Op(OpError::Overflow { element, .. }) => (Some(Outcome::Overflow { element }), None),
-        Error::Op(OpError::Timeout { after, missing, .. }) => {
-            let missing = missing.into_iter().map(|(rank, _)| rank.0).collect();
-            let outcome = Outcome::Timeout { after: after.as_millis(), missing };
-            (Some(outcome), Some(FromSidecar::TimedOut))
-        }
-        Error::Op(OpError::PeerLost { ranks, why })
-        | Error::Submit(SubmitError::PeerLost { ranks, why }) => {
-            (None, Some(FromSidecar::Lost { ranks: numbers(ranks), why }))
-        }
-        error => (None, Some(FromSidecar::CutOff { why: error.to_string() })),
-    }
-}
-
-/// Two ranks that have called an op differently.
-fn disagreement(called: &BTreeMap<u16, (Descriptor, Handed)>) -> Option<Outcome> {
-    let mut called = called.iter().map(|(rank, (descriptor, _))| (*rank, descriptor));
-    let (first, descriptor) = called.next()?;
-    let (other, differs) = called.find(|(_, other)| *other != descriptor)?;
-    let (one, other) = (Called::new(first, descriptor), Called::new(other, differs));
-    Some(Outcome::Mismatch { one, other })
 }

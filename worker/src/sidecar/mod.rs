@@ -25,6 +25,7 @@ mod sums;
 #[cfg(test)]
 mod tests;
 mod upstream;
+mod verdict;
 
 pub use client::{Client, Handle, Traffic};
 pub use lent::Lent;

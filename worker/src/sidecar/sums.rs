@@ -104,3 +104,25 @@ impl AsFd for Sums {
 fn no_memory(error: impl Display) -> Spoilt {
     Spoilt::NoMemory(format!("there is no memory for its sums: {error}"))
 }
+
+#[cfg(test)]
+mod tests {
+    use racksum_proto::dtype::DType;
+
+    use super::*;
+
+    #[test]
+    fn what_ranks_are_about_to_have_takes_no_room_though_it_is_there() {
+        let budget = Arc::new(Budget::new(1 << 10));
+        let descriptor = Descriptor::sum(128, DType::F32).with_block(64).unwrap();
+        let begin = || Sums::begin(&descriptor, &[1], &budget).unwrap();
+        let (sums, others) = (begin(), begin());
+        assert_eq!(budget.used(), 2 * (4 + 64 * 4));
+        sums.free();
+        sums.free();
+        assert_eq!(budget.used(), 4 + 64 * 4);
+        drop(sums);
+        drop(others);
+        assert_eq!(budget.used(), 0);
+    }
+}

@@ -125,8 +125,8 @@ fn pass_up(
                 // The other thread ends only after this one.
                 Ok(flight) => drop(flights.send((due, flight))),
                 Err(error) => {
-                    // It was not numbered.
-                    is_spoilt = matches!(error, Error::Memory(_));
+                    // Otherwise it was numbered, and has failed.
+                    is_spoilt = matches!(error, Error::Memory(_) | Error::Submit(_));
                     tell(job, &due, Err(error));
                 }
             }

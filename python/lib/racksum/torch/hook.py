@@ -254,9 +254,8 @@ def _started(state: State, part: _Part) -> Callable[[], torch.Tensor]:
         try:
             have = _all_have(state, failed is None, kept.gradients.device)
         except (RuntimeError, TimeoutError) as error:
-            if failed is None:
-                raise
-            raise failed from error
+            unknown = Error(f"ranks do not say whether they have {part.name}: {error}")
+            raise failed or unknown from error
         if have:
             return result
         if not state.fell_back:

@@ -276,10 +276,10 @@ def _refuse(net: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     if any(is_lazy(tensor) for tensor in (*net.parameters(), *net.buffers())):
         raise BadArgument("the model has parameters without a shape: run it on a batch first")
     if optimizer is not None:
-        if isinstance(getattr(optimizer, "optim", None), torch.optim.Optimizer):
+        if any(isinstance(it, torch.optim.Optimizer) for it in vars(optimizer).values()):
             raise BadArgument(
-                f"{type(optimizer).__name__} has an optimizer within, whose state could not be put "
-                "back: study without an optimizer"
+                f"{type(optimizer).__name__} has an optimizer within, and may keep what cannot be "
+                "put back: study without an optimizer"
             )
         try:
             inspect.signature(optimizer.step).bind()

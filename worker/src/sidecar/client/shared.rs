@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -22,6 +23,7 @@ use crate::operand::Operand;
 use crate::sidecar::lent::{AllLent, Lent};
 use crate::sidecar::message::{Called, FromSidecar, Outcome, VERSION};
 use crate::sidecar::sums::Sums;
+use crate::tensor::{Region, meet};
 
 /// How often ops are looked for that the sidecar has not ended.
 pub(super) const LOOK: Duration = Duration::from_millis(500);
@@ -41,7 +43,7 @@ pub(super) struct State {
     pub(super) refused: Option<ConnectError>,
     pub(super) began: bool,
     next_op: u32,
-    flights: BTreeMap<u32, Flight>,
+    pub(super) flights: BTreeMap<u32, Flight>,
     /// How many of these have not ended.
     pub(super) in_flight: u16,
     /// Why there are no more ops.
@@ -71,19 +73,36 @@ pub(super) struct Over {
 /// An op that was not waited for yet.
 #[derive(Debug)]
 pub(super) struct Flight {
-    pub(super) operand: Operand,
+    /// Until it is waited for.
+    operand: Option<Operand>,
+    /// Where that is, if it is a tensor that stays where it is.
+    extent: Range<usize>,
     /// Where it was copied to, if it does not lie in shared memory.
-    pub(super) copy: Option<Arc<Lent>>,
+    copy: Option<Arc<Lent>>,
+    is_copied: bool,
     /// What came of it: of lists, the sums.
-    pub(super) outcome: Option<Result<Option<Sums>, OpError>>,
+    outcome: Option<Landed>,
     /// Nobody will wait for it.
     abandoned: bool,
     since: Time,
 }
 
+/// What came of an op.
+type Landed = Result<Option<Sums>, OpError>;
+
 impl Flight {
     pub(super) fn new(operand: Operand, copy: Option<Arc<Lent>>) -> Self {
-        Self { operand, copy, outcome: None, abandoned: false, since: Clock::start().now() }
+        let extent = operand.region().map(Region::extent).unwrap_or_default();
+        let (is_copied, since) = (copy.is_some(), Clock::start().now());
+        let operand = Some(operand);
+        Self { operand, extent, copy, is_copied, outcome: None, abandoned: false, since }
+    }
+
+    /// Takes what an op that has ended was started on, what that was copied to, and what came of
+    /// it.
+    pub(super) fn unload(&mut self) -> Option<(Operand, Option<Arc<Lent>>, Landed)> {
+        let outcome = self.outcome.replace(Ok(None))?;
+        Some((self.operand.take()?, self.copy.take(), outcome))
     }
 }
 
@@ -229,21 +248,16 @@ impl State {
         oldest.is_some_and(|oldest| Duration::from_nanos(now.since(oldest.since).0) > limit)
     }
 
-    pub(super) const fn check_room(&self) -> Result<(), SubmitError> {
-        match self.in_flight < MAX_OPS {
-            true => Ok(()),
-            false => Err(SubmitError::TooManyOps { max: MAX_OPS as usize }),
+    /// Checks that one more op may be in flight, and that none has some of its tensor's memory:
+    /// those that are copied write to it when they are waited for.
+    pub(super) fn check(&self, operand: &Operand) -> Result<(), SubmitError> {
+        if self.in_flight >= MAX_OPS {
+            return Err(SubmitError::TooManyOps { max: MAX_OPS as usize });
         }
-    }
-
-    /// Checks that no op has some of a tensor's memory: those that are copied write to it when they
-    /// are waited for.
-    pub(super) fn check_free(&self, operand: &Operand) -> Result<(), SubmitError> {
-        let Some(tensor) = operand.region() else { return Ok(()) };
+        let Some(tensor) = operand.region().map(Region::extent) else { return Ok(()) };
         let has_some = |flight: &Flight| {
-            let is_due = flight.outcome.is_none() || flight.copy.is_some();
-            let other = flight.operand.region().filter(|_| is_due);
-            other.is_some_and(|other| other.overlaps(tensor))
+            let is_due = flight.outcome.is_none() || flight.is_copied;
+            is_due && meet(&flight.extent, &tensor)
         };
         match self.flights.iter().find(|(_, flight)| has_some(flight)) {
             Some((&op, _)) => Err(SubmitError::InUse { op: OpId(op) }),
@@ -253,9 +267,9 @@ impl State {
 
     /// Notes an op that was started with so many bytes, and numbers it.
     pub(super) fn take_off(&mut self, flight: Flight, len: usize) -> u32 {
-        let moved = match flight.copy {
-            Some(_) => &mut self.traffic.copied_bytes,
-            None => &mut self.traffic.shared_bytes,
+        let moved = match flight.is_copied {
+            true => &mut self.traffic.copied_bytes,
+            false => &mut self.traffic.shared_bytes,
         };
         *moved += len as u64;
         self.traffic.ops += 1;
