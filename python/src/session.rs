@@ -119,11 +119,23 @@ impl Session {
                 Ok(ready) => ready.then_some(Ok(())),
                 Err(error) => Some(Err(error)),
             }
-        })?;
-        let (missing, waited) = (client.missing(), options.join_timeout);
-        let incomplete = ConnectError::Incomplete { missing, waited, elsewhere: String::new() };
-        ready.unwrap_or(Err(incomplete)).map_err(|error| of_connect(py, &error))?;
-        Ok(Self { client: Connected::new(Client::Beside(client)) })
+        });
+        let error = match ready {
+            Ok(Some(Ok(()))) => return Ok(Self { client: Connected::new(Client::Beside(client)) }),
+            Ok(Some(Err(error))) => of_connect(py, &error),
+            Ok(None) => {
+                let (missing, waited, elsewhere) =
+                    (client.missing(), options.join_timeout, String::new());
+                of_connect(py, &ConnectError::Incomplete { missing, waited, elsewhere })
+            }
+            Err(raised) => raised,
+        };
+        // A sidecar that has not answered may be stuck, and has nothing of this rank's.
+        py.detach(move || {
+            client.leave();
+            drop(client);
+        });
+        Err(error)
     }
 
     /// Starts an op, once fewer are in flight than the job was granted.

@@ -242,6 +242,17 @@ def test_closing_beside_a_sidecar_that_is_stopped_may_be_interrupted(sidecar):
     session.close()
 
 
+def test_connecting_to_a_sidecar_that_is_stopped_ends_in_its_time(sidecar):
+    sidecar.process.send_signal(signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        with pytest.raises(racksum.JoinTimeout, match=r"after 0\.5 s nobody had said"):
+            sidecar.connect(join_timeout=0.5)
+        assert time.monotonic() - began < 10.0, "it waited for the sidecar to let it go"
+    finally:
+        sidecar.process.send_signal(signal.SIGCONT)
+
+
 def on_hosts(hosts, cluster, work, ranks=((0, 0), (0, 1), (1, 2), (1, 3), (None, 4))):
     """What a job comes to of which some ranks are at sidecars, and some are not."""
     job = cluster.new_job()

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -276,12 +277,12 @@ def test_what_is_said_of_it(tmp_path):
 class Around(torch.optim.SGD):
     """An optimizer that has another do its steps."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters: Any, kept: Callable[[Any], Any]) -> None:
         super().__init__(parameters, lr=0.1)
-        self.inner = torch.optim.Adam(self.param_groups[0]["params"])
+        self.kept = kept(torch.optim.Adam(self.param_groups[0]["params"]))
 
     def step(self, closure: Any = None) -> None:
-        self.inner.step(closure)
+        raise AssertionError("it was refused")
 
 
 def test_what_cannot_be_studied_is_refused():
@@ -299,5 +300,6 @@ def test_what_cannot_be_studied_is_refused():
         racksum.torch.study(nn.LazyLinear(2), [], loss)
     with pytest.raises(racksum.BadArgument, match="LBFGS needs a closure"):
         racksum.torch.study(model, [], loss, optimizer=torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(racksum.BadArgument, match="Around has an optimizer within"):
-        racksum.torch.study(model, [], loss, optimizer=Around(model.parameters()))
+    for kept in (lambda inner: inner, lambda inner: [inner], lambda inner: {"adam": (inner,)}):
+        with pytest.raises(racksum.BadArgument, match="Around has an optimizer within"):
+            racksum.torch.study(model, [], loss, optimizer=Around(model.parameters(), kept))

@@ -182,6 +182,10 @@ impl Client {
     ) -> Result<(MutexGuard<'_, State>, OpId), Error> {
         descriptor.validate().map_err(SubmitError::from)?;
         let data = operand.into_data(&descriptor)?;
+        if self.welcome.in_tree {
+            // Sooner than its turn comes.
+            self.shared.lock().engine.check_free(&data)?;
+        }
         // All ranks number their ops alike: none comes between an op and the one before it that
         // finds its exponents, nor takes its tensor meanwhile.
         let turn = || self.turn.lock().unwrap_or_else(PoisonError::into_inner);

@@ -116,6 +116,17 @@ impl Line {
         self.send_with(message, descriptor, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)
     }
 
+    /// Sends a message if the other side has not too many to read. Returns whether it has sent it.
+    ///
+    /// # Errors
+    /// [`LineError`].
+    pub fn offer<T: Serialize>(&self, message: &T) -> Result<bool, LineError> {
+        match self.try_send(message, None, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+            Err(LineError::Io(error)) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
+            sent => self.or_hang_up(sent).map(|()| true),
+        }
+    }
+
     /// How long to wait for a message from now on; `None` is for ever. One that does not come in
     /// time is an error, of kind `WouldBlock`.
     ///
@@ -131,7 +142,11 @@ impl Line {
         descriptor: Option<BorrowedFd<'_>>,
         flags: SendFlags,
     ) -> Result<(), LineError> {
-        let sent = self.try_send(message, descriptor, flags);
+        self.or_hang_up(self.try_send(message, descriptor, flags))
+    }
+
+    /// Hangs up a line that fails.
+    fn or_hang_up(&self, sent: Result<(), LineError>) -> Result<(), LineError> {
         sent.inspect_err(|error| {
             if !matches!(error, LineError::TooManyOnTheWay) {
                 self.hang_up();

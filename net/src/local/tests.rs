@@ -167,3 +167,21 @@ fn who_says_nothing_is_not_waited_for_for_ever() {
     let error = answerer.recv::<String>().unwrap_err();
     assert!(matches!(error, LineError::Io(error) if error.kind() == ErrorKind::WouldBlock));
 }
+
+#[test]
+fn what_there_is_no_room_for_is_not_sent_and_the_line_goes_on() {
+    let path = path("offers");
+    let listener = Listener::bind(&path, 0o600).unwrap();
+    let one = Line::connect(&path).unwrap();
+    let other = listener.accept().unwrap().unwrap();
+    let sent = (0..).take_while(|number: &u32| one.offer(number).unwrap()).count();
+    assert!(sent > 0);
+    assert!(!one.offer(&0).unwrap());
+    for number in 0..sent {
+        assert_eq!(other.recv::<usize>().unwrap().unwrap().0, number);
+    }
+    assert!(one.offer(&7).unwrap());
+    assert_eq!(other.recv::<usize>().unwrap().unwrap().0, 7);
+    other.hang_up();
+    one.offer(&8).unwrap_err();
+}

@@ -182,7 +182,7 @@ impl Engine {
     }
 
     /// Checks that no op in flight has some of a tensor's memory.
-    fn check_free(&self, data: &Data) -> Result<(), SubmitError> {
+    pub(crate) fn check_free(&self, data: &Data) -> Result<(), SubmitError> {
         let Some(tensor) = data.region().map(Region::extent) else { return Ok(()) };
         let has_some = |other: &Payload| {
             other.data.region().is_some_and(|other| meet(&other.extent(), &tensor))

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use racksum_net::clock::Clock;
 use racksum_net::local::Line;
 use racksum_proto::control::MAX_OPS;
 use racksum_proto::descriptor::Descriptor;
@@ -26,6 +27,9 @@ use crate::options::ConnectOptions;
 
 /// How long a sidecar may take to answer.
 const PATIENCE: Duration = Duration::from_secs(10);
+
+/// How long to wait for a sidecar to read before it is told again what there was no room for.
+const FULL: Duration = Duration::from_millis(20);
 
 /// How much longer than an op may take a sidecar may take to end it, since it sees to that itself.
 const MARGIN: Duration = Duration::from_secs(5);
@@ -234,9 +238,6 @@ impl Client {
         let Handed { copy, memory, at, list, len } = handed;
         let _order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
         let mut state = self.shared.lock();
-        if let Some(over) = &state.over {
-            return Err(over.refused.clone());
-        }
         // Another thread may have taken the last place, or the tensor.
         state.check(&operand)?;
         let Called { descriptor, .. } = Called::new(0, descriptor);
@@ -337,14 +338,22 @@ impl Client {
     /// Starts no more ops, and waits until the sidecar has let the rank go, but not longer than
     /// this. Returns whether it has.
     pub fn may_leave_within(&self, limit: Duration) -> bool {
-        // A sidecar that is gone needs no word.
-        let waits = !self.shared.take_leave() || self.line.send(&FromRank::Leave, None).is_ok();
-        !waits || self.shared.wait(limit, |state| !state.gone).gone
+        let clock = Clock::start();
+        let began = clock.now();
+        loop {
+            let left = limit.saturating_sub(Duration::from_nanos(clock.now().since(began).0));
+            let was_said = self.shared.take_leave(&self.line);
+            let slice = if was_said { left } else { left.min(FULL) };
+            let is_gone = self.shared.wait(slice, |state| !state.gone).gone;
+            if is_gone || slice == left {
+                return is_gone;
+            }
+        }
     }
 
     /// Leaves the job at once: what is in flight fails, though the sidecar may work on it still.
     pub fn leave(&self) {
-        self.shared.take_leave();
+        self.shared.take_leave(&self.line);
         self.line.hang_up();
     }
 }

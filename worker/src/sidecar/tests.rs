@@ -386,6 +386,18 @@ fn memory_of_an_op_in_flight_is_not_taken_for_another() {
 }
 
 #[test]
+fn what_has_ended_a_job_is_said_before_what_is_wrong_with_an_op() {
+    let rig = Rig::start();
+    let ranks = rig.job("job", 2);
+    let [tensor, again] = regions_of(floats(1.0, 2), [0..8, 0..8]);
+    let first = ranks[0].submit(tensor, sum_of(2)).unwrap();
+    ranks[1].close();
+    assert!(ranks[0].ends_within(&first, PATIENCE).unwrap());
+    let lost = SubmitError::PeerLost { ranks: vec![Rank(1)], why: Loss::Left };
+    assert_eq!(ranks[0].submit(again, sum_of(2)).unwrap_err(), lost.into());
+}
+
+#[test]
 fn a_panic_of_a_thread_ends_the_process() {
     const DIES: &str = "RACKSUM_TEST_DIES";
     if std::env::var_os(DIES).is_some() {

@@ -126,7 +126,7 @@ fn pass_up(
                 Ok(flight) => drop(flights.send((due, flight))),
                 Err(error) => {
                     // Otherwise it was numbered, and has failed.
-                    is_spoilt = matches!(error, Error::Memory(_) | Error::Submit(_));
+                    is_spoilt = !matches!(error, Error::Op(_));
                     tell(job, &due, Err(error));
                 }
             }

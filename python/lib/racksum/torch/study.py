@@ -276,7 +276,7 @@ def _refuse(net: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     if any(is_lazy(tensor) for tensor in (*net.parameters(), *net.buffers())):
         raise BadArgument("the model has parameters without a shape: run it on a batch first")
     if optimizer is not None:
-        if any(isinstance(it, torch.optim.Optimizer) for it in vars(optimizer).values()):
+        if any(_has_optimizer(value) for value in vars(optimizer).values()):
             raise BadArgument(
                 f"{type(optimizer).__name__} has an optimizer within, and may keep what cannot be "
                 "put back: study without an optimizer"
@@ -287,6 +287,15 @@ def _refuse(net: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
             raise BadArgument(
                 f"{type(optimizer).__name__} needs a closure to step: study without an optimizer"
             ) from None
+
+
+def _has_optimizer(value: object) -> bool:
+    """Whether this is an optimizer, or a collection that has one."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_has_optimizer(item) for item in value)
+    return isinstance(value, torch.optim.Optimizer)
 
 
 def _together(

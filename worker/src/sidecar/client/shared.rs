@@ -21,7 +21,7 @@ use crate::engine::Stats;
 use crate::error::{ConnectError, Error};
 use crate::operand::Operand;
 use crate::sidecar::lent::{AllLent, Lent};
-use crate::sidecar::message::{Called, FromSidecar, Outcome, VERSION};
+use crate::sidecar::message::{Called, FromRank, FromSidecar, Outcome, VERSION};
 use crate::sidecar::sums::Sums;
 use crate::tensor::{Region, meet};
 
@@ -48,7 +48,7 @@ pub(super) struct State {
     pub(super) in_flight: u16,
     /// Why there are no more ops.
     pub(super) over: Option<Over>,
-    /// The rank has taken its leave.
+    /// The sidecar was told that the rank leaves.
     left: bool,
     /// The sidecar has hung up.
     pub(super) gone: bool,
@@ -211,11 +211,14 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Ends the session but for what is in flight. Returns whether it is the first to do so.
-    pub(super) fn take_leave(&self) -> bool {
+    /// Ends the session but for what is in flight, and tells the sidecar so, unless it has to read
+    /// other things first. Returns whether it was told.
+    pub(super) fn take_leave(&self, line: &Line) -> bool {
         let mut state = self.lock();
         state.over.get_or_insert_with(|| Over::because("the client was closed"));
-        !std::mem::replace(&mut state.left, true)
+        // The ear hears of a line that fails.
+        state.left = state.left || line.offer(&FromRank::Leave).unwrap_or(true);
+        state.left
     }
 
     /// Ends the session, and what is in flight.
@@ -250,9 +253,12 @@ impl State {
 
     /// Checks that one more op may be in flight, and that none has some of its tensor's memory:
     /// those that are copied write to it when they are waited for.
-    pub(super) fn check(&self, operand: &Operand) -> Result<(), SubmitError> {
+    pub(super) fn check(&self, operand: &Operand) -> Result<(), Error> {
+        if let Some(over) = &self.over {
+            return Err(over.refused.clone());
+        }
         if self.in_flight >= MAX_OPS {
-            return Err(SubmitError::TooManyOps { max: MAX_OPS as usize });
+            return Err(SubmitError::TooManyOps { max: MAX_OPS as usize }.into());
         }
         let Some(tensor) = operand.region().map(Region::extent) else { return Ok(()) };
         let has_some = |flight: &Flight| {
@@ -260,7 +266,7 @@ impl State {
             is_due && meet(&flight.extent, &tensor)
         };
         match self.flights.iter().find(|(_, flight)| has_some(flight)) {
-            Some((&op, _)) => Err(SubmitError::InUse { op: OpId(op) }),
+            Some((&op, _)) => Err(SubmitError::InUse { op: OpId(op) }.into()),
             None => Ok(()),
         }
     }

@@ -320,6 +320,27 @@ fn a_sidecar_that_does_not_run_ends_the_session_of_its_rank() {
 }
 
 #[test]
+fn a_rank_leaves_a_sidecar_that_has_too_much_to_read_once_it_reads() {
+    let path = std::env::temp_dir().join(format!("racksum-full-{}", std::process::id()));
+    let listener = Listener::bind(&path, 0o600).unwrap();
+    let client = Client::call(&path, &ConnectOptions::new("", "job"), 1).unwrap();
+    while client.line.offer(&FromRank::AskStats).unwrap() {}
+    assert!(!client.may_leave_within(Duration::from_millis(50)));
+    let sidecar = listener.accept().unwrap().unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while let Some((said, _)) = sidecar.recv::<FromRank>().unwrap() {
+                if matches!(said, FromRank::Leave) {
+                    return sidecar.hang_up();
+                }
+            }
+            panic!("the rank has hung up without a word");
+        });
+        assert!(client.may_leave_within(PATIENCE));
+    });
+}
+
+#[test]
 fn tensors_that_grow_keep_no_memory_that_is_too_small_for_them() {
     let rig = Rig::with(Limits { jobs: 1, ranks: 1, memory: 1 << 20 });
     let ranks = rig.job("job", 1);
