@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -16,6 +17,9 @@ use crate::memory::{read_from, region_of};
 use crate::op::Op;
 use crate::options::Options;
 use crate::patience::wait_in_slices;
+
+/// How long a sidecar may take to let a rank go that has not joined.
+const PARTING: Duration = Duration::from_secs(1);
 
 /// A rank of a job.
 #[pyclass(frozen, module = "racksum._racksum")]
@@ -130,8 +134,9 @@ impl Session {
             }
             Err(raised) => raised,
         };
-        // A sidecar that has not answered may be stuck, and has nothing of this rank's.
+        // One that runs has given up the rank's place then; one that is stuck is not waited for.
         py.detach(move || {
+            client.may_leave_within(PARTING);
             client.leave();
             drop(client);
         });

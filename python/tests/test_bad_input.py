@@ -181,6 +181,34 @@ def test_a_tensor_that_ranks_agree_on_exponents_of_is_not_taken_for_another(rack
         assert list(pool.map(be, range(2))) == [[4.0] * 300] * 2
 
 
+def test_a_tensor_that_an_op_has_is_refused_before_other_ranks_agree(racks):
+    job = racks[0].new_job()
+    refused = threading.Event()
+
+    def be(rank):
+        x, y = np.ones(300, np.float32), np.ones(300, np.float32)
+        with racks[rank].connect(job=job, rank=rank, world=2) as session:
+            if rank == 1:
+                assert refused.wait(30)
+            handle = session.allreduce(x, async_op=True)
+            if rank == 1:
+                session.allreduce(y, wire="fixed32")
+                return handle.wait().tolist()
+            with ThreadPoolExecutor(1) as pool:
+                sent = session.stats()["tx_datagrams"]
+                other = pool.submit(session.allreduce, y, wire="fixed32")
+                while session.stats()["tx_datagrams"] == sent:
+                    time.sleep(0.001)
+                with pytest.raises(racksum.BadArgument, match="op 0 has some of the same memory"):
+                    session.allreduce(x)
+                refused.set()
+                other.result()
+            return handle.wait().tolist()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(be, range(2))) == [[2.0] * 300] * 2
+
+
 @pytest.mark.parametrize("how", ["data", "set_"])
 def test_memory_that_a_tensor_had_is_there_until_its_op_has_ended(place, how):
     moved = threading.Event()

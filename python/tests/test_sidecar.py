@@ -253,6 +253,13 @@ def test_connecting_to_a_sidecar_that_is_stopped_ends_in_its_time(sidecar):
         sidecar.process.send_signal(signal.SIGCONT)
 
 
+def test_a_rank_that_has_not_joined_may_try_again_at_once(sidecar):
+    job = sidecar.new_job()
+    for _ in range(500):
+        with pytest.raises(racksum.JoinTimeout):
+            sidecar.connect(job=job, world=2, join_timeout=0.002)
+
+
 def on_hosts(hosts, cluster, work, ranks=((0, 0), (0, 1), (1, 2), (1, 3), (None, 4))):
     """What a job comes to of which some ranks are at sidecars, and some are not."""
     job = cluster.new_job()

@@ -9,6 +9,7 @@ import copy
 import inspect
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -290,12 +291,13 @@ def _refuse(net: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def _has_optimizer(value: object) -> bool:
-    """Whether this is an optimizer, or a collection that has one."""
+    """Whether this is an optimizer, or a collection of which one is an item, a key or a value."""
+    items = [value]
     if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_has_optimizer(item) for item in value)
-    return isinstance(value, torch.optim.Optimizer)
+        items = [*value.keys(), *value.values()]
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        items = list(value)
+    return any(isinstance(item, torch.optim.Optimizer) for item in items)
 
 
 def _together(

@@ -327,6 +327,7 @@ fn a_rank_leaves_a_sidecar_that_has_too_much_to_read_once_it_reads() {
     while client.line.offer(&FromRank::AskStats).unwrap() {}
     assert!(!client.may_leave_within(Duration::from_millis(50)));
     let sidecar = listener.accept().unwrap().unwrap();
+    sidecar.set_patience(Some(PATIENCE)).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while let Some((said, _)) = sidecar.recv::<FromRank>().unwrap() {
