@@ -9,6 +9,7 @@ use quinn::{
     ClientConfig, ConnectError, ConnectionError, Endpoint, EndpointConfig, ServerConfig,
     TokioRuntime, TransportConfig, TransportErrorCode, VarInt,
 };
+use quinn_proto::RandomConnectionIdGenerator;
 use racksum_proto::time::Span;
 use rustls::AlertDescription;
 use rustls::crypto::{CryptoProvider, aws_lc_rs};
@@ -150,9 +151,18 @@ pub(super) fn serve(
 fn endpoint(bind: SocketAddr, config: Option<ServerConfig>) -> Result<Endpoint, NetError> {
     let make = || -> io::Result<Endpoint> {
         let socket = UdpSocket::bind(bind)?;
-        Endpoint::new(EndpointConfig::default(), config, socket, Arc::new(TokioRuntime))
+        let mut own = EndpointConfig::default();
+        own.cid_generator(|| Box::new(connection_ids()));
+        Endpoint::new(own, config, socket, Arc::new(TokioRuntime))
     };
     make().map_err(|cause| NetError::bind(bind, cause))
+}
+
+/// Identifiers of connections. Those of quinn's choice are random in 24 bits only, and a caller that
+/// is told to try again with one that a connection has already is taken for that, and never
+/// answered.
+pub(super) fn connection_ids() -> RandomConnectionIdGenerator {
+    RandomConnectionIdGenerator::new(CONNECTION_ID_LEN)
 }
 
 /// Loopback is called from loopback, so that a firewall or a monitor sees what it is.
@@ -233,6 +243,8 @@ fn tls_error(error: impl std::fmt::Display) -> NetError {
     NetError::Tls { reason: error.to_string() }
 }
 
+/// Bytes of a connection's identifier: the most that QUIC has are 20 (RFC 9000, section 17.2).
+const CONNECTION_ID_LEN: usize = 16;
 /// How long a connection that was closed is seen to its end.
 const CLOSING: Span = Span::from_millis(100);
 /// Streams of each kind that the other side may have open: one for control, some for questions.

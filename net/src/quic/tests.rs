@@ -1,8 +1,9 @@
 use std::net::SocketAddr;
 
+use quinn::ConnectionIdGenerator;
 use serde::{Deserialize, Serialize};
 
-use super::endpoint::serve;
+use super::endpoint::{connection_ids, serve};
 use super::frames::{FrameError, MAX_FRAME, recv, send};
 use super::*;
 use crate::NetError;
@@ -129,6 +130,13 @@ async fn a_connection_that_is_gone_ends_a_receive() {
     client.close("gone").await;
     let error = recv::<Hello>(&mut back).await.unwrap_err();
     assert!(matches!(error, FrameError::Read(_)), "{error}");
+}
+
+#[test]
+fn no_two_of_many_connections_have_the_same_identifier() {
+    let mut ids = connection_ids();
+    let distinct: std::collections::HashSet<_> = (0..20_000).map(|_| ids.generate_cid()).collect();
+    assert_eq!(distinct.len(), 20_000);
 }
 
 #[tokio::test]
