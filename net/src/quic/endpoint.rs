@@ -158,9 +158,8 @@ fn endpoint(bind: SocketAddr, config: Option<ServerConfig>) -> Result<Endpoint, 
     make().map_err(|cause| NetError::bind(bind, cause))
 }
 
-/// Identifiers of connections. Those of quinn's choice are random in 24 bits only, and a caller that
-/// is told to try again with one that a connection has already is taken for that, and never
-/// answered.
+/// Identifiers of connections. Those of quinn's choice are random in 24 bits only, and a caller
+/// that is to call again by one that a connection has already is taken for that, and never answered.
 pub(super) fn connection_ids() -> RandomConnectionIdGenerator {
     RandomConnectionIdGenerator::new(CONNECTION_ID_LEN)
 }
@@ -243,7 +242,7 @@ fn tls_error(error: impl std::fmt::Display) -> NetError {
     NetError::Tls { reason: error.to_string() }
 }
 
-/// Bytes of a connection's identifier: the most that QUIC has are 20 (RFC 9000, section 17.2).
+/// Bytes of a connection's identifier; QUIC has 20 at most (RFC 9000, section 17.2).
 const CONNECTION_ID_LEN: usize = 16;
 /// How long a connection that was closed is seen to its end.
 const CLOSING: Span = Span::from_millis(100);
