@@ -159,7 +159,7 @@ fn endpoint(bind: SocketAddr, config: Option<ServerConfig>) -> Result<Endpoint, 
 }
 
 /// Identifiers of connections. Those of quinn's choice are random in 24 bits only, and a caller
-/// that is to call again by one that a connection has already is taken for that, and never answered.
+/// that is to call again by one that a connection has is taken for that, and never answered.
 pub(super) fn connection_ids() -> RandomConnectionIdGenerator {
     RandomConnectionIdGenerator::new(CONNECTION_ID_LEN)
 }
