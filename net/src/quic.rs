@@ -10,6 +10,7 @@ use racksum_proto::time::Span;
 
 mod authority;
 mod certificate;
+mod connection_id;
 mod conversation;
 mod endpoint;
 pub mod frames;

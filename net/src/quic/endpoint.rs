@@ -2,19 +2,21 @@
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::pin::pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
 use quinn::{
-    ClientConfig, ConnectError, ConnectionError, Endpoint, EndpointConfig, ServerConfig,
-    TokioRuntime, TransportConfig, TransportErrorCode, VarInt,
+    ClientConfig, ConnectError, Connecting, ConnectionError, Endpoint, EndpointConfig,
+    ServerConfig, TokioRuntime, TransportConfig, TransportErrorCode, VarInt,
 };
-use quinn_proto::RandomConnectionIdGenerator;
 use racksum_proto::time::Span;
 use rustls::AlertDescription;
 use rustls::crypto::{CryptoProvider, aws_lc_rs};
 use rustls::version::TLS13;
 
+use super::connection_id::ConnectionIds;
 use super::identity::NAME;
 use super::{Credentials, IDLE_TIMEOUT, KEEP_ALIVE, PROTOCOL, duration};
 use crate::NetError;
@@ -95,16 +97,51 @@ pub(super) async fn connect_from(
     credentials.check(to)?;
     let from = from.unwrap_or_else(|| local_for(to));
     let endpoint = endpoint(SocketAddr::new(from, 0), None)?;
-    let connecting = endpoint.connect_with(client_config(credentials)?, to, NAME).map_err(
-        |error: ConnectError| NetError::NotCallable { addr: to, reason: error.to_string() },
-    )?;
-    let nobody = NetError::NobodyThere { addr: to, waited: patience };
-    match tokio::time::timeout(duration(patience), connecting).await {
+    let config = client_config(credentials)?;
+    let call = || {
+        endpoint.connect_with(config.clone(), to, NAME).map_err(|error: ConnectError| {
+            NetError::NotCallable { addr: to, reason: error.to_string() }
+        })
+    };
+    match tokio::time::timeout(duration(patience), twice(call, duration(patience) / 2)).await {
         Ok(Ok(quic)) => Ok(Connection { endpoint, quic }),
-        Ok(Err(ConnectionError::TimedOut)) | Err(_) => Err(nobody),
-        Ok(Err(cause)) if is_other_protocol(&cause) => Err(NetError::WrongProtocol { addr: to }),
-        Ok(Err(cause)) => Err(not_connected(to, cause)),
+        Ok(Err(NotAnswered::NotCalled(error))) => Err(error),
+        Ok(Err(NotAnswered::Ended(cause))) if is_other_protocol(&cause) => {
+            Err(NetError::WrongProtocol { addr: to })
+        }
+        Ok(Err(NotAnswered::Ended(cause))) if cause != ConnectionError::TimedOut => {
+            Err(not_connected(to, cause))
+        }
+        Ok(Err(_)) | Err(_) => Err(NetError::NobodyThere { addr: to, waited: patience }),
     }
+}
+
+/// Calls, and once more if that has not come to anything after a while, and takes what comes to
+/// something first. A call may be lost for good where packets are: quinn takes no Retry after one
+/// that was corrupted on its way.
+async fn twice(
+    call: impl Fn() -> Result<Connecting, NetError>,
+    patience: Duration,
+) -> Result<quinn::Connection, NotAnswered> {
+    let mut first = pin!(call()?);
+    if let Ok(answered) = tokio::time::timeout(patience, &mut first).await {
+        return Ok(answered?);
+    }
+    let second = call()?;
+    tokio::select! {
+        answered = first => Ok(answered?),
+        answered = second => Ok(answered?),
+    }
+}
+
+/// Why a call has not come to a connection.
+#[derive(Debug, thiserror::Error)]
+#[error(transparent)]
+enum NotAnswered {
+    /// It was none.
+    NotCalled(#[from] NetError),
+    /// It has ended.
+    Ended(#[from] ConnectionError),
 }
 
 /// Why a connection to `addr` failed, or ended: for certificates that one side does not accept,
@@ -149,19 +186,14 @@ pub(super) fn serve(
 
 /// Both kinds of endpoint, so that a failed bind reads the same.
 fn endpoint(bind: SocketAddr, config: Option<ServerConfig>) -> Result<Endpoint, NetError> {
+    let ids = ConnectionIds::new()?;
     let make = || -> io::Result<Endpoint> {
         let socket = UdpSocket::bind(bind)?;
         let mut own = EndpointConfig::default();
-        own.cid_generator(|| Box::new(connection_ids()));
+        own.cid_generator(move || Box::new(ids.clone()));
         Endpoint::new(own, config, socket, Arc::new(TokioRuntime))
     };
     make().map_err(|cause| NetError::bind(bind, cause))
-}
-
-/// Identifiers of connections. Those of quinn's choice are random in 24 bits only, and a caller
-/// that is to call again by one that a connection has is taken for that, and never answered.
-pub(super) fn connection_ids() -> RandomConnectionIdGenerator {
-    RandomConnectionIdGenerator::new(CONNECTION_ID_LEN)
 }
 
 /// Loopback is called from loopback, so that a firewall or a monitor sees what it is.
@@ -242,8 +274,6 @@ fn tls_error(error: impl std::fmt::Display) -> NetError {
     NetError::Tls { reason: error.to_string() }
 }
 
-/// Bytes of a connection's identifier; QUIC has 20 at most (RFC 9000, section 17.2).
-const CONNECTION_ID_LEN: usize = 16;
 /// How long a connection that was closed is seen to its end.
 const CLOSING: Span = Span::from_millis(100);
 /// Streams of each kind that the other side may have open: one for control, some for questions.

@@ -30,11 +30,18 @@ pub enum FrameError {
     /// The message cannot be written as JSON.
     #[error("a control message cannot be written: {0}")]
     Encode(serde_json::Error),
-    /// The stream or its connection ended while sending.
-    #[error("cannot send a control message: {0}")]
+    /// The stream or its connection ended while sending. quinn leaves out what the connection was
+    /// lost for.
+    #[error("cannot send a control message: {}", match .0 {
+        WriteError::ConnectionLost(cause) => cause.to_string(),
+        error => error.to_string(),
+    })]
     Write(WriteError),
-    /// The stream or its connection ended while receiving.
-    #[error("cannot receive a control message: {0}")]
+    /// The stream or its connection ended while receiving; see above.
+    #[error("cannot receive a control message: {}", match .0 {
+        ReadError::ConnectionLost(cause) => cause.to_string(),
+        error => error.to_string(),
+    })]
     Read(ReadError),
 }
 

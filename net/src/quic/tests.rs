@@ -1,9 +1,8 @@
 use std::net::SocketAddr;
 
-use quinn::ConnectionIdGenerator;
 use serde::{Deserialize, Serialize};
 
-use super::endpoint::{connection_ids, serve};
+use super::endpoint::serve;
 use super::frames::{FrameError, MAX_FRAME, recv, send};
 use super::*;
 use crate::NetError;
@@ -132,11 +131,74 @@ async fn a_connection_that_is_gone_ends_a_receive() {
     assert!(matches!(error, FrameError::Read(_)), "{error}");
 }
 
-#[test]
-fn no_two_of_many_connections_have_the_same_identifier() {
-    let mut ids = connection_ids();
-    let distinct: std::collections::HashSet<_> = (0..20_000).map(|_| ids.generate_cid()).collect();
-    assert_eq!(distinct.len(), 20_000);
+/// Calls a server that wants to know first that its caller hears, through somebody who sees each
+/// datagram, and whether it is the server's, and may change it.
+async fn call_through(mut see: impl FnMut(&mut [u8], bool) + Send + 'static) {
+    let server = server(any_port(), &strangers()).unwrap();
+    let to = server.local_addr().unwrap();
+    let accept = tokio::spawn(async move {
+        loop {
+            let incoming = server.accept().await.unwrap();
+            if incoming.remote_address_validated() {
+                return incoming.await.unwrap();
+            }
+            incoming.retry().unwrap();
+        }
+    });
+    let between = tokio::net::UdpSocket::bind(any_port()).await.unwrap();
+    let at = between.local_addr().unwrap();
+    let relay = tokio::spawn(async move {
+        let (mut caller, mut datagram) = (None, [0; 2048]);
+        loop {
+            let (len, from) = between.recv_from(&mut datagram).await.unwrap();
+            see(&mut datagram[..len], from == to);
+            let to = if from == to { caller.unwrap() } else { to };
+            caller = caller.or(Some(from));
+            between.send_to(&datagram[..len], to).await.unwrap();
+        }
+    });
+    drop((call(at, PATIENCE).await.unwrap(), accept.await.unwrap()));
+    relay.abort();
+}
+
+#[tokio::test]
+async fn both_ends_give_themselves_identifiers_of_ours_also_in_a_retry() {
+    let (tell, lengths) = std::sync::mpsc::channel();
+    call_through(move |datagram, is_servers| {
+        // Of long headers (RFC 8999, section 5.1).
+        if datagram[0] & 0x80 != 0 {
+            let theirs = usize::from(datagram[5]);
+            tell.send((is_servers, usize::from(datagram[6 + theirs]))).unwrap();
+        }
+    })
+    .await;
+    let lengths: Vec<_> = lengths.try_iter().collect();
+    assert!(lengths.iter().filter(|(is_servers, _)| *is_servers).count() > 1, "{lengths:?}");
+    assert!(lengths.iter().all(|(_, len)| *len == connection_id::LEN), "{lengths:?}");
+}
+
+#[tokio::test]
+async fn a_call_whose_first_retry_is_corrupted_is_answered_all_the_same() {
+    let mut is_first = true;
+    call_through(move |datagram, _| {
+        let is_retry = datagram[0] & 0xf0 == 0xf0;
+        if is_retry && std::mem::take(&mut is_first) {
+            *datagram.last_mut().unwrap() ^= 1;
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn what_no_connection_has_sent_is_not_answered() {
+    let server = server(any_port(), &strangers()).unwrap();
+    let stranger = tokio::net::UdpSocket::bind(any_port()).await.unwrap();
+    // As if it were of a connection, whose header is short.
+    for len in [21, 64, 1200] {
+        stranger.send_to(&vec![0x52; len], server.local_addr().unwrap()).await.unwrap();
+    }
+    let answered = tokio::time::timeout(duration(IMPATIENCE), stranger.recv(&mut [0; 2048])).await;
+    assert!(answered.is_err(), "{answered:?}");
 }
 
 #[tokio::test]
