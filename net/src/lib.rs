@@ -10,6 +10,7 @@
 //! only: the data path lives on `sendmmsg`, `UDP_SEGMENT`, `UDP_GRO` and `SO_RXQ_OVFL`.
 #![deny(unsafe_op_in_unsafe_fn)]
 
+mod alive;
 pub mod auth;
 pub mod clock;
 mod error;

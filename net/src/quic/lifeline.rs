@@ -17,6 +17,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Interval, MissedTickBehavior, interval, timeout};
 
 use super::duration;
+use crate::alive::Alive;
 
 /// A lifeline, or why there is none.
 #[derive(Debug)]
@@ -36,7 +37,7 @@ pub enum Lifeline {
 /// A closed lifeline alone would not do, since whoever can forge its end would end a connection.
 pub async fn dead(connection: &quinn::Connection, lifeline: impl Future<Output = Lifeline>) {
     match lifeline.await {
-        Lifeline::Laid(lifeline) => closed(lifeline).await,
+        Lifeline::Laid(lifeline) => closed(Alive::new(lifeline)).await,
         Lifeline::Cut => {}
         Lifeline::Impossible => pending().await,
     }
@@ -125,7 +126,7 @@ fn keep_alive(stream: &TcpStream) -> io::Result<()> {
 }
 
 /// Waits until a lifeline is closed. What is said on it means nothing.
-async fn closed(mut lifeline: TcpStream) {
+async fn closed(mut lifeline: Alive<TcpStream>) {
     let mut noise = [0; 64];
     while matches!(lifeline.read(&mut noise).await, Ok(1..)) {}
 }
