@@ -1,7 +1,5 @@
 //! A rank of a job, whichever way its tensors go.
 
-use std::io;
-use std::sync::Arc;
 use std::time::Duration;
 
 use racksum_proto::control::MAX_OPS;
@@ -104,11 +102,19 @@ impl Client {
         }
     }
 
-    /// Memory that the sidecar has too; none without a sidecar.
-    pub(crate) fn lend(&self, len: usize) -> Option<io::Result<Arc<sidecar::Lent>>> {
+    /// The sidecar, if there is one.
+    pub(crate) const fn beside(&self) -> Option<&sidecar::Client> {
         match self {
             Self::Direct(_) => None,
-            Self::Beside(client) => Some(client.lend(len)),
+            Self::Beside(client) => Some(client),
+        }
+    }
+
+    /// Whether there are no more ops.
+    pub(crate) fn is_over(&self) -> bool {
+        match self {
+            Self::Direct(client) => client.is_over(),
+            Self::Beside(client) => client.is_over(),
         }
     }
 

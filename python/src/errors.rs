@@ -14,11 +14,9 @@ pub(crate) fn of_connect(py: Python<'_>, error: &ConnectError) -> PyErr {
     let text = error.to_string();
     match error {
         error if error.is_usage() => raise(py, "BadArgument", text),
+        error if error.is_other_version() => raise(py, "VersionMismatch", text),
         ConnectError::Refused(_) | ConnectError::SidecarRefused(_) | ConnectError::Draining => {
             raise(py, "Refused", text)
-        }
-        ConnectError::Version { .. } | ConnectError::SidecarVersion { .. } => {
-            raise(py, "VersionMismatch", text)
         }
         ConnectError::NoRoom { .. } => raise(py, "NoRoom", text),
         ConnectError::Incomplete { missing, .. } => {
@@ -28,6 +26,8 @@ pub(crate) fn of_connect(py: Python<'_>, error: &ConnectError) -> PyErr {
         ConnectError::Arguments(_)
         | ConnectError::NoAddress { .. }
         | ConnectError::NoWay { .. }
+        | ConnectError::Version { .. }
+        | ConnectError::SidecarVersion { .. }
         | ConnectError::Net(_)
         | ConnectError::Silent
         | ConnectError::Closed(_)

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use racksum_worker::{Blocks, Error};
 
-use crate::client::Running;
+use crate::client::{Client, Running};
 use crate::errors::of_op;
 use crate::memory::write_to;
 use crate::patience::wait_in_slices;
@@ -30,6 +30,16 @@ impl Op {
     pub(crate) const fn new(session: Connected, running: Running) -> Self {
         Self { session, running: RwLock::new(Some(running)), outcome: OnceLock::new() }
     }
+
+    /// What came of an op that has ended.
+    fn finish(&self, client: &Client) -> &Result<Ended, Error> {
+        self.outcome.get_or_init(|| {
+            let running = self.running.write().unwrap_or_else(PoisonError::into_inner).take();
+            let (absent, blocks) = client.finish(running.expect("taken only here, once"))?;
+            let keep = |blocks| Kept { session: self.session.clone(), blocks: Some(blocks) };
+            Ok((absent, blocks.map(keep).map(Arc::new)))
+        })
+    }
 }
 
 #[pymethods]
@@ -49,24 +59,18 @@ impl Op {
                 Some(Ok(true)) | None => Some(Ok(true)),
             }
         });
-        match ended? {
-            Some(ended) => ended.map_err(|error| of_op(py, &error)),
-            None => Ok(false),
-        }
+        let Some(ended) = ended? else { return Ok(false) };
+        ended.map_err(|error| of_op(py, &error))?;
+        // What it has reduced is in its place then.
+        py.detach(|| _ = self.finish(client));
+        Ok(true)
     }
 
     /// The outcome of an op that has ended: the ranks that the result lacks, and the sums of an op
     /// on a list of blocks. It can be asked for again, since a signal may lose an answer.
     fn outcome<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyTuple>, Option<Sums>)> {
         let client = self.session.get(py)?;
-        let outcome = py.detach(|| {
-            self.outcome.get_or_init(|| {
-                let running = self.running.write().unwrap_or_else(PoisonError::into_inner).take();
-                let (absent, blocks) = client.finish(running.expect("taken only here, once"))?;
-                let keep = |blocks| Kept { session: self.session.clone(), blocks: Some(blocks) };
-                Ok((absent, blocks.map(keep).map(Arc::new)))
-            })
-        });
+        let outcome = py.detach(|| self.finish(client));
         let (absent, sums) = outcome.as_ref().map_err(|error| of_op(py, error))?;
         Ok((PyTuple::new(py, absent)?, sums.as_ref().map(|kept| Sums(Arc::clone(kept)))))
     }

@@ -1,5 +1,6 @@
 //! A session: a rank's part in a job.
 
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -247,10 +248,14 @@ impl Session {
 
     /// Memory of so many bytes that the sidecar has too; none without a sidecar.
     fn lend(&self, py: Python<'_>, nbytes: usize) -> PyResult<Option<Lent>> {
-        let client = self.client.get(py)?;
-        let lent = py.detach(|| client.lend(nbytes)).transpose();
-        let memory = lent.map_err(|error| of_op(py, &Error::Memory(error.to_string())))?;
-        Ok(memory.map(|memory| Lent { memory: Some(memory), pid: std::process::id() }))
+        let Some(sidecar) = self.client.get(py)?.beside() else { return Ok(None) };
+        let refused = |error: io::Error| of_op(py, &Error::Memory(error.to_string()));
+        let memory = py.detach(|| sidecar.offer(nbytes)).map_err(refused)?;
+        let lent = Lent { memory: Some(memory), pid: std::process::id() };
+        let is_taken = |slice| sidecar.is_taken_within(lent.memory.as_ref()?, slice);
+        let taken = wait_in_slices(py, Some(sidecar::Client::PATIENCE), is_taken)?;
+        taken.unwrap_or_else(|| Err(sidecar::Client::unanswered())).map_err(refused)?;
+        Ok(Some(lent))
     }
 
     /// Leaves the job: what is in flight fails, but for what a sidecar has of all its ranks.
@@ -265,6 +270,9 @@ impl Session {
     /// What has been sent and received so far.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let client = self.client.get(py)?;
+        if let Some(sidecar) = client.beside() {
+            ask_stats(py, sidecar)?;
+        }
         let (traffic, stats) = py.detach(|| client.stats());
         let dict = PyDict::new(py);
         for (name, value) in [
@@ -304,6 +312,33 @@ impl Session {
     fn is_forked(&self) -> bool {
         self.client.is_forked()
     }
+
+    /// Whether there are no more ops: it was closed, or the job is over.
+    #[getter]
+    fn is_over(&self, py: Python<'_>) -> PyResult<bool> {
+        let client = self.client.get(py)?;
+        Ok(py.detach(|| client.is_over()))
+    }
+}
+
+/// Asks a sidecar what has left the host. One that is stuck is not waited for for ever: what it has
+/// said last does then.
+fn ask_stats(py: Python<'_>, sidecar: &sidecar::Client) -> PyResult<()> {
+    let mut asked = None;
+    let has_told = |slice| {
+        asked = asked.or_else(|| sidecar.ask_stats());
+        match &asked {
+            Some(asked) => sidecar.has_told_within(asked, slice).then_some(()),
+            None => {
+                std::thread::sleep(slice);
+                None
+            }
+        }
+    };
+    if wait_in_slices(py, Some(sidecar::Client::PATIENCE), has_told)?.is_none() {
+        tracing::warn!("the sidecar does not answer: what has left the host is as it said last");
+    }
+    Ok(())
 }
 
 /// Memory that the sidecar has too, as long as this is kept.

@@ -143,6 +143,17 @@ def test_a_handle_says_whether_it_is_done(place):
     assert place.run(2, work) == [20, 20]
 
 
+def test_an_op_that_is_done_has_reduced_its_tensor(place):
+    def work(session):
+        x = np.ones(10, np.float32)
+        handle = session.allreduce(x, async_op=True)
+        while not handle.done():
+            time.sleep(0.001)
+        return x.sum()
+
+    assert place.run(2, work) == [20, 20]
+
+
 def test_a_handle_keeps_its_tensor(place):
     def work(session):
         handle = session.allreduce(np.ones(100_000, np.float32), async_op=True)
@@ -159,7 +170,10 @@ def test_an_op_whose_handle_is_dropped_goes_on(place):
         if session.rank == 0:
             session.allreduce(x, async_op=True)
             gc.collect()
-            return session.allreduce(np.ones(10, np.float32)).sum()
+            reduced = session.allreduce(np.ones(10, np.float32)).sum()
+            while x.sum() != 2000:
+                time.sleep(0.001)
+            return reduced
         assert session.allreduce(x).sum() == 2000
         return session.allreduce(np.ones(10, np.float32)).sum()
 

@@ -85,6 +85,19 @@ def test_what_cannot_be_reduced_is_refused_and_the_session_goes_on(place, what):
         assert session.allreduce(np.ones(4, np.float32)).tolist() == [1.0] * 4
 
 
+def test_a_refusal_is_of_its_rank_alone_and_numbers_no_op(place):
+    def work(session):
+        x = np.ones(10, np.float32)
+        if session.rank == 0:
+            with pytest.raises(racksum.BadArgument):
+                session.allreduce(np.ones((10, 2), np.float32)[:, 0])
+            with pytest.raises(racksum.BadArgument):
+                session.allreduce(x, lane=7)
+        return session.allreduce(x).sum()
+
+    assert place.run(2, work) == [20, 20]
+
+
 def test_blocks_of_less_than_nothing_are_refused(place):
     with (
         place.connect() as session,

@@ -181,7 +181,10 @@ def test_what_a_compressor_rounds_travels_so_and_nothing_else(cluster):
 
     def work(session):
         state = racksum.torch.State(session, compressor=Rounded("int8"), start_iter=2)
-        return [sent(session, state) for _ in range(3)]
+        of_steps = [sent(session, state) for _ in range(3)]
+        # Only the last was compressed, and int8 is sent for the float32 that is handed on.
+        assert state.compression_stats() == (1.0, 4 << 16, 4 << 16)
+        return of_steps
 
     for first, second, third in cluster.run(2, work):
         assert min(first, second) > 3.5 * third

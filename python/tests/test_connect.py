@@ -26,6 +26,9 @@ def test_what_is_given_comes_before_the_environment_and_that_before_torchrun():
         "NCCL_SOCKET_IFNAME": "=eth0",
         "RACKSUM_AGGREGATOR": "a:1,b:2",
     }
+    gloo = {name: value for name, value in torchrun.items() if name != "NCCL_SOCKET_IFNAME"}
+    found = ConnectOptions.resolve({**gloo, "GLOO_SOCKET_IFNAME": "eth1,ib0"})
+    assert found.interface == "=eth1,ib0", "Gloo's names are whole ones"
     found = ConnectOptions.resolve(torchrun)
     assert (found.rank, found.world, found.job, found.generation) == (3, 8, "run", 2)
     assert (found.aggregator, found.interface) == ("a:1,b:2", "=eth0")

@@ -260,14 +260,57 @@ def test_a_killed_rank_is_named_to_the_others(place):
     doomed = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), place.address, job])
     with place.connect(job=job, world=2) as session:
         session.allreduce(np.ones(10, np.float32))
+        assert not session.closed
         doomed.kill()
         doomed.wait()
         with pytest.raises(racksum.PeerLost, match="lost rank 1") as lost:
             session.allreduce(np.ones(10, np.float32))
         assert lost.value.ranks == (1,)
         assert isinstance(lost.value, ConnectionError)
+        assert session.closed
         with pytest.raises(racksum.PeerLost):
             session.allreduce(np.ones(10, np.float32))
+
+
+def test_a_rank_that_is_killed_is_missed_although_its_child_lives(place):
+    job = place.new_job()
+    code = """
+        import os, sys, time
+        import numpy, racksum
+
+        session = racksum.connect(sys.argv[1], job=sys.argv[2], rank=1, world=2)
+        session.allreduce(numpy.ones(10, numpy.float32))
+        child = os.fork()
+        if child:
+            print(child, flush=True)
+        time.sleep(60)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), place.address, job]
+    doomed = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    with place.connect(job=job, world=2) as session:
+        session.allreduce(np.ones(10, np.float32))
+        child = int(doomed.stdout.readline())
+        doomed.kill()
+        try:
+            # An op that nobody else calls would end by its own time only after 20 seconds.
+            began = time.monotonic()
+            with pytest.raises(racksum.PeerLost, match="lost rank 1"):
+                session.allreduce(np.ones(10, np.float32))
+            assert time.monotonic() - began < 15.0
+        finally:
+            os.kill(child, signal.SIGKILL)
+            doomed.communicate()
+
+
+def test_what_is_logged_reaches_logging(cluster, caplog):
+    with caplog.at_level("INFO", logger="racksum"), cluster.connect():
+        pass
+    assert any("rank 0 of 1 joined job" in record.getMessage() for record in caplog.records)
+    caplog.clear()
+    with caplog.at_level("DEBUG"), cluster.connect():
+        pass
+    of_worker = [record.getMessage() for record in caplog.records if "worker" in record.name]
+    assert any(said.startswith("client closes") for said in of_worker), caplog.text
 
 
 def test_a_rank_that_does_not_call_is_named_when_time_is_up(place):

@@ -144,6 +144,8 @@ def test_memory_that_is_shared_goes_with_its_tensors(sidecar):
     def mapped():
         return Path("/proc/self/maps").read_text().count("memfd:racksum")
 
+    # What other tests have left in cycles.
+    gc.collect()
     with sidecar.connect() as session:
         x = session.empty(1000)
         part = x[10:20]
@@ -222,22 +224,42 @@ def test_a_sidecar_that_is_stopped_holds_up_no_other_thread(sidecar, call):
         going_on.wait()
 
 
-def test_closing_beside_a_sidecar_that_is_stopped_may_be_interrupted(sidecar):
+@pytest.mark.parametrize(
+    "call",
+    [lambda session: session.empty(10), lambda session: session.stats()],
+    ids=["empty", "stats"],
+)
+def test_waiting_for_a_sidecar_that_is_stopped_may_be_interrupted(sidecar, call):
+    with sidecar.connect() as session:
+        with interrupted(sidecar):
+            call(session)
+        assert session.allreduce(np.ones(2, np.float32)).sum() == 2
+
+
+@contextmanager
+def interrupted(sidecar):
+    """Stops a sidecar, and checks that what waits for it can be interrupted."""
+
     def interrupt(number, frame):
         raise KeyboardInterrupt
 
-    session = sidecar.connect()
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         sidecar.process.send_signal(signal.SIGSTOP)
         began = time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, 0.5)
         with pytest.raises(KeyboardInterrupt):
-            session.close()
-        assert time.monotonic() - began < 10.0, "it waited for the sidecar all the same"
+            yield
+        assert time.monotonic() - began < 9.0, "it waited for the sidecar all the same"
     finally:
         signal.signal(signal.SIGALRM, before)
         sidecar.process.send_signal(signal.SIGCONT)
+
+
+def test_closing_beside_a_sidecar_that_is_stopped_may_be_interrupted(sidecar):
+    session = sidecar.connect()
+    with interrupted(sidecar):
+        session.close()
     assert session.closed
     session.close()
 
@@ -425,11 +447,35 @@ def test_ranks_that_do_not_come_are_named(sidecar):
     assert waited.value.missing == (1, 2)
 
 
-def test_what_a_sidecar_does_not_do_is_refused(sidecar):
+def test_what_a_sidecar_does_not_do_is_refused(sidecar, monkeypatch):
     with pytest.raises(racksum.BadArgument, match="neither rejoin nor go on"):
         sidecar.connect(on_rank_loss="continue")
+    for option in ({"data_auth": "aead"}, {"mtu": 1500}, {"wait": True}, {"identity": "node.pem"}):
+        with pytest.raises(racksum.BadArgument, match=f"{next(iter(option))} cannot be said by a"):
+            sidecar.connect(**option)
+    monkeypatch.setenv("RACKSUM_DATA_AUTH", "mac")
+    with pytest.raises(racksum.BadArgument, match="data_auth cannot be said by a rank"):
+        sidecar.connect()
+    monkeypatch.delenv("RACKSUM_DATA_AUTH")
     with pytest.raises(racksum.Refused, match="start it with --aggregator"):
         sidecar.connect(world=2, local_world=1)
+
+
+def test_why_hosts_cannot_join_is_of_the_type_that_a_rank_without_a_sidecar_hears(
+    tmp_path, aggregator
+):
+    for arguments, options, error in [
+        (["--aggregator", "127.0.0.1:1"], {}, racksum.NoAggregator),
+        (["--aggregator", aggregator.address], {"generation": 0}, racksum.Refused),
+    ]:
+        sidecar = Sidecar(tmp_path / "one", *arguments)
+        with racksum.connect(
+            aggregator.address, job="hosts", rank=0, world=1, generation=1, insecure=True
+        ):
+            with pytest.raises(racksum.Error) as raised:
+                sidecar.connect(job="hosts", world=2, local_world=1, **options)
+            assert type(raised.value) is error, raised.value
+        sidecar.stop()
 
 
 def test_memory_that_there_is_no_room_for_is_refused_and_the_session_goes_on(tmp_path):

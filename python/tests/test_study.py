@@ -300,6 +300,6 @@ def test_what_cannot_be_studied_is_refused():
         racksum.torch.study(nn.LazyLinear(2), [], loss)
     with pytest.raises(racksum.BadArgument, match="LBFGS needs a closure"):
         racksum.torch.study(model, [], loss, optimizer=torch.optim.LBFGS(model.parameters()))
-    for kept in (lambda it: it, lambda it: [it], lambda it: {it}, lambda it: {"adam": it}):
+    for kept in (lambda it: it, lambda it: [it], lambda it: {it}, lambda it: {"adam": (it,)}):
         with pytest.raises(racksum.BadArgument, match="Around has an optimizer within"):
             racksum.torch.study(model, [], loss, optimizer=Around(model.parameters(), kept))

@@ -317,6 +317,13 @@ impl Client {
         drop(self.stop.send(Word::Stop(Closed { next_op })));
     }
 
+    /// Whether there are no more ops: the client was closed, or the session has ended.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        let mut state = self.shared.lock();
+        state.closed || state.run(|engine| engine.has_ended()).unwrap_or(true)
+    }
+
     /// What has been sent and received so far.
     #[must_use]
     pub fn stats(&self) -> Stats {

@@ -138,6 +138,17 @@ impl ConnectError {
             _ => false,
         }
     }
+
+    /// Whether who answers is of another version, or nothing of racksum at all.
+    #[must_use]
+    pub const fn is_other_version(&self) -> bool {
+        matches!(
+            self,
+            Self::Version { .. }
+                | Self::SidecarVersion { .. }
+                | Self::Net(NetError::WrongProtocol { .. })
+        )
+    }
 }
 
 /// Why an op gave no result.

@@ -91,6 +91,9 @@ pub(crate) struct Supervisor {
     pub(crate) shared: Arc<Shared>,
 }
 
+/// Why a session ends whose job has a next life.
+pub(crate) const SUPERSEDED: &str = "a greater generation of the job has begun";
+
 impl Supervisor {
     /// Takes what the aggregators say until the client is closed, or the session has ended.
     pub(crate) fn run(mut self) {
@@ -99,7 +102,7 @@ impl Supervisor {
                 Event::Said(FromAggregator::PeerLost { ranks, why }) => self.lose(&ranks, why),
                 Event::Said(FromAggregator::Without(absent)) => self.go_on_without(absent, place),
                 Event::Said(FromAggregator::Superseded { .. }) => {
-                    self.end("a new generation of the job has begun");
+                    self.end(SUPERSEDED);
                 }
                 Event::Said(FromAggregator::ParentLost { reason }) => {
                     tracing::warn!("{reason}");

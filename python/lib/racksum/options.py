@@ -55,6 +55,8 @@ class ConnectOptions:
                 object.__setattr__(self, field.name, _CHECKS[field.name](field.name, value))
         if self.is_beside and (self.rejoin or self.on_rank_loss != "abort"):
             raise BadArgument("ranks of a sidecar neither rejoin nor go on without a rank")
+        if self.is_beside and self.data_auth is not None:
+            raise BadArgument(f"data_auth {_OF_SIDECAR}")
 
     @classmethod
     def resolve(
@@ -65,16 +67,24 @@ class ConnectOptions:
             if name not in _CHECKS:
                 raise BadArgument(f"{name} is no option; there are {', '.join(_CHECKS)}")
         found = {name: value for name, value in given.items() if value is not None}
+        of_way = [name for name in _OF_WAY if name in found]
         for name, (variables, read) in _VARIABLES.items():
             if name not in found:
                 value = _first(environment, variables, read)
                 if value is not None:
                     found[name] = value
+        gloo = environment.get("GLOO_SOCKET_IFNAME", "").strip()
+        if gloo and "interface" not in found:
+            # Its names are whole ones, which NCCL's grammar says with this.
+            found["interface"] = f"={gloo}"
         found.setdefault("job", _job_of_torchrun(environment))
         for name, what in _NEEDED.items():
             if found.get(name) is None:
                 raise BadArgument(f"nobody says {what}")
-        return cls(**found)
+        options = cls(**found)
+        if options.is_beside and of_way:
+            raise BadArgument(f"{', '.join(of_way)} {_OF_SIDECAR}")
+        return options
 
     @property
     def is_beside(self) -> bool:
@@ -169,6 +179,14 @@ _NEEDED = {
     "world": "how many ranks there are: give world=, or set RACKSUM_WORLD (torchrun: WORLD_SIZE)",
 }
 
+#: Of the way from this process to the aggregator.
+_OF_WAY = ("data_auth", "identity", "interface", "mtu", "multicast", "pool_slots", "wait")
+
+_OF_SIDECAR = (
+    "cannot be said by a rank of a sidecar, which has the way to the aggregator; see the flags of "
+    "`racksum worker`"
+)
+
 _CHECKS: dict[str, Check] = {
     "aggregator": text,
     "job": _job,
@@ -211,5 +229,5 @@ _VARIABLES: dict[str, tuple[tuple[str, ...], Any]] = {
     "join_timeout": (("RACKSUM_JOIN_TIMEOUT",), float),
     "timeout": (("RACKSUM_TIMEOUT",), float),
     "mtu": (("RACKSUM_MTU",), int),
-    "interface": (("RACKSUM_INTERFACE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), str),
+    "interface": (("RACKSUM_INTERFACE", "NCCL_SOCKET_IFNAME"), str),
 }

@@ -162,8 +162,8 @@ class Session:
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called, or this process was forked from the one connected."""
-        return self._closed or self._session.is_forked
+        """Whether there are no more ops: it was closed, the job is over, or this is a fork."""
+        return self._closed or self._session.is_forked or self._session.is_over
 
     def allreduce(
         self,
@@ -287,7 +287,8 @@ class Session:
         Without a sidecar they are this rank's. Beside one they are those of the stream that leaves
         the host for all its ranks, zeros if the job has no others, and this rank has
         ``sidecar_ops`` that it started, ``sidecar_shared_bytes`` of tensors that were reduced where
-        they lie, and ``sidecar_copied_bytes`` that were copied to shared memory and from it.
+        they lie, and ``sidecar_copied_bytes`` that were copied to shared memory and from it. If the
+        sidecar does not answer for ten seconds, or is gone, they are what it has said last.
         """
         return self._session.stats()
 
@@ -305,7 +306,7 @@ class Session:
 
     def __enter__(self) -> Self:
         if self.closed:
-            raise SessionClosed("the session is closed; connect anew")
+            raise SessionClosed("the session is closed, or its job is over; connect anew")
         return self
 
     def __exit__(

@@ -25,9 +25,6 @@ use crate::error::{ConnectError, Error};
 use crate::operand::{Operand, check_len};
 use crate::options::ConnectOptions;
 
-/// How long a sidecar may take to answer.
-const PATIENCE: Duration = Duration::from_secs(10);
-
 /// How long to wait for a sidecar to read before it is told again what there was no room for.
 const FULL: Duration = Duration::from_millis(20);
 
@@ -59,7 +56,12 @@ pub struct Traffic {
     pub copied_bytes: u64,
 }
 
-/// An op in flight. If it is dropped, the op goes on, since the other ranks need it.
+/// A question to a sidecar, by its number.
+#[derive(Debug, Clone, Copy)]
+pub struct Asked(u64);
+
+/// An op in flight. If it is dropped, the op goes on, since the other ranks need it, and its tensor
+/// is reduced all the same.
 #[derive(Debug)]
 #[must_use = "an op's result is had by waiting for it"]
 pub struct Handle<T> {
@@ -140,21 +142,39 @@ impl Client {
     /// # Errors
     /// The kernel's, when there is not so much; the sidecar's reason, when it does not take it.
     pub fn lend(&self, len: usize) -> io::Result<Arc<Lent>> {
-        let lent = self.shared.lent.lend(len, &self.line)?;
+        let lent = self.offer(len)?;
+        self.is_taken_within(&lent, Self::PATIENCE).unwrap_or_else(|| Err(Self::unanswered()))?;
+        Ok(lent)
+    }
+
+    /// Offers the sidecar memory. It has it once it says so.
+    ///
+    /// # Errors
+    /// The kernel's, when there is not so much.
+    pub fn offer(&self, len: usize) -> io::Result<Arc<Lent>> {
+        self.shared.lent.lend(len, &self.line)
+    }
+
+    /// Waits until the sidecar says whether it takes memory, but not longer than this.
+    ///
+    /// # Errors
+    /// Its reason, when it does not.
+    pub fn is_taken_within(&self, lent: &Lent, limit: Duration) -> Option<io::Result<()>> {
         let waits = |state: &mut State| !state.answered.contains_key(&lent.id()) && !state.gone;
-        let mut state = self.shared.wait(PATIENCE, waits);
-        let answer = match state.answered.remove(&lent.id()) {
-            Some(Some(refused)) => Err(io::Error::other(refused)),
-            None if !state.gone => {
-                let why = format!("it has not answered for {} s", PATIENCE.as_secs());
-                Err(io::Error::new(io::ErrorKind::TimedOut, why))
-            }
+        let mut state = self.shared.wait(limit, waits);
+        match state.answered.remove(&lent.id()) {
+            Some(Some(refused)) => Some(Err(io::Error::other(refused))),
+            Some(None) => Some(Ok(())),
             // One that is gone will not miss it.
-            Some(None) | None => Ok(()),
-        };
-        // It is taken back without the lock.
-        drop(state);
-        answer.map(|()| lent)
+            None => state.gone.then_some(Ok(())),
+        }
+    }
+
+    /// That a sidecar has not answered in time.
+    #[must_use]
+    pub fn unanswered() -> io::Error {
+        let why = format!("it has not answered for {} s", Self::PATIENCE.as_secs());
+        io::Error::new(io::ErrorKind::TimedOut, why)
     }
 
     /// Starts reducing a tensor in place with the same tensors of all other ranks, or some blocks
@@ -267,7 +287,7 @@ impl Client {
             (Operand::Blocks(blocks), _, Some(sums)) => *blocks = self.read(&sums)?,
             (Operand::Blocks(_), ..) => return Err(shared::strange().into()),
             (tensor, Some(copy), _) => {
-                copy.read(tensor.bytes_mut(), &self.copier);
+                copy.read_with(&self.copier, tensor.bytes_mut());
                 self.shared.lock().traffic.copied_bytes += tensor.bytes().len() as u64;
             }
             (_, None, _) => {}
@@ -289,14 +309,31 @@ impl Client {
         self.shared.lock().recycled = Some(blocks.values);
     }
 
-    /// What the rank has handed the sidecar, and what has left the host for the job and come back.
+    /// Asks the sidecar what has left the host; nothing while it has too much to read.
+    pub fn ask_stats(&self) -> Option<Asked> {
+        self.shared.ask_stats(&self.line)
+    }
+
+    /// Waits until the sidecar has answered, or is gone, but not longer than this. Returns whether
+    /// either is so.
+    pub fn has_told_within(&self, asked: &Asked, limit: Duration) -> bool {
+        let waits = |state: &mut State| state.told < asked.0 && !state.gone;
+        let state = self.shared.wait(limit, waits);
+        state.told >= asked.0 || state.gone
+    }
+
+    /// What the rank has handed the sidecar, and what had left the host for the job, and come back,
+    /// when the sidecar was [asked](Self::ask_stats) last.
     #[must_use]
     pub fn stats(&self) -> (Traffic, Stats) {
-        self.shared.lock().stats = None;
-        let asked = self.line.send(&FromRank::AskStats, None).is_ok();
-        let waits = |state: &mut State| asked && state.stats.is_none() && !state.gone;
-        let state = self.shared.wait(PATIENCE, waits);
-        (state.traffic, state.stats.unwrap_or_default())
+        let state = self.shared.lock();
+        (state.traffic, state.stats)
+    }
+
+    /// Whether there are no more ops: the client was closed, or the job is over.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.shared.lock().over.is_some()
     }
 
     /// Waits for an op to end, but not longer than this. Returns whether it has.
@@ -322,6 +359,9 @@ impl Client {
         }
     }
 
+    /// How long a sidecar may take to answer.
+    pub const PATIENCE: Duration = Duration::from_secs(10);
+
     /// How long a sidecar may take to let a rank go: five seconds for ops that the rank has called,
     /// and as long as one that stays until no rank of another host can lack its sums, and its
     /// goodbye.
@@ -329,7 +369,8 @@ impl Client {
 
     /// Leaves the job: what is in flight ends, if all ranks have called it, or fails. The sidecar
     /// has let the rank go when this returns, and works on none of its memory any more, unless it
-    /// is stuck, or other hosts let it wait for more than five seconds.
+    /// is stuck or has more to fold than it can in [`LINGER`](Self::LINGER), or other hosts let it
+    /// wait for more than five seconds.
     pub fn close(&self) {
         self.may_leave_within(Self::LINGER);
         self.leave();

@@ -18,13 +18,13 @@ use super::message::{FromSidecar, Join, Outcome};
 use super::status::{JobStatus, RankStatus};
 use super::sums::Sums;
 use super::upstream::{Folded, Upstream};
-use super::verdict::{disagreement, in_words, said};
+use super::verdict::{disagreement, in_words, not_joined, said};
 use crate::client::{Connecting, GiveUp};
 use crate::engine::Stats;
 use crate::error::Error;
 use crate::options::ConnectOptions;
 
-/// Ranks give up when they have waited for long enough.
+/// For what ends by itself: ranks give up when they have waited for long enough, and folds end.
 const FOR_EVER: Duration = Duration::from_secs(1 << 20);
 
 /// A life of a job.
@@ -65,7 +65,7 @@ struct State {
     /// Ops that are being folded, or summed with those of other hosts.
     folding: BTreeMap<u32, Folding>,
     /// Why the job will not begin.
-    refused: Option<String>,
+    refused: Option<FromSidecar>,
     /// What ended the job.
     over: Option<FromSidecar>,
     /// The ranks were told so.
@@ -87,6 +87,8 @@ struct Gathering {
 struct Folding {
     /// When some rank called it.
     since: Time,
+    /// It is folded, and summed with those of other hosts.
+    is_folded: bool,
     /// What its ranks have handed is in these.
     _memories: Vec<Arc<Memory>>,
 }
@@ -124,7 +126,7 @@ impl Job {
         self.check(join)?;
         let mut state = self.lock();
         if let Some(refused) = &state.refused {
-            return Err(refused.clone());
+            return Err(in_words(refused));
         }
         if let Some(member) = state.members.get(&join.rank) {
             return Err(format!(
@@ -175,11 +177,9 @@ impl Job {
         };
         state.give_up = Some(connecting.giver_up());
         drop(state);
-        let started =
-            connecting.run(&options).map_err(|error| error.to_string()).and_then(|client| {
-                let upstream = Upstream::start(client, Arc::downgrade(self));
-                upstream.map_err(|error| error.to_string())
-            });
+        let started = connecting
+            .run(&options)
+            .and_then(|client| Ok(Upstream::start(client, Arc::downgrade(self))?));
         let mut state = self.lock();
         match started {
             // Its ranks know.
@@ -190,9 +190,9 @@ impl Job {
                 state.tell_all(&FromSidecar::Ready);
                 tracing::info!(job = state.job, "job runs, with ranks of other hosts");
             }
-            Err(reason) => {
-                tracing::warn!(job = state.job, reason, "job is not joined");
-                state.refuse(reason);
+            Err(error) => {
+                tracing::warn!(job = state.job, %error, "job is not joined");
+                state.refuse(FromSidecar::NotJoined(not_joined(error)));
             }
         }
     }
@@ -259,15 +259,20 @@ impl Job {
         }
         let shares = called.into_iter().map(|(rank, (_, handed))| Share { rank, handed }).collect();
         let fold = Fold::new(descriptor, shares, self.world.into());
-        state.folding.insert(op, Folding { since, _memories: memories });
+        state.folding.insert(op, Folding { since, is_folded: false, _memories: memories });
         Some((op, fold))
     }
 
     /// Tells the ranks what was folded, or passes it on if it is not all.
     pub(super) fn folded(&self, op: u32, fold: &Arc<Fold>) {
-        let state = self.lock();
-        let (upstream, since) = (state.upstream.clone(), state.folding.get(&op).map(|it| it.since));
+        let mut state = self.lock();
+        let upstream = state.upstream.clone();
+        let since = state.folding.get_mut(&op).map(|folding| {
+            folding.is_folded = true;
+            folding.since
+        });
         drop(state);
+        self.changed.notify_all();
         match (fold.sums(), upstream.zip(since)) {
             (Ok(_), Some((upstream, since))) => {
                 upstream.pass(Folded { op, since, fold: Arc::clone(fold) });
@@ -323,24 +328,23 @@ impl Job {
         state.tell_end();
     }
 
-    /// Waits until nothing works on what a rank that leaves has handed, but not longer than this.
+    /// Waits until nothing works on what a rank that leaves has handed: for other hosts not longer
+    /// than this.
     pub(super) fn await_folds(&self, rank: u16, limit: Duration) {
-        let (clock, began) = (Clock::start(), Clock::start().now());
-        let wait_while = |state, is_so: &dyn Fn(&State) -> bool| {
-            let spent = Duration::from_nanos(clock.now().since(began).0);
-            let left = limit.saturating_sub(spent);
-            let waited = self.changed.wait_timeout_while(state, left, |state| is_so(state));
+        let wait_while = |state, limit, is_so: &dyn Fn(&State) -> bool| {
+            let waited = self.changed.wait_timeout_while(state, limit, |state| is_so(state));
             waited.unwrap_or_else(PoisonError::into_inner).0
         };
-        let is_at_work = |state: &State| {
-            let has = |member: &Member| member.has_any(|op| state.folding.contains_key(&op));
-            state.members.get(&rank).is_some_and(has)
-        };
-        let state = wait_while(self.lock(), &|state| state.over.is_none() && is_at_work(state));
+        let is_at_work = |state: &State| state.works_for(rank, |_| true);
+        let state =
+            wait_while(self.lock(), limit, &|state| state.over.is_none() && is_at_work(state));
         if state.over.is_some() && is_at_work(&state) {
             // Nothing else ends what is on its way to other hosts.
             Self::leave_upstream(state, rank, Loss::Left);
-            drop(wait_while(self.lock(), &is_at_work));
+            drop(wait_while(self.lock(), FOR_EVER, &is_at_work));
+        } else {
+            let is_folded_here = |state: &State| state.works_for(rank, |it| !it.is_folded);
+            drop(wait_while(state, FOR_EVER, &is_folded_here));
         }
     }
 
@@ -351,7 +355,8 @@ impl Job {
             return;
         }
         if state.is_called && !state.began && state.refused.is_none() {
-            state.refuse(format!("rank {rank} has gone before the job was complete"));
+            let reason = format!("rank {rank} has gone before the job was complete");
+            state.refuse(FromSidecar::Refused { reason });
         }
         if state.began {
             let is_needed = !state.gathering.is_empty();
@@ -403,7 +408,7 @@ impl Job {
     pub(super) fn refuse(&self, reason: &str) {
         let mut state = self.lock();
         if !state.began {
-            state.refuse(reason.to_owned());
+            state.refuse(FromSidecar::Refused { reason: reason.to_owned() });
         }
     }
 
@@ -477,14 +482,21 @@ impl Job {
 }
 
 impl State {
+    /// Whether something works on what a rank has handed for an op that is such.
+    fn works_for(&self, rank: u16, is_such: impl Fn(&Folding) -> bool) -> bool {
+        let has =
+            |member: &Member| member.has_any(|op| self.folding.get(&op).is_some_and(&is_such));
+        self.members.get(&rank).is_some_and(has)
+    }
+
     /// Refuses the ranks, and hangs up, since the job will not begin.
-    fn refuse(&mut self, reason: String) {
+    fn refuse(&mut self, why: FromSidecar) {
         self.give_up.take().iter().for_each(GiveUp::give_up);
-        self.tell_all(&FromSidecar::Refused { reason: reason.clone() });
+        self.tell_all(&why);
         self.hang_up();
         // What becomes of it later is of no interest to its ranks.
         self.told = true;
-        self.refused = Some(reason);
+        self.refused = Some(why);
     }
 
     fn tell_all(&self, message: &FromSidecar) {

@@ -105,7 +105,13 @@ impl Lent {
     }
 
     /// Reads its beginning. No op may be at work there.
-    pub(super) fn read(&self, into: &mut [u8], copier: &Copier) {
+    pub(super) fn read(&self, into: &mut [u8]) {
+        // SAFETY: as above.
+        into.copy_from_slice(unsafe { self.memory.bytes(0..into.len()) });
+    }
+
+    /// The same with the help of another thread.
+    pub(super) fn read_with(&self, copier: &Copier, into: &mut [u8]) {
         // SAFETY: as above.
         copier.copy(unsafe { self.memory.bytes(0..into.len()) }, into);
     }

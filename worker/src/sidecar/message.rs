@@ -64,6 +64,8 @@ pub(super) enum FromSidecar {
     WrongVersion { speaks: u16 },
     /// The process cannot be that rank, and why.
     Refused { reason: String },
+    /// The job, which has ranks on other hosts, cannot be joined at the aggregator.
+    NotJoined(NotJoined),
     /// Ranks that have not joined yet.
     Waiting { missing: Vec<u16> },
     /// All ranks have joined: ops may start.
@@ -85,6 +87,33 @@ pub(super) enum FromSidecar {
     TimedOut,
     /// A greater generation of the job has begun.
     Superseded,
+}
+
+/// Why a job cannot be joined at the aggregator: what a rank that joins there itself is told.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum NotJoined {
+    Refused {
+        reason: String,
+    },
+    Draining,
+    OtherVersion {
+        speaks: u16,
+        own: u16,
+    },
+    /// For so many milliseconds.
+    NoRoom {
+        why: String,
+        waited: u64,
+        elsewhere: String,
+    },
+    Lost {
+        ranks: Vec<u16>,
+        why: Loss,
+    },
+    NoAggregator {
+        tried: String,
+    },
 }
 
 /// What came of an op.

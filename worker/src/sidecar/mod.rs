@@ -27,7 +27,7 @@ mod tests;
 mod upstream;
 mod verdict;
 
-pub use client::{Client, Handle, Traffic};
+pub use client::{Asked, Client, Handle, Traffic};
 pub use lent::Lent;
 pub use server::{Limits, Sidecar};
 pub use status::{JobStatus, RankStatus, Status, ask};

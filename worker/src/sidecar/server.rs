@@ -196,19 +196,27 @@ impl Shared {
             let reason = "the user of this process is none that the sidecar can tell from others";
             return say(line, &FromSidecar::Refused { reason: reason.into() });
         }
-        match line.recv() {
-            Ok(Some((FromRank::Join(join), _))) => self.serve_rank(line, &join, peer),
-            Ok(Some((FromRank::AskStatus, _))) => self.tell_status(line, peer),
-            Ok(None) => {}
-            Ok(Some(_)) => tracing::warn!(pid = peer.pid, "a caller begins with something else"),
+        let first = match line.recv::<serde_json::Value>() {
+            Ok(Some((first, _))) => first,
+            Ok(None) => return,
+            Err(error) => {
+                return tracing::warn!(pid = peer.pid, %error, "a caller says nothing of use");
+            }
+        };
+        // The rest of what another version says may not be read by this one.
+        let version = first.pointer("/join/version").and_then(serde_json::Value::as_u64);
+        if version.is_some_and(|version| version != u64::from(VERSION)) {
+            return say(line, &FromSidecar::WrongVersion { speaks: VERSION });
+        }
+        match serde_json::from_value(first) {
+            Ok(FromRank::Join(join)) => self.serve_rank(line, &join, peer),
+            Ok(FromRank::AskStatus) => self.tell_status(line, peer),
+            Ok(_) => tracing::warn!(pid = peer.pid, "a caller begins with something else"),
             Err(error) => tracing::warn!(pid = peer.pid, %error, "a caller says nothing of use"),
         }
     }
 
     fn serve_rank(self: &Arc<Self>, line: &Arc<Line>, join: &Join, peer: Peer) {
-        if join.version != VERSION {
-            return say(line, &FromSidecar::WrongVersion { speaks: VERSION });
-        }
         let patient = line.set_patience(None).map_err(|error| error.to_string());
         let job = match patient.and_then(|()| self.join(join, line, peer)) {
             Ok(job) => job,

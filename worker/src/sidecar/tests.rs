@@ -210,6 +210,27 @@ fn an_op_goes_on_without_its_handle_and_keeps_its_tensor() {
 }
 
 #[test]
+fn a_tensor_that_was_copied_is_reduced_although_nobody_waits_for_it() {
+    let rig = Rig::start();
+    let ranks = rig.job("job", 2);
+    for ends_first in [false, true] {
+        let [tensor, seen] = regions_of(floats(1.0, 2), [0..8, 0..8]);
+        let handle = ranks[0].submit(tensor, sum_of(2)).unwrap();
+        let mut handle = Some(handle).filter(|_| ends_first);
+        let other = ranks[1].submit(own(floats(2.0, 2)), sum_of(2)).unwrap();
+        ranks[1].wait(other).unwrap();
+        if let Some(handle) = handle.take() {
+            assert!(ranks[0].ends_within(&handle, PATIENCE).unwrap());
+            drop(handle);
+            assert_eq!(seen.bytes(0..8), floats(3.0, 2));
+        }
+        while seen.bytes(0..8) != floats(3.0, 2) {
+            std::thread::yield_now();
+        }
+    }
+}
+
+#[test]
 fn ranks_that_disagree_are_told_and_go_on() {
     let rig = Rig::start();
     let ranks = rig.job("job", 2);

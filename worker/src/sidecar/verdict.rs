@@ -1,14 +1,16 @@
 //! What ranks are told of their ops, and of what ends their job.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::Rank;
 
 use super::fold::Handed;
-use super::message::{Called, FromSidecar, Outcome};
-use crate::error::Error;
+use super::message::{Called, FromSidecar, NotJoined, Outcome};
+use crate::error::{ConnectError, Error};
+use crate::supervisor::SUPERSEDED;
 
 /// What has ended a job, for the log.
 pub(super) fn in_words(why: &FromSidecar) -> String {
@@ -17,14 +19,51 @@ pub(super) fn in_words(why: &FromSidecar) -> String {
         FromSidecar::CutOff { why } => why.clone(),
         FromSidecar::TimedOut => "an op timed out".into(),
         FromSidecar::Superseded => "its next life has begun".into(),
+        FromSidecar::Refused { reason } => reason.clone(),
+        FromSidecar::NotJoined(why) => ConnectError::from(why.clone()).to_string(),
         other => format!("{other:?}"),
     }
+}
+
+/// What ranks are told when their job cannot be joined at the aggregator.
+pub(super) fn not_joined(error: ConnectError) -> NotJoined {
+    match error {
+        ConnectError::Refused(reason) => NotJoined::Refused { reason },
+        ConnectError::Draining => NotJoined::Draining,
+        ConnectError::Version { speaks, own } => NotJoined::OtherVersion { speaks, own },
+        ConnectError::NoRoom { why, waited, elsewhere } => {
+            let waited = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
+            NotJoined::NoRoom { why, waited, elsewhere }
+        }
+        ConnectError::PeerLost { ranks, why } => NotJoined::Lost { ranks: numbers(ranks), why },
+        error => NotJoined::NoAggregator { tried: error.to_string() },
+    }
+}
+
+impl From<NotJoined> for ConnectError {
+    fn from(why: NotJoined) -> Self {
+        match why {
+            NotJoined::Refused { reason } => Self::Refused(reason),
+            NotJoined::Draining => Self::Draining,
+            NotJoined::OtherVersion { speaks, own } => Self::Version { speaks, own },
+            NotJoined::NoRoom { why, waited, elsewhere } => {
+                Self::NoRoom { why, waited: Duration::from_millis(waited), elsewhere }
+            }
+            NotJoined::Lost { ranks, why } => {
+                Self::PeerLost { ranks: ranks.into_iter().map(Rank).collect(), why }
+            }
+            NotJoined::NoAggregator { tried } => Self::NoAggregator(tried),
+        }
+    }
+}
+
+fn numbers(ranks: Vec<Rank>) -> Vec<u16> {
+    ranks.into_iter().map(|rank| rank.0).collect()
 }
 
 /// What ranks are told of an op that has failed at the aggregator: what came of it, and what has
 /// ended the job.
 pub(super) fn said(error: Error) -> (Option<Outcome>, Option<FromSidecar>) {
-    let numbers = |ranks: Vec<Rank>| ranks.into_iter().map(|rank| rank.0).collect();
     match error {
         Error::Op(OpError::Mismatch { one, other, .. }) => {
             let called = |(rank, descriptor): (Rank, Descriptor)| Called::new(rank.0, &descriptor);
@@ -41,6 +80,10 @@ pub(super) fn said(error: Error) -> (Option<Outcome>, Option<FromSidecar>) {
         | Error::Submit(SubmitError::PeerLost { ranks, why }) => {
             (None, Some(FromSidecar::Lost { ranks: numbers(ranks), why }))
         }
+        Error::Op(OpError::Ended { why: SUPERSEDED })
+        | Error::Submit(SubmitError::Ended { why: SUPERSEDED }) => {
+            (None, Some(FromSidecar::Superseded))
+        }
         error => (None, Some(FromSidecar::CutOff { why: error.to_string() })),
     }
 }
@@ -52,4 +95,30 @@ pub(super) fn disagreement(called: &BTreeMap<u16, (Descriptor, Handed)>) -> Opti
     let (other, differs) = called.find(|(_, other)| *other != descriptor)?;
     let (one, other) = (Called::new(first, descriptor), Called::new(other, differs));
     Some(Outcome::Mismatch { one, other })
+}
+
+#[cfg(test)]
+mod tests {
+    use racksum_proto::control::Loss;
+
+    use super::*;
+
+    #[test]
+    fn why_a_job_is_not_joined_is_said_to_ranks_as_to_those_that_join_themselves() {
+        let (why, elsewhere) = ("it is full".to_owned(), "; b:1: gone".to_owned());
+        for error in [
+            ConnectError::Refused("no rule admits it".into()),
+            ConnectError::Draining,
+            ConnectError::Version { speaks: 2, own: 1 },
+            ConnectError::NoRoom { why, waited: Duration::from_millis(2500), elsewhere },
+            ConnectError::PeerLost { ranks: vec![Rank(3)], why: Loss::Died },
+            ConnectError::NoAggregator("a:1: nobody answered".into()),
+        ] {
+            let (kind, text) = (std::mem::discriminant(&error), error.to_string());
+            let told = ConnectError::from(not_joined(error));
+            assert_eq!((std::mem::discriminant(&told), told.to_string()), (kind, text));
+        }
+        let told = ConnectError::from(not_joined(ConnectError::Silent));
+        assert!(matches!(told, ConnectError::NoAggregator(tried) if !tried.is_empty()));
+    }
 }

@@ -253,6 +253,9 @@ def _started(state: State, part: _Part) -> Callable[[], torch.Tensor]:
             failed = error
         try:
             have = _all_have(state, failed is None, kept.gradients.device)
+        except Error as error:
+            # Of a group of racksum's.
+            raise failed or error from None
         except (RuntimeError, TimeoutError) as error:
             unknown = Error(f"ranks do not say whether they have {part.name}: {error}")
             raise failed or unknown from error

@@ -291,13 +291,20 @@ def _refuse(net: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def _has_optimizer(value: object) -> bool:
-    """Whether this is an optimizer, or a collection of which one is an item, a key or a value."""
-    items = [value]
-    if isinstance(value, dict):
-        items = [*value.keys(), *value.values()]
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        items = list(value)
-    return any(isinstance(item, torch.optim.Optimizer) for item in items)
+    """Whether this is an optimizer, or a collection with one in it, however deep."""
+    due, seen = [value], set[int]()
+    while due:
+        item = due.pop()
+        if isinstance(item, torch.optim.Optimizer):
+            return True
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, dict):
+            due += [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple, set, frozenset, deque)):
+            due += item
+    return False
 
 
 def _together(

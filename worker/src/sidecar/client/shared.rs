@@ -16,13 +16,14 @@ use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::time::{Span, Time};
 
-use super::Traffic;
+use super::{Asked, Traffic};
 use crate::engine::Stats;
 use crate::error::{ConnectError, Error};
 use crate::operand::Operand;
 use crate::sidecar::lent::{AllLent, Lent};
 use crate::sidecar::message::{Called, FromRank, FromSidecar, Outcome, VERSION};
 use crate::sidecar::sums::Sums;
+use crate::supervisor::SUPERSEDED;
 use crate::tensor::{Region, meet};
 
 /// How often ops are looked for that the sidecar has not ended.
@@ -54,8 +55,10 @@ pub(super) struct State {
     pub(super) gone: bool,
     /// What it has said of memory that was lent: why not, if it has not taken it.
     pub(super) answered: BTreeMap<u32, Option<String>>,
-    /// What it has said last of what leaves the host.
-    pub(super) stats: Option<Stats>,
+    /// How often it was asked what leaves the host, and has answered; and what it has said last.
+    asked: u64,
+    pub(super) told: u64,
+    pub(super) stats: Stats,
     pub(super) traffic: Traffic,
     /// Memory that tensors were copied to, for those of later ops.
     pub(super) spare: Vec<Arc<Lent>>,
@@ -98,6 +101,16 @@ impl Flight {
         Self { operand, extent, copy, is_copied, outcome: None, abandoned: false, since }
     }
 
+    /// Writes the sums to the tensor of an op that nobody waits for, if they do not lie there.
+    fn deliver(&mut self) {
+        if let (Some(Ok(_)), Some(copy), Some(operand)) =
+            (&self.outcome, &self.copy, &mut self.operand)
+            && operand.region().is_some()
+        {
+            copy.read(operand.bytes_mut());
+        }
+    }
+
     /// Takes what an op that has ended was started on, what that was copied to, and what came of
     /// it.
     pub(super) fn unload(&mut self) -> Option<(Operand, Option<Arc<Lent>>, Landed)> {
@@ -132,11 +145,10 @@ impl Shared {
     /// Lets go of an op that nobody waits for, once it has ended.
     pub(super) fn abandon(&self, op: u32) {
         let mut state = self.lock();
-        let flight = state.flights.get_mut(&op);
-        if flight.is_some_and(|flight| {
-            flight.abandoned = true;
-            flight.outcome.is_some()
-        }) {
+        let Some(flight) = state.flights.get_mut(&op) else { return };
+        flight.abandoned = true;
+        if flight.outcome.is_some() {
+            flight.deliver();
             drop(Self::take(state, op));
         }
     }
@@ -176,12 +188,16 @@ impl Shared {
             FromSidecar::Refused { reason } => {
                 state.refused = Some(ConnectError::SidecarRefused(reason));
             }
+            FromSidecar::NotJoined(why) => state.refused = Some(why.into()),
             FromSidecar::Waiting { missing } => state.waiting = missing,
             FromSidecar::Ready => state.began = true,
             FromSidecar::Lent { memory, refused } => {
                 state.answered.insert(memory, refused);
             }
-            FromSidecar::Stats(stats) => state.stats = Some(stats),
+            FromSidecar::Stats(stats) => {
+                state.told += 1;
+                state.stats = stats;
+            }
             // It was not asked.
             FromSidecar::Status { .. } => {}
             FromSidecar::Ended { op, outcome } => {
@@ -204,11 +220,21 @@ impl Shared {
             }
             FromSidecar::Superseded => {
                 drop(state);
-                return self.end(Over::because("a greater generation of the job has begun"));
+                return self.end(Over::because(SUPERSEDED));
             }
         }
         drop(state);
         self.changed.notify_all();
+    }
+
+    /// Asks the sidecar what has left the host, unless it has to read other things first.
+    pub(super) fn ask_stats(&self, line: &Line) -> Option<Asked> {
+        let mut state = self.lock();
+        // In the order of their numbers. The ear hears of a line that fails.
+        line.offer(&FromRank::AskStats).unwrap_or(true).then(|| {
+            state.asked += 1;
+            Asked(state.asked)
+        })
     }
 
     /// Ends the session but for what is in flight, and tells the sidecar so, unless it has to read
@@ -291,7 +317,12 @@ impl State {
         let flight = self.flights.get_mut(&op).filter(|flight| flight.outcome.is_none())?;
         flight.outcome = Some(outcome);
         self.in_flight -= 1;
-        if flight.abandoned { self.flights.remove(&op) } else { None }
+        if !flight.abandoned {
+            return None;
+        }
+        // No other op has the tensor until it is there.
+        flight.deliver();
+        self.flights.remove(&op)
     }
 
     /// The smallest of the spare memory that has so many bytes.

@@ -10,7 +10,7 @@ use super::*;
 use crate::blocks::Blocks;
 use crate::sidecar::ask;
 use crate::sidecar::budget::Budget;
-use crate::sidecar::fold::{Handed, List, Memory};
+use crate::sidecar::fold::{Handed, List, Memory, Place};
 use crate::sidecar::job::Job;
 use crate::sidecar::message::{FromSidecar, Join, ListAt, VERSION};
 
@@ -162,6 +162,42 @@ fn nobody_takes_the_place_of_a_rank_that_goes_while_the_aggregator_is_called() {
     assert!(job.is_refused());
     // Nobody is called for ranks that were refused.
     job.call(&ConnectOptions::new("192.0.2.1:1", ""));
+}
+
+#[test]
+fn a_rank_that_leaves_waits_for_folds_of_its_memory_however_long_they_take() {
+    let peer = Peer { pid: 1, uid: 0 };
+    let lines = [(); 2].map(|()| ends());
+    let job = Arc::new(Job::new(&wish(0, 2), peer));
+    let (_memory, descriptor) = SharedMemory::new(4096).unwrap();
+    let memory = Memory::of(&descriptor, &Arc::new(Budget::new(4096))).unwrap();
+    for (rank, (line, _)) in (0..).zip(&lines) {
+        job.join(&wish(rank, 2), line, peer).unwrap();
+    }
+    let place = |at| Handed::Tensor(Place::new(&memory, at, 4).unwrap());
+    assert!(job.submit(0, sum_of(1), place(0), &memory).is_none());
+    let (op, fold) = job.submit(1, sum_of(1), place(4), &memory).unwrap();
+    let (tell, hear) = std::sync::mpsc::channel();
+    let waits = Arc::clone(&job);
+    let waits = std::thread::spawn(move || {
+        waits.await_folds(0, Duration::ZERO);
+        tell.send(()).unwrap();
+    });
+    hear.recv_timeout(Duration::from_millis(200)).unwrap_err();
+    assert!(fold.work(&mut Vec::new(), || {}));
+    job.folded(op, &Arc::new(fold));
+    hear.recv_timeout(PATIENCE).unwrap();
+    waits.join().unwrap();
+}
+
+#[test]
+fn a_rank_of_another_version_is_told_so_whatever_else_it_says() {
+    let rig = Rig::start();
+    let line = Line::connect(&rig.path).unwrap();
+    let wish = serde_json::json!({ "join": { "version": VERSION + 1, "of_old": ["another"] } });
+    line.send(&wish, None).unwrap();
+    let told = line.recv::<FromSidecar>().unwrap().unwrap().0;
+    assert_eq!(told, FromSidecar::WrongVersion { speaks: VERSION });
 }
 
 #[test]
@@ -525,7 +561,8 @@ fn calls_of_a_job_that_is_over_cost_nothing() {
     }
     drop((lent, other));
     // It is heard last.
-    let (_, _) = ranks[0].stats();
+    let asked = ranks[0].ask_stats().unwrap();
+    assert!(ranks[0].has_told_within(&asked, PATIENCE));
     let status = ask(&rig.path).unwrap();
     assert!(status.jobs[0].ranks[0].next_op <= 1, "calls are numbered");
     assert_eq!(status.memory[0], 0);
