@@ -74,7 +74,7 @@ fn a_new_generation_fences_the_one_before_and_no_earlier_one_comes_back() {
             let handle = waiting.submit(vec![0; 4], Descriptor::sum(1, DType::F32)).unwrap();
             // The second gathers, with another world; its first rank waits for the other.
             let second = scope.spawn(|| Client::connect(&of(0, 2, 3)));
-            let why = "a new generation of the job has begun";
+            let why = "a greater generation of the job has begun";
             let error = waiting.wait(handle).unwrap_err();
             assert_eq!(error, Error::Op(OpError::Ended { why }));
             let late = refusal(&of(1, 2, 0));

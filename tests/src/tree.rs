@@ -266,7 +266,7 @@ fn a_new_generation_of_a_rack_ends_the_one_before_in_all() {
                 scope.spawn(move || {
                     let client = Client::connect(&options).unwrap();
                     let error = until_the_end(&client).to_string();
-                    assert!(error.contains("a new generation of the job has begun"), "{error}");
+                    assert!(error.contains("a greater generation of the job has begun"), "{error}");
                 });
             }
             await_that("the first life runs", || tree.rigs[0].aggregator.stats()[0].folds > 5);
