@@ -7,7 +7,7 @@
 
 use std::io;
 use std::ops::{Deref, DerefMut};
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::Once;
 use std::sync::atomic::AtomicI32;
 use std::sync::atomic::Ordering::Relaxed;
@@ -69,6 +69,12 @@ impl<T> Drop for Alive<T> {
         if let Some(note) = self.note {
             note.store(NONE, Relaxed);
         }
+    }
+}
+
+impl<T: AsFd> AsFd for Alive<T> {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
     }
 }
 

@@ -292,11 +292,9 @@ def test_a_rank_that_is_killed_is_missed_although_its_child_lives(place):
         child = int(doomed.stdout.readline())
         doomed.kill()
         try:
-            # An op that nobody else calls would end by its own time only after 20 seconds.
-            began = time.monotonic()
-            with pytest.raises(racksum.PeerLost, match="lost rank 1"):
+            # Otherwise it would be silent, or its op late.
+            with pytest.raises(racksum.PeerLost, match="lost rank 1: its process ended"):
                 session.allreduce(np.ones(10, np.float32))
-            assert time.monotonic() - began < 15.0
         finally:
             os.kill(child, signal.SIGKILL)
             doomed.communicate()

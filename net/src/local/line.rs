@@ -84,7 +84,7 @@ impl Line {
     pub fn connect(path: &Path) -> io::Result<Self> {
         // Whoever is to answer may be stopped, with many callers before this one.
         let line = Self::of(new_socket()?)?;
-        connect(&*line.socket, &SocketAddrUnix::new(path)?)?;
+        connect(&line.socket, &SocketAddrUnix::new(path)?)?;
         Ok(line)
     }
 
@@ -135,7 +135,7 @@ impl Line {
     /// # Errors
     /// The kernel's.
     pub fn set_patience(&self, patience: Option<Duration>) -> io::Result<()> {
-        Ok(set_socket_timeout(&*self.socket, Timeout::Recv, patience)?)
+        Ok(set_socket_timeout(&self.socket, Timeout::Recv, patience)?)
     }
 
     fn send_with<T: Serialize>(
@@ -173,7 +173,7 @@ impl Line {
             ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
         }
         let bytes = [IoSlice::new(&bytes)];
-        retry_on_intr(|| sendmsg(&*self.socket, &bytes, &mut ancillary, flags))?;
+        retry_on_intr(|| sendmsg(&self.socket, &bytes, &mut ancillary, flags))?;
         Ok(())
     }
 
@@ -187,7 +187,7 @@ impl Line {
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
         let received = loop {
             let into = &mut [IoSliceMut::new(&mut bytes)];
-            match recvmsg(&*self.socket, into, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
+            match recvmsg(&self.socket, into, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
                 Err(Errno::INTR) => {}
                 Err(Errno::CONNRESET) => return Ok(None),
                 received => break received?,
@@ -225,7 +225,7 @@ impl Line {
     /// Hangs up: whoever waits for a message, on either side, hears that there will be none.
     pub fn hang_up(&self) {
         // A line that has been hung up needs no more.
-        let hung_up = shutdown(&*self.socket, Shutdown::Both);
+        let hung_up = shutdown(&self.socket, Shutdown::Both);
         debug_assert!(matches!(hung_up, Ok(()) | Err(Errno::NOTCONN)), "sockets can be shut");
     }
 }

@@ -116,9 +116,9 @@ pub(super) async fn connect_from(
     }
 }
 
-/// Calls, and once more if that has not come to anything after a while, and takes what comes to
-/// something first. A call may be lost for good where packets are: quinn takes no Retry after one
-/// that was corrupted on its way.
+/// Calls, and once more if that has not come to anything after a while, and takes what is answered
+/// first. A call may be lost for good where packets are: quinn takes no Retry after one that was
+/// corrupted on its way.
 async fn twice(
     call: impl Fn() -> Result<Connecting, NetError>,
     patience: Duration,
@@ -127,10 +127,14 @@ async fn twice(
     if let Ok(answered) = tokio::time::timeout(patience, &mut first).await {
         return Ok(answered?);
     }
-    let second = call()?;
-    tokio::select! {
-        answered = first => Ok(answered?),
-        answered = second => Ok(answered?),
+    let mut second = pin!(call()?);
+    let (answered, other) = tokio::select! {
+        answered = &mut first => (answered, second),
+        answered = &mut second => (answered, first),
+    };
+    match answered {
+        Ok(connection) => Ok(connection),
+        Err(_) => Ok(other.await?),
     }
 }
 

@@ -73,10 +73,10 @@ class ConnectOptions:
                 value = _first(environment, variables, read)
                 if value is not None:
                     found[name] = value
-        gloo = environment.get("GLOO_SOCKET_IFNAME", "").strip()
-        if gloo and "interface" not in found:
-            # Its names are whole ones, which NCCL's grammar says with this.
-            found["interface"] = f"={gloo}"
+        # Its names are whole ones, which NCCL's grammar says with this.
+        gloo = _first(environment, ("GLOO_SOCKET_IFNAME",), "={}".format)
+        if gloo:
+            found.setdefault("interface", gloo)
         found.setdefault("job", _job_of_torchrun(environment))
         for name, what in _NEEDED.items():
             if found.get(name) is None:
@@ -179,12 +179,13 @@ _NEEDED = {
     "world": "how many ranks there are: give world=, or set RACKSUM_WORLD (torchrun: WORLD_SIZE)",
 }
 
-#: Of the way from this process to the aggregator.
-_OF_WAY = ("data_auth", "identity", "interface", "mtu", "multicast", "pool_slots", "wait")
+#: Of the way to the aggregator. The environment may say these to ranks beside a sidecar, which
+#: have no use for them; only `data_auth` it may not, since who says it relies on it.
+_OF_WAY = ("identity", "interface", "mtu", "multicast", "pool_slots", "wait")
 
 _OF_SIDECAR = (
-    "cannot be said by a rank of a sidecar, which has the way to the aggregator; see the flags of "
-    "`racksum worker`"
+    "cannot be said by a rank of a sidecar, whose is the way to the aggregator; "
+    "`racksum worker --help` tells what may be said of that"
 )
 
 _CHECKS: dict[str, Check] = {

@@ -228,6 +228,10 @@ fn a_tensor_that_was_copied_is_reduced_although_nobody_waits_for_it() {
             std::thread::yield_now();
         }
     }
+    // There and back, twice.
+    while ranks[0].stats().0.copied_bytes != 2 * 16 {
+        std::thread::yield_now();
+    }
 }
 
 #[test]

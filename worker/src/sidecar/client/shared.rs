@@ -102,12 +102,14 @@ impl Flight {
     }
 
     /// Writes the sums to the tensor of an op that nobody waits for, if they do not lie there.
-    fn deliver(&mut self) {
-        if let (Some(Ok(_)), Some(copy), Some(operand)) =
-            (&self.outcome, &self.copy, &mut self.operand)
-            && operand.region().is_some()
-        {
-            copy.read(operand.bytes_mut());
+    /// Returns how many bytes these are.
+    fn deliver(&mut self) -> u64 {
+        match (&self.outcome, &self.copy, &mut self.operand) {
+            (Some(Ok(_)), Some(copy), Some(operand)) if operand.region().is_some() => {
+                copy.read(operand.bytes_mut());
+                operand.bytes().len() as u64
+            }
+            _ => 0,
         }
     }
 
@@ -148,7 +150,8 @@ impl Shared {
         let Some(flight) = state.flights.get_mut(&op) else { return };
         flight.abandoned = true;
         if flight.outcome.is_some() {
-            flight.deliver();
+            let copied = flight.deliver();
+            state.traffic.copied_bytes += copied;
             drop(Self::take(state, op));
         }
     }
@@ -321,7 +324,7 @@ impl State {
             return None;
         }
         // No other op has the tensor until it is there.
-        flight.deliver();
+        self.traffic.copied_bytes += flight.deliver();
         self.flights.remove(&op)
     }
 
