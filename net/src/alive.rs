@@ -5,14 +5,13 @@
 
 #![expect(unsafe_code, reason = "what a child does after a fork is said to libc")]
 
+use std::fs::File;
 use std::io;
 use std::ops::{Deref, DerefMut};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, RawFd};
 use std::sync::Once;
 use std::sync::atomic::AtomicI32;
 use std::sync::atomic::Ordering::Relaxed;
-
-use rustix::fs::{Mode, OFlags, open};
 
 /// Most such sockets. Those beyond are kept by children, so that a death is missed late.
 const MOST: usize = 1024;
@@ -22,6 +21,9 @@ const NONE: RawFd = -1;
 
 /// The descriptors. No lock: a thread that held it would not be there in the child.
 static ALL: [AtomicI32; MOST] = [const { AtomicI32::new(NONE) }; MOST];
+
+/// `/dev/null`, which takes their place in a child. Opened early: a child may have no descriptor free.
+static NOTHING: AtomicI32 = AtomicI32::new(NONE);
 
 /// A socket that no child keeps.
 #[derive(Debug)]
@@ -36,10 +38,7 @@ impl<T: AsRawFd> Alive<T> {
     pub(crate) fn new(socket: T) -> Self {
         static FORKS: Once = Once::new();
         FORKS.call_once(|| {
-            // SAFETY: the function calls nothing but what a signal handler may.
-            let failed = unsafe { libc::pthread_atfork(None, None, Some(let_go)) };
-            if failed != 0 {
-                let error = io::Error::from_raw_os_error(failed);
+            if let Err(error) = prepare() {
                 tracing::warn!(%error, "children that are forked keep this process's sockets");
             }
         });
@@ -50,15 +49,27 @@ impl<T: AsRawFd> Alive<T> {
     }
 }
 
+/// Registers the fork handler that closes the sockets in children.
+fn prepare() -> io::Result<()> {
+    let nothing = File::options().read(true).write(true).open("/dev/null")?;
+    // SAFETY: the function calls nothing but what a signal handler may.
+    let failed = unsafe { libc::pthread_atfork(None, None, Some(let_go)) };
+    if failed != 0 {
+        return Err(io::Error::from_raw_os_error(failed));
+    }
+    NOTHING.store(nothing.into_raw_fd(), Relaxed);
+    Ok(())
+}
+
 /// Puts something of no meaning in the place of the sockets, in a child. Their numbers stay taken:
 /// what the child has copied may still close them.
 extern "C" fn let_go() {
-    let Ok(null) = open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()) else { return };
+    let nothing = NOTHING.load(Relaxed);
     for note in &ALL {
         let fd = note.swap(NONE, Relaxed);
         if fd != NONE {
             // SAFETY: the child has the descriptor, and nothing in it relies on what it was.
-            let _put = unsafe { libc::dup3(null.as_raw_fd(), fd, libc::O_CLOEXEC) };
+            let _put = unsafe { libc::dup3(nothing, fd, libc::O_CLOEXEC) };
         }
     }
 }

@@ -236,6 +236,12 @@ def test_waiting_for_a_sidecar_that_is_stopped_may_be_interrupted(sidecar, call)
         assert session.allreduce(np.ones(2, np.float32)).sum() == 2
 
 
+def states_of_threads(pid):
+    """What the threads of a process do: `T` if they are stopped."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return [stat.rpartition(")")[2].split()[0] for stat in stats]
+
+
 @contextmanager
 def interrupted(sidecar):
     """Stops a sidecar, and checks that what waits for it can be interrupted."""
@@ -246,6 +252,8 @@ def interrupted(sidecar):
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         sidecar.process.send_signal(signal.SIGSTOP)
+        while any(state != "T" for state in states_of_threads(sidecar.process.pid)):
+            time.sleep(0.001)
         began = time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, 0.5)
         with pytest.raises(KeyboardInterrupt):

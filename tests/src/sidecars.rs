@@ -405,6 +405,31 @@ fn an_op_that_a_host_cannot_fold_ends_those_after_it() {
 }
 
 #[test]
+fn what_a_rank_that_has_closed_makes_of_its_memory_is_no_sum_of_others() {
+    bounded(60, || {
+        let rig = Rig::start(|_| {});
+        let options = rig.options("closed", 0, 3);
+        let host = Host::start("closed", options.clone());
+        let ([first, second], third) = two_and_one(&host, &options);
+        // Much more than is sent before the third has called it.
+        let descriptor = Descriptor::sum(8 << 20, DType::I32);
+        let ones = 1_i32.to_le_bytes().repeat(8 << 20);
+        let handles = [&first, &second].map(|rank| rank.submit(ones.clone(), descriptor).unwrap());
+        while sidecar::ask(&host.path).unwrap().jobs[0].summed_ops == 0 {
+            std::thread::yield_now();
+        }
+        first.close();
+        // Later than it waits for those who have not called the op.
+        let error = third.allreduce(&mut ones.clone(), descriptor).unwrap_err();
+        assert!(error.to_string().contains("lost rank 0"), "{error}");
+        for (rank, handle) in [first, second].iter().zip(handles) {
+            let error = rank.wait(handle).unwrap_err().to_string();
+            assert!(error.contains("lost rank 0") || error.contains("was closed"), "{error}");
+        }
+    });
+}
+
+#[test]
 fn a_rank_that_closes_has_its_memory_to_itself() {
     bounded(60, || {
         let rig = Rig::start(|_| {});

@@ -103,38 +103,46 @@ pub(super) async fn connect_from(
             NetError::NotCallable { addr: to, reason: error.to_string() }
         })
     };
-    match tokio::time::timeout(duration(patience), twice(call, duration(patience) / 2)).await {
-        Ok(Ok(quic)) => Ok(Connection { endpoint, quic }),
-        Ok(Err(NotAnswered::NotCalled(error))) => Err(error),
-        Ok(Err(NotAnswered::Ended(cause))) if is_other_protocol(&cause) => {
+    match twice(call, duration(patience)).await {
+        Ok(quic) => Ok(Connection { endpoint, quic }),
+        Err(NotAnswered::NotCalled(error)) => Err(error),
+        Err(NotAnswered::Ended(ConnectionError::TimedOut)) => {
+            Err(NetError::NobodyThere { addr: to, waited: patience })
+        }
+        Err(NotAnswered::Ended(cause)) if is_other_protocol(&cause) => {
             Err(NetError::WrongProtocol { addr: to })
         }
-        Ok(Err(NotAnswered::Ended(cause))) if cause != ConnectionError::TimedOut => {
-            Err(not_connected(to, cause))
-        }
-        Ok(Err(_)) | Err(_) => Err(NetError::NobodyThere { addr: to, waited: patience }),
+        Err(NotAnswered::Ended(cause)) => Err(not_connected(to, cause)),
     }
 }
 
-/// Calls, and once more if that has not come to anything after a while, and takes what is answered
-/// first. A call may be lost for good where packets are: quinn takes no Retry after one that was
-/// corrupted on its way.
+/// Calls, and once more if that has not come to anything after half of the time, and takes what is
+/// answered first. A call may be lost for good where packets are: quinn takes no Retry after one
+/// that was corrupted on its way.
 async fn twice(
     call: impl Fn() -> Result<Connecting, NetError>,
     patience: Duration,
 ) -> Result<quinn::Connection, NotAnswered> {
-    let mut first = pin!(call()?);
-    if let Ok(answered) = tokio::time::timeout(patience, &mut first).await {
+    let (mut first, mut late) = (pin!(call()?), pin!(tokio::time::sleep(patience)));
+    if let Ok(answered) = tokio::time::timeout(patience / 2, &mut first).await {
         return Ok(answered?);
     }
     let mut second = pin!(call()?);
-    let (answered, other) = tokio::select! {
-        answered = &mut first => (answered, second),
-        answered = &mut second => (answered, first),
+    let (cause, other) = tokio::select! {
+        answered = &mut first => match answered {
+            Ok(connection) => return Ok(connection),
+            Err(cause) => (cause, second),
+        },
+        answered = &mut second => match answered {
+            Ok(connection) => return Ok(connection),
+            Err(cause) => (cause, first),
+        },
+        () = &mut late => return Err(ConnectionError::TimedOut.into()),
     };
-    match answered {
-        Ok(connection) => Ok(connection),
-        Err(_) => Ok(other.await?),
+    // One that is refused, for want of room as it may be, does not end the other.
+    tokio::select! {
+        answered = other => Ok(answered?),
+        () = late => Err(cause.into()),
     }
 }
 

@@ -67,7 +67,8 @@ class ConnectOptions:
             if name not in _CHECKS:
                 raise BadArgument(f"{name} is no option; there are {', '.join(_CHECKS)}")
         found = {name: value for name, value in given.items() if value is not None}
-        of_way = [name for name in _OF_WAY if name in found]
+        defaults = {field.name: field.default for field in fields(cls)}
+        of_way = [name for name in _OF_WAY if found.get(name, defaults[name]) != defaults[name]]
         for name, (variables, read) in _VARIABLES.items():
             if name not in found:
                 value = _first(environment, variables, read)

@@ -305,8 +305,9 @@ class Session:
             _pass_on_logs()
 
     def __enter__(self) -> Self:
-        if self.closed:
-            raise SessionClosed("the session is closed, or its job is over; connect anew")
+        # What has ended the job an op says better.
+        if self._closed or self._session.is_forked:
+            raise SessionClosed("the session is closed; connect anew")
         return self
 
     def __exit__(

@@ -15,7 +15,7 @@ use racksum_proto::control::MAX_OPS;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::SubmitError;
 
-use self::shared::{Flight, LOOK, Shared, State};
+use self::shared::{Flight, LOOK, Over, Shared, State};
 use super::lent::{Copier, Lent};
 use super::message::{Called, FromRank, Join, ListAt, VERSION};
 use super::sums::Sums;
@@ -396,6 +396,8 @@ impl Client {
     pub fn leave(&self) {
         self.shared.take_leave(&self.line);
         self.line.hang_up();
+        // What has been said and not been heard is of no more use.
+        self.shared.end(Over::because("the client was closed"));
     }
 }
 

@@ -87,8 +87,8 @@ struct Gathering {
 struct Folding {
     /// When some rank called it.
     since: Time,
-    /// It is folded, and summed with those of other hosts.
-    is_folded: bool,
+    /// It is folded, and on its way to other hosts.
+    is_passed: bool,
     /// What its ranks have handed is in these.
     _memories: Vec<Arc<Memory>>,
 }
@@ -259,7 +259,7 @@ impl Job {
         }
         let shares = called.into_iter().map(|(rank, (_, handed))| Share { rank, handed }).collect();
         let fold = Fold::new(descriptor, shares, self.world.into());
-        state.folding.insert(op, Folding { since, is_folded: false, _memories: memories });
+        state.folding.insert(op, Folding { since, is_passed: false, _memories: memories });
         Some((op, fold))
     }
 
@@ -268,7 +268,7 @@ impl Job {
         let mut state = self.lock();
         let upstream = state.upstream.clone();
         let since = state.folding.get_mut(&op).map(|folding| {
-            folding.is_folded = true;
+            folding.is_passed = upstream.is_some();
             folding.since
         });
         drop(state);
@@ -328,29 +328,35 @@ impl Job {
         state.tell_end();
     }
 
-    /// Waits until nothing works on what a rank that leaves has handed: for other hosts not longer
-    /// than this.
-    pub(super) fn await_folds(&self, rank: u16, limit: Duration) {
+    /// Removes a rank that leaves, once no fold uses its memory. The job ends if other hosts have not
+    /// called the rank's ops within `limit`: the sums sent to them lie in memory that the rank takes
+    /// back.
+    pub(super) fn leave(&self, rank: u16, limit: Duration) {
         let wait_while = |state, limit, is_so: &dyn Fn(&State) -> bool| {
             let waited = self.changed.wait_timeout_while(state, limit, |state| is_so(state));
             waited.unwrap_or_else(PoisonError::into_inner).0
         };
         let is_at_work = |state: &State| state.works_for(rank, |_| true);
-        let state =
-            wait_while(self.lock(), limit, &|state| state.over.is_none() && is_at_work(state));
-        if state.over.is_some() && is_at_work(&state) {
+        let is_folded_here = |state: &State| state.works_for(rank, |it| !it.is_passed);
+        let runs = |state: &State| state.over.is_none();
+        let state = wait_while(self.lock(), limit, &|state| runs(state) && is_at_work(state));
+        let mut state = wait_while(state, FOR_EVER, &|state| runs(state) && is_folded_here(state));
+        if is_at_work(&state) {
+            state.end(FromSidecar::Lost { ranks: vec![rank], why: Loss::Left });
             // Nothing else ends what is on its way to other hosts.
             Self::leave_upstream(state, rank, Loss::Left);
-            drop(wait_while(self.lock(), FOR_EVER, &is_at_work));
-        } else {
-            let is_folded_here = |state: &State| state.works_for(rank, |it| !it.is_folded);
-            drop(wait_while(state, FOR_EVER, &is_folded_here));
+            state = wait_while(self.lock(), FOR_EVER, &is_at_work);
         }
+        Self::part_with(state, rank, Loss::Left);
     }
 
-    /// Lets a rank go.
+    /// Removes a rank that is lost.
     pub(super) fn part(&self, rank: u16, why: Loss) {
-        let mut state = self.lock();
+        Self::part_with(self.lock(), rank, why);
+    }
+
+    /// Removes a rank under the lock that the caller holds, so that nothing comes between.
+    fn part_with(mut state: MutexGuard<'_, State>, rank: u16, why: Loss) {
         if state.members.remove(&rank).is_none() {
             return;
         }

@@ -1,5 +1,7 @@
 //! What a sidecar and its ranks say to each other.
 
+use std::net::SocketAddr;
+
 use racksum_proto::control::Loss;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::ids::Generation;
@@ -100,6 +102,9 @@ pub(super) enum NotJoined {
     OtherVersion {
         speaks: u16,
         own: u16,
+    },
+    OtherProtocol {
+        addr: SocketAddr,
     },
     /// For so many milliseconds.
     NoRoom {

@@ -231,11 +231,11 @@ impl Shared {
             Loss::Broke
         });
         tracing::info!(job = join.job, rank = join.rank, "rank is gone: {}", why.name());
-        if why == Loss::Left {
+        match why {
             // It takes its memory back once it is let go, and goes on with it.
-            job.await_folds(join.rank, LINGER);
+            Loss::Left => job.leave(join.rank, LINGER),
+            why => job.part(join.rank, why),
         }
-        job.part(join.rank, why);
         self.jobs().retain(|_, job| !job.is_deserted());
     }
 

@@ -9,11 +9,13 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use proptest::prelude::*;
+use racksum_net::clock::Clock;
 use racksum_net::local::Listener;
 use racksum_proto::arith;
 use racksum_proto::control::{Loss, MAX_OPS};
 use racksum_proto::dtype::{DType, Reduction};
 use racksum_proto::ids::Generation;
+use racksum_proto::time::Span;
 
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::{OpError, SubmitError};
@@ -224,13 +226,14 @@ fn a_tensor_that_was_copied_is_reduced_although_nobody_waits_for_it() {
             drop(handle);
             assert_eq!(seen.bytes(0..8), floats(3.0, 2));
         }
-        while seen.bytes(0..8) != floats(3.0, 2) {
+        // There and back, twice.
+        let copied = if ends_first { 32 } else { 16 };
+        let (clock, began) = (Clock::start(), Clock::start().now());
+        while ranks[0].stats().0.copied_bytes != copied {
+            assert!(clock.now().since(began) < Span::from_secs(20), "it is not copied back");
             std::thread::yield_now();
         }
-    }
-    // There and back, twice.
-    while ranks[0].stats().0.copied_bytes != 2 * 16 {
-        std::thread::yield_now();
+        assert_eq!(seen.bytes(0..8), floats(3.0, 2));
     }
 }
 

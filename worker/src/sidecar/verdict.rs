@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use racksum_net::NetError;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::Rank;
@@ -31,6 +32,7 @@ pub(super) fn not_joined(error: ConnectError) -> NotJoined {
         ConnectError::Refused(reason) => NotJoined::Refused { reason },
         ConnectError::Draining => NotJoined::Draining,
         ConnectError::Version { speaks, own } => NotJoined::OtherVersion { speaks, own },
+        ConnectError::Net(NetError::WrongProtocol { addr }) => NotJoined::OtherProtocol { addr },
         ConnectError::NoRoom { why, waited, elsewhere } => {
             let waited = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
             NotJoined::NoRoom { why, waited, elsewhere }
@@ -46,6 +48,7 @@ impl From<NotJoined> for ConnectError {
             NotJoined::Refused { reason } => Self::Refused(reason),
             NotJoined::Draining => Self::Draining,
             NotJoined::OtherVersion { speaks, own } => Self::Version { speaks, own },
+            NotJoined::OtherProtocol { addr } => NetError::WrongProtocol { addr }.into(),
             NotJoined::NoRoom { why, waited, elsewhere } => {
                 Self::NoRoom { why, waited: Duration::from_millis(waited), elsewhere }
             }
@@ -110,6 +113,7 @@ mod tests {
             ConnectError::Refused("no rule admits it".into()),
             ConnectError::Draining,
             ConnectError::Version { speaks: 2, own: 1 },
+            NetError::WrongProtocol { addr: "192.0.2.1:7177".parse().unwrap() }.into(),
             ConnectError::NoRoom { why, waited: Duration::from_millis(2500), elsewhere },
             ConnectError::PeerLost { ranks: vec![Rank(3)], why: Loss::Died },
             ConnectError::NoAggregator("a:1: nobody answered".into()),

@@ -337,7 +337,7 @@ impl State {
 }
 
 impl Over {
-    fn because(why: &'static str) -> Self {
+    pub(super) fn because(why: &'static str) -> Self {
         Self { ended: OpError::Ended { why }, refused: SubmitError::Ended { why }.into() }
     }
 

@@ -12,7 +12,7 @@ use crate::sidecar::ask;
 use crate::sidecar::budget::Budget;
 use crate::sidecar::fold::{Handed, List, Memory, Place};
 use crate::sidecar::job::Job;
-use crate::sidecar::message::{FromSidecar, Join, ListAt, VERSION};
+use crate::sidecar::message::{FromSidecar, Join, ListAt, Outcome, VERSION};
 
 /// A rank that says whatever it wants.
 struct Rogue {
@@ -180,7 +180,7 @@ fn a_rank_that_leaves_waits_for_folds_of_its_memory_however_long_they_take() {
     let (tell, hear) = std::sync::mpsc::channel();
     let waits = Arc::clone(&job);
     let waits = std::thread::spawn(move || {
-        waits.await_folds(0, Duration::ZERO);
+        waits.leave(0, Duration::ZERO);
         tell.send(()).unwrap();
     });
     hear.recv_timeout(Duration::from_millis(200)).unwrap_err();
@@ -188,6 +188,8 @@ fn a_rank_that_leaves_waits_for_folds_of_its_memory_however_long_they_take() {
     job.folded(op, &Arc::new(fold));
     hear.recv_timeout(PATIENCE).unwrap();
     waits.join().unwrap();
+    let reduced = FromSidecar::Ended { op, outcome: Outcome::Reduced };
+    assert_eq!(last_heard(&lines[0].1), reduced);
 }
 
 #[test]
