@@ -22,7 +22,8 @@ const NONE: RawFd = -1;
 /// The descriptors. No lock: a thread that held it would not be there in the child.
 static ALL: [AtomicI32; MOST] = [const { AtomicI32::new(NONE) }; MOST];
 
-/// `/dev/null`, which takes their place in a child. Opened early: a child may have no descriptor free.
+/// `/dev/null`, which takes their place in a child. Opened early: a child may have no free
+/// descriptor.
 static NOTHING: AtomicI32 = AtomicI32::new(NONE);
 
 /// A socket that no child keeps.

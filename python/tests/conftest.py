@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from report import skip
 
 import racksum
 
@@ -138,6 +139,11 @@ def place(request: pytest.FixtureRequest, cluster: Cluster, tmp_path: Path) -> I
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a GPU, and is skipped without one")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and isinstance(report.longrepr, tuple):
+        skip(report.nodeid, report.longrepr[2].removeprefix("Skipped: "))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

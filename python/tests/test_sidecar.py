@@ -23,6 +23,7 @@ import torch
 
 import racksum
 import racksum.torch
+import report
 from conftest import Aggregator, Cluster, Sidecar, binary
 from racksum.torch.staging import Staging, allreduce
 
@@ -213,15 +214,18 @@ def test_a_sidecar_that_is_stopped_holds_up_no_other_thread(sidecar, call):
     with sidecar.connect() as session:
         waiter = threading.Thread(target=call, args=(sidecar, session))
         pid = sidecar.process.pid
-        # Whatever becomes of this process, the sidecar goes on.
-        going_on = subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {pid}"])
-        sidecar.process.send_signal(signal.SIGSTOP)
-        stopped = time.monotonic()
-        waiter.start()
-        time.sleep(0.3)
-        assert time.monotonic() - stopped < 1.0, "this thread had to wait as well"
-        waiter.join()
-        going_on.wait()
+        # If this thread is held up, another process lets the sidecar go on.
+        going_on = subprocess.Popen(["sh", "-c", f"sleep 5; kill -CONT {pid}"])
+        try:
+            sidecar.process.send_signal(signal.SIGSTOP)
+            waiter.start()
+            time.sleep(0.3)
+            assert going_on.poll() is None, "this thread had to wait as well"
+        finally:
+            going_on.terminate()
+            going_on.wait()
+            sidecar.process.send_signal(signal.SIGCONT)
+            waiter.join()
 
 
 @pytest.mark.parametrize(
@@ -258,7 +262,7 @@ def interrupted(sidecar):
         signal.setitimer(signal.ITIMER_REAL, 0.5)
         with pytest.raises(KeyboardInterrupt):
             yield
-        assert time.monotonic() - began < 9.0, "it waited for the sidecar all the same"
+        report.time("a wait for a stopped sidecar is interrupted", time.monotonic() - began, 9.0)
     finally:
         signal.signal(signal.SIGALRM, before)
         sidecar.process.send_signal(signal.SIGCONT)
@@ -278,7 +282,7 @@ def test_connecting_to_a_sidecar_that_is_stopped_ends_in_its_time(sidecar):
         began = time.monotonic()
         with pytest.raises(racksum.JoinTimeout, match=r"after 0\.5 s nobody had said"):
             sidecar.connect(join_timeout=0.5)
-        assert time.monotonic() - began < 10.0, "it waited for the sidecar to let it go"
+        report.time("joining at a stopped sidecar gives up", time.monotonic() - began, 10.0)
     finally:
         sidecar.process.send_signal(signal.SIGCONT)
 

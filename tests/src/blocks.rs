@@ -220,8 +220,11 @@ fn a_listed_block_of_zeros_is_like_one_that_is_not_listed() {
                 let values = [block(0.0), block(f32::from(rank)), block(-0.0)].concat();
                 let sums = run(client, descriptor, Blocks { indices: vec![0, 1, 2], values });
                 assert_eq!(sums, Ok(Blocks { indices: vec![1], values: block(1.0) }));
-                let sent = client.stats().tx_bytes;
-                assert!(sent < 1024 * u64::from(rank) + 500, "rank {rank} sent {sent} bytes");
+                let stats = client.stats();
+                // A starved machine makes ranks ask, and send again.
+                let again = stats.retransmits + stats.asks;
+                let most = 1024 * u64::from(rank) + 500 + 1100 * again;
+                assert!(stats.tx_bytes < most, "rank {rank}: {stats:?}");
             },
         );
     });

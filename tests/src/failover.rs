@@ -6,6 +6,7 @@ use std::time::Duration;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};
 use racksum_proto::error::OpError;
+use racksum_test_report::time;
 use racksum_worker::{Blocks, Client, ConnectError, ConnectOptions, Error, Faults};
 
 use crate::inputs::{Values, seed, tensor};
@@ -326,7 +327,7 @@ fn one_that_knows_another_place_closes_at_once_although_others_know_none() {
                     }
                     let ((), ms) = timed(|| drop(client));
                     closed.wait();
-                    assert!(ms < 3000, "{ms} ms");
+                    time("a client closes beside ranks that call nothing", ms, 3_000);
                 });
             }
         });
@@ -405,7 +406,8 @@ fn when_no_aggregator_is_left_the_error_says_what_became_of_each() {
                     // Now they are dropped.
                     started.wait();
                     let (error, ms) = timed(|| client.allreduce(&mut [0; 4], one).unwrap_err());
-                    assert!((3_000..6_000).contains(&ms), "{ms} ms");
+                    assert!(ms >= 3_000, "{ms} ms");
+                    time("an op without any aggregator gives up after its 4 s", ms, 6_000);
                     let sentence = error.to_string();
                     let Error::Op(OpError::NoAggregator { tried }) = error else {
                         panic!("{sentence}")

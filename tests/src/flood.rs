@@ -132,7 +132,7 @@ fn fifty_thousand_datagrams_a_second_in_the_ranks_names_change_no_sum() {
     let test = "flood::fifty_thousand_datagrams_a_second_in_the_ranks_names_change_no_sum";
     in_a_process_of_its_own(test, || {
         let Ok(wire) = Wire::open() else {
-            eprintln!("skipped: raw sockets take root");
+            racksum_test_report::skip("raw sockets take root");
             return;
         };
         let rig = Rig::start(|config| config.data_auth = Some(DataAuth::Mac));

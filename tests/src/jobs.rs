@@ -158,7 +158,7 @@ fn two_aggregators_that_are_reached_by_different_ways_share_a_job() {
     let beyond = all.iter().filter(|interface| interface.is_usable() && !interface.is_loopback);
     let mut addrs = beyond.flat_map(|interface| &interface.addrs);
     let Some(own) = addrs.find(|addr| addr.is_ipv4()).copied() else {
-        eprintln!("skipped: this host has no IPv4 address but loopback's");
+        racksum_test_report::skip("this host has no IPv4 address but loopback's");
         return;
     };
     bounded(30, move || {

@@ -8,6 +8,7 @@ use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::Rank;
+use racksum_test_report::time;
 use racksum_worker::{Client, ConnectError, Error, Faults};
 
 use crate::impostor::Impostor;
@@ -33,7 +34,8 @@ fn ranks_that_do_not_join_are_named() {
             for rank in [0, 2] {
                 scope.spawn(move || {
                     let (error, ms) = timed(|| connect(rank).unwrap_err());
-                    assert!((1500..4000).contains(&ms), "{ms} ms");
+                    assert!(ms >= 1_500, "{ms} ms");
+                    time("a join gives up after its 1.5 s", ms, 4_000);
                     let sentence = error.to_string();
                     let ConnectError::Incomplete { missing, .. } = error else {
                         panic!("{sentence}")
@@ -68,13 +70,14 @@ fn ranks_that_do_not_call_an_op_are_named_at_its_timeout() {
                     sum_of(client, 5).unwrap();
                     if rank != 1 {
                         let (error, ms) = timed(|| sum_of(client, elements).unwrap_err());
-                        assert!((700..2500).contains(&ms), "{ms} ms");
+                        assert!(ms >= 700, "{ms} ms");
+                        time("an op gives up after its 0.7 s", ms, 2_500);
                         let sentence = error.to_string();
                         let Error::Op(OpError::Timeout { missing, .. }) = error else {
                             panic!("{sentence}")
                         };
                         let [(Rank(1), silent)] = missing[..] else { panic!("{sentence}") };
-                        assert!((200..2500).contains(&silent.as_millis()), "{sentence}");
+                        assert!(silent.as_millis() >= 200, "{sentence}");
                         assert!(sentence.contains("waiting for rank 1 (silent for "), "{sentence}");
                         let next = sum_of(client, 1).unwrap_err();
                         let why = "an earlier op timed out";
@@ -104,7 +107,7 @@ fn a_rank_that_left_is_named_by_an_op_that_needs_it_long_before_its_timeout() {
                         assert_eq!(error, Error::Op(OpError::PeerLost { ranks, why }));
                         let told = "lost rank 1: it left the job, and this op needs it";
                         assert_eq!(error.to_string(), told);
-                        assert!(ms < 3000, "{ms} ms");
+                        time("a rank that left is named", ms, 3_000);
                     }
                 },
             );
@@ -147,7 +150,7 @@ fn a_rank_that_vanishes_fails_the_ops_of_the_others_at_once() {
                     assert_eq!(error, Error::Op(OpError::PeerLost { ranks, why }));
                     let why = "lost rank 1: it broke the connection; see what it said last";
                     assert_eq!(error.to_string(), why);
-                    assert!(ms < 3000, "{ms} ms");
+                    time("a rank that broke its connection is named", ms, 3_000);
                     let next = sum_of(&client, 1).unwrap_err();
                     let (ranks, why) = (vec![Rank(1)], Loss::Broke);
                     assert_eq!(next, Error::Submit(SubmitError::PeerLost { ranks, why }));
@@ -192,7 +195,7 @@ fn an_aggregator_that_stops_ends_the_ops_in_flight() {
                             }
                         },
                     });
-                    assert!(ms < 3000, "{ms} ms");
+                    time("the end of an aggregator is noticed", ms, 3_000);
                     let sentence = error.to_string();
                     match error {
                         Error::Op(OpError::Ended { why })

@@ -9,7 +9,7 @@ use racksum_proto::error::Rejects;
 use racksum_worker::{Client, ConnectOptions};
 
 use crate::oracle::Place;
-use crate::waits::await_that;
+use crate::waits::{BUSY, await_that};
 
 /// A running aggregator.
 pub(crate) struct Rig {
@@ -30,8 +30,8 @@ impl Rig {
         ConnectOptions {
             rank,
             world,
-            join_timeout: Duration::from_secs(20),
-            op_timeout: Duration::from_secs(20),
+            join_timeout: Duration::from_secs(120),
+            op_timeout: Duration::from_secs(120),
             ..ConnectOptions::new(self.aggregator.addr().to_string(), job)
         }
     }
@@ -176,22 +176,30 @@ pub(crate) fn in_a_process_of_its_own(name: &str, test: impl FnOnce() + Send + '
     let program = std::env::current_exe().unwrap();
     let mut alone = std::process::Command::new("sh");
     alone.args(["-c", "ulimit -S -n $(ulimit -H -n) && exec \"$@\"", "sh"]).arg(program);
-    let ended = alone.args([name, "--exact", "--nocapture"]).env(ALONE, "1").output().unwrap();
+    let ended = alone
+        .args([name, "--exact", "--nocapture"])
+        .env(ALONE, "1")
+        .env(racksum_test_report::TEST, name)
+        .output()
+        .unwrap();
     let [out, err] = [ended.stdout, ended.stderr].map(|text| String::from_utf8(text).unwrap());
     println!("{out}{err}");
     assert!(ended.status.success() && out.contains("1 passed"), "{}", ended.status);
 }
 
-/// Runs a test that must not hang: fails when it takes longer than `seconds`.
+/// Runs a test that may take so many seconds on a quiet machine: fails if it hangs.
 pub(crate) fn bounded(seconds: u64, test: impl FnOnce() + Send + 'static) {
     let (done, wait) = channel();
-    let body = std::thread::spawn(move || {
+    let named = std::thread::Builder::new().name(racksum_test_report::test_name());
+    let run = move || {
         test();
         // A test that took too long is waited for no more.
         done.send(()).unwrap_or(());
-    });
+    };
+    let body = named.spawn(run).unwrap();
+    let seconds = seconds * BUSY;
     match wait.recv_timeout(Duration::from_secs(seconds)) {
-        Err(RecvTimeoutError::Timeout) => panic!("the test did not end within {seconds} s"),
+        Err(RecvTimeoutError::Timeout) => panic!("the test has hung for {seconds} s"),
         Ok(()) | Err(RecvTimeoutError::Disconnected) => {
             body.join().unwrap_or_else(|panic| resume_unwind(panic));
         }

@@ -57,7 +57,7 @@ impl Member {
             Some((ranks, host)) => {
                 let local = u16::try_from(ranks.len()).unwrap();
                 let client = sidecar::Client::call(&host.path, &options, local).unwrap();
-                assert!(client.is_ready_within(Duration::from_secs(20)).unwrap());
+                assert!(client.is_ready_within(Duration::from_secs(200)).unwrap());
                 Self::Beside(client)
             }
         }
@@ -362,7 +362,7 @@ fn two_and_one(host: &Host, options: &ConnectOptions) -> ([sidecar::Client; 2], 
         sidecar::Client::call(&host.path, &options, 2).unwrap()
     });
     for rank in &ranks {
-        assert!(rank.is_ready_within(Duration::from_secs(20)).unwrap());
+        assert!(rank.is_ready_within(Duration::from_secs(200)).unwrap());
     }
     (ranks, third.join().unwrap())
 }

@@ -17,9 +17,9 @@ enum MayImport {
 }
 
 /// The table of ARCHITECTURE.md. A crate without a row is a mistake.
-const ARROWS: [(&str, MayImport); 12] = [
+const ARROWS: [(&str, MayImport); 13] = [
     ("racksum-proto", MayImport::Only(&[])),
-    ("racksum-net", MayImport::Only(&["racksum-proto"])),
+    ("racksum-net", MayImport::Only(&["racksum-proto", "racksum-test-report"])),
     ("racksum-kernels", MayImport::Only(&["racksum-proto"])),
     ("racksum-aggregator", MayImport::Only(&["racksum-proto", "racksum-net", "racksum-kernels"])),
     ("racksum-worker", MayImport::Only(&["racksum-proto", "racksum-net", "racksum-kernels"])),
@@ -35,12 +35,14 @@ const ARROWS: [(&str, MayImport); 12] = [
             "racksum-worker",
             "racksum-sim",
             "racksum-preload",
+            "racksum-test-report",
         ]),
     ),
     ("racksum-preload", MayImport::Only(&[])),
+    ("racksum-test-report", MayImport::Only(&[])),
     ("racksum-benches", MayImport::Any),
     ("racksum-tests", MayImport::Any),
-    ("racksum-xtask", MayImport::Only(&[])),
+    ("racksum-xtask", MayImport::Only(&["racksum-test-report"])),
 ];
 
 /// The crates that own no socket, clock, thread or randomness (invariant I8).

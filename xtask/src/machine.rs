@@ -13,13 +13,15 @@ use crate::shell::Cmd;
 /// What tests do without when the machine lacks something.
 const SKIPPED: &str = "tests of slow and lossy links will be skipped";
 
-/// Checks the machine and installs what is missing where it may.
-pub(crate) fn set_up(root: &Path) -> Result<()> {
-    match link_tools(root)? {
+/// Checks the machine and installs what is missing where it may; returns why tests of links will
+/// be skipped, if they will.
+pub(crate) fn set_up(root: &Path) -> Result<Option<String>> {
+    let lacks = link_tools(root)?;
+    match &lacks {
         None => println!("ip, tc and network namespaces: there"),
         Some(why) => println!("{why}: {SKIPPED}"),
     }
-    Ok(())
+    Ok(lacks)
 }
 
 /// Provides what slow and lossy links need, or says why they cannot be had.

@@ -58,9 +58,6 @@ struct TestArgs {
     /// Run this step alone; may be given more than once.
     #[arg(long, value_name = "STEP")]
     only: Vec<Step>,
-    /// Run the remaining steps after one has failed.
-    #[arg(long)]
-    keep_going: bool,
 }
 
 /// The workspace root: the folder that holds this crate.
@@ -70,7 +67,7 @@ fn root() -> &'static Path {
 
 fn run(chore: &Chore) -> Result<ExitCode> {
     let passed = match chore {
-        Chore::Test(args) | Chore::Ci(args) => steps::run(root(), &args.only, args.keep_going),
+        Chore::Test(args) | Chore::Ci(args) => steps::run(root(), &args.only)?,
         Chore::Tidy => tidy::report(root())?,
         Chore::Bench(args) => bench::run(root(), args)?,
         Chore::Soak(args) => soak::run(root(), args)?,

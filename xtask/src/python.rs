@@ -8,15 +8,18 @@ use anyhow::{Result, bail};
 use crate::machine;
 use crate::shell::{Cmd, path, target};
 
-/// Builds and installs the package as a user does, checks it and runs its tests.
-pub(crate) fn test(root: &Path) -> Result<()> {
+/// Builds and installs the package as a user does, checks it and runs its tests, which append to
+/// `report`.
+pub(crate) fn test(root: &Path, report: &Path) -> Result<()> {
     let python = installed(root)?;
     let package = root.join("python");
     // The aggregator that the tests call.
     Cmd::cargo(&["build", "--release", "--locked", "-p", "racksum-cli"]).run(root)?;
     for check in ["ruff check", "ruff format --check", "mypy", "pytest"] {
         let module: Vec<&str> = ["-m"].into_iter().chain(check.split(' ')).collect();
-        Cmd::new(path(&python)?, &module).run(&package)?;
+        Cmd::new(path(&python)?, &module)
+            .env(racksum_test_report::FILE, path(report)?)
+            .run(&package)?;
     }
     Ok(())
 }

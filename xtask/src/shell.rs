@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 pub(crate) struct Cmd {
     program: String,
     args: Vec<String>,
-    env: Vec<(&'static str, &'static str)>,
+    env: Vec<(&'static str, String)>,
 }
 
 impl Cmd {
@@ -35,8 +35,8 @@ impl Cmd {
     }
 
     /// The same command with `key` set to `value`.
-    pub(crate) fn env(mut self, key: &'static str, value: &'static str) -> Self {
-        self.env.push((key, value));
+    pub(crate) fn env(mut self, key: &'static str, value: impl Into<String>) -> Self {
+        self.env.push((key, value.into()));
         self
     }
 
@@ -82,7 +82,10 @@ impl Cmd {
 
     fn command(&self, dir: &Path) -> Command {
         let mut command = Command::new(&self.program);
-        command.args(&self.args).envs(self.env.iter().copied()).current_dir(dir);
+        command
+            .args(&self.args)
+            .envs(self.env.iter().map(|(key, value)| (key, value)))
+            .current_dir(dir);
         command
     }
 }

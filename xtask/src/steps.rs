@@ -1,13 +1,17 @@
 //! The test run, step by step: what each step runs, how long it took and how it ended.
 
+use std::collections::BTreeMap;
 use std::fmt;
-use std::path::Path;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::ValueEnum;
+use racksum_test_report as report;
+use serde::{Deserialize, Serialize};
 
-use crate::shell::Cmd;
+use crate::shell::{Cmd, path, target};
 use crate::{bench, machine, python, tidy};
 
 /// One step of the test run. The order here is the order they run in: cheap verdicts first.
@@ -36,11 +40,12 @@ pub(crate) enum Step {
 }
 
 impl Step {
-    fn run(self, root: &Path) -> Result<()> {
-        match self {
-            Self::Setup => machine::set_up(root),
-            Self::Smoke => bench::smoke(root),
-            Self::Python => python::test(root),
+    /// Runs the step. Its tests append to `report`; returns what else it left out, and why.
+    fn run(self, root: &Path, report: &Path) -> Result<Vec<Skip>> {
+        let done = match self {
+            Self::Setup => return machine::set_up(root).map(|why| skips("slow links", why)),
+            Self::Smoke => return bench::smoke(root),
+            Self::Python => python::test(root, report),
             Self::Tidy => match tidy::report(root)? {
                 true => Ok(()),
                 false => bail!("cargo xtask tidy"),
@@ -65,7 +70,10 @@ impl Step {
             ])
             .env("RUSTDOCFLAGS", "-D warnings")
             .run(root),
-            Self::Test => Cmd::cargo(&["test", "--workspace", "--locked"]).run(root),
+            // One failing test binary does not keep the others from running.
+            Self::Test => Cmd::cargo(&["test", "--workspace", "--locked", "--no-fail-fast"])
+                .env(report::FILE, path(report)?)
+                .run(root),
             Self::Swarm => Cmd::cargo(&[
                 "run",
                 "--release",
@@ -84,8 +92,22 @@ impl Step {
                 Cmd::cargo(&["bench", "--workspace", "--locked", "--bench", "*", "--", "--test"])
                     .run(root)
             }
-        }
+        };
+        done.map(|()| Vec::new())
     }
+}
+
+/// Something that was left out, and why.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Skip {
+    /// A test, or what a step would have done.
+    pub(crate) what: String,
+    pub(crate) why: String,
+}
+
+/// The list for one thing that may have been left out.
+fn skips(what: &str, why: Option<String>) -> Vec<Skip> {
+    why.map(|why| Skip { what: what.to_owned(), why }).into_iter().collect()
 }
 
 impl fmt::Display for Step {
@@ -94,61 +116,130 @@ impl fmt::Display for Step {
     }
 }
 
-/// Runs the steps named in `only`, or all; `true` when each of them passed.
-pub(crate) fn run(root: &Path, only: &[Step], keep_going: bool) -> bool {
+/// Runs the steps named in `only`, or all, each whatever became of the others; `true` when all
+/// passed.
+pub(crate) fn run(root: &Path, only: &[Step]) -> Result<bool> {
     let steps = chosen(only);
-    let count = steps.len();
-    let mut nth = 0;
-    let records = walk(&steps, keep_going, |step| {
-        nth += 1;
-        println!("\n=== {step} ({nth} of {count})");
-        let (result, took) = timed(|| step.run(root));
+    let report = target(root).join("test-report.jsonl");
+    let mut history = History::load(root);
+    let mut records = Vec::with_capacity(steps.len());
+    for (nth, &step) in steps.iter().enumerate() {
+        let left = history.left(&steps[nth..]);
+        println!("\n=== {step} ({} of {}{left})", nth + 1, steps.len());
+        clear(&report)?;
+        let (result, took) = timed(|| step.run(root, &report));
+        println!("--- {step}: {}", Wall(took));
+        let mut skips = from_report(&report)?;
         match &result {
-            Ok(()) => println!("--- {step}: {}", Wall(took)),
-            Err(error) => println!("--- {step}: {}\nfailed: {error:#}", Wall(took)),
+            Ok(more) => skips.extend_from_slice(more),
+            Err(error) => println!("failed: {error:#}"),
         }
-        (result.is_ok(), took)
-    });
-
-    println!("\n=== summary");
-    for record in &records {
-        println!("{record}");
+        history.note(step, took);
+        records.push(Record { step, passed: result.is_ok(), took, skips });
     }
-    let total = records.iter().map(|record| record.took).sum();
-    let passed = records.iter().all(|record| record.end == End::Passed);
-    println!("{} in {}", if passed { "passed" } else { "FAILED" }, Wall(total));
-    passed
+    history.store(root)?;
+    println!("\n=== summary");
+    print!("{}", summary(&records));
+    Ok(records.iter().all(|record| record.passed))
 }
 
-/// How a step ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum End {
-    Passed,
-    Failed,
-    NotRun,
+/// Removes what an earlier step has reported.
+fn clear(report: &Path) -> Result<()> {
+    if report.exists() {
+        fs::remove_file(report).with_context(|| format!("cannot remove {}", report.display()))?;
+    }
+    Ok(())
+}
+
+/// The tests that a step has skipped.
+fn from_report(file: &Path) -> Result<Vec<Skip>> {
+    let entries = report::read(file).map_err(|why| anyhow!(why))?;
+    let skip = |entry| match entry {
+        report::Entry::Skip { test, why } => Some(Skip { what: test, why }),
+        report::Entry::Time { .. } => None,
+    };
+    Ok(entries.into_iter().filter_map(skip).collect())
+}
+
+/// How long each step took when it last ran here.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(transparent)]
+struct History(BTreeMap<String, f64>);
+
+impl History {
+    fn file(root: &Path) -> PathBuf {
+        target(root).join("test-times.json")
+    }
+
+    /// Reads the file; a missing or foreign one only costs the estimate.
+    fn load(root: &Path) -> Self {
+        let text = fs::read_to_string(Self::file(root)).unwrap_or_default();
+        serde_json::from_str(&text).unwrap_or_default()
+    }
+
+    fn store(&self, root: &Path) -> Result<()> {
+        let file = Self::file(root);
+        let text = serde_json::to_string(self).context("times are no JSON")?;
+        fs::write(&file, text).with_context(|| format!("cannot write {}", file.display()))
+    }
+
+    fn note(&mut self, step: Step, took: Duration) {
+        self.0.insert(step.to_string(), took.as_secs_f64());
+    }
+
+    /// What is left to wait for, if every step has run here before.
+    fn left(&self, steps: &[Step]) -> String {
+        let each: Option<Vec<_>> = steps.iter().map(|step| self.0.get(&step.to_string())).collect();
+        let Some(each) = each else { return String::new() };
+        format!("; about {} left", Wall(Duration::from_secs_f64(each.into_iter().sum())))
+    }
+}
+
+/// The last lines of a run: how each step ended, and what was left out and why.
+fn summary(records: &[Record]) -> String {
+    let mut text: String = records.iter().map(|record| format!("{record}\n")).collect();
+    let skips: Vec<_> = records.iter().flat_map(skip_lines).collect();
+    if !skips.is_empty() {
+        text += "skipped:\n";
+        text.extend(skips.iter().map(|line| format!("  {line}\n")));
+    }
+    let total = records.iter().map(|record| record.took).sum();
+    let passed = records.iter().all(|record| record.passed);
+    text + &format!("{} in {}\n", if passed { "passed" } else { "FAILED" }, Wall(total))
+}
+
+/// A line for each reason that a step left something out for.
+fn skip_lines(record: &Record) -> Vec<String> {
+    let mut reasons: Vec<(&str, Vec<&str>)> = Vec::new();
+    for Skip { what, why } in &record.skips {
+        match reasons.iter_mut().find(|(known, _)| known == why) {
+            Some((_, whats)) => whats.push(what),
+            None => reasons.push((why, vec![what])),
+        }
+    }
+    let line = |(why, whats): (&str, Vec<&str>)| match whats[..] {
+        [what] => format!("{}: {what}: {why}", record.step),
+        _ => format!("{}: {} tests, from {}: {why}", record.step, whats.len(), whats[0]),
+    };
+    reasons.into_iter().map(line).collect()
 }
 
 /// A step, how it ended and the time it took.
 #[derive(Debug)]
 struct Record {
     step: Step,
-    end: End,
+    passed: bool,
     took: Duration,
+    skips: Vec<Skip>,
 }
 
 impl fmt::Display for Record {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:<8}", self.step)?;
-        match self.end {
-            End::Passed => write!(f, "passed   {}", Wall(self.took)),
-            End::Failed => write!(
-                f,
-                "FAILED   {}   (again: cargo xtask test --only {})",
-                Wall(self.took),
-                self.step
-            ),
-            End::NotRun => f.write_str("not run"),
+        let Self { step, took, .. } = self;
+        if self.passed {
+            return write!(f, "{step:<8}passed   {}", Wall(*took));
         }
+        write!(f, "{step:<8}FAILED   {}   (again: cargo xtask test --only {step})", Wall(*took))
     }
 }
 
@@ -172,27 +263,6 @@ fn chosen(only: &[Step]) -> Vec<Step> {
     all.filter(|step| only.is_empty() || only.contains(step)).collect()
 }
 
-/// Takes the steps in order through `run`, which says whether one passed and how long it took;
-/// stops at the first failure unless told to keep going.
-fn walk(
-    steps: &[Step],
-    keep_going: bool,
-    mut run: impl FnMut(Step) -> (bool, Duration),
-) -> Vec<Record> {
-    let mut stopped = false;
-    let mut records = Vec::with_capacity(steps.len());
-    for &step in steps {
-        if stopped {
-            records.push(Record { step, end: End::NotRun, took: Duration::ZERO });
-            continue;
-        }
-        let (passed, took) = run(step);
-        records.push(Record { step, end: if passed { End::Passed } else { End::Failed }, took });
-        stopped = !passed && !keep_going;
-    }
-    records
-}
-
 #[expect(clippy::disallowed_methods, reason = "wall time of a chore, shown to a person")]
 fn timed<T>(work: impl FnOnce() -> T) -> (T, Duration) {
     let start = Instant::now();
@@ -204,28 +274,10 @@ fn timed<T>(work: impl FnOnce() -> T) -> (T, Duration) {
 mod tests {
     use super::*;
 
-    fn ends(keep_going: bool) -> Vec<(Step, End)> {
-        let steps = [Step::Fmt, Step::Clippy, Step::Doc];
-        walk(&steps, keep_going, |step| (step != Step::Clippy, Duration::ZERO))
-            .iter()
-            .map(|record| (record.step, record.end))
-            .collect()
-    }
-
-    #[test]
-    fn the_first_failure_stops_the_run() {
-        assert_eq!(
-            ends(false),
-            [(Step::Fmt, End::Passed), (Step::Clippy, End::Failed), (Step::Doc, End::NotRun)]
-        );
-    }
-
-    #[test]
-    fn keep_going_runs_the_rest() {
-        assert_eq!(
-            ends(true),
-            [(Step::Fmt, End::Passed), (Step::Clippy, End::Failed), (Step::Doc, End::Passed)]
-        );
+    fn record(step: Step, passed: bool, skips: &[(&str, &str)]) -> Record {
+        let skip = |(what, why): &(&str, &str)| Skip { what: (*what).into(), why: (*why).into() };
+        let skips = skips.iter().map(skip).collect();
+        Record { step, passed, took: Duration::from_millis(61_500), skips }
     }
 
     #[test]
@@ -235,12 +287,39 @@ mod tests {
     }
 
     #[test]
-    fn a_summary_line_tells_how_to_run_a_failed_step_again() {
-        let took = Duration::from_millis(61_500);
-        let record = Record { step: Step::Doc, end: End::Failed, took };
+    fn a_summary_names_what_failed_how_to_run_it_again_and_every_reason_for_a_skip() {
+        let [gpu, raw] = ["no CUDA device", "raw sockets take root"];
+        let python = record(Step::Python, true, &[("t::a", gpu), ("t::b", raw), ("t::c", gpu)]);
         assert_eq!(
-            record.to_string(),
-            "doc     FAILED   1 min 01 s   (again: cargo xtask test --only doc)"
+            summary(&[record(Step::Doc, false, &[]), python]),
+            "doc     FAILED   1 min 01 s   (again: cargo xtask test --only doc)\n\
+             python  passed   1 min 01 s\n\
+             skipped:\n  \
+             python: 2 tests, from t::a: no CUDA device\n  \
+             python: t::b: raw sockets take root\n\
+             FAILED in 2 min 03 s\n"
         );
+    }
+
+    #[test]
+    fn what_is_left_is_told_once_every_step_has_run() {
+        let mut history = History::default();
+        history.note(Step::Fmt, Duration::from_secs(2));
+        assert_eq!(history.left(&[Step::Fmt, Step::Doc]), "");
+        history.note(Step::Doc, Duration::from_secs(3));
+        assert_eq!(history.left(&[Step::Fmt, Step::Doc]), "; about 5.0 s left");
+    }
+
+    #[test]
+    fn skips_are_read_from_what_the_tests_have_reported() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("report.jsonl");
+        assert_eq!(from_report(&file).unwrap(), []);
+        let lines = "{\"time\":{\"test\":\"a\",\"what\":\"b\",\"ms\":1,\"most\":2}}\n\
+                     {\"skip\":{\"test\":\"t\",\"why\":\"w\"}}\n";
+        fs::write(&file, lines).unwrap();
+        assert_eq!(from_report(&file).unwrap(), skips("t", Some("w".into())));
+        clear(&file).unwrap();
+        assert_eq!(from_report(&file).unwrap(), []);
     }
 }

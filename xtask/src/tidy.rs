@@ -109,8 +109,8 @@ pub(crate) fn check(root: &Path) -> Result<Findings> {
 }
 
 /// The rules that look at one file.
-const FILE_RULES: [fn(&Source) -> Vec<Problem>; 4] =
-    [line_length, module_doc, leftovers, unsafe_place];
+const FILE_RULES: [fn(&Source) -> Vec<Problem>; 5] =
+    [line_length, module_doc, leftovers, unsafe_place, timed_assert];
 
 /// The width rustfmt.toml sets, held for comments and strings too.
 const MAX_WIDTH: usize = 100;
@@ -189,6 +189,22 @@ fn unsafe_place(source: &Source) -> Vec<Problem> {
         .map(|(index, _)| {
             let message = format!("unsafe code belongs in {}", UNSAFE_ROOMS.join(", "));
             Problem::new(&source.path, Some(index + 1), "unsafe", message)
+        })
+        .collect()
+}
+
+/// Assertions that something was quick, which a busy machine breaks.
+const QUICK: [&str; 4] = ["assert!(ms <", "contains(&ms)", "elapsed() <", "assert!(took <"];
+
+fn timed_assert(source: &Source) -> Vec<Problem> {
+    let lines = source.lines.iter().enumerate();
+    lines
+        .filter(|(_, line)| {
+            line.code.contains("assert!(") && QUICK.iter().any(|q| line.code.contains(q))
+        })
+        .map(|(index, _)| {
+            let message = "no test asserts on time; record it with racksum_test_report::time";
+            Problem::new(&source.path, Some(index + 1), "timed-assert", message)
         })
         .collect()
 }
@@ -337,6 +353,16 @@ mod tests {
         for path in ["net/src/gso.rs", "worker/src/tensor.rs", "kernels/src/x86.rs"] {
             assert_eq!(unsafe_place(&Source::new(path, text)), [], "{path}");
         }
+    }
+
+    #[test]
+    fn a_test_that_asserts_on_time_is_a_problem() {
+        for text in ["assert!(ms < 3_000);", "assert!((1..9).contains(&ms));"] {
+            let problems = timed_assert(&Source::new("a/tests/a.rs", text));
+            assert_eq!(rules(&problems), [(Some(1), "timed-assert")], "{text}");
+        }
+        let fine = "assert!(ms >= 700);\nif start.elapsed() < limit {}\n";
+        assert_eq!(timed_assert(&Source::new("a/tests/a.rs", fine)), []);
     }
 
     #[test]

@@ -68,7 +68,7 @@ fn result(index: u32, len: usize, job: &Job) -> ResultFragments {
 #[test]
 fn a_large_result_does_not_overtake_small_ones_that_share_a_datagram() {
     let rank = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
-    rank.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+    rank.set_read_timeout(Some(Duration::from_secs(100))).unwrap();
     let config = udp::UdpConfig::new("127.0.0.1:0".parse().unwrap());
     let socket = UdpSocket::open(&config).unwrap();
     let lens = [300, 300, WINDOW_BYTES, 300, 5000, 300];

@@ -18,6 +18,7 @@ use std::time::Duration;
 
 use racksum_net::clock::Clock;
 use racksum_proto::time::{Span, Time};
+use racksum_test_report::skip;
 use safetensors::tensor::Dtype;
 use serde_json::Value;
 
@@ -193,7 +194,7 @@ fn two_hundred_ops_over_a_wire_that_does_its_worst_have_the_same_bits() {
     let seed = u64::from(std::process::id());
     let hosts = match Hosts::make("w", 1 + WORLD, seed) {
         Ok(hosts) => hosts,
-        Err(why) => return eprintln!("skipped: this takes root, iproute2 and TUN: {why}"),
+        Err(why) => return skip(&format!("this takes root, iproute2 and TUN: {why}")),
     };
     let tensors = |rank: u8| -> Vec<(String, Tensor)> {
         let one = |op: usize| {

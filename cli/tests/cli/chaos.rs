@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use racksum_test_report::time;
 use safetensors::tensor::Dtype;
 use serde_json::Value;
 
@@ -30,7 +31,7 @@ fn a_rank_that_is_killed_in_the_middle_of_an_op_is_named_in_time_and_leaves_noth
         let why = "lost rank 5: its process ended without a word; see what it said last";
         assert_eq!(ended.failed(1), why);
     }
-    assert!(ms < 3000, "{ms} ms");
+    time("a rank killed in an op over a network is named", ms, 3_000);
     let status = cluster.status();
     assert_eq!(status["jobs"], serde_json::json!([]), "{status}");
     await_that("the buffers are back", || {
@@ -132,6 +133,7 @@ fn a_rank_that_stays_cut_off_is_named_to_the_others_and_they_to_it() {
         assert!(ended.failed(1).starts_with(why), "{ended:?}");
     }
     // The connection's idle timeout, and not the op's.
-    assert!((15_000..40_000).contains(&ms), "{ms} ms");
+    assert!(ms >= 15_000, "{ms} ms");
+    time("a host that is cut off is noticed after the 20 s of silence", ms, 40_000);
     assert_eq!(cluster.status()["jobs"], serde_json::json!([]));
 }

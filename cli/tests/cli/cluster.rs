@@ -160,7 +160,7 @@ pub(crate) fn cluster(name: &str, workers: u16) -> Option<Cluster> {
     match Cluster::make(name, workers) {
         Ok(cluster) => Some(cluster),
         Err(why) => {
-            eprintln!("skipped: this takes root and iproute2: {why}");
+            racksum_test_report::skip(&format!("network namespaces take root and iproute2: {why}"));
             None
         }
     }

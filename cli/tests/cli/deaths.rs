@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use racksum_test_report::time;
+
 use crate::process::{Process, Serving, bench_rank, signal};
 use crate::waits::{await_that, timed};
 
@@ -28,7 +30,7 @@ fn a_rank_that_is_killed_is_lost_to_the_others() {
     for ended in ended {
         assert_eq!(ended.failed(1), LOST);
     }
-    assert!(ms < 3000, "{ms} ms");
+    time("a killed rank is named", ms, 3_000);
     // The aggregator serves the next job of that name.
     let again: Vec<_> =
         (0..2).map(|rank| bench_rank(&serving.addr, rank, 2, &["-e", "4K"])).collect();
@@ -47,7 +49,7 @@ fn a_rank_of_a_benchmark_on_one_host_that_is_killed_ends_it_at_once() {
     let (ended, ms) = timed(|| bench.end(30));
     let why = ended.failed(1);
     assert!(why.starts_with("rank 2 ended early") && why.contains("SIGKILL"), "{why}");
-    assert!(ms < 10_000, "{ms} ms");
+    time("a local benchmark ends when a rank is killed", ms, 10_000);
 }
 
 #[test]
@@ -114,7 +116,7 @@ fn an_aggregator_that_is_told_twice_to_stop_ends_its_ranks_at_once() {
         assert_eq!(ended.code, Some(1), "{ended:?}");
         assert_eq!(ended.failed(1), "the session ended: the aggregator is gone");
     }
-    assert!(ms < 5000, "{ms} ms");
+    time("ranks end when their aggregator is told twice to stop", ms, 5_000);
 }
 
 #[test]
@@ -154,5 +156,5 @@ fn an_aggregator_that_is_killed_is_missed_by_its_ranks() {
         assert_eq!(ended.failed(1), "the session ended: the aggregator is gone");
     }
     // Its ranks say goodbye to it for a second, in vain.
-    assert!(ms < 4000, "{ms} ms");
+    time("a killed aggregator is noticed", ms, 4_000);
 }

@@ -89,7 +89,7 @@ fn hosts(name: &str, mtu: u32) -> Option<Hosts> {
     match Hosts::make(name, mtu) {
         Ok(hosts) => Some(hosts),
         Err(why) => {
-            eprintln!("skipped: network namespaces take root and iproute2: {why}");
+            racksum_test_report::skip(&format!("network namespaces take root and iproute2: {why}"));
             None
         }
     }
@@ -154,10 +154,11 @@ fn a_wire_that_loses_and_reorders_changes_no_sum() {
         let tc = Command::new("tc").args(["-n", &hosts.of(side)]).args(qdisc).args(netem).output();
         match tc {
             Ok(said) if said.status.success() => {}
-            said => {
-                eprintln!("skipped: this takes tc and netem: {said:?}");
-                return;
+            Ok(said) => {
+                let why = String::from_utf8_lossy(&said.stderr).trim().to_owned();
+                return racksum_test_report::skip(&format!("this kernel has no netem: {why}"));
             }
+            Err(error) => return racksum_test_report::skip(&format!("there is no tc: {error}")),
         }
     }
     for fanout in ["unicast", "multicast"] {

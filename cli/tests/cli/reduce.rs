@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use racksum_test_report::time;
 use safetensors::tensor::Dtype;
 use serde_json::Value;
 
@@ -274,7 +275,7 @@ fn a_rank_that_is_killed_ends_the_reduction_at_once() {
     signal(parent.children()[1], "KILL");
     let (ended, ms) = timed(|| parent.end(10));
     assert!(ended.failed(1).starts_with("rank 1 ended early (signal: 9"), "{ended:?}");
-    assert!(ms < 5000, "{ms} ms");
+    time("a reduction ends when a rank is killed", ms, 5_000);
     assert_eq!(folder.names(), ["rank"]);
 }
 
@@ -356,7 +357,7 @@ fn ranks_with_other_tensors_are_told_which_before_any_is_sent() {
         for ended in results {
             assert!(ended.failed(2).contains(why), "{why}: {ended:?}");
         }
-        assert!(ms < 5000, "{ms} ms");
+        time("ranks that disagree are told", ms, 5_000);
         assert_eq!(folder.names(), before);
     }
 }

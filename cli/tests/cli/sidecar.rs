@@ -53,7 +53,7 @@ impl Sidecar {
     }
 }
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 fn one() -> Descriptor {
     Descriptor::sum(1, DType::F32)

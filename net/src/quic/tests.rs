@@ -7,7 +7,7 @@ use super::frames::{FrameError, MAX_FRAME, recv, send};
 use super::*;
 use crate::NetError;
 
-const PATIENCE: Span = Span::from_secs(5);
+const PATIENCE: Span = Span::from_secs(100);
 /// Long enough to show that nobody is there where the answer would come at once.
 const IMPATIENCE: Span = Span::from_millis(300);
 

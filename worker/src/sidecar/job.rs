@@ -328,9 +328,9 @@ impl Job {
         state.tell_end();
     }
 
-    /// Removes a rank that leaves, once no fold uses its memory. The job ends if other hosts have not
-    /// called the rank's ops within `limit`: the sums sent to them lie in memory that the rank takes
-    /// back.
+    /// Removes a rank that leaves, once no fold uses its memory. The job ends if other hosts have
+    /// not called the rank's ops within `limit`: the sums sent to them lie in memory that the rank
+    /// takes back.
     pub(super) fn leave(&self, rank: u16, limit: Duration) {
         let wait_while = |state, limit, is_so: &dyn Fn(&State) -> bool| {
             let waited = self.changed.wait_timeout_while(state, limit, |state| is_so(state));

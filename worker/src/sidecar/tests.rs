@@ -31,7 +31,7 @@ use crate::tensor::Region;
 use crate::tensor::tests::{region_of, regions_of};
 
 /// Long enough on a machine that is busy.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(200);
 
 struct Rig {
     path: PathBuf,
@@ -230,7 +230,7 @@ fn a_tensor_that_was_copied_is_reduced_although_nobody_waits_for_it() {
         let copied = if ends_first { 32 } else { 16 };
         let (clock, began) = (Clock::start(), Clock::start().now());
         while ranks[0].stats().0.copied_bytes != copied {
-            assert!(clock.now().since(began) < Span::from_secs(20), "it is not copied back");
+            assert!(clock.now().since(began) < Span::from_secs(200), "it is not copied back");
             std::thread::yield_now();
         }
         assert_eq!(seen.bytes(0..8), floats(3.0, 2));

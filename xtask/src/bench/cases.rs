@@ -55,13 +55,15 @@ pub(crate) fn smoke(seed: u64) -> Vec<Case> {
     let blocks = Racksum { input: Input::Blocks, ..plain };
     let two = Racksum { aggregators: 2, ..plain };
     let sparse = Data { density: 0.05, ..dense(seed, 4_000_000) };
-    let links = Net::Gigabit { aggregators: 2, aggregators_limited: true };
+    // The ranks' own links are the bottleneck: its queue holds all that they send.
+    let links = Net::Gigabit { aggregators: 2, aggregators_limited: false };
     vec![
         race(
             "smoke-loopback",
             2,
             Net::Loopback,
-            dense(seed, 1_000_000),
+            // Of so many windows more than 6 % are lost once in ten thousand runs.
+            dense(seed, 4_000_000),
             &[("racksum", plain), ("racksum-bf16", bf16), ("racksum-loss", loss)],
         ),
         race(

@@ -133,6 +133,11 @@ impl Ending {
         }
     }
 
+    /// Whether nothing was measured because the machine lacks something.
+    pub(crate) const fn is_skipped(&self) -> bool {
+        matches!(self, Self::Skipped(_))
+    }
+
     /// Whether something went wrong.
     pub(crate) fn is_failed(&self) -> bool {
         match self {

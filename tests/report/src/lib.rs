@@ -1,0 +1,127 @@
+//! What tests tell the run that they are part of: why one was skipped, and how long something took
+//! that users wait for.
+//!
+//! A test never fails because the machine is busy, so no test asserts on time. Tests record times
+//! here instead; `cargo xtask bench failures` runs these tests one at a time and judges the times.
+//! The test run collects skips and lists them in its summary. Both read the file named by
+//! [`FILE`], one JSON object a line; without that variable, entries go to standard error only.
+//! The Python tests write the same lines (`python/tests/report.py`).
+
+use std::fs::OpenOptions;
+use std::io::Write as _;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+/// The environment variable that names the file that entries are appended to.
+pub const FILE: &str = "RACKSUM_TEST_REPORT";
+
+/// The environment variable that overrides the name of the test, for one that runs as a process.
+pub const TEST: &str = "RACKSUM_TEST_NAME";
+
+/// One line of the file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum Entry {
+    /// A test did not run, or not in full.
+    Skip {
+        /// The test's path, as libtest or pytest names it.
+        test: String,
+        /// What it lacked.
+        why: String,
+    },
+    /// A test measured something.
+    Time {
+        /// The test's path.
+        test: String,
+        /// What was measured.
+        what: String,
+        /// How long it took, in milliseconds.
+        ms: u64,
+        /// How long it may take on a machine that does nothing else, in milliseconds.
+        most: u64,
+    },
+}
+
+/// Records that the test that calls this cannot run here, and why.
+///
+/// ```no_run
+/// racksum_test_report::skip("raw sockets take root");
+/// ```
+#[expect(clippy::print_stderr, reason = "a person who runs one test wants to see it")]
+pub fn skip(why: &str) {
+    eprintln!("skipped: {why}");
+    append(&Entry::Skip { test: test_name(), why: why.to_owned() });
+}
+
+/// Records that something took `ms` milliseconds, of `most` that it may take on a quiet machine.
+pub fn time(what: &str, ms: u64, most: u64) {
+    append(&Entry::Time { test: test_name(), what: what.to_owned(), ms, most });
+}
+
+/// Reads the entries of a file; none if it does not exist.
+///
+/// # Errors
+/// Returns a sentence if the file cannot be read or a line is not an entry.
+pub fn read(file: &Path) -> Result<Vec<Entry>, String> {
+    if !file.exists() {
+        return Ok(Vec::new());
+    }
+    let text = std::fs::read_to_string(file)
+        .map_err(|error| format!("cannot read {}: {error}", file.display()))?;
+    let entry = |line| {
+        serde_json::from_str(line).map_err(|error| format!("{}: {error}: {line}", file.display()))
+    };
+    text.lines().map(entry).collect()
+}
+
+/// The name of the test that the current thread runs.
+#[must_use]
+pub fn test_name() -> String {
+    std::env::var(TEST).unwrap_or_else(|_| {
+        std::thread::current().name().unwrap_or("a thread without a name").to_owned()
+    })
+}
+
+/// Appends a line in one write, so that processes may share the file.
+fn append(entry: &Entry) {
+    let Some(file) = std::env::var_os(FILE) else { return };
+    let line = serde_json::to_string(entry).expect("strings and numbers are JSON") + "\n";
+    let opened = OpenOptions::new().create(true).append(true).open(&file);
+    opened
+        .and_then(|mut file| file.write_all(line.as_bytes()))
+        .unwrap_or_else(|error| panic!("cannot write {}: {error}", Path::new(&file).display()));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_entry_reads_as_it_was_written() {
+        let (test, what) = ("missing::a_rank".to_owned(), "a rank is missed".to_owned());
+        for entry in [
+            Entry::Skip { test: test.clone(), why: "no root".to_owned() },
+            Entry::Time { test, what, ms: 5, most: 3000 },
+        ] {
+            let line = serde_json::to_string(&entry).unwrap();
+            assert_eq!(serde_json::from_str::<Entry>(&line).unwrap(), entry);
+        }
+        assert!(serde_json::from_str::<Entry>(r#"{"skip":{"test":"t"}}"#).is_err());
+    }
+
+    #[test]
+    fn a_test_is_named_by_its_thread() {
+        assert_eq!(test_name(), "tests::a_test_is_named_by_its_thread");
+    }
+
+    #[test]
+    fn a_file_that_does_not_exist_has_no_entries_and_a_spoilt_one_says_where() {
+        assert_eq!(read(Path::new("/nonexistent/report")), Ok(Vec::new()));
+        let spoilt = std::env::temp_dir().join(format!("racksum-report-{}", std::process::id()));
+        std::fs::write(&spoilt, "{}\n").unwrap();
+        let error = read(&spoilt).unwrap_err();
+        std::fs::remove_file(&spoilt).unwrap();
+        assert!(error.starts_with(&spoilt.display().to_string()), "{error}");
+    }
+}
