@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 from racksum import _racksum
+from racksum.eager import eager_methods
 from racksum.errors import BadArgument, SessionClosed
 from racksum.options import MAX_ELEMENTS, MAX_LANES, ConnectOptions, text, whole_from
 from racksum.shared import tensor_in
@@ -102,6 +104,7 @@ class Session:
 
     def __init__(self, options: ConnectOptions) -> None:
         """Joins a job. :func:`connect` makes the options."""
+        _leave_alone()
         self._options = options
         _racksum.keep_logs(min(_log.getEffectiveLevel(), logging.CRITICAL))
         try:
@@ -440,6 +443,17 @@ class _Outcome(Generic[T]):
 
     result: T
     absent: tuple[int, ...]
+
+
+def _leave_alone() -> None:
+    """Keeps Dynamo from compiling what a session does, once there is a torch that could."""
+    if "torch" in sys.modules:
+        for cls in (Session, Handle):
+            if cls not in _left_alone:
+                _left_alone.add(eager_methods(cls))
+
+
+_left_alone: set[type] = set()
 
 
 def _pass_on_logs() -> None:

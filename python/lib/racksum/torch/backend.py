@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend, PrefixStore, ProcessGroupGloo
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from racksum.eager import eager_methods
 from racksum.errors import BadArgument
 from racksum.options import ConnectOptions
 from racksum.session import DEFAULT_BLOCK, Session
@@ -78,6 +79,7 @@ class Options:
         self.connect = connect
 
 
+@eager_methods
 class RacksumBackend(Backend):
     """The ranks of a process group. They join a job of their own when they first reduce."""
 

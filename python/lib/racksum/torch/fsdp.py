@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.fsdp import FSDPModule
 
+from racksum.eager import eager
 from racksum.errors import BadArgument
 from racksum.session import DEFAULT_BLOCK, Session
 from racksum.torch.compress import block_of, checked_wire
@@ -36,6 +37,7 @@ def set_all_reduce_hook(
         raise BadArgument("nothing of the model is sharded: call fully_shard on it first")
     wire, block = checked_wire(wire), block_of(block)
 
+    @eager
     def average(gradients: torch.Tensor) -> None:
         allreduce(session, gradients, "avg", wire=wire, block=block).wait()
 

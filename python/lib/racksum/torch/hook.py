@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.futures import Future
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from racksum.eager import eager
 from racksum.errors import BadArgument, Error, NoAggregator, OpTimeout, SessionClosed
 from racksum.session import Session
 from racksum.torch.compress import (
@@ -43,7 +44,15 @@ FIRST_STEADY_ITER = 2
 
 
 #: What a state has of its process, and a checkpoint does not.
-_OF_PROCESS = ("session", "process_group", "fell_back", "iteration", "_by_group", "_places")
+_OF_PROCESS = (
+    "session",
+    "process_group",
+    "fell_back",
+    "iteration",
+    "_by_group",
+    "_places",
+    "_steps_of",
+)
 
 
 class State:
@@ -137,6 +146,8 @@ class State:
         self._by_group = False
         # Each parameter's place in the first step, whose order is that of the model.
         self._places: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
+        # Steps of each parameter that DDP's Python reducer has handed.
+        self._steps_of: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
 
     def compression_stats(self) -> tuple[float, int, int]:
         """Bytes before and after the compressor, of this rank so far, and their ratio."""
@@ -151,17 +162,20 @@ class State:
         self.__dict__.update(kept)
 
 
+@eager
 def allreduce_hook(
     state: State,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> Future[torch.Tensor]:
     """Averages a bucket of gradients over the ranks of the session, be it of a GPU or not."""
+    if isinstance(bucket, tuple):
+        return _average_one(state, *bucket)
     future: Future[torch.Tensor] = new_future([bucket.buffer().device])
     if bucket.index() == 0:
         # A rank that has joined others (``Join``) hears of the end of a bucket before the next one
         # is started, and others after all of them: ranks must not part within a step.
         state._by_group = state.fell_back
-    average = _started(state, _Part.of(state, bucket))
+    average = _started(state, _Part.of(state, bucket, state.iteration))
     if bucket.is_last():
         state.iteration += 1
 
@@ -171,6 +185,50 @@ def allreduce_hook(
     if not at_end_of_backward(finish):
         finish()
     return future
+
+
+def _average_one(
+    state: State, gradient: torch.Tensor, parameter: torch.Tensor
+) -> Future[torch.Tensor]:
+    """Averages the gradient of one parameter in place: DDP's Python reducer makes no buckets."""
+    place = state._places.setdefault(parameter, len(state._places))
+    iteration = state._steps_of.get(parameter, 0)
+    state._steps_of[parameter] = iteration + 1
+    # Ranks agree on each parameter's sum before they go on, so they fall back at the same one.
+    state._by_group = state.fell_back
+    one = _One(place, gradient if gradient.is_sparse else gradient.flatten(), parameter)
+    average = _started(state, _Part.of(state, one, iteration))()
+    if not gradient.is_sparse:
+        average = average.view_as(gradient)
+    with torch.no_grad():
+        gradient.copy_(average)
+    future = new_future([gradient.device])
+    future.set_result(gradient)
+    return future
+
+
+class _One(NamedTuple):
+    """The gradient of one parameter, as a bucket of its own."""
+
+    place: int
+    gradient: torch.Tensor
+    parameter: torch.Tensor
+
+    def index(self) -> int:  # type: ignore[override]
+        """Its place among the parameters."""
+        return self.place
+
+    def buffer(self) -> torch.Tensor:
+        """The gradient, flat if it is dense."""
+        return self.gradient
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameter alone."""
+        return [self.parameter]
+
+    def is_last(self) -> bool:
+        """True: nothing goes before it, as each is waited for."""
+        return True
 
 
 class _Part(NamedTuple):
@@ -185,9 +243,9 @@ class _Part(NamedTuple):
     lane: int
 
     @classmethod
-    def of(cls, state: State, bucket: dist.GradBucket) -> "_Part":  # type: ignore[name-defined]
+    def of(cls, state: State, bucket: Any, iteration: int) -> "_Part":
         name, gradients = f"bucket {bucket.index()}", bucket.buffer()
-        is_compressed = state.iteration >= state.start_iter and not gradients.is_sparse
+        is_compressed = iteration >= state.start_iter and not gradients.is_sparse
         compressor = state.compressor if is_compressed else None
         memory = state.memory if compressor is not None else None
         if state.memory is not None:
@@ -285,21 +343,21 @@ def _all_have(state: State, own: bool, device: torch.device) -> bool:
     return bool(have)
 
 
-def _lane(state: State, bucket: dist.GradBucket) -> int:  # type: ignore[name-defined]
+def _lane(state: State, bucket: Any) -> int:
     if not state.prioritize or state.session is None or bucket.is_last():
         return 0
     lane: int = state.session.lanes - 1 - bucket.index()
     return max(lane, 0)
 
 
-def _note_places(state: State, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+def _note_places(state: State, bucket: Any) -> None:
     """Numbers parameters in the first step: later ones have them in the order of readiness."""
     if state.iteration == 0:
         for parameter in bucket.parameters():
             state._places.setdefault(parameter, len(state._places))
 
 
-def _check_layout(state: State, bucket: dist.GradBucket, name: str) -> None:  # type: ignore[name-defined]
+def _check_layout(state: State, bucket: Any, name: str) -> None:
     """Refuses to add what was left out of some parameters to others."""
     layout = [(state._places.get(p), tuple(p.shape)) for p in bucket.parameters()]
     before = state._layouts.setdefault(name, layout)

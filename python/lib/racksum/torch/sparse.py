@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from racksum.eager import eager
 from racksum.errors import BadArgument
 from racksum.session import DEFAULT_BLOCK, Session
 from racksum.torch.staging import staging_of, to_host
@@ -22,6 +23,7 @@ __all__ = ["allreduce_sparse"]
 _LEAST_BLOCK, _MOST_BLOCK = 32, 1024
 
 
+@eager
 def allreduce_sparse(
     session: Session,
     x: torch.Tensor,

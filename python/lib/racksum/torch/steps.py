@@ -18,6 +18,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from racksum import _racksum
+from racksum.eager import eager
 from racksum.errors import BadArgument
 from racksum.session import DEFAULT_BLOCK
 from racksum.tensor import memory_of
@@ -96,7 +97,7 @@ class Steps:
             init_sync=False,
             **options,
         )
-        self._model.register_comm_hook(self._seen, _see)
+        self._model.register_comm_hook(self._seen, eager(_see))
         self._times: list[float] = []
         self._afters: list[float] = []
         self._readies: list[list[float]] = []

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.futures import Future
 
+from racksum.eager import eager, eager_methods
 from racksum.session import close_all
 
 __all__ = [
@@ -50,8 +52,13 @@ def at_end_of_backward(finish: Callable[[], Any]) -> bool:
     """
     if torch._C._current_autograd_node() is None:
         return False
-    Variable._execution_engine.queue_callback(finish)
+    Variable._execution_engine.queue_callback(partial(_finish, finish))
     return True
+
+
+@eager
+def _finish(finish: Callable[[], Any]) -> None:
+    finish()
 
 
 class Waits(Protocol):
@@ -98,6 +105,7 @@ class Pending:
         return Pending(self._work, lambda result: work(self._then(result)))
 
 
+@eager_methods
 class Work(dist._Work):  # type: ignore[name-defined,misc]
     """A collective in flight, and the tensors that it writes to.
 
@@ -168,9 +176,10 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
             _waiters.do(complete)
             # DDP waits in C++, where an error has no type: this raises it before.
             at_end_of_backward(self.wait)
-        return ended.then(self._result_after)
+        return ended.then(self.result_after)
 
-    def _result_after(self, _: Future[None]) -> list[torch.Tensor]:
+    def result_after(self, _: Future[None]) -> list[torch.Tensor]:
+        """Gives the tensors, in what a future calls once it has ended."""
         self.wait()
         return self._result
 

@@ -1,0 +1,41 @@
+"""Functions that Dynamo leaves alone: C++ calls them, or they call the extension.
+
+While compiled code runs, Dynamo compiles every Python function that is called from it, also from
+C++: a backend's collectives, a hook, a work's ``wait``. It would hand them tensors that only stand
+for others: their sizes are symbols, and they have no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["eager", "eager_methods"]
+
+F = TypeVar("F", bound=Callable[..., object])
+C = TypeVar("C", bound=type)
+
+
+def eager(function: F) -> F:
+    """Keeps Dynamo from compiling a function, and all that it calls."""
+    import torch  # noqa: PLC0415 - whoever has no torch has no Dynamo.
+
+    # `torch.compiler.disable` would import Dynamo now, which takes as long as importing torch does.
+    # This imports it when the function is first called; DDP and optimizers have done so by then.
+    return torch._disable_dynamo(function)  # type: ignore[attr-defined,return-value]
+
+
+def eager_methods(cls: C) -> C:
+    """Keeps Dynamo from compiling the methods of a class that others call: a decorator.
+
+    Those are the public ones, and those that the class overrides.
+    """
+    for name, member in list(vars(cls).items()):
+        overrides = any(hasattr(base, name) for base in cls.__mro__[1:])
+        if name.startswith("__") or (name.startswith("_") and not overrides):
+            continue
+        if isinstance(member, property):
+            setattr(cls, name, property(member.fget and eager(member.fget), doc=member.__doc__))
+        elif callable(member) and not isinstance(member, type):
+            setattr(cls, name, eager(member))
+    return cls
