@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 import test_upstream_collectives
 import test_upstream_ddp
@@ -14,6 +15,7 @@ import test_upstream_graphs
 import test_upstream_groups
 import test_upstream_hooks
 import test_upstream_refusals
+import test_upstream_several
 from conftest import ROOT
 
 TESTS = Path(__file__).parent
@@ -22,12 +24,24 @@ VERDICTS = {"passes", "delegated", "refused"}
 
 def rows() -> list[tuple[str, str, list[tuple[str, str]]]]:
     """What docs/c10d.md lists: a behaviour, what becomes of it, and the tests that show it."""
+    return [
+        (behaviour, verdict, re.findall(r"`(\w+)::(\w+)`", shown))
+        for behaviour, verdict, shown in cells()
+        if not SOURCE.fullmatch(behaviour)
+    ]
+
+
+#: A line of torch's own source.
+SOURCE = re.compile(r"`([\w/]+\.\w+):(\d+)`")
+
+
+def cells() -> list[list[str]]:
+    """The rows of the tables of docs/c10d.md."""
     found = []
     for line in (ROOT / "docs" / "c10d.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("|") and cells[0] not in ("upstream", "---"):
-            behaviour, verdict, shown = cells
-            found.append((behaviour, verdict, re.findall(r"`(\w+)::(\w+)`", shown)))
+        if line.startswith("|") and not cells[0].startswith(("upstream", "line of", "---")):
+            found.append(cells)
     return found
 
 
@@ -41,10 +55,21 @@ def test_what_is_listed_of_gloo_is_shown_by_a_test(row):
         assert re.search(rf'def {name}\(|^    "{name}": ', text, re.MULTILINE), f"{file}::{name}"
 
 
+LINES = [(SOURCE.fullmatch(line), says) for line, says, _ in cells() if SOURCE.fullmatch(line)]
+
+
+@pytest.mark.parametrize(("line", "says"), LINES, ids=lambda cell: cell if cell else "")
+def test_lines_of_torch_say_what_is_said_of_them(line, says):
+    path = Path(torch.__file__).parent / line[1]
+    assert says.strip("`") in path.read_text().splitlines()[int(line[2]) - 1]
+
+
 def test_what_is_asked_as_of_gloo_is_listed():
-    listed = Counter(name for _, _, tests in rows() for _, name in tests)
+    text = (ROOT / "docs" / "c10d.md").read_text()
+    listed = Counter(name for _, name in re.findall(r"`(\w+)::(\w+)`", text))
     asked = {check.__name__ for check in test_upstream_collectives.CHECKS}
     asked |= {check.__name__ for check in test_upstream_groups.CHECKS}
+    asked |= {check.__name__ for check in test_upstream_several.CHECKS}
     asked |= {check.__name__ for check in test_upstream_hooks.CHECKS}
     asked |= {scenario.__name__ for scenario in test_upstream_ddp.SCENARIOS}
     asked |= {scenario.__name__ for scenario in test_upstream_graphs.SCENARIOS}

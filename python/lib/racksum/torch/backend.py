@@ -8,8 +8,10 @@ Tensors of a GPU go to either by way of the host (:mod:`racksum.torch.staging`).
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import warnings
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +27,7 @@ from racksum.session import DEFAULT_BLOCK, Session
 from racksum.torch.compress import block_of, checked_wire
 from racksum.torch.gathering import broadcast, gather_into
 from racksum.torch.groups import is_generation_given, new_generation, of_group
+from racksum.torch.several import alike, check_root_tensor, combined, copying_to
 from racksum.torch.sparse import allreduce_sparse
 from racksum.torch.staging import Staging, allreduce, staging_of, to_host
 from racksum.torch.work import Before, Ends, Pending, Work, writing
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
 __all__ = ["Options", "register"]
 
 _Op: Any = dist.ReduceOp.RedOpType
+
+_log = logging.getLogger("racksum.torch")
 
 #: The operators that racksum has.
 _OPERATORS = {_Op.SUM: "sum", _Op.AVG: "avg", _Op.MIN: "min", _Op.MAX: "max"}
@@ -56,7 +61,7 @@ _OF_BOOLEANS = {
 }
 
 
-class Options:
+class Options(Backend.Options):
     """The ``pg_options`` of a process group.
 
     :param wire: How floating point elements travel in sums and averages, if not unchanged: see
@@ -68,6 +73,7 @@ class Options:
     def __init__(
         self, *, wire: str | None = None, block: int = DEFAULT_BLOCK, **connect: Any
     ) -> None:
+        super().__init__("racksum")
         self.wire = checked_wire(wire)
         self.block = block_of(block)
         known = {field.name for field in dataclasses.fields(ConnectOptions)} - {"rank", "world"}
@@ -78,18 +84,28 @@ class Options:
             )
         self.connect = connect
 
+    def of_group(self, group: Any) -> Options:
+        """The same for a group: torch keeps the group's own data in its options."""
+        own = Options(wire=self.wire, block=self.block, **self.connect)
+        own._timeout = group.timeout
+        own.group_name = group.group_id
+        own.global_ranks_in_group = group.global_ranks_in_group
+        return own
+
 
 @eager_methods
 class RacksumBackend(Backend):
     """The ranks of a process group. They join a job of their own when they first reduce."""
 
-    # Who does not say so is asked for ever: torch 2.15 calls itself.
-    supports_coalescing = supports_splitting = supports_shrinking = False
+    supports_splitting = True
+    # Without these torch 2.15 recurses forever.
+    supports_coalescing = supports_shrinking = False
+    supports_abort_hooks = supports_completion_hooks = False
     supports_reconfigure = supports_window = _supports_time_estimate = False
 
     def __init__(self, group: Any, options: Options) -> None:
         super().__init__(group.group_rank, group.group_size)
-        self._options = options
+        self._options = options.of_group(group)
         self._name = group.group_id
         self._timeout = group.timeout
         self._session: Session | None = None
@@ -105,6 +121,11 @@ class RacksumBackend(Backend):
     def getBackendName(self) -> str:  # noqa: N802 - c10d's name.
         """``racksum``."""
         return "racksum"
+
+    @property
+    def options(self) -> Options:
+        """The group's."""
+        return self._options
 
     @property
     def session(self) -> Session:
@@ -124,10 +145,38 @@ class RacksumBackend(Backend):
             staging_of(self._session, self._staging)
         return self._session
 
+    def split(self, store: Any, ranks: Sequence[int], opts: Any) -> RacksumBackend:
+        """A group of some of the ranks, for ``split_group``."""
+        if self.rank() not in ranks:
+            # What is returned must be a backend: torch 2.15 would read through a null pointer.
+            raise BadArgument(
+                f"rank {self.rank()} is in none of the groups that are split off: give every rank "
+                "a group in split_ranks, or use torch.distributed.new_group"
+            )
+        group = SimpleNamespace(
+            # Whoever waits at a store has it for themselves.
+            store=store.clone(),
+            group_rank=ranks.index(self.rank()),
+            group_size=len(ranks),
+            timeout=opts._timeout,
+            group_id=opts.group_name,
+            global_ranks_in_group=opts.global_ranks_in_group,
+        )
+        # torch copies options that nobody gives, and not what Python has added to them.
+        return RacksumBackend(group, opts if isinstance(opts, Options) else self._options)
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Nothing: what ranks do that are in no group which others split off."""
+
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
-        """Reduces a tensor, dense or sparse, in place."""
-        x = _only(tensors)
-        return self._started([self._reduced(x, opts)], [x])
+        """Reduces a tensor, dense or sparse, in place; several become what all come to together."""
+        if len(alike(tensors)) == 1:
+            return self._started([self._reduced(tensors[0], opts)], [tensors[0]])
+        whole = combined(tensors, opts.reduceOp.op)
+        copy = copying_to(tensors)
+        return self._started(
+            [self._reduced(whole, opts).then(lambda _: copy(whole))], list(tensors)
+        )
 
     allreduce_sparse = allreduce
 
@@ -139,6 +188,7 @@ class RacksumBackend(Backend):
         """Reduces a tensor in place at the root; those of other ranks stay as they are."""
         x = _only(tensors)
         self._check_root(opts.rootRank)
+        check_root_tensor(opts.rootTensor, tensors)
         reduced = x if self.rank() == opts.rootRank else x.clone()
         return self._started([self._reduced(reduced, opts)], [reduced])
 
@@ -173,18 +223,40 @@ class RacksumBackend(Backend):
         return self._started(parts, list(outputs))
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
-        """Gives all ranks the root's tensor."""
-        x = _only(tensors)
+        """Gives all ranks the root's tensor; several all become the one of them that is named."""
         self._check_root(opts.rootRank)
-        _check_dense(x)
-        return self._started([broadcast(self.session, x, opts.rootRank)], [x])
+        check_root_tensor(opts.rootTensor, alike(tensors))
+        for x in tensors:
+            _check_dense(x)
+        x = tensors[opts.rootTensor]
+        op = broadcast(self.session, x, opts.rootRank)
+        if len(tensors) > 1:
+            copy = copying_to([other for other in tensors if other is not x])
+            op = op.then(lambda _: copy(x))
+        return self._started([op], list(tensors))
 
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
     ) -> Work:
-        """Gives all ranks the tensors of all, in a list."""
-        parts, x = _only(outputs), _only(inputs)
-        return self._started([self._gathered(parts, x)], list(parts))
+        """Gives all ranks the tensors of all, in a list; several give each list all of them."""
+        if len(outputs) != len(alike(inputs)):
+            raise BadArgument(f"there are {len(outputs)} lists of outputs for {len(inputs)} inputs")
+        if len(inputs) == 1:
+            return self._started([self._gathered(outputs[0], inputs[0])], list(outputs[0]))
+        for parts in outputs:
+            self._check_one_each(parts, len(inputs))
+        for part in tree_leaves(outputs):
+            _check_fits(part, inputs[0].numel(), inputs[0].dtype)
+        # One after the other they are what a list is to have.
+        whole = inputs[0].new_empty((self.size() * len(inputs), *inputs[0].shape))
+        op = gather_into(self.session, whole, torch.stack(list(inputs)))
+        lists = [copying_to(of_place) for of_place in zip(*outputs, strict=True)]
+
+        def copy_out(_: object) -> None:
+            for copy, part in zip(lists, whole, strict=True):
+                copy(part)
+
+        return self._started([op.then(copy_out)], tree_leaves(outputs))
 
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
@@ -307,10 +379,11 @@ class RacksumBackend(Backend):
         if not 0 <= root < self.size():
             raise BadArgument(f"the root is a rank from 0 to {self.size() - 1}, and not {root}")
 
-    def _check_one_each(self, parts: Sequence[Any]) -> None:
-        if len(parts) != self.size():
+    def _check_one_each(self, parts: Sequence[Any], each: int = 1) -> None:
+        if len(parts) != self.size() * each:
             raise BadArgument(
-                f"there is one tensor for each of the {self.size()} ranks, and not {len(parts)}"
+                f"there is one tensor for each of the {self.size()} ranks"
+                f"{f' and {each} inputs' if each > 1 else ''}, and not {len(parts)}"
             )
 
     def _gathered(self, parts: Sequence[Tensor], x: Tensor) -> Ends:
@@ -406,12 +479,17 @@ def register() -> None:
     dist.Backend.register_backend("racksum", _create, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _create(group: Any, options: Options | None) -> RacksumBackend:
-    if options is not None and not isinstance(options, Options):
+def _create(group: Any, options: object) -> RacksumBackend:
+    if options is not None and not isinstance(options, Backend.Options):
         raise BadArgument(
             f"the pg_options of racksum are racksum.torch.Options, and not {type(options).__name__}"
         )
-    return RacksumBackend(group, options or _of_default_group())
+    if isinstance(options, Options):
+        return RacksumBackend(group, options)
+    if options is not None:
+        # Of "cpu:racksum,cuda:nccl" both get the same.
+        _log.info("%s has pg_options of %s, which racksum leaves alone", group.group_id, options)
+    return RacksumBackend(group, _of_default_group())
 
 
 def _of_default_group() -> Options:

@@ -1,0 +1,66 @@
+"""Several tensors of a rank in one call: together they count as one of the rank's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from racksum.errors import BadArgument
+from racksum.torch.work import writing
+
+__all__ = ["alike", "check_root_tensor", "combined", "copying_to"]
+
+_Op: Any = dist.ReduceOp.RedOpType
+
+#: What operators do to two tensors. An average is a sum that is divided later.
+_COMBINE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    _Op.SUM: torch.add,
+    _Op.AVG: torch.add,
+    _Op.PREMUL_SUM: torch.add,
+    _Op.MIN: torch.minimum,
+    _Op.MAX: torch.maximum,
+    _Op.PRODUCT: torch.mul,
+    _Op.BAND: torch.bitwise_and,
+    _Op.BOR: torch.bitwise_or,
+    _Op.BXOR: torch.bitwise_xor,
+}
+
+
+def alike(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns the tensors if all have one shape, type and layout, as torch requires."""
+    if not tensors:
+        raise BadArgument("there is no tensor")
+    kinds = {f"{tuple(x.shape)} x {x.dtype}, {x.layout}": x for x in tensors}
+    if len(kinds) > 1:
+        raise BadArgument(f"the tensors of one call must be alike, and are {'; '.join(kinds)}")
+    return tensors
+
+
+def check_root_tensor(index: int, tensors: Sequence[Tensor]) -> None:
+    """Refuses an index that no tensor of the call has."""
+    if not 0 <= index < len(tensors):
+        raise BadArgument(
+            f"the root tensor is one of the call's, 0 to {len(tensors) - 1}, and not {index}"
+        )
+
+
+def combined(tensors: Sequence[Tensor], by: Any) -> Tensor:
+    """A new tensor: what the operator makes of all these."""
+    with torch.no_grad():
+        whole = functools.reduce(_COMBINE[by], tensors)
+    return whole if whole.is_sparse else whole.contiguous()
+
+
+def copying_to(tensors: Sequence[Tensor]) -> Callable[[Tensor], None]:
+    """What copies a result to each of the tensors."""
+
+    def copy(result: Tensor) -> None:
+        for x in tensors:
+            x.copy_(result.view_as(x) if not x.is_sparse else result)
+
+    return writing(copy)
