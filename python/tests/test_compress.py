@@ -16,6 +16,7 @@ from racksum.torch.compress import (
     BlockTopKRatio,
     ResidualMemory,
     Rounded,
+    wire_for,
 )
 
 BLOCK = 32
@@ -128,6 +129,28 @@ def test_rounding_what_another_compressor_keeps():
     [rounded], _ = Rounded("int8", block=BLOCK).compress(zeros_and_worse, "x")
     assert rounded[:BLOCK].eq(0).all()
     assert rounded[BLOCK:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("wire", "unchanged"),
+    [
+        ("int8", set()),
+        ("bf16", {torch.float16, torch.bfloat16}),
+        ("f16", {torch.float16, torch.bfloat16}),
+        ("fixed32", {torch.float16, torch.bfloat16}),
+        ("f32", {torch.float16, torch.bfloat16}),
+        ("f64", {torch.float16, torch.bfloat16, torch.float32}),
+    ],
+)
+def test_what_is_as_narrow_as_the_wire_travels_as_it_is(wire, unchanged):
+    floats = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+    found = {dtype for dtype in floats if wire_for(wire, dtype) is None}
+    assert found == unchanged
+    assert all(wire_for(wire, dtype) == wire for dtype in floats - unchanged)
+    assert wire_for(wire, torch.int64) is None
+    x = torch.randn(100).to(torch.float16)
+    if wire in ("bf16", "f16"):
+        assert Rounded(wire).compress(x, "x")[0][0] is x
 
 
 def test_a_state_is_pickled_without_its_session(cluster):

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import racksum
 import racksum.torch
 import ranks as ranks_of
-from racksum.torch.compress import BlockTopK
+from racksum.torch.compress import BlockTopK, Rounded
 from racksum.torch.hook import _lane
 from ranks import Ranks, session_of_group
 
@@ -135,6 +135,54 @@ def test_a_narrow_wire_is_near(ranks, cluster, through):
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.01)
         differs |= not torch.equal(one, other)
     assert differs
+
+
+TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class Typed(nn.Module):
+    """Parameters of every type, so that there is a bucket of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(300, dtype=dtype) for dtype in TYPES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for scale in self.scales:
+            x = x.to(scale.dtype) * scale
+        return x.float().square().mean()
+
+
+def train_typed(through: str, address: str, job: str, **state: Any) -> list[torch.Tensor]:
+    model = Typed()
+    with ranks_of.wrapped(model, through, address, job, state) as wrapped:
+        for step in range(4):
+            wrapped(torch.full((300,), 1.0 + step + dist.get_rank())).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(parameter.grad, alpha=1.0)
+                    parameter.grad = None
+    return [parameter.detach().double() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("through", "state"),
+    [
+        ("hook", {"wire": "bf16"}),
+        ("hook", {"wire": "f16"}),
+        ("hook", {"wire": "f32"}),
+        ("hook", {"wire": "int8"}),
+        ("hook", {"compressor": Rounded("bf16")}),
+        ("backend", {"wire": "bf16"}),
+        ("backend", {"wire": "fixed32"}),
+    ],
+    ids=str,
+)
+def test_a_narrow_wire_serves_parameters_of_every_type(ranks, cluster, through, state):
+    exact = ranks.run(train_typed, "gloo", "", "")
+    near = ranks.run(train_typed, through, cluster.address, cluster.new_job(), **state)
+    torch.testing.assert_close(near, exact, rtol=0.03, atol=0.03)
+    assert all(torch.equal(*of_ranks) for of_ranks in zip(*near, strict=True))
 
 
 def lose_a_rank(through: str, address: str, job: str, static: bool) -> str:

@@ -24,7 +24,7 @@ from racksum.eager import eager_methods
 from racksum.errors import BadArgument
 from racksum.options import ConnectOptions
 from racksum.session import DEFAULT_BLOCK, Session
-from racksum.torch.compress import block_of, checked_wire
+from racksum.torch.compress import block_of, checked_wire, wire_for
 from racksum.torch.gathering import broadcast, gather_into
 from racksum.torch.groups import is_generation_given, new_generation, of_group
 from racksum.torch.several import alike, check_root_tensor, combined, copying_to
@@ -65,7 +65,7 @@ class Options(Backend.Options):
     """The ``pg_options`` of a process group.
 
     :param wire: How floating point elements travel in sums and averages, if not unchanged: see
-        :meth:`racksum.Session.allreduce`.
+        :meth:`racksum.Session.allreduce`. Those that are as narrow already travel as they are.
     :param block: Elements of a block: blocks of zeros are not sent.
     :param connect: What :func:`racksum.connect` takes, but for ``rank`` and ``world``.
     """
@@ -457,8 +457,7 @@ class RacksumBackend(Backend):
 
     def _reduced_here(self, x: Tensor, by: str) -> Ends:
         options = self._options
-        narrows = by in ("sum", "avg") and x.is_floating_point()
-        wire = options.wire if narrows else None
+        wire = wire_for(options.wire, x.dtype) if by in ("sum", "avg") else None
         if x.is_sparse:
             return allreduce_sparse(self.session, x, by, wire=wire).then(writing(x.copy_))
         return allreduce(self.session, x, by, wire=wire, block=options.block)

@@ -8,6 +8,8 @@ choose whole blocks, so that all they leave out saves bytes.
 
 from __future__ import annotations
 
+import functools
+import logging
 import operator
 import zlib
 from abc import ABC, abstractmethod
@@ -36,12 +38,18 @@ __all__ = [
     "Whole",
     "block_of",
     "checked_wire",
+    "wire_for",
 ]
+
+_log = logging.getLogger("racksum.torch")
 
 #: How many elements a block may have.
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 
-_WIRES = ("f32", "f64", "f16", "bf16", "i32", "i64", "int8", "fixed32")
+#: Bytes of an element, by the name of how it travels.
+_WIRES = {"f32": 4, "f64": 8, "f16": 2, "bf16": 2, "i32": 4, "i64": 8, "int8": 1, "fixed32": 4}
+#: Bytes of an element that no wire makes narrower than another of so many.
+_NARROW = 2
 
 
 def block_of(block: int | None, compressor: object = None) -> int:
@@ -73,6 +81,27 @@ def checked_wire(wire: str | None, compressor: object = None) -> str | None:
     if wire is not None and wire not in _WIRES:
         raise BadArgument(f"wire is one of {', '.join(_WIRES)}, and not {wire!r}")
     return wire
+
+
+def wire_for(wire: str | None, dtype: torch.dtype) -> str | None:
+    """How a tensor of a model travels: as the model's wire says, or ``None``, as it is.
+
+    A model may have parameters of several types. Those that are as narrow as the wire, or that are
+    no floats, have nothing to gain from it.
+    """
+    if wire is None or not dtype.is_floating_point:
+        return None
+    own, narrow = dtype.itemsize, _WIRES[wire]
+    if own < narrow or own == narrow == _NARROW:
+        _say_unchanged(wire, dtype)
+        return None
+    return wire
+
+
+@functools.cache
+def _say_unchanged(wire: str, dtype: torch.dtype) -> None:
+    """Says it once."""
+    _log.info("tensors of %s travel as they are, and not as %s", dtype, wire)
 
 
 class Compressor(Protocol):
@@ -290,6 +319,8 @@ class Rounded:
         return tensors[0] if self.compressor is None else self.compressor.decompress(tensors, ctx)
 
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        if wire_for(self.wire, x.dtype) is None:
+            return x
         return _ROUNDED[self.wire](x, self.block)
 
 

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from racksum.eager import eager
 from racksum.errors import BadArgument
 from racksum.session import DEFAULT_BLOCK, Session
-from racksum.torch.compress import block_of, checked_wire
+from racksum.torch.compress import block_of, checked_wire, wire_for
 from racksum.torch.staging import allreduce
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def set_all_reduce_hook(
     :param model: What ``fully_shard`` was applied to, whole or in parts.
     :param session: The ranks that have this rank's shard.
     :param wire: How gradients travel, if not unchanged: see :meth:`racksum.Session.allreduce`.
+        Those that are as narrow already travel as they are.
     :param block: Elements of a block: blocks of zeros are not sent.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -39,7 +40,8 @@ def set_all_reduce_hook(
 
     @eager
     def average(gradients: torch.Tensor) -> None:
-        allreduce(session, gradients, "avg", wire=wire, block=block).wait()
+        narrow = wire_for(wire, gradients.dtype)
+        allreduce(session, gradients, "avg", wire=narrow, block=block).wait()
 
     for module in sharded:
         module.set_all_reduce_hook(average)

@@ -22,6 +22,7 @@ from racksum.torch.compress import (
     Whole,
     block_of,
     checked_wire,
+    wire_for,
 )
 from racksum.torch.sparse import allreduce_sparse
 from racksum.torch.staging import allreduce
@@ -66,7 +67,8 @@ class State:
 
     :param session: The session whose ranks are those of the model's process group.
     :param wire: How gradients travel, if not unchanged: see :meth:`racksum.Session.allreduce`. What
-        :class:`~racksum.torch.compress.Rounded` has rounded travels as that.
+        :class:`~racksum.torch.compress.Rounded` has rounded travels as that. Gradients that are as
+        narrow already travel as they are.
     :param block: Elements of a block: blocks of zeros are not sent. By default the compressor's;
         others than those are refused.
     :param compressor: What leaves blocks out, from ``start_iter`` on: one of
@@ -258,13 +260,13 @@ class _Part(NamedTuple):
     def start(self, session: Session) -> Ends:
         """Starts to average it, less what the compressor leaves out."""
         state, gradients = self.state, self.gradients
+        wire = wire_for(state.wire, gradients.dtype)
         if gradients.is_sparse:
-            return allreduce_sparse(session, gradients, "avg", wire=state.wire, lane=self.lane)
-        wire = state.wire
+            return allreduce_sparse(session, gradients, "avg", wire=wire, lane=self.lane)
         if self.compressor is not None:
             gradients = self._compressed(self.compressor)
             if isinstance(self.compressor, Rounded):
-                wire = self.compressor.wire
+                wire = wire_for(self.compressor.wire, gradients.dtype)
         return allreduce(session, gradients, "avg", wire=wire, block=state.block, lane=self.lane)
 
     def _compressed(self, compressor: Compressor) -> torch.Tensor:
