@@ -19,9 +19,9 @@ pub(crate) struct Exit(u8);
 impl Exit {
     /// All went well.
     pub(crate) const OK: Self = Self(0);
-    /// The work failed: a wrong sum, a lost rank, a timeout.
+    /// The work failed: a wrong sum, a lost rank, ranks that disagree, a timeout.
     pub(crate) const FAILED: Self = Self(1);
-    /// The command line or an input is wrong.
+    /// The command line, the configuration or an input is wrong.
     pub(crate) const USAGE: Self = Self(2);
     /// The network or the aggregator could not be had.
     pub(crate) const UNAVAILABLE: Self = Self(3);
@@ -104,9 +104,9 @@ impl From<NetError> for Failure {
 impl From<StartError> for Failure {
     fn from(error: StartError) -> Self {
         match error {
-            StartError::Config(_) | StartError::StatusSocket { .. } => {
-                Self::usage(error.to_string())
-            }
+            StartError::Config(_)
+            | StartError::StatusSocket { .. }
+            | StartError::NoMulticast(_) => Self::usage(error.to_string()),
             StartError::Net(error) => error.into(),
             _ => Self::unavailable(error.to_string()),
         }
@@ -117,9 +117,9 @@ impl From<ConnectError> for Failure {
     fn from(error: ConnectError) -> Self {
         match error {
             error if error.is_usage() => Self::usage(error.to_string()),
-            ConnectError::Incomplete { .. } | ConnectError::NoRoom { .. } => {
-                Self::failed(error.to_string())
-            }
+            ConnectError::Incomplete { .. }
+            | ConnectError::NoRoom { .. }
+            | ConnectError::PeerLost { .. } => Self::failed(error.to_string()),
             _ => Self::unavailable(error.to_string()),
         }
     }
@@ -129,9 +129,11 @@ impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         match error {
             Error::Op(_)
-            | Error::Submit(SubmitError::Ended { .. } | SubmitError::PeerLost { .. }) => {
-                Self::failed(error.to_string())
-            }
+            | Error::Submit(
+                SubmitError::Ended { .. }
+                | SubmitError::PeerLost { .. }
+                | SubmitError::OpsExhausted,
+            ) => Self::failed(error.to_string()),
             _ => Self::usage(error.to_string()),
         }
     }
@@ -139,7 +141,40 @@ impl From<Error> for Failure {
 
 #[cfg(test)]
 mod tests {
+    use racksum_proto::control::Loss;
+    use racksum_proto::ids::Rank;
+
     use super::*;
+    use crate::args::EXIT_CODES;
+
+    #[test]
+    fn readme_and_help_say_the_same_of_exit_codes() {
+        let readme = include_str!("../../README.md");
+        for line in EXIT_CODES.lines().skip(1) {
+            let (code, means) = line.trim().split_once("  ").unwrap();
+            assert!(readme.contains(&format!("| {code} | {means} |\n")), "README lacks {line:?}");
+        }
+    }
+
+    #[test]
+    fn why_a_job_is_not_joined_says_whose_fault_it_is() {
+        let (host, why) = ("agg:7177".to_owned(), "it is unknown".to_owned());
+        let lost = ConnectError::PeerLost { ranks: vec![Rank(1)], why: Loss::Died };
+        let late = std::time::Duration::from_secs(1);
+        let (missing, elsewhere) = (vec![1], String::new());
+        for (error, exit) in [
+            (ConnectError::NoAddress { host: host.clone(), why: why.clone() }, Exit::USAGE),
+            (NetError::InsecureIdentity.into(), Exit::USAGE),
+            (ConnectError::Unresolved { host, why: why.clone() }, Exit::UNAVAILABLE),
+            (ConnectError::Refused(why), Exit::UNAVAILABLE),
+            (ConnectError::Draining, Exit::UNAVAILABLE),
+            (lost, Exit::FAILED),
+            (ConnectError::Incomplete { missing, waited: late, elsewhere }, Exit::FAILED),
+        ] {
+            let failure = Failure::from(error);
+            assert!(failure.exit == exit, "{failure:?}");
+        }
+    }
 
     #[test]
     fn a_session_that_ended_between_two_ops_is_no_wrong_command_line() {

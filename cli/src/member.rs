@@ -44,6 +44,16 @@ pub(crate) struct MemberArgs {
     /// as joining may take.
     #[arg(long, requires = "aggregator")]
     wait: bool,
+    /// Seconds that joining may take: until an aggregator answers, has room, and all ranks are
+    /// there.
+    #[arg(
+        long,
+        value_name = "S",
+        requires = "aggregator",
+        default_value_t = 60,
+        value_parser = clap::value_parser!(u64).range(1..)
+    )]
+    join_timeout: u64,
     /// How datagrams are authenticated: none, mac or aead, as the aggregator does. On this host the
     /// aggregator does as this says [default: none].
     #[arg(long)]
@@ -71,6 +81,7 @@ pub(crate) struct Member {
     pub(crate) insecure: bool,
     pub(crate) data_auth: Option<DataAuth>,
     wait: bool,
+    join_timeout: Duration,
 }
 
 impl MemberArgs {
@@ -88,14 +99,14 @@ impl MemberArgs {
             insecure: self.insecure,
             data_auth: self.data_auth,
             wait: self.wait,
+            join_timeout: Duration::from_secs(self.join_timeout),
         })
     }
 }
 
 impl Member {
-    /// How it connects. Joining, and each op, may take `timeout_s` seconds.
+    /// How it connects. Each op may take `timeout_s` seconds.
     pub(crate) fn options(&self, timeout_s: u64, faults: Faults) -> ConnectOptions {
-        let timeout = Duration::from_secs(timeout_s);
         let mut sets = self.aggregators.iter().cloned();
         ConnectOptions {
             aggregators: sets.next().unwrap_or_default(),
@@ -107,8 +118,8 @@ impl Member {
             insecure: self.insecure,
             data_auth: self.data_auth,
             wait: self.wait,
-            join_timeout: timeout,
-            op_timeout: timeout,
+            join_timeout: self.join_timeout,
+            op_timeout: Duration::from_secs(timeout_s),
             faults,
             ..ConnectOptions::new("", self.job.clone())
         }

@@ -25,6 +25,7 @@ pub(crate) fn of_connect(py: Python<'_>, error: &ConnectError) -> PyErr {
         ConnectError::PeerLost { ranks, .. } => raise(py, "PeerLost", (text, numbers(ranks))),
         ConnectError::Arguments(_)
         | ConnectError::NoAddress { .. }
+        | ConnectError::Unresolved { .. }
         | ConnectError::NoWay { .. }
         | ConnectError::Version { .. }
         | ConnectError::SidecarVersion { .. }

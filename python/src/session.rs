@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::SubmitError;
-use racksum_worker::{Blocks, ConnectError, Connecting, Error, Operand, sidecar};
+use racksum_worker::{Blocks, ConnectError, ConnectOptions, Connecting, Error, Operand, sidecar};
 
 use crate::client::Client;
 use crate::errors::{of_connect, of_op, raise, read};
@@ -85,6 +85,46 @@ impl Drop for Connected {
     }
 }
 
+/// A rank that calls its sidecar, which may be about to start, and joins there.
+#[derive(Debug, Default)]
+struct Calling {
+    client: Option<sidecar::Client>,
+    /// Why the sidecar was not there.
+    absent: Option<ConnectError>,
+}
+
+impl Calling {
+    /// Calls if that has led to nothing yet, and waits for all ranks; returns what it comes to if it
+    /// does so in `slice`.
+    fn wait(
+        &mut self,
+        path: &Path,
+        options: &ConnectOptions,
+        local_world: u16,
+        slice: Duration,
+    ) -> Option<Result<(), ConnectError>> {
+        let client = match &mut self.client {
+            Some(client) => client,
+            none => match sidecar::Client::call(path, options, local_world) {
+                Ok(client) => none.insert(client),
+                Err(error) if error.may_pass() => {
+                    if self.absent.is_none() {
+                        tracing::warn!("{error}; trying again until join_timeout is over");
+                    }
+                    self.absent = Some(error);
+                    std::thread::sleep(slice);
+                    return None;
+                }
+                Err(error) => return Some(Err(error)),
+            },
+        };
+        match client.is_ready_within(slice) {
+            Ok(ready) => ready.then_some(Ok(())),
+            Err(error) => Some(Err(error)),
+        }
+    }
+}
+
 /// What an op does, as Python says it.
 #[derive(Debug, FromPyObject)]
 pub(crate) struct Call {
@@ -116,25 +156,26 @@ impl Session {
     fn connect_beside(py: Python<'_>, path: &Path, options: Options) -> PyResult<Self> {
         let local_world = options.local_world();
         let options = options.into_connect_options(py)?;
-        let client = py
-            .detach(|| sidecar::Client::call(path, &options, local_world))
-            .map_err(|error| of_connect(py, &error))?;
-        let ready = wait_in_slices(py, Some(options.join_timeout), |slice| {
-            match client.is_ready_within(slice) {
-                Ok(ready) => ready.then_some(Ok(())),
-                Err(error) => Some(Err(error)),
-            }
+        let mut calling = Calling::default();
+        let joined = wait_in_slices(py, Some(options.join_timeout), |slice| {
+            calling.wait(path, &options, local_world, slice)
         });
-        let error = match ready {
-            Ok(Some(Ok(()))) => return Ok(Self { client: Connected::new(Client::Beside(client)) }),
-            Ok(Some(Err(error))) => of_connect(py, &error),
-            Ok(None) => {
-                let (missing, waited, elsewhere) =
-                    (client.missing(), options.join_timeout, String::new());
-                of_connect(py, &ConnectError::Incomplete { missing, waited, elsewhere })
+        let Calling { client, absent } = calling;
+        let error = match (joined, client) {
+            (Ok(Some(Ok(()))), Some(client)) => {
+                return Ok(Self { client: Connected::new(Client::Beside(client)) });
             }
-            Err(raised) => raised,
+            (Ok(Some(Err(error))), client) => (of_connect(py, &error), client),
+            (Ok(_), Some(client)) => {
+                let (missing, waited) = (client.missing(), options.join_timeout);
+                let elsewhere = String::new();
+                let error = ConnectError::Incomplete { missing, waited, elsewhere };
+                (of_connect(py, &error), Some(client))
+            }
+            (Ok(_), None) => (of_connect(py, &absent.unwrap_or(ConnectError::GivenUp)), None),
+            (Err(raised), client) => (raised, client),
         };
+        let (error, Some(client)) = error else { return Err(error.0) };
         // One that runs has given up the rank's place then; one that is stuck is not waited for.
         py.detach(move || {
             client.may_leave_within(PARTING);

@@ -402,7 +402,19 @@ def test_a_rank_that_closes_a_job_that_is_over_has_its_memory_to_itself(hosts, c
 
 def test_no_sidecar_is_an_error_that_says_what_to_start(tmp_path):
     with pytest.raises(racksum.NoAggregator, match=r"start `racksum worker --socket`"):
-        racksum.connect(f"unix:{tmp_path}/none", job="job", rank=0, world=1)
+        racksum.connect(f"unix:{tmp_path}/none", job="job", rank=0, world=1, join_timeout=0.5)
+
+
+def test_a_sidecar_that_starts_after_its_ranks_is_found(tmp_path, caplog):
+    path = tmp_path / "late"
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(racksum.connect, f"unix:{path}", job="job", rank=0, world=1)
+        while "trying again until join_timeout is over" not in caplog.text:
+            assert not joined.done(), joined.exception()
+            time.sleep(0.01)
+        sidecar = Sidecar(path)
+        joined.result(60).close()
+    sidecar.stop()
 
 
 @contextmanager
@@ -477,7 +489,7 @@ def test_why_hosts_cannot_join_is_of_the_type_that_a_rank_without_a_sidecar_hear
     tmp_path, aggregator
 ):
     for arguments, options, error in [
-        (["--aggregator", "127.0.0.1:1"], {}, racksum.NoAggregator),
+        (["--aggregator", "127.0.0.1:1"], {"join_timeout": 4.0}, racksum.NoAggregator),
         (["--aggregator", aggregator.address], {"generation": 0}, racksum.Refused),
     ]:
         sidecar = Sidecar(tmp_path / "one", *arguments)

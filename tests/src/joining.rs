@@ -351,7 +351,8 @@ fn an_aggregator_on_all_addresses_refuses_who_calls_one_that_it_does_not_answer_
 fn an_aggregator_that_goes_while_ranks_are_missing_is_told_of_with_them() {
     bounded(30, || {
         let rig = Rig::start(|_| {});
-        let options = rig.options("job", 1, 3);
+        let join_timeout = Duration::from_secs(4);
+        let options = ConnectOptions { join_timeout, ..rig.options("job", 1, 3) };
         let client = std::thread::spawn(move || Client::connect(&options).unwrap_err().to_string());
         // It is told who is missing twice a second.
         std::thread::sleep(Duration::from_millis(900));

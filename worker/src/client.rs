@@ -14,7 +14,7 @@ use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::time::Span;
 
 use crate::blocks::Blocks;
-use crate::control::{Closed, Mailbox, Voices, Word};
+use crate::control::{Awaited, Closed, Mailbox, Voices, Word};
 use crate::engine::{Engine, Finished, Stats};
 use crate::error::{ConnectError, Error};
 use crate::exponents::{self, Exponents, agreement};
@@ -379,6 +379,12 @@ impl Connecting {
     #[must_use]
     pub fn giver_up(&self) -> GiveUp {
         GiveUp { tell: self.mailbox.sender() }
+    }
+
+    /// What it waits for while it is made.
+    #[must_use]
+    pub fn awaited(&self) -> Awaited {
+        self.mailbox.awaited.clone()
     }
 
     /// Makes it: joins a job, and returns once all its ranks have.

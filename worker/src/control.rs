@@ -54,12 +54,30 @@ pub(crate) struct Mailbox {
     session: u32,
     /// The client is closed.
     pub(crate) closed: Option<Closed>,
+    /// What whoever watches an attempt to connect is told.
+    pub(crate) awaited: Awaited,
+}
+
+/// What an attempt to connect waits for, in words, for another thread to show.
+#[derive(Debug, Clone, Default)]
+pub struct Awaited(Arc<Mutex<String>>);
+
+impl Awaited {
+    /// What is awaited now.
+    #[must_use]
+    pub fn now(&self) -> String {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(crate) fn set(&self, what: String) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = what;
+    }
 }
 
 impl Mailbox {
     pub(crate) fn new() -> Self {
         let (tell, hear) = channel();
-        Self { tell, hear, session: 0, closed: None }
+        Self { tell, hear, session: 0, closed: None, awaited: Awaited::default() }
     }
 
     /// How it is told.

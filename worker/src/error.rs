@@ -17,13 +17,22 @@ pub enum ConnectError {
     /// The arguments contradict each other.
     #[error("{0}")]
     Arguments(String),
-    /// What was given as the address of an aggregator is none, or not now: a name may be unknown
-    /// for a while.
+    /// The text that was given as an aggregator's address can never be one.
     #[error("{host:?} is no address of an aggregator (HOST:PORT): {why}")]
     NoAddress {
         /// What was given.
         host: String,
         /// Why not.
+        why: String,
+    },
+    /// The name of an aggregator does not resolve, now at least.
+    #[error(
+        "the name of the aggregator {host:?} does not resolve: {why}; check its spelling and DNS"
+    )]
+    Unresolved {
+        /// What was given.
+        host: String,
+        /// What the resolver said.
         why: String,
     },
     /// The host has no way to an aggregator.
@@ -61,6 +70,8 @@ pub enum ConnectError {
         path: PathBuf,
         /// Why it could not be.
         why: String,
+        /// Nobody listens there, now at least.
+        absent: bool,
     },
     /// The sidecar refused the rank, or has let it go before the job was complete.
     #[error("the sidecar refused: {0}")]
@@ -137,6 +148,30 @@ impl ConnectError {
             Self::Net(error) => error.is_usage(),
             _ => false,
         }
+    }
+
+    /// Whether the same attempt may succeed later: nothing answers yet, or the aggregator was there
+    /// and is gone.
+    #[must_use]
+    pub const fn may_pass(&self) -> bool {
+        self.is_unanswered()
+            || self.is_gone()
+            || matches!(self, Self::NoSidecar { absent: true, .. })
+    }
+
+    /// Whether no aggregator answered.
+    pub(crate) const fn is_unanswered(&self) -> bool {
+        matches!(
+            self,
+            Self::Net(NetError::NobodyThere { .. } | NetError::Connect { .. })
+                | Self::Unresolved { .. }
+                | Self::NoWay { .. }
+        )
+    }
+
+    /// Whether an aggregator was there and is gone, or is about to go.
+    pub(crate) const fn is_gone(&self) -> bool {
+        matches!(self, Self::Closed(_) | Self::Silent | Self::Draining)
     }
 
     /// Whether who answers is of another version, or nothing of racksum at all.

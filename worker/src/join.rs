@@ -1,6 +1,6 @@
 //! Joining a job: one control connection to each aggregator, for as long as the worker lives.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -157,7 +157,10 @@ fn complete(
         }
         if let Some((place, event)) = heard {
             match parts.get_mut(usize::from(place)).filter(|part| !part.ready) {
-                Some(part) => part.take(event, session)?,
+                Some(part) => {
+                    part.take(event, session)?;
+                    mailbox.awaited.set(awaited(&parts));
+                }
                 None => session.early.push_back((place, event)),
             }
         }
@@ -187,6 +190,19 @@ fn complete(
         session.groups.extend(group);
     }
     Ok(None)
+}
+
+/// What a rank waits for at its aggregators.
+fn awaited(parts: &[Joining<'_>]) -> String {
+    let gathering = parts.iter().filter(|part| part.welcome.is_none());
+    let ranks: BTreeSet<u16> = gathering.flat_map(|part| &part.missing).copied().collect();
+    let ranks: Vec<String> = ranks.iter().map(u16::to_string).collect();
+    match (parts.iter().find_map(|part| part.queued.as_ref()), &ranks[..]) {
+        (Some(why), _) => format!("room: {why}"),
+        (None, []) => "the start of the job".into(),
+        (None, [rank]) => format!("rank {rank}"),
+        (None, _) => format!("ranks {}", ranks.join(", ")),
+    }
 }
 
 fn check(options: &ConnectOptions, aggregators: &[String]) -> Result<(), ConnectError> {

@@ -27,6 +27,7 @@ pub mod tensor;
 
 pub use blocks::Blocks;
 pub use client::{Client, Connecting, GiveUp, Handle, Reduced};
+pub use control::Awaited;
 pub use engine::Stats;
 pub use error::{ConnectError, Error};
 pub use fault::Faults;

@@ -62,7 +62,7 @@ pub struct ConnectOptions {
     pub rejoin: bool,
     /// What becomes of the job when it loses a rank; all ranks say the same.
     pub on_rank_loss: OnRankLoss,
-    /// How long to wait for room and for the other ranks.
+    /// How long to wait for an aggregator that answers, for room and for the other ranks.
     pub join_timeout: Duration,
     /// How long an op may take. Beside a sidecar the least counts that a rank of the host says.
     pub op_timeout: Duration,

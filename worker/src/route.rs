@@ -57,13 +57,43 @@ pub(crate) fn find_routes(
 
 /// The address of `HOST:PORT`.
 pub(crate) fn resolve(host: &str) -> Result<SocketAddr, ConnectError> {
-    let unknown = |why| ConnectError::NoAddress { host: host.into(), why };
-    let mut addrs = host.to_socket_addrs().map_err(|error| unknown(error.to_string()))?;
-    match addrs.next() {
-        Some(addr) if addr.port() == 0 => Err(unknown("0 is no port".into())),
-        Some(addr) => Ok(addr),
-        None => Err(unknown("the name has no address".into())),
-    }
+    check_address(host)?;
+    let unresolved = |why| ConnectError::Unresolved { host: host.into(), why };
+    let mut addrs = host.to_socket_addrs().map_err(|error| unresolved(error.to_string()))?;
+    addrs.next().ok_or_else(|| unresolved("the name has no address".into()))
+}
+
+/// Checks that a text can be `HOST:PORT`, without resolving the name.
+pub(crate) fn check_address(text: &str) -> Result<(), ConnectError> {
+    let wrong = |why: &str| Err(ConnectError::NoAddress { host: text.into(), why: why.into() });
+    let port = match (text.parse::<SocketAddr>(), text.rsplit_once(':')) {
+        (Ok(addr), _) => addr.port(),
+        (Err(_), None) => return wrong("the port is missing"),
+        (Err(_), Some((host, _))) if host.contains(':') => {
+            return wrong("an IPv6 address with a port is written as [ADDRESS]:PORT");
+        }
+        (Err(_), Some((host, _))) if !is_name(host) => {
+            return wrong("its host is neither a name nor an IP address");
+        }
+        (Err(_), Some((_, port))) => match port.parse() {
+            Ok(port) => port,
+            Err(_) => return wrong("its port is no number from 1 to 65535"),
+        },
+    };
+    if port == 0 { wrong("0 is no port") } else { Ok(()) }
+}
+
+/// Whether a text can be the name of a host (RFC 1123; underscores are common in practice). A last
+/// label of digits would be an IPv4 address that is none.
+fn is_name(text: &str) -> bool {
+    let text = text.strip_suffix('.').unwrap_or(text);
+    let is_label = |label: &str| {
+        let inner = |c: char| c.is_alphanumeric() || matches!(c, '-' | '_');
+        (1..=63).contains(&label.len()) && label.chars().all(inner)
+    };
+    let ends_in_number =
+        text.rsplit('.').next().is_some_and(|last| last.chars().all(|c| c.is_ascii_digit()));
+    text.len() <= 253 && text.split('.').all(is_label) && !ends_in_number
 }
 
 /// The address to call `to` from, of an interface that fits the pattern: the one that the kernel

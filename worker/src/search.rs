@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use racksum_net::NetError;
 use racksum_net::clock::Clock;
 use racksum_net::quic::IDLE_TIMEOUT;
 use racksum_proto::control::Resume;
@@ -15,6 +16,7 @@ use crate::error::ConnectError;
 use crate::join::{Outcome, Session, join};
 use crate::lookout::{Lookout, Sight};
 use crate::options::ConnectOptions;
+use crate::route::check_address;
 
 /// How long a set is not looked at that would not have the rank, and twice as long each next time.
 const FIRST_SHUN: Duration = Duration::from_secs(4);
@@ -30,6 +32,8 @@ pub(crate) struct Search<'a> {
     options: &'a ConnectOptions,
     clock: Clock,
     began: Time,
+    /// How long it may take, where that is known.
+    limit: Option<Duration>,
     sets: Vec<Set<'a>>,
     /// The set that is tried first in each round.
     first: usize,
@@ -37,8 +41,6 @@ pub(crate) struct Search<'a> {
     at: usize,
     /// Whether it has its turn because others were seen there.
     goes_to_others: bool,
-    /// Whether some aggregator has been there.
-    was_somewhere: bool,
 }
 
 /// A set of aggregators.
@@ -48,6 +50,8 @@ struct Set<'a> {
     hosts: &'a [String],
     /// What became of it, if it was tried.
     said: Option<String>,
+    /// Why it could not be joined last; of several tries the one that says most.
+    error: Option<ConnectError>,
     /// Until when it is not looked at, and how long that was.
     shunned: Option<(Time, Duration)>,
     /// When it was found to be gone that had been there.
@@ -62,17 +66,25 @@ impl<'a> Search<'a> {
             name: hosts.join("+"),
             hosts,
             said: None,
+            error: None,
             shunned: None,
             gone_at: None,
         };
         let (clock, sets) = (Clock::start(), all.map(set).collect());
-        let (began, goes_to_others, was_somewhere) = (clock.now(), false, false);
-        Self { options, clock, began, sets, first, at: first, goes_to_others, was_somewhere }
+        let began = clock.now();
+        let (limit, goes_to_others) = (None, false);
+        Self { options, clock, began, limit, sets, first, at: first, goes_to_others }
     }
 
-    /// Checks that no two sets share an aggregator: ranks at it could be of either, and wait there
-    /// for each other.
+    /// The same search, which may take so long.
+    pub(crate) fn within(self, limit: Duration) -> Self {
+        Self { limit: Some(limit), ..self }
+    }
+
+    /// Checks that every address can be one, since no later try would mend it, and that no two sets
+    /// share an aggregator: ranks at it could be of either, and wait there for each other.
     pub(crate) fn check(&self) -> Result<(), ConnectError> {
+        self.sets.iter().flat_map(|set| set.hosts).try_for_each(|host| check_address(host))?;
         let mut seen = BTreeSet::new();
         match self.sets.iter().flat_map(|set| set.hosts).find(|host| !seen.insert(*host)) {
             Some(host) => {
@@ -87,9 +99,9 @@ impl<'a> Search<'a> {
         Duration::from_nanos(self.clock.now().since(self.began).0)
     }
 
-    /// Whether some aggregator has been there.
-    pub(crate) const fn was_somewhere(&self) -> bool {
-        self.was_somewhere
+    /// Whether some set was tried.
+    pub(crate) fn has_tried(&self) -> bool {
+        self.sets.iter().any(|set| set.said.is_some())
     }
 
     /// The set whose turn it is.
@@ -152,6 +164,7 @@ impl<'a> Search<'a> {
         // One that comes back goes to where its job runs.
         let sights = if options.rejoin && resume.is_none() { Vec::new() } else { self.sights() };
         let mut lookout = Lookout::new(&options, resume, self.at, sights);
+        mailbox.awaited.set(format!("an answer of {}", self.name()));
         match join(&options, self.sets[self.at].hosts, resume, &mut lookout, mailbox)? {
             Outcome::Complete(session) => Ok(Some(session)),
             Outcome::Elsewhere(place) => {
@@ -160,7 +173,7 @@ impl<'a> Search<'a> {
                 self.note(format!("left, since others waited at {to}"));
                 // The set that was left has its turn before a round is over.
                 (self.at, self.first) = (place, place);
-                (self.goes_to_others, self.was_somewhere) = (true, true);
+                self.goes_to_others = true;
                 Ok(None)
             }
         }
@@ -176,48 +189,69 @@ impl<'a> Search<'a> {
     }
 
     /// Passes over the set whose turn it is. Returns whether a round is over.
-    pub(crate) fn pass_over(&mut self, error: &ConnectError) -> bool {
-        tracing::warn!(aggregator = self.name(), %error, "not joined");
-        self.note(error.to_string());
-        self.was_somewhere |= is_gone(error);
+    pub(crate) fn pass_over(&mut self, error: ConnectError) -> bool {
         let (now, set) = (self.clock.now(), &mut self.sets[self.at]);
-        if is_gone(error) || nobody_answers(error) && set.gone_at.is_some() {
+        if error.is_gone() || error.is_unanswered() && set.gone_at.is_some() {
             set.gone_at = Some(now);
         }
         // One that only cannot be had now says by its next answer that it can.
-        let can_be_had = !nobody_answers(error) && !is_gone(error);
-        if std::mem::take(&mut self.goes_to_others) && can_be_had {
+        if std::mem::take(&mut self.goes_to_others) && !error.may_pass() {
             let last = set.shunned.map_or(Duration::ZERO, |(_, last)| last);
             let long = (last * 2).clamp(FIRST_SHUN, LONGEST_SHUN);
             set.shunned = Some((now + span(long), long));
         }
+        self.keep(error);
         self.at = (self.at + 1) % self.sets.len();
         self.at == self.first
     }
 
-    /// Whether a try of the set whose turn it is that ends in this error may yet come to something:
-    /// it was there, or one was, if only to wait for room, and nobody answers now; or it is back,
-    /// and may not know yet that the rank was gone as well.
-    pub(crate) fn may_be_back(&self, error: &ConnectError) -> bool {
-        let gone_at =
-            self.sets[self.at].gone_at.filter(|_| matches!(error, ConnectError::Refused(_)));
-        is_gone(error)
-            || self.was_somewhere && nobody_answers(error)
-            || gone_at.is_some_and(|at| self.clock.now().since(at) < DOUBLES)
+    /// Keeps why the set whose turn it is could not be joined, and says so unless that is said.
+    fn keep(&mut self, error: ConnectError) {
+        let left = self.limit.map(|limit| limit.saturating_sub(self.waited()).as_secs());
+        let set = &mut self.sets[self.at];
+        if set.error.as_ref().is_some_and(|before| says_more(before, &error)) {
+            tracing::debug!(aggregator = set.name, %error, "not joined either");
+            return;
+        }
+        let why = error.to_string();
+        if set.said.as_ref() != Some(&why) {
+            let next = match left {
+                Some(left) if error.may_pass() && left > 0 => {
+                    format!("; trying again for up to {left} s")
+                }
+                _ => String::new(),
+            };
+            tracing::warn!(aggregator = set.name, "not joined: {why}{next}");
+        }
+        (set.said, set.error) = (Some(why), Some(error));
+    }
+
+    /// Whether another round may come to something: some aggregator may yet answer, or is back and
+    /// may still take this rank for its own double.
+    pub(crate) fn may_succeed(&self) -> bool {
+        let is_double = |set: &Set<'_>| {
+            let gone_at =
+                set.gone_at.filter(|_| matches!(set.error, Some(ConnectError::Refused(_))));
+            gone_at.is_some_and(|at| self.clock.now().since(at) < DOUBLES)
+        };
+        let may = |set: &Set<'_>| {
+            set.error.as_ref().is_some_and(ConnectError::may_pass) || is_double(set)
+        };
+        self.sets.iter().any(may)
+    }
+
+    /// Why no aggregator could be joined.
+    pub(crate) fn failure(mut self) -> ConnectError {
+        let only = if let [set] = &mut self.sets[..] { set.error.take() } else { None };
+        only.unwrap_or_else(|| ConnectError::NoAggregator(self.text()))
     }
 }
 
-/// Whether an aggregator that was there is gone.
-const fn is_gone(error: &ConnectError) -> bool {
-    matches!(error, ConnectError::Closed(_) | ConnectError::Silent | ConnectError::Draining)
-}
-
-/// Whether there is no answer of an aggregator, or no way to it now.
-const fn nobody_answers(error: &ConnectError) -> bool {
-    matches!(
-        error,
-        ConnectError::Net(_) | ConnectError::NoAddress { .. } | ConnectError::NoWay { .. }
-    )
+/// Whether an error of an earlier try says more than that nothing answered this one: that it had
+/// longer for that, or that an aggregator was there and is gone.
+const fn says_more(before: &ConnectError, now: &ConnectError) -> bool {
+    matches!(now, ConnectError::Net(NetError::NobodyThere { .. }))
+        && (before.is_gone() || matches!(before, ConnectError::Net(NetError::NobodyThere { .. })))
 }
 
 #[cfg(test)]

@@ -24,22 +24,23 @@ const MOVE_TIMEOUT: Duration = Duration::from_secs(25);
 const PAUSE: Duration = Duration::from_millis(250);
 /// The longest such pause of a rank that joins, each of which is twice as long as the one before.
 const LONGEST_PAUSE: Duration = Duration::from_secs(4);
+/// The shortest try that is worth its while: one with less time would say nothing.
+const LEAST_TRY: Duration = Duration::from_millis(500);
 
-/// Joins a job at the first of its sets of aggregators that can be had, and says which that is. One
-/// that goes away while ranks are waited for is no reason to give up, as long as joining may take:
-/// it may be back.
+/// Joins a job at the first of its sets of aggregators that can be had, and says which that is. An
+/// aggregator that does not answer, or goes away while ranks are waited for, is tried again for as
+/// long as joining may take: it may be about to start.
 pub(crate) fn join_first(
     options: &ConnectOptions,
     mailbox: &mut Mailbox,
 ) -> Result<(usize, Session), ConnectError> {
-    let mut search = Search::new(options, 0);
+    let mut search = Search::new(options, 0).within(options.join_timeout);
     search.check()?;
-    // Whether one of this round may be back.
-    let (mut may_be_back, mut pause) = (false, PAUSE);
+    let mut pause = PAUSE;
     loop {
         let left = options.join_timeout.saturating_sub(search.waited());
-        if left.is_zero() && search.was_somewhere() {
-            return Err(ConnectError::NoAggregator(search.text()));
+        if left.is_zero() && search.has_tried() {
+            return Err(search.failure());
         }
         let error = match search.join(left, None, mailbox) {
             Ok(Some(session)) => return Ok((search.at(), session)),
@@ -49,28 +50,25 @@ pub(crate) fn join_first(
         let (waited, elsewhere) = (search.waited(), search.text_of_others());
         match error {
             // Another aggregator would make no difference.
-            ConnectError::Arguments(_) | ConnectError::PeerLost { .. } | ConnectError::GivenUp => {
-                return Err(error);
-            }
+            error if error.is_usage() => return Err(error),
+            ConnectError::PeerLost { .. } | ConnectError::GivenUp => return Err(error),
             ConnectError::NoRoom { why, .. } => {
                 return Err(ConnectError::NoRoom { why, waited, elsewhere });
             }
             ConnectError::Incomplete { missing, .. } => {
                 return Err(ConnectError::Incomplete { missing, waited, elsewhere });
             }
-            error if options.standbys.is_empty() => return Err(error),
             error => {
-                may_be_back |= search.may_be_back(&error);
-                if search.pass_over(&error) {
-                    // What came of a try for which there is no time would say nothing.
-                    if !may_be_back || waited + pause >= options.join_timeout {
-                        return Err(ConnectError::NoAggregator(search.text()));
+                if search.pass_over(error) {
+                    let left = options.join_timeout.saturating_sub(search.waited());
+                    if !search.may_succeed() || left <= LEAST_TRY {
+                        return Err(search.failure());
                     }
-                    mailbox.pause(pause);
+                    mailbox.pause(pause.min(left - LEAST_TRY));
                     if mailbox.closed.is_some() {
                         return Err(ConnectError::GivenUp);
                     }
-                    (may_be_back, pause) = (false, (pause * 2).min(LONGEST_PAUSE));
+                    pause = (pause * 2).min(LONGEST_PAUSE);
                 }
             }
         }
@@ -180,7 +178,7 @@ impl Supervisor {
                     return;
                 }
                 Err(error) => {
-                    if search.pass_over(&error) {
+                    if search.pass_over(error) {
                         // What is said now is of attempts that have failed.
                         self.mailbox.pause(PAUSE);
                     }

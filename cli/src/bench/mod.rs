@@ -126,7 +126,7 @@ pub(crate) struct Args {
     /// Seed of the data and of the faults.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Seconds that joining, and each op, may take.
+    /// Seconds that each op may take.
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..))]
     timeout: u64,
     /// How to print.

@@ -65,7 +65,7 @@ pub(crate) struct Args {
     /// Seed of the faults.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Seconds that joining, and each tensor, may take.
+    /// Seconds that each tensor may take.
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..))]
     timeout: u64,
     #[command(flatten)]

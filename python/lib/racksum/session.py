@@ -83,7 +83,8 @@ def connect(
     :param rejoin: This rank has closed its session between two ops, and comes back to the job.
     :param on_rank_loss: ``"abort"`` ends the job when a rank is lost; ``"continue"`` goes on
         without it. All ranks say the same.
-    :param join_timeout: Seconds to wait for room and for the other ranks.
+    :param join_timeout: Seconds to wait for an aggregator that answers, for room and for the other
+        ranks.
     :param timeout: Seconds that an op may take.
     :param mtu: The path's MTU; by default the interface's.
     :param interface: Which of this host's interfaces to use, in the grammar of
@@ -107,9 +108,13 @@ class Session:
         _leave_alone()
         self._options = options
         _racksum.keep_logs(min(_log.getEffectiveLevel(), logging.CRITICAL))
+        # Joining may take minutes, and what it waits for is to be read meanwhile.
+        joined = threading.Event()
+        threading.Thread(target=_pass_on_logs_until, args=(joined,), daemon=True).start()
         try:
             self._session = _racksum.Session.connect(options)
         finally:
+            joined.set()
             _pass_on_logs()
         self._closed = False
         #: Called at the beginning of every op, so that those of a GPU, which another thread starts,
@@ -461,6 +466,15 @@ def _pass_on_logs() -> None:
     for level, name, said in _racksum.take_logs():
         logging.getLogger(name).log(level, "%s", said)
 
+
+def _pass_on_logs_until(over: threading.Event) -> None:
+    """Does so again and again."""
+    while not over.wait(_LOG_PERIOD):
+        _pass_on_logs()
+
+
+#: Seconds between two looks for what the worker has logged.
+_LOG_PERIOD = 0.25
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 

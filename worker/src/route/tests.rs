@@ -77,3 +77,23 @@ fn no_aggregator_may_be_named_twice() {
     let error = check_routes(&routes).unwrap_err().to_string();
     assert_eq!(error, "the aggregator 192.0.2.1:1 is named twice");
 }
+
+#[test]
+fn a_text_that_may_be_an_address_is_left_to_the_resolver() {
+    for text in
+        ["a:1", "a.b-c.example:7177", "a_b:1", "h.:1", "192.0.2.1:1", "[::1]:1", "[fe80::1%3]:7"]
+    {
+        check_address(text).unwrap_or_else(|error| panic!("{error}"));
+    }
+    let told = |text| check_address(text).unwrap_err().to_string();
+    assert_eq!(told("a"), "\"a\" is no address of an aggregator (HOST:PORT): the port is missing");
+    assert!(told("::1:7177").ends_with("is written as [ADDRESS]:PORT"));
+    assert!(told("a:70000").ends_with("its port is no number from 1 to 65535"));
+}
+
+#[test]
+fn a_name_that_does_not_resolve_is_no_fault_of_the_caller() {
+    let error = resolve("no-such-host.invalid:7177").unwrap_err();
+    assert!(matches!(error, ConnectError::Unresolved { .. }), "{error}");
+    assert!(error.may_pass() && !error.is_usage());
+}

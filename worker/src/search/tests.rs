@@ -1,3 +1,5 @@
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::SeqCst;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use racksum_net::quic::{Credentials, frames, quinn, server};
@@ -223,51 +225,121 @@ fn a_rank_does_not_soon_go_back_to_one_that_would_not_have_it() {
     assert!(search.join(LONG, None, &mut mailbox).unwrap().is_none());
     let error = search.join(LONG, None, &mut mailbox).unwrap_err();
     assert_eq!(error.to_string(), "the aggregator refused: it is full");
-    assert!(!search.pass_over(&error), "the one that it was at comes next");
+    let why = error.to_string();
+    assert!(!search.pass_over(error), "the one that it was at comes next");
     search.join(SHORT, None, &mut mailbox).unwrap_err();
     assert_eq!(first.heard(), ["look", "join", "leave"]);
     assert_eq!(other.heard(), ["join", "withdraw", "leave", "join", "leave"]);
-    assert_eq!(search.text_of_others(), format!("; {}: {error}", first.name));
+    assert_eq!(search.text_of_others(), format!("; {}: {why}", first.name));
     // Later it looks again.
     assert!(search.join(LONG, None, &mut mailbox).unwrap().is_none());
     assert_eq!(search.at(), 0);
 }
 
+fn unresolved() -> ConnectError {
+    ConnectError::Unresolved { host: "a:1".into(), why: "no such name".into() }
+}
+
+fn unanswered(seconds: u64) -> ConnectError {
+    let (addr, waited) = ("192.0.2.1:1".parse().unwrap(), Span::from_secs(seconds));
+    NetError::NobodyThere { addr, waited }.into()
+}
+
 #[test]
-fn what_was_there_may_be_back() {
+fn what_can_come_right_is_tried_again() {
     let sets =
         ConnectOptions { standbys: vec![vec!["b:1".into()]], ..ConnectOptions::new("a:1", "job") };
-    let refused = ConnectError::Refused("no".into());
-    let vanished = ConnectError::NoAddress { host: "a".into(), why: "no such name".into() };
+    let refused = || ConnectError::Refused("no".into());
     let cut_off = ConnectError::NoWay { to: "192.0.2.1:1".parse().unwrap(), why: "down".into() };
-    let mut search = Search::new(&sets, 0);
-    for error in [&refused, &vanished, &cut_off] {
-        assert!(!search.may_be_back(error), "{error}: nobody has been there");
-    }
-    for gone in [ConnectError::Silent, ConnectError::Closed("gone".into()), ConnectError::Draining]
-    {
+    let gone = ConnectError::Closed("gone".into());
+    for error in [unresolved(), cut_off, unanswered(5), gone, ConnectError::Draining] {
         let mut search = Search::new(&sets, 0);
-        assert!(search.may_be_back(&gone));
-        search.pass_over(&gone);
-        // Nor was the other ever there, but it answers like one that has never been.
-        assert!(search.may_be_back(&vanished) && search.may_be_back(&cut_off));
-        assert!(!search.may_be_back(&refused), "it knows nothing of the rank");
-        assert!(search.pass_over(&vanished), "a round is over");
-        assert!(search.may_be_back(&vanished));
-        assert!(search.may_be_back(&refused), "it may take the rank for its own double");
-        search.sets[0].gone_at = Some(Time(0));
-        assert!(!search.may_be_back(&refused), "it has had time to miss the rank");
-        search.pass_over(&vanished);
-        search.pass_over(&refused);
-        assert!(search.may_be_back(&refused), "it was away again");
+        search.pass_over(error);
+        assert!(search.pass_over(refused()), "a round is over");
+        assert!(search.may_succeed(), "the first may yet answer");
     }
-    for error in [&refused, &vanished] {
+    let mut search = Search::new(&sets, 0);
+    let other = NetError::WrongProtocol { addr: "192.0.2.1:1".parse().unwrap() };
+    search.pass_over(other.into());
+    search.pass_over(refused());
+    assert!(!search.may_succeed());
+    assert!(search.failure().to_string().ends_with("b:1: the aggregator refused: no"));
+}
+
+#[test]
+fn one_that_is_back_may_take_a_rank_for_its_own_double() {
+    let options = ConnectOptions::new("a:1", "job");
+    let refused = || ConnectError::Refused("no".into());
+    let mut search = Search::new(&options, 0);
+    search.pass_over(ConnectError::Silent);
+    search.pass_over(refused());
+    assert!(search.may_succeed(), "it may not have missed the rank yet");
+    search.sets[0].gone_at = Some(Time(0));
+    assert!(!search.may_succeed(), "it has had time to miss the rank");
+    search.pass_over(unresolved());
+    search.pass_over(refused());
+    assert!(search.may_succeed(), "it was away again");
+}
+
+#[test]
+fn of_several_tries_the_one_that_says_most_is_kept() {
+    let options = ConnectOptions::new("a:1", "job");
+    let last = |errors: [ConnectError; 2]| {
+        let mut search = Search::new(&options, 0);
+        errors.into_iter().for_each(|error| assert!(search.pass_over(error)));
+        search.failure().to_string()
+    };
+    let (five, one) = (unanswered(5).to_string(), unanswered(1).to_string());
+    assert_eq!(last([unanswered(5), unanswered(1)]), five);
+    assert_eq!(last([unresolved(), unanswered(1)]), one);
+    assert_eq!(last([unanswered(1), unresolved()]), unresolved().to_string());
+    let closed = || ConnectError::Closed("until then rank 1 had not joined".into());
+    assert_eq!(last([closed(), unanswered(1)]), closed().to_string());
+}
+
+#[test]
+fn only_one_that_does_not_want_a_rank_is_shunned() {
+    let sets =
+        ConnectOptions { standbys: vec![vec!["b:1".into()]], ..ConnectOptions::new("a:1", "job") };
+    let mut search = Search::new(&sets, 0);
+    for error in [ConnectError::Refused("no".into()), unresolved()] {
         search.goes_to_others = true;
         search.pass_over(error);
     }
-    assert!(!search.may_be_back(&vanished));
     let is_shunned = |set: &Set<'_>| set.shunned.is_some();
     assert_eq!([0, 1].map(|at| is_shunned(&search.sets[at])), [true, false]);
+}
+
+/// One that is about to stop when it is first asked, and then is another that serves.
+fn restarting(word: &FromWorker) -> Vec<FromAggregator> {
+    static ASKED: AtomicU32 = AtomicU32::new(0);
+    match word {
+        FromWorker::Join(_) if ASKED.fetch_add(1, SeqCst) == 0 => vec![FromAggregator::Drain],
+        FromWorker::Join(_) => begin(),
+        _ => Vec::new(),
+    }
+}
+
+#[test]
+fn the_only_aggregator_is_called_again_after_it_was_about_to_stop() {
+    let only = Fake::start(restarting);
+    let options = ConnectOptions { join_timeout: LONG, ..ConnectOptions::new(&only.name, "job") };
+    let (at, session) = join_first(&options, &mut Mailbox::new()).unwrap();
+    assert_eq!((at, session.welcomes.len()), (0, 1));
+    assert_eq!(only.heard(), ["join", "leave", "join"]);
+}
+
+#[test]
+fn an_address_that_cannot_be_is_final_wherever_it_stands() {
+    for address in ["a", "a:", "a:0", ":1", "a:b", "::1:7177", "300.1.2.3:1", "a b:1", "[a]:1"] {
+        let options = ConnectOptions {
+            standbys: vec![vec![address.into()]],
+            ..ConnectOptions::new("192.0.2.1:1", "job")
+        };
+        let error = join_first(&options, &mut Mailbox::new()).unwrap_err();
+        assert!(matches!(error, ConnectError::NoAddress { .. }), "{address}: {error}");
+        assert!(error.is_usage() && !error.may_pass());
+    }
 }
 
 #[test]
@@ -304,7 +376,7 @@ fn a_rank_goes_back_again_at_once_where_it_only_met_nobody() {
         assert!(search.join(LONG, None, &mut mailbox).unwrap().is_none());
         let error = search.join(LONG, None, &mut mailbox).unwrap_err();
         assert!(matches!(error, ConnectError::Draining), "{error}");
-        search.pass_over(&error);
+        search.pass_over(error);
         assert!(search.sights().iter().all(|sight| sight.from == search.began));
     }
 }

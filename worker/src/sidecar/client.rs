@@ -19,6 +19,7 @@ use self::shared::{Flight, LOOK, Over, Shared, State};
 use super::lent::{Copier, Lent};
 use super::message::{Called, FromRank, Join, ListAt, VERSION};
 use super::sums::Sums;
+use super::verdict::millis;
 use crate::blocks::Blocks;
 use crate::engine::Stats;
 use crate::error::{ConnectError, Error};
@@ -91,11 +92,15 @@ impl Client {
         options: &ConnectOptions,
         local_world: u16,
     ) -> Result<Self, ConnectError> {
-        let none = |why: &dyn std::fmt::Display| ConnectError::NoSidecar {
+        let none = |why: &dyn std::fmt::Display, absent| ConnectError::NoSidecar {
             path: path.to_owned(),
             why: why.to_string(),
+            absent,
         };
-        let line = Arc::new(Line::connect(path).map_err(|error| none(&error))?);
+        let is_absent =
+            |kind| matches!(kind, io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused);
+        let line = Line::connect(path).map_err(|error| none(&error, is_absent(error.kind())))?;
+        let line = Arc::new(line);
         let join = Join {
             version: VERSION,
             job: options.job.clone(),
@@ -104,7 +109,8 @@ impl Client {
             world: options.world,
             local_world,
             lanes: options.lanes,
-            op_timeout: u64::try_from(options.op_timeout.as_millis()).unwrap_or(u64::MAX),
+            join_timeout: millis(options.join_timeout),
+            op_timeout: millis(options.op_timeout),
         };
         let (shared, copier) = (Arc::new(Shared::default()), Copier::start()?);
         line.set_patience(Some(LOOK))?;
@@ -114,7 +120,7 @@ impl Client {
         let ear = Some(std::thread::Builder::new().name("racksum-ear".into()).spawn(hear)?);
         let (lanes, order) = (options.lanes, Mutex::default());
         let client = Self { line, lanes, shared, copier, order, ear };
-        client.line.send(&FromRank::Join(join), None).map_err(|error| none(&error))?;
+        client.line.send(&FromRank::Join(join), None).map_err(|error| none(&error, false))?;
         Ok(client)
     }
 

@@ -19,13 +19,15 @@ use super::status::{JobStatus, RankStatus};
 use super::sums::Sums;
 use super::upstream::{Folded, Upstream};
 use super::verdict::{disagreement, in_words, not_joined, said};
-use crate::client::{Connecting, GiveUp};
+use crate::client::{Connecting, GiveUp, span};
 use crate::engine::Stats;
 use crate::error::Error;
 use crate::options::ConnectOptions;
 
 /// For what ends by itself: ranks give up when they have waited for long enough, and folds end.
 const FOR_EVER: Duration = Duration::from_secs(1 << 20);
+/// How long the reason why a job is not joined may take to its ranks, at most.
+const REPORT: Duration = Duration::from_secs(2);
 
 /// A life of a job.
 #[derive(Debug)]
@@ -49,6 +51,8 @@ struct State {
     job: String,
     /// How long an op may take: the least that a rank says.
     op_timeout: Span,
+    /// When the first of the ranks gives up joining.
+    join_by: Option<Time>,
     members: BTreeMap<u16, Member>,
     /// Ranks that have left since the job began.
     left: BTreeSet<u16>,
@@ -139,6 +143,9 @@ impl Job {
         }
         state.members.insert(join.rank, Member::new(Arc::clone(line), peer.pid));
         state.op_timeout = state.op_timeout.min(Span::from_millis(join.op_timeout));
+        let join_timeout = Duration::from_millis(join.join_timeout).min(FOR_EVER);
+        let join_by = Clock::start().now() + span(join_timeout);
+        state.join_by = Some(state.join_by.map_or(join_by, |before| before.min(join_by)));
         let all_here = state.members.len() == usize::from(self.local_world);
         let is_alone = self.local_world == self.world;
         state.began = all_here && is_alone;
@@ -164,6 +171,8 @@ impl Job {
         }
         let mut ranks = state.members.keys().copied();
         let Some(rank) = ranks.next() else { return };
+        let left = state.join_by.map_or(Span::ZERO, |join_by| join_by.since(Clock::start().now()));
+        let left = Duration::from_nanos(left.0);
         let options = ConnectOptions {
             job: state.job.clone(),
             generation: self.generation,
@@ -171,7 +180,8 @@ impl Job {
             also: ranks.collect(),
             world: self.world,
             lanes: self.lanes,
-            join_timeout: FOR_EVER,
+            // A little sooner than the ranks give up, so that they hear why.
+            join_timeout: left - (left / 10).min(REPORT),
             op_timeout: Duration::from_nanos(state.op_timeout.0),
             ..upstream.clone()
         };

@@ -54,6 +54,8 @@ pub(super) struct Join {
     /// How many of them are on this host.
     pub(super) local_world: u16,
     pub(super) lanes: u8,
+    /// Milliseconds that joining may take.
+    pub(super) join_timeout: u64,
     /// Milliseconds that an op may take.
     pub(super) op_timeout: u64,
 }
@@ -109,6 +111,12 @@ pub(super) enum NotJoined {
     /// For so many milliseconds.
     NoRoom {
         why: String,
+        waited: u64,
+        elsewhere: String,
+    },
+    /// For so many milliseconds.
+    Incomplete {
+        missing: Vec<u16>,
         waited: u64,
         elsewhere: String,
     },

@@ -128,6 +128,7 @@ mod tests {
             world: 1,
             local_world: 1,
             lanes: 4,
+            join_timeout: 1000,
             op_timeout: 1000,
         };
         Arc::new(Job::new(&join, Peer { pid: 1, uid: 0 }))

@@ -34,8 +34,10 @@ pub(super) fn not_joined(error: ConnectError) -> NotJoined {
         ConnectError::Version { speaks, own } => NotJoined::OtherVersion { speaks, own },
         ConnectError::Net(NetError::WrongProtocol { addr }) => NotJoined::OtherProtocol { addr },
         ConnectError::NoRoom { why, waited, elsewhere } => {
-            let waited = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
-            NotJoined::NoRoom { why, waited, elsewhere }
+            NotJoined::NoRoom { why, waited: millis(waited), elsewhere }
+        }
+        ConnectError::Incomplete { missing, waited, elsewhere } => {
+            NotJoined::Incomplete { missing, waited: millis(waited), elsewhere }
         }
         ConnectError::PeerLost { ranks, why } => NotJoined::Lost { ranks: numbers(ranks), why },
         error => NotJoined::NoAggregator { tried: error.to_string() },
@@ -52,12 +54,21 @@ impl From<NotJoined> for ConnectError {
             NotJoined::NoRoom { why, waited, elsewhere } => {
                 Self::NoRoom { why, waited: Duration::from_millis(waited), elsewhere }
             }
+            NotJoined::Incomplete { missing, waited, elsewhere } => {
+                let waited = Duration::from_millis(waited);
+                Self::Incomplete { missing, waited, elsewhere }
+            }
             NotJoined::Lost { ranks, why } => {
                 Self::PeerLost { ranks: ranks.into_iter().map(Rank).collect(), why }
             }
             NotJoined::NoAggregator { tried } => Self::NoAggregator(tried),
         }
     }
+}
+
+/// Whole milliseconds, as messages count.
+pub(super) fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
 fn numbers(ranks: Vec<Rank>) -> Vec<u16> {
@@ -115,6 +126,11 @@ mod tests {
             ConnectError::Version { speaks: 2, own: 1 },
             NetError::WrongProtocol { addr: "192.0.2.1:7177".parse().unwrap() }.into(),
             ConnectError::NoRoom { why, waited: Duration::from_millis(2500), elsewhere },
+            ConnectError::Incomplete {
+                missing: vec![4],
+                waited: Duration::from_secs(9),
+                elsewhere: "; b:1: gone".into(),
+            },
             ConnectError::PeerLost { ranks: vec![Rank(3)], why: Loss::Died },
             ConnectError::NoAggregator("a:1: nobody answered".into()),
         ] {

@@ -53,6 +53,7 @@ fn wish(rank: u16, world: u16) -> Join {
         world,
         local_world: world,
         lanes: 1,
+        join_timeout: 60_000,
         op_timeout: 60_000,
     }
 }
