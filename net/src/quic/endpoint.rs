@@ -235,7 +235,9 @@ fn server_config(credentials: &Credentials, protocol: &str) -> Result<ServerConf
     tls.alpn_protocols = vec![protocol.as_bytes().to_vec()];
     let crypto = QuicServerConfig::try_from(tls).map_err(tls_error)?;
     let mut config = ServerConfig::with_crypto(Arc::new(crypto));
-    config.transport_config(transport());
+    // A rank's data goes to the address of its connection. Only the handshake proves that the rank
+    // hears there, so no later datagram may move the connection to another address.
+    config.transport_config(transport()).migration(false);
     Ok(config)
 }
 

@@ -191,6 +191,67 @@ async fn a_call_whose_first_retry_is_corrupted_is_answered_all_the_same() {
 }
 
 #[tokio::test]
+async fn a_connection_stays_at_the_address_of_its_handshake() {
+    let server = server(any_port(), &strangers()).unwrap();
+    let to = server.local_addr().unwrap();
+    let served = tokio::spawn(async move {
+        let connection = server.accept().await.unwrap().await.unwrap();
+        let at_first = connection.remote_address();
+        let (mut out, mut back) = connection.accept_bi().await.unwrap();
+        let mut heard = Vec::new();
+        while let Some(message) = recv::<Hello>(&mut back).await.unwrap() {
+            heard.push(connection.remote_address());
+            send(&mut out, &message).await.unwrap();
+        }
+        (at_first, heard)
+    });
+    // Between the two, somebody sends what the caller says from another address for a while.
+    let between = tokio::net::UdpSocket::bind(any_port()).await.unwrap();
+    let elsewhere = tokio::net::UdpSocket::bind("127.0.0.9:0").await.unwrap();
+    let (at, moves) = (between.local_addr().unwrap(), tokio::sync::Notify::new());
+    let moves = std::sync::Arc::new(moves);
+    let told = std::sync::Arc::clone(&moves);
+    let relay = tokio::spawn(async move {
+        let (mut caller, mut left) = (None, 0);
+        let (mut datagram, mut answer) = ([0; 2048], [0; 2048]);
+        loop {
+            let (len, from) = tokio::select! {
+                () = told.notified() => {
+                    left = 4;
+                    continue;
+                }
+                heard = between.recv_from(&mut datagram) => heard.unwrap(),
+                heard = elsewhere.recv_from(&mut answer) => {
+                    let (len, _) = heard.unwrap();
+                    between.send_to(&answer[..len], caller.unwrap()).await.unwrap();
+                    continue;
+                }
+            };
+            if from == to {
+                between.send_to(&datagram[..len], caller.unwrap()).await.unwrap();
+                continue;
+            }
+            caller = caller.or(Some(from));
+            let socket = if left > 0 { &elsewhere } else { &between };
+            left = std::cmp::max(left, 1) - 1;
+            socket.send_to(&datagram[..len], to).await.unwrap();
+        }
+    });
+    let client = call(at, PATIENCE).await.unwrap();
+    let (mut out, mut back) = client.quic().open_bi().await.unwrap();
+    for rank in 0..2 {
+        send(&mut out, &Hello { rank, ..hello() }).await.unwrap();
+        assert_eq!(recv(&mut back).await.unwrap(), Some(Hello { rank, ..hello() }));
+        moves.notify_one();
+        tokio::task::yield_now().await;
+    }
+    out.finish().unwrap();
+    let (at_first, heard) = served.await.unwrap();
+    assert_eq!(heard, [at_first; 2]);
+    relay.abort();
+}
+
+#[tokio::test]
 async fn what_no_connection_has_sent_is_not_answered() {
     let server = server(any_port(), &strangers()).unwrap();
     let stranger = tokio::net::UdpSocket::bind(any_port()).await.unwrap();
