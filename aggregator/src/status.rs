@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use racksum_proto::ids::JobId;
+use racksum_proto::peer_text::PeerText;
 use serde::{Deserialize, Serialize};
 use tokio::io::AsyncWriteExt;
 use tokio::net::UnixListener;
@@ -26,16 +27,20 @@ const PATIENCE: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Status {
     /// The release that runs.
+    #[serde(deserialize_with = "PeerText::string")]
     pub version: String,
     /// Where its control plane is.
+    #[serde(deserialize_with = "PeerText::string")]
     pub addr: String,
     /// Milliseconds since it started.
     pub up_ms: u64,
     /// The aggregator that it sends its sums to, if it has a parent.
+    #[serde(default, deserialize_with = "PeerText::option")]
     pub parent: Option<String>,
     /// Whether it believes everyone.
     pub insecure: bool,
     /// How datagrams are authenticated.
+    #[serde(deserialize_with = "PeerText::string")]
     pub data_auth: String,
     /// Most jobs at a time.
     pub max_jobs: u16,
@@ -44,6 +49,7 @@ pub struct Status {
     /// The jobs, by name.
     pub jobs: Vec<JobStatus>,
     /// Jobs that wait for room, the first first.
+    #[serde(deserialize_with = "PeerText::list")]
     pub queued: Vec<String>,
     /// The shards.
     pub shards: Vec<ShardStatus>,
@@ -53,6 +59,7 @@ pub struct Status {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct JobStatus {
     /// Its name.
+    #[serde(deserialize_with = "PeerText::string")]
     pub job: String,
     /// Its number here.
     pub id: u32,
@@ -63,6 +70,7 @@ pub struct JobStatus {
     /// How many lanes.
     pub lanes: u8,
     /// `gathering`, `probing` or `running`.
+    #[serde(deserialize_with = "PeerText::string")]
     pub state: String,
     /// Milliseconds since its first rank joined.
     pub age_ms: u64,
@@ -87,8 +95,10 @@ pub struct RankStatus {
     /// The ranks whose sum it sends, if it is an aggregator that has joined for them.
     pub rack: Vec<u16>,
     /// Where its data comes from.
+    #[serde(deserialize_with = "PeerText::string")]
     pub addr: String,
     /// The name in its certificate.
+    #[serde(default, deserialize_with = "PeerText::option")]
     pub identity: Option<String>,
     /// The first op that it has not opened at some shard.
     pub next_op: u32,
@@ -106,6 +116,7 @@ pub struct RankStatus {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ShardStatus {
     /// Where its data socket is.
+    #[serde(deserialize_with = "PeerText::string")]
     pub addr: String,
     /// Datagrams received and sent.
     pub datagrams: [u64; 2],
@@ -118,6 +129,7 @@ pub struct ShardStatus {
     /// Messages that could not be sent.
     pub send_failures: u64,
     /// Datagrams that changed nothing, by reason, where there were any.
+    #[serde(deserialize_with = "PeerText::counts")]
     pub rejects: BTreeMap<String, u64>,
     /// Packet buffers in all, and free.
     pub buffers: [usize; 2],

@@ -4,13 +4,15 @@
 mod sidecar;
 
 use std::fs::{self, DirBuilder};
-use std::io::{ErrorKind, Read};
+use std::io::{self, ErrorKind, Read};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use racksum_aggregator::{JobStatus, ShardStatus, Status};
+use racksum_net::local::Peer;
+use racksum_proto::peer_text::PeerText;
 
 use crate::args::{self, Format};
 use crate::exit::{Failure, say};
@@ -33,14 +35,14 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     }
     let sockets = match &args.socket {
         Some(socket) => vec![socket.clone()],
-        None => sockets(),
+        None => sockets()?,
     };
     let mut told = false;
     for socket in sockets {
         match ask(&socket) {
-            Ok(json) => {
+            Ok(status) => {
                 told = true;
-                print(&json, args.format)?;
+                print(&status, args.format)?;
             }
             // One that a killed aggregator left behind is of no use to anybody.
             Err(error) if args.socket.is_none() && is_dead(&error) => {
@@ -67,7 +69,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
 
 /// Where an aggregator's status socket is if nobody says otherwise: in a folder that only this user
 /// may enter.
-pub(crate) fn usual_socket() -> std::io::Result<PathBuf> {
+pub(crate) fn usual_socket() -> io::Result<PathBuf> {
     let folder = folder();
     match DirBuilder::new().mode(0o700).create(&folder) {
         Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
@@ -94,40 +96,92 @@ fn folder() -> PathBuf {
     }
 }
 
-/// The sockets in the usual place.
-fn sockets() -> Vec<PathBuf> {
-    let entries = fs::read_dir(folder()).into_iter().flatten().flatten();
+/// The sockets in the usual place, which must be this user's or root's: in /tmp anybody may make a
+/// folder of this name.
+fn sockets() -> Result<Vec<PathBuf>, Failure> {
+    let folder = folder();
+    let Ok(found) = fs::symlink_metadata(&folder) else { return Ok(Vec::new()) };
+    let others_write = found.mode() & 0o022 != 0;
+    if !found.is_dir() || !is_trusted(found.uid()) || others_write {
+        return Err(Failure::unavailable(format!(
+            "{} is not a folder that only this user or root can write to (user {}, mode {:o}), so \
+             what it holds is not asked; remove it, or name a --status-socket",
+            folder.display(),
+            found.uid(),
+            found.mode() & 0o7777
+        )));
+    }
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let paths = entries.map(|entry| entry.path());
     let mut sockets: Vec<_> =
         paths.filter(|path| path.extension().is_some_and(|end| end == "sock")).collect();
     sockets.sort();
-    sockets
+    Ok(sockets)
 }
 
-fn is_dead(error: &std::io::Error) -> bool {
+/// Whether a user's files and processes are believed.
+fn is_trusted(uid: u32) -> bool {
+    uid == 0 || uid == own_uid()
+}
+
+fn is_dead(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::ConnectionRefused | ErrorKind::NotFound)
 }
 
-fn ask(socket: &Path) -> std::io::Result<String> {
-    let mut stream = UnixStream::connect(socket)?;
-    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
-    let mut json = String::new();
-    stream.read_to_string(&mut json).map_err(|error| match error.kind() {
-        ErrorKind::WouldBlock => std::io::Error::other("it did not answer within 5 s"),
-        _ => error,
-    })?;
-    Ok(json)
+/// Asks who listens at a socket, which must be a process of this user or of root; root may ask
+/// everybody.
+fn ask(socket: &Path) -> io::Result<Status> {
+    let stream = UnixStream::connect(socket)?;
+    let peer = Peer::of(&stream)?;
+    if own_uid() != 0 && !is_trusted(peer.uid) {
+        let uid = peer.uid;
+        return Err(io::Error::other(format!("it is a process of user {uid} that listens there")));
+    }
+    let told = read(stream, PATIENCE)?;
+    serde_json::from_slice(&told).map_err(|error| {
+        let error = PeerText::of(error);
+        io::Error::other(format!(
+            "its answer cannot be read ({error}), so it may be of another release"
+        ))
+    })
 }
 
-fn print(json: &str, format: Format) -> Result<(), Failure> {
-    let status: Status = serde_json::from_str(json).map_err(|error| {
-        Failure::unavailable(format!(
-            "the aggregator's answer cannot be read: {error}; install the same release on both"
-        ))
-    })?;
+/// Reads an answer to its end, which may not come later, nor be longer, than an aggregator's.
+fn read(mut stream: UnixStream, patience: Duration) -> io::Result<Vec<u8>> {
+    let late = || io::Error::other(format!("it did not answer within {} s", patience.as_secs()));
+    let (started, mut told, mut piece) = (Instant::now(), Vec::new(), [0; 64 << 10]);
+    loop {
+        let left = patience.saturating_sub(started.elapsed());
+        if left.is_zero() {
+            return Err(late());
+        }
+        stream.set_read_timeout(Some(left))?;
+        match stream.read(&mut piece) {
+            Ok(0) => return Ok(told),
+            Ok(len) => told.extend_from_slice(&piece[..len]),
+            Err(error) if error.kind() == ErrorKind::WouldBlock => return Err(late()),
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+        if told.len() > MAX_ANSWER {
+            return Err(io::Error::other(format!("its answer is longer than {MAX_ANSWER} bytes")));
+        }
+    }
+}
+
+/// How long an aggregator may take to answer.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// The most bytes that are read of an answer: many times those of the most jobs and ranks.
+const MAX_ANSWER: usize = 16 << 20;
+
+fn print(status: &Status, format: Format) -> Result<(), Failure> {
     match format {
-        Format::Json => say(json),
-        Format::Text => say(text(&status).trim_end()),
+        Format::Json => {
+            let json = serde_json::to_string(status);
+            say(&json.map_err(|error| Failure::failed(error.to_string()))?)
+        }
+        Format::Text => say(text(status).trim_end()),
     }
 }
 
@@ -214,3 +268,6 @@ fn list(ranks: &[u16]) -> String {
     let names: Vec<_> = ranks.iter().map(u16::to_string).collect();
     names.join(", ")
 }
+
+#[cfg(test)]
+mod tests;

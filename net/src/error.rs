@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use quinn::ConnectionError;
+use racksum_proto::peer_text::PeerText;
 use racksum_proto::time::Span;
 
 /// A failure of this crate. Each `Display` says what was wrong, where, and what to do.
@@ -150,11 +151,11 @@ pub enum NetError {
         addr: SocketAddr,
     },
     /// The connection failed in another way before it stood.
-    #[error("cannot connect to {addr}: {cause}")]
+    #[error("cannot connect to {addr}: {}", PeerText::of(cause))]
     Connect {
         /// Who was called.
         addr: SocketAddr,
-        /// What QUIC said.
+        /// What QUIC said, or the other side.
         cause: ConnectionError,
     },
     /// The other side does not accept our certificate.
@@ -241,6 +242,34 @@ impl NetError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::quic::frames::FrameError;
+
+    #[test]
+    fn what_the_other_side_gave_as_a_reason_is_shown_on_one_line_and_not_obeyed() {
+        let addr: SocketAddr = "127.0.0.1:7000".parse().unwrap();
+        let evil = "gone\n\u{1b}[31m\u{7}".to_owned() + &"x".repeat(1 << 20);
+        let closed =
+            quinn::ApplicationClose { error_code: 1u32.into(), reason: evil.clone().into() };
+        let ended = quinn::ConnectionClose {
+            error_code: quinn::TransportErrorCode::PROTOCOL_VIOLATION,
+            frame_type: None,
+            reason: evil.into(),
+        };
+        for cause in
+            [ConnectionError::ApplicationClosed(closed), ConnectionError::ConnectionClosed(ended)]
+        {
+            let lost = quinn::WriteError::ConnectionLost(ConnectionError::clone(&cause));
+            let unread = quinn::ReadError::ConnectionLost(ConnectionError::clone(&cause));
+            for shown in [
+                NetError::Connect { addr, cause }.to_string(),
+                FrameError::Write(lost).to_string(),
+                FrameError::Read(unread).to_string(),
+            ] {
+                assert!(shown.contains("gone\\n\\u{1b}[31m\\u{7}x"), "{shown:?}");
+                assert!(shown.len() < PeerText::MAX + 100, "{}", shown.len());
+            }
+        }
+    }
 
     #[test]
     fn a_failed_bind_becomes_a_sentence_that_says_what_to_do() {

@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::auth::{DataAuth, Key, Keys};
 use crate::geometry::{Fragmentation, WINDOW_BYTES};
 use crate::ids::{Generation, JobId, OpId, Rank};
+use crate::peer_text::PeerText;
 
 /// The control protocol's version: a join of another is refused.
 pub const CONTROL_VERSION: u16 = 1;
@@ -71,6 +72,7 @@ pub struct Join {
     /// [`CONTROL_VERSION`] of the worker.
     pub version: u16,
     /// The job's name.
+    #[serde(deserialize_with = "PeerText::string")]
     pub job: String,
     /// The job's life.
     pub generation: Generation,
@@ -160,6 +162,7 @@ pub enum FromAggregator {
     /// The worker cannot be that rank, and why.
     Refused {
         /// A sentence for the user.
+        #[serde(deserialize_with = "PeerText::string")]
         reason: String,
     },
     /// The aggregator speaks this version of the protocol, and not the worker's.
@@ -173,6 +176,7 @@ pub enum FromAggregator {
         /// Which.
         rank: u16,
         /// A sentence for the user.
+        #[serde(deserialize_with = "PeerText::string")]
         reason: String,
     },
     /// Where the rank may lay a lifeline, by which its death, and the aggregator's, is known soon.
@@ -187,6 +191,7 @@ pub enum FromAggregator {
         /// Jobs that wait and were there before.
         before: u16,
         /// What is in the way: a sentence for the user.
+        #[serde(deserialize_with = "PeerText::string")]
         why: String,
     },
     /// The world is incomplete.
@@ -226,6 +231,7 @@ pub enum FromAggregator {
     /// The aggregator has a parent, which is gone, and the job is over with it.
     ParentLost {
         /// What became of it: a sentence for the user.
+        #[serde(deserialize_with = "PeerText::string")]
         reason: String,
     },
     /// A new life of the job has begun, and this one is over.

@@ -29,6 +29,7 @@ pub mod geometry;
 pub mod ids;
 pub mod names;
 pub mod observer;
+pub mod peer_text;
 mod recovery;
 pub mod rtt;
 mod sequence;

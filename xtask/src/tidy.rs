@@ -109,8 +109,8 @@ pub(crate) fn check(root: &Path) -> Result<Findings> {
 }
 
 /// The rules that look at one file.
-const FILE_RULES: [fn(&Source) -> Vec<Problem>; 5] =
-    [line_length, module_doc, leftovers, unsafe_place, timed_assert];
+const FILE_RULES: [fn(&Source) -> Vec<Problem>; 6] =
+    [line_length, module_doc, leftovers, unsafe_place, timed_assert, peer_text];
 
 /// The width rustfmt.toml sets, held for comments and strings too.
 const MAX_WIDTH: usize = 100;
@@ -131,6 +131,14 @@ const UNSAFE_ROOMS: [&str; 8] = [
     "cli/tests/cli/tun",
     "tests/preload",
     "python/src/memory",
+];
+
+/// Where messages of other processes are defined.
+const MESSAGES: [&str; 4] = [
+    "proto/src/control.rs",
+    "aggregator/src/status.rs",
+    "worker/src/sidecar/message.rs",
+    "worker/src/sidecar/status.rs",
 ];
 
 /// Marks of unfinished work in a comment, split so that this file does not hold them.
@@ -207,6 +215,28 @@ fn timed_assert(source: &Source) -> Vec<Problem> {
             Problem::new(&source.path, Some(index + 1), "timed-assert", message)
         })
         .collect()
+}
+
+/// Text of a message that could be shown as another process wrote it.
+fn peer_text(source: &Source) -> Vec<Problem> {
+    if MESSAGES.iter().all(|path| source.path != Path::new(path)) {
+        return Vec::new();
+    }
+    // A field of a struct or of a variant. What is read with `PeerText` has that one line above.
+    let mut above = "";
+    let mut problems = Vec::new();
+    for (index, line) in source.text.lines().enumerate() {
+        let field = line.trim_start();
+        let is_field = field.ends_with(',') && !field.starts_with("//") && !field.contains('(');
+        let is_text = is_field && has_word(field, "String") && field.contains(": ");
+        if is_text && !above.contains("deserialize_with = \"PeerText::") {
+            let message = "a text of a message is read with PeerText: put \
+                           #[serde(deserialize_with = \"PeerText::string\")] above it";
+            problems.push(Problem::new(&source.path, Some(index + 1), "peer-text", message));
+        }
+        above = line;
+    }
+    problems
 }
 
 /// A file near the limit on its length, or over it.
@@ -363,6 +393,22 @@ mod tests {
         }
         let fine = "assert!(ms >= 700);\nif start.elapsed() < limit {}\n";
         assert_eq!(timed_assert(&Source::new("a/tests/a.rs", fine)), []);
+    }
+
+    #[test]
+    fn a_text_of_a_message_that_is_not_read_with_peer_text_is_a_problem() {
+        let bare = "//! D.\npub struct A {\n    pub b: Option<String>,\n}\n";
+        let variant = "//! D.\npub enum A {\n    B { c: u32, d: String },\n}\n";
+        for text in [bare, variant] {
+            for path in MESSAGES {
+                let problems = peer_text(&Source::new(path, text));
+                assert_eq!(rules(&problems), [(Some(3), "peer-text")], "{text}");
+            }
+            assert_eq!(peer_text(&Source::new("proto/src/error.rs", text)), []);
+        }
+        let read = "#[serde(deserialize_with = \"PeerText::string\")]\n    pub a: String,\n";
+        let code = "    fn a(b: String,\n";
+        assert_eq!(peer_text(&Source::new(MESSAGES[0], format!("{read}{code}"))), []);
     }
 
     #[test]

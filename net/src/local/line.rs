@@ -7,10 +7,11 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
 
+use racksum_proto::peer_text::PeerText;
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
@@ -40,7 +41,7 @@ pub enum LineError {
         len: usize,
     },
     /// The bytes are no message of the kind that was expected.
-    #[error("a message cannot be read: {0}")]
+    #[error("a message cannot be read: {}", PeerText::of(.0))]
     Json(#[from] serde_json::Error),
     /// As many descriptors as this user may send are on their way, to processes that do not read.
     /// The line is as it was.
@@ -68,6 +69,27 @@ pub struct Peer {
     pub pid: i32,
     /// Its user, by this process's numbers. All that have none here look like one.
     pub uid: u32,
+}
+
+impl Peer {
+    /// Returns the process at the other end of a unix socket.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn of(socket: impl AsFd) -> io::Result<Self> {
+        // As the kernel has it: a process of another container is 0, which rustix has no type for.
+        let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
+        let mut len = libc::socklen_t::try_from(size_of::<libc::ucred>()).expect("it is small");
+        let (into, socket) = ((&raw mut peer).cast(), socket.as_fd().as_raw_fd());
+        // SAFETY: the kernel writes at most `len` bytes to `peer`, which has them.
+        let got = unsafe {
+            libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_PEERCRED, into, &raw mut len)
+        };
+        match got {
+            0 => Ok(Self { pid: peer.pid, uid: peer.uid }),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
 }
 
 /// A connection to another process of this host.
@@ -208,18 +230,7 @@ impl Line {
     /// # Errors
     /// The kernel's.
     pub fn peer(&self) -> io::Result<Peer> {
-        // As the kernel has it: a process of another container is 0, which rustix has no type for.
-        let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
-        let mut len = libc::socklen_t::try_from(size_of::<libc::ucred>()).expect("it is small");
-        let (into, socket) = ((&raw mut peer).cast(), self.socket.as_raw_fd());
-        // SAFETY: the kernel writes at most `len` bytes to `peer`, which has them.
-        let got = unsafe {
-            libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_PEERCRED, into, &raw mut len)
-        };
-        match got {
-            0 => Ok(Peer { pid: peer.pid, uid: peer.uid }),
-            _ => Err(io::Error::last_os_error()),
-        }
+        Peer::of(&*self.socket)
     }
 
     /// Hangs up: whoever waits for a message, on either side, hears that there will be none.

@@ -3,11 +3,13 @@
 use std::fmt;
 use std::path::Path;
 
+use racksum_proto::peer_text::PeerText;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 use x509_parser::prelude::{FromDer, X509Certificate};
+use x509_parser::x509::X509Name;
 
 use super::identity::read_secret;
 use crate::NetError;
@@ -90,10 +92,12 @@ impl Certificate {
     /// Reads a certificate; the error says why it cannot be one.
     pub(super) fn parse(der: &CertificateDer<'_>) -> Result<Self, String> {
         let (_, x509) = X509Certificate::from_der(der).map_err(|error| error.to_string())?;
-        let name_of = |name: &x509_parser::x509::X509Name<'_>| {
-            let common = name.iter_common_name().next().and_then(|name| name.as_str().ok());
-            common.unwrap_or_default().to_owned()
-        };
+        // Names are compared, logged and shown, so a certificate whose name would not show as it
+        // is counts as none.
+        let names = [x509.subject(), x509.issuer()];
+        if names.iter().any(|name| !PeerText::is_plain(&name_of(name))) {
+            return Err("a name in its certificate has characters that cannot be printed".into());
+        }
         let usage = x509.extended_key_usage().ok().flatten();
         let role = if x509.is_ca() {
             Role::Authority
@@ -114,6 +118,12 @@ impl Certificate {
             fingerprint: digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect(),
         })
     }
+}
+
+/// The common name.
+fn name_of(name: &X509Name<'_>) -> String {
+    let common = name.iter_common_name().next().and_then(|name| name.as_str().ok());
+    common.unwrap_or_default().to_owned()
 }
 
 /// A moment in seconds since 1970 as RFC 3339.

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use quinn::ConnectionError;
 use racksum_proto::control::{FromAggregator, FromWorker, Join};
+use racksum_proto::peer_text::PeerText;
 use racksum_proto::time::Span;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::oneshot;
@@ -36,7 +37,7 @@ pub enum Ended {
     Silent,
     /// The aggregator ended it, or is gone: a sentence.
     #[error("{0}")]
-    Closed(String),
+    Closed(PeerText),
     /// This side has said its last word.
     #[error("left")]
     Parted,
@@ -69,7 +70,7 @@ pub async fn converse(
         Err(error) => return error.into(),
     };
     // An aggregator looks at this side's certificate last, when the connection seems made.
-    let closed = |why: String| match connection.quic().close_reason() {
+    let closed = |why: PeerText| match connection.quic().close_reason() {
         Some(ConnectionError::TimedOut) => Ended::Silent,
         Some(cause) => match not_connected(to, cause) {
             error @ NetError::NotBelieved { .. } => error.into(),
@@ -79,10 +80,10 @@ pub async fn converse(
     };
     let (mut send, recv) = match connection.quic().open_bi().await {
         Ok(streams) => streams,
-        Err(error) => return closed(error.to_string()),
+        Err(error) => return closed(PeerText::of(error)),
     };
     if let Err(error) = frames::send(&mut send, &FromWorker::Join(join)).await {
-        return closed(error.to_string());
+        return closed(PeerText::of(error));
     }
     let (offered, lifeline) = oneshot::channel();
     let quic = connection.quic().clone();
@@ -92,12 +93,12 @@ pub async fn converse(
     let mut reader = tokio::spawn(listen(recv, offered, hear));
     loop {
         tokio::select! {
-            why = &mut reader => return closed(why.unwrap_or_else(|error| error.to_string())),
+            why = &mut reader => return closed(PeerText::of(why.unwrap_or_else(|error| error.to_string()))),
             () = &mut dead => {
                 reader.abort();
                 // Should it live, this lies behind what it has yet to read, and undoes it.
                 connection.close("gone").await;
-                return Ended::Closed(DEAD.into());
+                return Ended::Closed(PeerText::of(DEAD));
             }
             word = words.recv() => {
                 let word = word.unwrap_or(LEAVE);
@@ -129,7 +130,7 @@ pub async fn converse(
 pub async fn look(to: SocketAddr, join: Join, caller: &Caller) -> Result<Vec<u16>, Ended> {
     let connection = connect_from(caller.from, to, &caller.credentials, caller.patience).await?;
     let answer = async {
-        let closed = |why: &dyn std::fmt::Display| Ended::Closed(why.to_string());
+        let closed = |why: &dyn std::fmt::Display| Ended::Closed(PeerText::of(why));
         let (mut send, mut recv) =
             connection.quic().open_bi().await.map_err(|error| closed(&error))?;
         frames::send(&mut send, &FromWorker::Look(join)).await.map_err(|error| closed(&error))?;

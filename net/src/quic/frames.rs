@@ -4,6 +4,7 @@
 //! own layout. Nothing that arrives can panic or allocate more than [`MAX_FRAME`].
 
 use quinn::{ReadError, ReadExactError, RecvStream, SendStream, WriteError};
+use racksum_proto::peer_text::PeerText;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -25,7 +26,7 @@ pub enum FrameError {
     #[error("the stream ended in the middle of a control message")]
     Truncated,
     /// The bytes are no message of the kind that was expected.
-    #[error("a control message cannot be read: {0}")]
+    #[error("a control message cannot be read: {}", PeerText::of(.0))]
     Decode(serde_json::Error),
     /// The message cannot be written as JSON.
     #[error("a control message cannot be written: {0}")]
@@ -33,14 +34,14 @@ pub enum FrameError {
     /// The stream or its connection ended while sending. quinn leaves out what the connection was
     /// lost for.
     #[error("cannot send a control message: {}", match .0 {
-        WriteError::ConnectionLost(cause) => cause.to_string(),
-        error => error.to_string(),
+        WriteError::ConnectionLost(cause) => PeerText::of(cause),
+        error => PeerText::of(error),
     })]
     Write(WriteError),
     /// The stream or its connection ended while receiving; see above.
     #[error("cannot receive a control message: {}", match .0 {
-        ReadError::ConnectionLost(cause) => cause.to_string(),
-        error => error.to_string(),
+        ReadError::ConnectionLost(cause) => PeerText::of(cause),
+        error => PeerText::of(error),
     })]
     Read(ReadError),
 }

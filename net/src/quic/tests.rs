@@ -7,6 +7,8 @@ use super::frames::{FrameError, MAX_FRAME, recv, send};
 use super::*;
 use crate::NetError;
 
+mod texts;
+
 const PATIENCE: Span = Span::from_secs(100);
 /// Long enough to show that nobody is there where the answer would come at once.
 const IMPATIENCE: Span = Span::from_millis(300);

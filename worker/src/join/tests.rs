@@ -43,6 +43,16 @@ fn more_aggregators_than_can_be_waited_for_are_refused() {
 }
 
 #[test]
+fn a_job_whose_name_others_would_read_otherwise_is_refused() {
+    let named = |job: &str| check(&ConnectOptions::new("", job), &["127.0.0.1:1".into()]);
+    named("träin \"7\"").unwrap();
+    for job in ["a\nb", "a\x1b[31m", "a\u{202e}b", &"x".repeat(PeerText::MAX + 1)] {
+        let error = named(job).unwrap_err().to_string();
+        assert!(PeerText::is_plain(&error), "{error:?}");
+    }
+}
+
+#[test]
 fn only_a_probe_of_the_job_from_one_of_its_shards_is_one() {
     let options = ConnectOptions {
         generation: Generation(3),

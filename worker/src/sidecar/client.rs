@@ -23,6 +23,7 @@ use super::verdict::millis;
 use crate::blocks::Blocks;
 use crate::engine::Stats;
 use crate::error::{ConnectError, Error};
+use crate::join::check_name;
 use crate::operand::{Operand, check_len};
 use crate::options::ConnectOptions;
 
@@ -86,7 +87,7 @@ impl Client {
     /// Calls the sidecar at a path, and asks to be a rank.
     ///
     /// # Errors
-    /// [`ConnectError::NoSidecar`].
+    /// [`ConnectError::NoSidecar`], or [`ConnectError::Arguments`] about the job's name.
     pub fn call(
         path: &Path,
         options: &ConnectOptions,
@@ -97,6 +98,7 @@ impl Client {
             why: why.to_string(),
             absent,
         };
+        check_name(&options.job)?;
         let is_absent =
             |kind| matches!(kind, io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused);
         let line = Line::connect(path).map_err(|error| none(&error, is_absent(error.kind())))?;

@@ -5,9 +5,13 @@ use std::net::SocketAddr;
 use racksum_proto::control::Loss;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::ids::Generation;
+use racksum_proto::peer_text::PeerText;
 use serde::{Deserialize, Serialize};
 
 use crate::engine::Stats;
+
+/// Some of the JSON of a message, whose texts are read with [`PeerText`] once it is whole.
+pub(super) type Json = String;
 
 /// The version of these messages. Both sides are of one release.
 pub(super) const VERSION: u16 = 1;
@@ -46,6 +50,7 @@ pub(super) struct ListAt {
 pub(super) struct Join {
     /// [`VERSION`] of the rank.
     pub(super) version: u16,
+    #[serde(deserialize_with = "PeerText::string")]
     pub(super) job: String,
     pub(super) generation: Generation,
     pub(super) rank: u16,
@@ -67,7 +72,10 @@ pub(super) enum FromSidecar {
     /// It is of another release.
     WrongVersion { speaks: u16 },
     /// The process cannot be that rank, and why.
-    Refused { reason: String },
+    Refused {
+        #[serde(deserialize_with = "PeerText::string")]
+        reason: String,
+    },
     /// The job, which has ranks on other hosts, cannot be joined at the aggregator.
     NotJoined(NotJoined),
     /// Ranks that have not joined yet.
@@ -75,18 +83,25 @@ pub(super) enum FromSidecar {
     /// All ranks have joined: ops may start.
     Ready,
     /// It has the memory that was lent, or has not, and why.
-    Lent { memory: u32, refused: Option<String> },
+    Lent {
+        memory: u32,
+        #[serde(default, deserialize_with = "PeerText::option")]
+        refused: Option<String>,
+    },
     /// What has left the host for the job, and come back.
     Stats(Stats),
     /// What the sidecar does: some of the JSON of a [`Status`](super::status::Status). It comes
     /// without a descriptor, of which a user may have only so many on their way.
-    Status { part: String, more: bool },
+    Status { part: Json, more: bool },
     /// An op has ended.
     Ended { op: u32, outcome: Outcome },
     /// Ranks are gone, and the job is over.
     Lost { ranks: Vec<u16>, why: Loss },
     /// The job has nowhere to go on, and why.
-    CutOff { why: String },
+    CutOff {
+        #[serde(deserialize_with = "PeerText::string")]
+        why: String,
+    },
     /// An op has timed out, and the job is over.
     TimedOut,
     /// A greater generation of the job has begun.
@@ -98,6 +113,7 @@ pub(super) enum FromSidecar {
 #[serde(rename_all = "snake_case")]
 pub(super) enum NotJoined {
     Refused {
+        #[serde(deserialize_with = "PeerText::string")]
         reason: String,
     },
     Draining,
@@ -110,8 +126,10 @@ pub(super) enum NotJoined {
     },
     /// For so many milliseconds.
     NoRoom {
+        #[serde(deserialize_with = "PeerText::string")]
         why: String,
         waited: u64,
+        #[serde(deserialize_with = "PeerText::string")]
         elsewhere: String,
     },
     /// For so many milliseconds.
@@ -125,6 +143,7 @@ pub(super) enum NotJoined {
         why: Loss,
     },
     NoAggregator {
+        #[serde(deserialize_with = "PeerText::string")]
         tried: String,
     },
 }

@@ -3,9 +3,10 @@
 
 use std::io;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use racksum_net::local::{Line, LineError};
+use racksum_proto::peer_text::PeerText;
 use serde::{Deserialize, Serialize};
 
 use super::message::{FromRank, FromSidecar};
@@ -16,14 +17,19 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// Bytes of an answer that one message has: escaped they are less than twice as many.
 const PART: usize = 16 << 10;
 
+/// The most bytes that are read of an answer: many times those of the most jobs and ranks.
+const MAX_TOLD: usize = 16 << 20;
+
 /// What a sidecar is doing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
     /// The release that runs.
+    #[serde(deserialize_with = "PeerText::string")]
     pub version: String,
     /// Milliseconds since it started.
     pub up_ms: u64,
     /// Where jobs meet that have ranks on other hosts: the aggregator, and then its standbys.
+    #[serde(deserialize_with = "PeerText::list")]
     pub aggregators: Vec<String>,
     /// Whether it takes no more jobs, since it is about to stop.
     pub draining: bool,
@@ -43,6 +49,7 @@ pub struct Status {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobStatus {
     /// Its name.
+    #[serde(deserialize_with = "PeerText::string")]
     pub job: String,
     /// Its life.
     pub generation: u32,
@@ -55,6 +62,7 @@ pub struct JobStatus {
     /// How many lanes.
     pub lanes: u8,
     /// `gathering`, `calling the aggregator`, `running` or `over`.
+    #[serde(deserialize_with = "PeerText::string")]
     pub state: String,
     /// Milliseconds since its first rank joined.
     pub age_ms: u64,
@@ -93,14 +101,25 @@ pub struct RankStatus {
 pub fn ask(path: &Path) -> io::Result<Status> {
     let line = Line::connect(path)?;
     line.set_patience(Some(PATIENCE))?;
+    let began = Instant::now();
     line.send(&FromRank::AskStatus, None).map_err(as_io)?;
     let mut told = String::new();
     loop {
         match line.recv().map_err(as_io)? {
             Some((FromSidecar::Status { part, more }, _)) => {
                 told.push_str(&part);
+                // Each part is waited for, and all of them no longer than one might be.
+                if more && began.elapsed() > PATIENCE {
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
+                if told.len() > MAX_TOLD {
+                    let why = format!("what it says is longer than {MAX_TOLD} bytes");
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+                }
                 if !more {
-                    return Ok(serde_json::from_str(&told)?);
+                    return serde_json::from_str(&told).map_err(|error| {
+                        io::Error::new(io::ErrorKind::InvalidData, PeerText::of(error).as_str())
+                    });
                 }
             }
             Some((FromSidecar::WrongVersion { .. } | FromSidecar::Refused { .. }, _)) => {

@@ -2,6 +2,7 @@
 
 mod hostile;
 mod lists;
+mod texts;
 
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU32;

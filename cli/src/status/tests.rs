@@ -1,0 +1,114 @@
+use std::io::Write;
+
+use racksum_aggregator::RankStatus;
+
+use super::*;
+
+fn status(text: &str) -> Status {
+    let name = || text.to_owned();
+    let rank = RankStatus {
+        rank: 0,
+        number: 0,
+        rack: vec![0],
+        addr: name(),
+        identity: Some(name()),
+        next_op: 0,
+        opened: 0,
+        delivered: 0,
+        silent_ms: 0,
+        behind: true,
+    };
+    let job = JobStatus {
+        job: name(),
+        id: 1,
+        generation: 0,
+        world: 1,
+        lanes: 1,
+        state: name(),
+        age_ms: 0,
+        missing: vec![1],
+        absent: vec![2],
+        stalled_ms: Some(1),
+        ranks: vec![rank],
+    };
+    let shard = ShardStatus {
+        addr: name(),
+        datagrams: [0; 2],
+        bytes: [0; 2],
+        folds: 0,
+        kernel_drops: 1,
+        send_failures: 1,
+        rejects: [(name(), 1)].into(),
+        buffers: [0; 2],
+    };
+    Status {
+        version: name(),
+        addr: name(),
+        up_ms: 0,
+        parent: Some(name()),
+        insecure: true,
+        data_auth: name(),
+        max_jobs: 1,
+        draining: true,
+        jobs: vec![job],
+        queued: vec![name(), name()],
+        shards: vec![shard],
+    }
+}
+
+/// A folder's socket, and who listens there.
+fn listener(name: &str) -> (PathBuf, std::os::unix::net::UnixListener) {
+    let path = std::env::temp_dir().join(format!("racksum-{name}-{}.sock", std::process::id()));
+    drop(fs::remove_file(&path));
+    let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    (path, listener)
+}
+
+/// What comes of asking somebody who answers so.
+fn asked(name: &str, answer: Vec<u8>) -> io::Result<Status> {
+    let (path, listener) = listener(name);
+    let answering = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        // Whoever asks may hang up before the end.
+        drop(stream.write_all(&answer));
+    });
+    let asked = ask(&path);
+    answering.join().unwrap();
+    fs::remove_file(path).unwrap();
+    asked
+}
+
+#[test]
+fn no_text_of_an_answer_reaches_the_terminal_as_it_came() {
+    let evil = "\n\x1b[31m\x07\u{202e}".to_owned() + &"x".repeat(1 << 20);
+    let json = serde_json::to_vec(&status(&evil)).unwrap();
+    assert!(json.len() < MAX_ANSWER, "{}", json.len());
+    let told = asked("evil", json).unwrap();
+    for shown in [text(&told), serde_json::to_string(&told).unwrap()] {
+        let is_plain = |c: char| c == '\n' || PeerText::is_plain(c.encode_utf8(&mut [0; 4]));
+        assert!(shown.chars().all(is_plain), "{shown:?}");
+        assert!(shown.len() < 13 * PeerText::MAX, "{} bytes", shown.len());
+    }
+    assert_eq!(text(&told).lines().count(), text(&status("plain")).lines().count());
+}
+
+#[test]
+fn an_answer_that_is_none_is_quoted_plainly_and_one_without_end_is_not_read() {
+    let told = asked("wrong", br#"{"version": 1, "\u001b[31m": 2}"#.to_vec()).unwrap_err();
+    assert!(PeerText::is_plain(&told.to_string()), "{told:?}");
+    let told = asked("long", vec![b' '; MAX_ANSWER + 1]).unwrap_err();
+    assert!(told.to_string().starts_with("its answer is longer than "), "{told}");
+}
+
+#[test]
+fn who_answers_a_little_at_a_time_is_not_waited_for_without_end() {
+    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    let drips = std::thread::spawn(move || {
+        while theirs.write_all(b" ").is_ok() {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    });
+    let error = read(ours, Duration::from_secs(1)).unwrap_err();
+    assert_eq!(error.to_string(), "it did not answer within 1 s");
+    drips.join().unwrap();
+}

@@ -1,0 +1,163 @@
+//! What a peer writes into the fields of a control message, and what is shown of it.
+
+use racksum_proto::auth::{DataAuth, Key};
+use racksum_proto::control::{
+    Absent, FromAggregator, FromWorker, Join, Loss, OnRankLoss, Resume, Welcome,
+};
+use racksum_proto::ids::{Generation, JobId, OpId, Rank};
+use racksum_proto::peer_text::PeerText;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use super::super::frames::FrameError;
+
+/// All copies of a value that have the text in the place of one of its strings.
+fn with_text(value: &Value, text: &str) -> Vec<Value> {
+    match value {
+        Value::String(_) => vec![text.into()],
+        Value::Array(all) => (0..all.len())
+            .flat_map(|at| with_text(&all[at], text).into_iter().map(move |it| (at, it)))
+            .map(|(at, it)| {
+                let mut all = all.clone();
+                all[at] = it;
+                all.into()
+            })
+            .collect(),
+        Value::Object(all) => all
+            .iter()
+            .flat_map(|(key, it)| with_text(it, text).into_iter().map(move |it| (key, it)))
+            .map(|(key, it)| {
+                let mut all = all.clone();
+                all[key] = it;
+                all.into()
+            })
+            .collect(),
+        Value::Null | Value::Bool(_) | Value::Number(_) => Vec::new(),
+    }
+}
+
+/// Checks what is shown of a message, and of the error if it is none, for a text in each place.
+/// Returns in how many places the message took it.
+fn feed<T: Serialize + DeserializeOwned + std::fmt::Debug>(message: &T) -> usize {
+    let evil = "\n\x1b[31m\x07\u{202e}".to_owned() + &"x".repeat(1 << 20);
+    let texts = with_text(&serde_json::to_value(message).unwrap(), &evil);
+    let shown = texts.iter().map(|json| match serde_json::from_str::<T>(&json.to_string()) {
+        Ok(message) => (1, format!("{message:?}")),
+        Err(error) => (0, FrameError::Decode(error).to_string()),
+    });
+    let mut taken = 0;
+    for (count, shown) in shown {
+        let is_plain = |c: char| PeerText::is_plain(c.encode_utf8(&mut [0; 4]));
+        assert!(shown.chars().all(is_plain), "{shown:?}");
+        assert!(shown.len() < 2 * PeerText::MAX, "{} bytes are shown", shown.len());
+        taken += count;
+    }
+    taken
+}
+
+fn join() -> Join {
+    Join {
+        version: 1,
+        job: "train".into(),
+        generation: Generation(0),
+        rank: 0,
+        world: 1,
+        lanes: 1,
+        data_ports: vec![1],
+        receive_buffer: 0,
+        max_datagram: 1472,
+        multicast: false,
+        stripe: (0, 1),
+        pool_slots: 0,
+        wait: false,
+        on_rank_loss: OnRankLoss::Abort,
+        may_move: false,
+        relays: false,
+        rejoin: false,
+        resume: Some(Resume { first_op: OpId(0), absent: vec![ABSENT] }),
+    }
+}
+
+const ABSENT: Absent = Absent { rank: 1, why: Loss::Died };
+
+fn welcome() -> Welcome {
+    Welcome {
+        job: JobId(1),
+        rank: Rank(0),
+        rack: Vec::new(),
+        data_ports: vec![1],
+        pool_slots: 2,
+        max_ops: 1,
+        fragment_payload: 1024,
+        in_flight: 1,
+        first_op: OpId(0),
+        group: Some("239.0.0.1:1".parse().unwrap()),
+        data_auth: DataAuth::None,
+        keys: None,
+        sealed: Vec::new(),
+        may_move: false,
+        in_tree: false,
+    }
+}
+
+#[test]
+fn no_field_of_what_a_worker_says_is_shown_as_it_came() {
+    use FromWorker as Says;
+    // How many texts each has that may be anything; the compiler asks for what is not listed.
+    let texts = |message: &Says| match message {
+        Says::Join(_) | Says::Also(_) | Says::Look(_) => 1,
+        Says::Parted(_)
+        | Says::Heard
+        | Says::Leave { .. }
+        | Says::Retreat
+        | Says::Withdraw
+        | Says::Stay
+        | Says::Move
+        | Says::Stop => 0,
+    };
+    let all = [
+        Says::Join(join()),
+        Says::Also(join()),
+        Says::Look(join()),
+        Says::Parted(ABSENT),
+        Says::Heard,
+        Says::Leave { next_op: Some(OpId(1)) },
+    ];
+    all.iter().for_each(|message| assert_eq!(feed(message), texts(message), "{message:?}"));
+}
+
+#[test]
+fn no_field_of_what_an_aggregator_says_is_shown_as_it_came() {
+    use FromAggregator as Says;
+    let texts = |message: &Says| match message {
+        Says::Refused { .. }
+        | Says::RefusedRank { .. }
+        | Says::Queued { .. }
+        | Says::ParentLost { .. } => 1,
+        Says::WrongVersion { .. }
+        | Says::Lifeline { .. }
+        | Says::Waiting { .. }
+        | Says::Present { .. }
+        | Says::Free
+        | Says::Welcome(_)
+        | Says::Ready { .. }
+        | Says::Without(_)
+        | Says::Drain
+        | Says::PeerLost { .. }
+        | Says::Superseded { .. } => 0,
+    };
+    let text = String::new;
+    let all = [
+        Says::Refused { reason: text() },
+        Says::RefusedRank { rank: 0, reason: text() },
+        Says::Queued { before: 0, why: text() },
+        Says::ParentLost { reason: text() },
+        Says::Lifeline { port: 1, token: Key([0; Key::LEN]) },
+        Says::Welcome(welcome()),
+        Says::Without(ABSENT),
+        Says::PeerLost { ranks: Vec::new(), why: Loss::Died },
+        Says::Free,
+    ];
+    all.iter().for_each(|message| assert_eq!(feed(message), texts(message), "{message:?}"));
+}

@@ -1,0 +1,80 @@
+//! What one side writes into the fields of a message, and what the other shows of it.
+
+use racksum_proto::peer_text::PeerText;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::*;
+use crate::sidecar::Status;
+use crate::sidecar::message::{FromSidecar, Join, NotJoined, VERSION};
+use crate::sidecar::status::JobStatus;
+
+/// Checks what is shown of a message whose text, `TEXT`, is anything.
+fn feed<T: Serialize + DeserializeOwned + std::fmt::Debug>(message: &T) {
+    let evil = "\n\x1b[31m\x07\u{202e}".to_owned() + &"x".repeat(1 << 20);
+    let json = serde_json::to_string(message).unwrap();
+    assert!(json.contains(TEXT), "{json}");
+    let json = json.replace(&format!("{TEXT:?}"), &serde_json::to_string(&evil).unwrap());
+    let shown = format!("{:?}", serde_json::from_str::<T>(&json).unwrap());
+    let is_plain = |c: char| PeerText::is_plain(c.encode_utf8(&mut [0; 4]));
+    assert!(shown.chars().all(is_plain), "{shown:?}");
+    assert!(shown.len() < 5 * PeerText::MAX, "{} bytes are shown of {json:.100}", shown.len());
+}
+
+const TEXT: &str = "a text";
+
+#[test]
+fn no_text_of_a_message_is_shown_as_it_came() {
+    let text = || TEXT.to_owned();
+    feed(&FromRank::Join(Join {
+        version: VERSION,
+        job: text(),
+        generation: Generation(0),
+        rank: 0,
+        world: 1,
+        local_world: 1,
+        lanes: 1,
+        op_timeout: 1,
+    }));
+    for message in [
+        FromSidecar::Refused { reason: text() },
+        FromSidecar::NotJoined(NotJoined::Refused { reason: text() }),
+        FromSidecar::NotJoined(NotJoined::NoRoom { why: text(), waited: 1, elsewhere: text() }),
+        FromSidecar::NotJoined(NotJoined::NoAggregator { tried: text() }),
+        FromSidecar::Lent { memory: 1, refused: Some(text()) },
+        FromSidecar::CutOff { why: text() },
+    ] {
+        feed(&message);
+    }
+}
+
+#[test]
+fn no_text_of_what_a_sidecar_does_is_shown_as_it_came() {
+    let text = || TEXT.to_owned();
+    let job = JobStatus {
+        job: text(),
+        generation: 0,
+        uid: 0,
+        world: 1,
+        local_world: 1,
+        lanes: 1,
+        state: text(),
+        age_ms: 0,
+        awaited: 0,
+        awaited_ops: 0,
+        summed_ops: 0,
+        stalled_ms: None,
+        ranks: Vec::new(),
+    };
+    feed(&Status {
+        version: text(),
+        up_ms: 0,
+        aggregators: vec![text()],
+        draining: false,
+        max_jobs: 1,
+        max_ranks: 1,
+        ranks: 0,
+        memory: [0; 2],
+        jobs: vec![job],
+    });
+}
