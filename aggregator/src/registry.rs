@@ -10,9 +10,9 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
-use job::{Job, State, group_of};
-use member::Member;
+use job::{Job, State, fragmentation_of, group_of};
 pub(crate) use member::WORDS;
+use member::{Member, unreached};
 use moving::check_resume;
 use racksum_proto::control::{Absent, CONTROL_VERSION, FromAggregator, Join, Loss, Welcome};
 use racksum_proto::ids::{Generation, JobId, Rank};
@@ -216,7 +216,8 @@ impl Registry {
         now: Instant,
     ) -> Result<(Seat, Joined), Refusal> {
         self.admit(&join, caller.identity.as_deref(), caller.addr.ip())?;
-        check_ports(&join)?;
+        self.check_data(&join)?;
+        self.check_hears(&join, caller.addr.ip())?;
         let name = join.job.clone();
         let present = self.jobs.get(&name).map(|job| job.generation);
         if let Some(present) = present.filter(|present| join.generation < *present) {
@@ -261,7 +262,7 @@ impl Registry {
         if join.version != CONTROL_VERSION {
             return Err(Refusal::WrongVersion(join.version));
         }
-        Self::check(join, addr)?;
+        self.check(join, addr)?;
         self.check_relay(join)?;
         if self.draining {
             return Err(Refusal::Draining);
@@ -270,7 +271,7 @@ impl Registry {
     }
 
     /// Checks what does not depend on the job.
-    fn check(join: &Join, addr: IpAddr) -> Result<(), String> {
+    fn check(&self, join: &Join, addr: IpAddr) -> Result<(), String> {
         let (rank, world) = (join.rank, join.world);
         if world == 0 || world > MAX_WORLD {
             return Err(format!("a job has 1 to {MAX_WORLD} ranks, not {world}"));
@@ -285,6 +286,14 @@ impl Registry {
         if place >= aggregators {
             return Err(format!("aggregator {place} is not one of {aggregators}"));
         }
+        let mine = self.shards.len();
+        if mine * usize::from(aggregators) > usize::from(u8::MAX) {
+            return Err(format!(
+                "{aggregators} aggregators of {mine} shards are more shards than {}",
+                u8::MAX
+            ));
+        }
+        self.check_auth(join)?;
         if join.job.is_empty() || join.job.len() > MAX_NAME {
             return Err(format!("a job's name has 1 to {MAX_NAME} bytes, not {}", join.job.len()));
         }
@@ -302,6 +311,45 @@ impl Registry {
                 .into());
         }
         Ok(())
+    }
+
+    /// Checks that data is authenticated as a rank wants it.
+    fn check_auth(&self, join: &Join) -> Result<(), String> {
+        let own = self.config.data_auth();
+        match join.data_auth {
+            Some(wanted) if wanted != own => Err(format!(
+                "this aggregator authenticates data with {:?}, and rank {} asks for {:?}; start \
+                 both with the same --data-auth",
+                own.name(),
+                join.rank,
+                wanted.name()
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks how a rank's data comes. A rank that only looks does not say that.
+    fn check_data(&self, join: &Join) -> Result<(), String> {
+        let (ports, datagram) = (&join.data_ports, join.max_datagram);
+        if ports.is_empty() || ports.len() > usize::from(MAX_SHARDS) || ports.contains(&0) {
+            return Err("a rank needs a UDP port for its data, and 0 is none".into());
+        }
+        if fragmentation_of(datagram.into()).is_none() {
+            return Err(format!(
+                "datagrams of {datagram} bytes, as rank {} can have, are too small; the MTU must \
+                 be 1280 or more",
+                join.rank
+            ));
+        }
+        Ok(())
+    }
+
+    /// Checks that a rank at `ip` listens to a group where results come by multicast only.
+    fn check_hears(&self, join: &Join, ip: IpAddr) -> Result<(), String> {
+        match self.config.fanout {
+            Fanout::Multicast if !join.multicast => Err(unreached(join, ip)),
+            _ => Ok(()),
+        }
     }
 
     /// Opens a job for its first rank, in the place of its earlier life if there is one.
@@ -375,12 +423,6 @@ impl Registry {
                 return Err(reason);
             }
         };
-        let deaf = job.members.iter().flatten().find(|member| !member.join.multicast);
-        if let (Fanout::Multicast, Some(deaf)) = (self.config.fanout, deaf) {
-            let reason = deaf.unreached();
-            self.refuse_all(name, &reason);
-            return Err(reason);
-        }
         let fanout = match self.config.fanout {
             Fanout::Auto if world < MULTICAST_WORLD => Fanout::Unicast,
             fanout => fanout,
@@ -568,15 +610,6 @@ impl Registry {
             shard.tell(command());
         }
     }
-}
-
-/// Checks where a rank wants its data, which one that only asks who is here does not say.
-fn check_ports(join: &Join) -> Result<(), String> {
-    let ports = &join.data_ports;
-    if ports.is_empty() || ports.len() > usize::from(MAX_SHARDS) || ports.contains(&0) {
-        return Err("a rank needs a UDP port for its data, and 0 is none".into());
-    }
-    Ok(())
 }
 
 #[cfg(test)]

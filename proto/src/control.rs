@@ -91,6 +91,8 @@ pub struct Join {
     pub max_datagram: u16,
     /// Whether it would listen to a multicast group.
     pub multicast: bool,
+    /// How datagrams must be authenticated; `None` leaves it to the aggregator.
+    pub data_auth: Option<DataAuth>,
     /// Which of how many aggregators this one is for the job, whose windows are spread over the
     /// shards of all of them.
     pub stripe: (u8, u8),

@@ -63,6 +63,7 @@ impl Impostor {
             receive_buffer: 1 << 20,
             max_datagram: 1472,
             multicast: false,
+            data_auth: None,
             stripe: (0, 1),
             pool_slots: 0,
             wait: false,

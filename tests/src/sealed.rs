@@ -19,6 +19,7 @@ use crate::impostor::Impostor;
 use crate::inputs::floats;
 use crate::rig::{Rig, bounded};
 use crate::strangers::{datagram, disturbed, header};
+use crate::waits::await_that;
 
 /// The ways to authenticate.
 const WAYS: [DataAuth; 2] = [DataAuth::Mac, DataAuth::Aead];
@@ -140,19 +141,28 @@ fn a_question_that_a_stranger_repeats_is_answered_once() {
 }
 
 #[test]
-fn a_rank_that_wants_its_data_authenticated_otherwise_is_told() {
-    bounded(30, || {
+fn a_rank_that_wants_its_data_authenticated_otherwise_is_told_and_the_others_wait_on() {
+    bounded(60, || {
         let rig = Rig::start(|config| config.data_auth = Some(DataAuth::Mac));
-        let options =
-            ConnectOptions { data_auth: Some(DataAuth::Aead), ..rig.options("job", 0, 1) };
-        let error = Client::connect(&options).unwrap_err();
-        assert!(matches!(error, ConnectError::Arguments(_)), "{error:?}");
-        let why = "the aggregator authenticates data with \"mac\", and \"aead\" was asked for; \
-                   start both with the same --data-auth";
-        assert_eq!(error.to_string(), why);
-        let options = ConnectOptions { data_auth: Some(DataAuth::Mac), ..options };
-        let client = Client::connect(&options).unwrap();
-        let mut tensor = floats([1.0, 2.0]);
-        client.allreduce(&mut tensor, Descriptor::sum(2, DType::F32)).unwrap();
+        let run = |options: &ConnectOptions| {
+            let client = Client::connect(options)?;
+            let mut tensor = floats([1.0, 2.0]);
+            client.allreduce(&mut tensor, Descriptor::sum(2, DType::F32)).unwrap();
+            Ok::<_, ConnectError>(tensor)
+        };
+        std::thread::scope(|scope| {
+            let first = scope.spawn(|| run(&rig.options("job", 0, 2)));
+            await_that("the first rank waits", || rig.aggregator.jobs() == 1);
+            let second = rig.options("job", 1, 2);
+            let wrong = ConnectOptions { data_auth: Some(DataAuth::Aead), ..second.clone() };
+            let error = run(&wrong).unwrap_err();
+            assert!(matches!(error, ConnectError::Refused(_)), "{error:?}");
+            let why = "the aggregator refused: this aggregator authenticates data with \"mac\", \
+                       and rank 1 asks for \"aead\"; start both with the same --data-auth";
+            assert_eq!(error.to_string(), why);
+            let right = ConnectOptions { data_auth: Some(DataAuth::Mac), ..second };
+            assert_eq!(run(&right).unwrap(), floats([2.0, 4.0]));
+            assert_eq!(first.join().unwrap().unwrap(), floats([2.0, 4.0]));
+        });
     });
 }

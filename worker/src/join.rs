@@ -129,6 +129,7 @@ pub(crate) fn wish(options: &ConnectOptions, stripe: (u8, u8), resume: Option<&R
         receive_buffer: 0,
         max_datagram: 0,
         multicast: options.multicast,
+        data_auth: options.data_auth,
         stripe,
         pool_slots: options.pool_slots,
         wait: options.wait,
@@ -244,11 +245,9 @@ fn check_auth(granted: &Welcome, wanted: Option<DataAuth>) -> Result<(), Connect
         return Err(ConnectError::Protocol(format!("keys do not go with data auth {data_auth}")));
     }
     match wanted {
-        Some(wanted) if wanted != data_auth => Err(ConnectError::Arguments(format!(
-            "the aggregator authenticates data with {data_auth:?}, and {wanted:?} was asked for; \
-             start both with the same --data-auth",
-            data_auth = data_auth.name(),
-            wanted = wanted.name()
+        // It was asked for in the join, so an honest aggregator has refused the rank before this.
+        Some(wanted) if wanted != data_auth => Err(ConnectError::Protocol(format!(
+            "it grants data auth {data_auth}, and {wanted} was asked for"
         ))),
         _ => Ok(()),
     }

@@ -265,19 +265,18 @@ impl Job {
         let members = || self.members.iter().flatten();
         let joins = members().flat_map(Member::joins);
         let datagram = joins.map(|join| usize::from(join.max_datagram)).min().unwrap_or(0);
-        let payload = datagram.saturating_sub(Header::LEN + DataAuth::MAX_TRAILER);
-        let payload = payload.min(WINDOW_BYTES);
         let above = self.above.as_ref().and_then(|above| above.granted.as_ref());
         // What goes on to the parent is cut as it came, and what comes from there goes on so.
-        let payload = above.map_or(payload, |(_, parent)| parent.fragment_payload.into());
-        let cut = Fragmentation::new(payload).ok_or_else(|| {
-            format!("datagrams of {datagram} bytes are too small; the MTU must be 1280 or more")
-        })?;
-        let cut = cut.with_trailer(auth);
+        let cut = match above {
+            Some((_, parent)) => Fragmentation::new(parent.fragment_payload.into()),
+            None => fragmentation_of(datagram),
+        };
+        let too_small = || format!("datagrams of {datagram} bytes are too small for a window");
+        let cut = cut.ok_or_else(too_small)?.with_trailer(auth);
         let buffers = members().map(|member| member.join.receive_buffer);
         let lowest = buffers.min().unwrap_or(0) as usize;
         let receive = handles.iter().map(|shard| shard.receive_buffer).min().unwrap_or(0);
-        let most = if payload == WINDOW_BYTES { MAX_LOCAL_IN_FLIGHT } else { usize::MAX };
+        let most = if cut.payload() == WINDOW_BYTES { MAX_LOCAL_IN_FLIGHT } else { usize::MAX };
         let senders = self.order.len() + usize::from(self.above.is_some());
         let in_flight = (receive / senders.max(1)).clamp(2 * WINDOW_BYTES, most);
         let mine = u8::try_from(handles.len()).unwrap_or(u8::MAX);
@@ -321,6 +320,12 @@ impl Job {
         };
         Ok((welcome, (first..first + mine).map(config).collect()))
     }
+}
+
+/// How a window is cut that travels in datagrams of at most this size; none if they are too small.
+pub(super) fn fragmentation_of(datagram: usize) -> Option<Fragmentation> {
+    let payload = datagram.saturating_sub(Header::LEN + DataAuth::MAX_TRAILER);
+    Fragmentation::new(payload.min(WINDOW_BYTES))
 }
 
 /// The group that a job's results are multicast to: by job within an aggregator, by port between

@@ -1,6 +1,6 @@
 //! Who has joined a job: a rank, or an aggregator for its ranks.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 
 use racksum_proto::control::{FromAggregator, Join};
 use racksum_proto::wire::Flags;
@@ -77,19 +77,9 @@ impl Member {
         addr
     }
 
-    /// Why this rank is no rank of a job that demands multicast.
+    /// Why it has no part in a job that demands multicast.
     pub(super) fn unreached(&self) -> String {
-        let (rank, ip) = (self.join.rank, self.addr.ip());
-        if self.join.relays {
-            return format!(
-                "the aggregator at {ip} calls this one its parent, and is sent copies; start the \
-                 parent with --fanout auto or unicast"
-            );
-        }
-        format!(
-            "multicast does not reach rank {rank} at {ip}; start the aggregator with --fanout auto \
-             or unicast"
-        )
+        unreached(&self.join, self.addr.ip())
     }
 
     /// Tells it something, for which there is room: no member is told as much as [`WORDS`] in a
@@ -101,4 +91,19 @@ impl Member {
             drop(self.tell.try_send(message));
         }
     }
+}
+
+/// Why who joins from `ip` has no part in a job that demands multicast.
+pub(super) fn unreached(join: &Join, ip: IpAddr) -> String {
+    if join.relays {
+        return format!(
+            "the aggregator at {ip} calls this one its parent, and is sent copies; start the \
+             parent with --fanout auto or unicast"
+        );
+    }
+    format!(
+        "multicast does not reach rank {} at {ip}; start the aggregator with --fanout auto or \
+         unicast",
+        join.rank
+    )
 }

@@ -8,7 +8,7 @@ use tokio::time::Instant;
 
 use super::job::{Job, Left, State};
 use super::member::Member;
-use super::{Caller, Joined, Registry, Seat, check_ports};
+use super::{Caller, Joined, Registry, Seat};
 use crate::config::Fanout;
 use crate::shard::{Command, Rejoin};
 use crate::tenancy::Refusal;
@@ -41,7 +41,7 @@ impl Registry {
         caller: &Caller,
     ) -> Result<(JobId, bool), Refusal> {
         self.admit(join, caller.identity.as_deref(), caller.addr.ip())?;
-        check_ports(join)?;
+        self.check_data(join)?;
         if self.config.fanout == Fanout::Multicast {
             return Err(Refusal::Never(
                 "a rank that comes back is sent copies, and this aggregator only multicasts; \

@@ -2,6 +2,7 @@ use std::net::{Ipv4Addr, SocketAddrV6};
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
+use racksum_proto::auth::DataAuth;
 use racksum_proto::control::OnRankLoss;
 use racksum_proto::ids::{Generation, OpId};
 use tokio::sync::mpsc::{Receiver, channel};
@@ -31,6 +32,7 @@ pub(super) fn wish(job: &str, rank: u16, world: u16) -> Join {
         receive_buffer: 1 << 20,
         max_datagram: 1472,
         multicast: true,
+        data_auth: None,
         stripe: (0, 1),
         pool_slots: 2,
         wait: false,
@@ -163,13 +165,40 @@ fn a_rank_that_does_not_listen_is_not_probed_for() {
     let mut none = registry(Fanout::Auto, 0);
     let joined = [0, 1, 2].map(|rank| join(&mut none, deaf(rank)).unwrap().1);
     assert_eq!(joined[2], Joined::Ready);
-    // Where multicast is demanded it is refused at once.
+    // Where multicast is demanded it is refused at once, and the others go on waiting for it.
     let mut demanded = registry(Fanout::Multicast, 0);
     let (_, _, mut inbox) = join(&mut demanded, wish("job", 0, 2)).unwrap();
     let reason = join(&mut demanded, Join { world: 2, ..deaf(1) }).unwrap_err();
     assert!(reason.starts_with("multicast does not reach rank 1 at 127.0.0.1; "), "{reason}");
-    assert_eq!(told(&mut inbox), Some(FromAggregator::Refused { reason }));
-    assert_eq!(demanded.jobs(), 0);
+    assert_eq!(told(&mut inbox), None);
+    assert_eq!(join(&mut demanded, wish("job", 1, 2)).unwrap().1, Joined::Probe);
+}
+
+#[test]
+fn a_rank_that_is_refused_has_never_had_a_place() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let right = wish("job", 1, 2);
+    for (wrong, why) in [
+        (
+            Join { data_auth: Some(DataAuth::Aead), ..right.clone() },
+            "this aggregator authenticates data with \"none\", and rank 1 asks for \"aead\"; start \
+             both with the same --data-auth",
+        ),
+        (Join { max_datagram: 1000, ..right.clone() }, "datagrams of 1000 bytes, as rank 1 can"),
+        (Join { stripe: (0, 2), ..right.clone() }, "was opened with aggregators 1, but rank 1"),
+        (Join { lanes: 2, ..right.clone() }, "was opened with lanes 1, but rank 1 says 2"),
+        (Join { world: 3, ..right.clone() }, "was opened with world 2, but rank 1 says 3"),
+        (Join { data_ports: vec![0], ..right.clone() }, "0 is none"),
+        (Join { pool_slots: 1, ..right.clone() }, "2 slots or more, not 1"),
+        (Join { on_rank_loss: OnRankLoss::Continue, ..right.clone() }, "--on-rank-loss abort"),
+    ] {
+        let (first, _, mut inbox) = join(&mut registry, wish("job", 0, 2)).unwrap();
+        let told_to_it = join(&mut registry, wrong).unwrap_err();
+        assert!(told_to_it.contains(why), "{told_to_it}");
+        assert_eq!(told(&mut inbox), None, "{why}");
+        assert_eq!(join(&mut registry, right.clone()).unwrap().1, Joined::Ready, "{why}");
+        registry.leave(&first, Loss::Died, Instant::now());
+    }
 }
 
 #[test]

@@ -18,7 +18,7 @@ use tokio::time::Instant;
 
 use super::job::{Job, State};
 use super::member::Member;
-use super::{Joined, Registry, Seat, check_ports};
+use super::{Joined, Registry, Seat};
 use crate::shard::{Command, NewAbove};
 
 /// A job's way to the parent.
@@ -84,6 +84,7 @@ impl Registry {
         let data_ports = self.shards.iter().map(|shard| shard.addr.port()).collect();
         let buffers = self.shards.iter().map(|shard| shard.receive_buffer).min().unwrap_or(0);
         let receive_buffer = u32::try_from(buffers).unwrap_or(u32::MAX);
+        let data_auth = Some(self.config.data_auth());
         let job = self.job(seat).filter(|job| job.state == State::Gathering)?;
         let (tell, words) = unbounded_channel();
         let mut joins = job.members.iter().flatten().flat_map(Member::joins).cloned();
@@ -92,7 +93,8 @@ impl Registry {
         joins.for_each(|join| drop(tell.send(FromWorker::Also(join))));
         let before = std::mem::take(&mut job.above.get_or_insert_default().before);
         job.above = Some(Above { called: true, words: Some(tell), before, ..Above::default() });
-        let join = Join { data_ports, receive_buffer, multicast: false, relays: true, ..first };
+        let join =
+            Join { data_ports, receive_buffer, data_auth, multicast: false, relays: true, ..first };
         Some(Call { join, words })
     }
 
@@ -270,11 +272,13 @@ impl Registry {
     }
 
     fn admit_also(&mut self, seat: &Seat, join: Join) -> Result<Joined, String> {
-        let Some(job) = self.job(seat) else { return Ok(Joined::Ready) };
         let place = usize::from(seat.rank);
+        let Some(job) = self.jobs.get(&seat.job).filter(|job| job.id == seat.id) else {
+            return Ok(Joined::Ready);
+        };
         let Some(member) = job.members[place].as_ref() else { return Ok(Joined::Ready) };
-        Self::check(&join, member.data_addr(0).ip())?;
-        check_ports(&join)?;
+        self.check(&join, member.data_addr(0).ip())?;
+        self.check_data(&join)?;
         check_wish(&join, member.join.may_move)?;
         if (&join.job, join.generation) != (&seat.job, job.generation) {
             return Err(format!(
@@ -285,6 +289,7 @@ impl Registry {
         }
         job.check(&join)?;
         job.check_place(&join)?;
+        let Some(job) = self.job(seat) else { return Ok(Joined::Ready) };
         if let Some(member) = &mut job.members[place] {
             member.also.push(join.clone());
         }

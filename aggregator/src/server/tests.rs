@@ -46,6 +46,7 @@ fn wish(job: &str) -> Join {
         receive_buffer: 1 << 20,
         max_datagram: 1472,
         multicast: false,
+        data_auth: None,
         stripe: (0, 1),
         pool_slots: 0,
         wait: false,

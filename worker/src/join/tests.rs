@@ -125,6 +125,6 @@ fn what_is_granted_must_be_what_was_asked_for_and_make_sense() {
     }
     for wanted in [DataAuth::Mac, DataAuth::Aead] {
         let error = check_auth(&granted(DataAuth::None, None), Some(wanted)).unwrap_err();
-        assert!(matches!(error, ConnectError::Arguments(_)), "{error}");
+        assert!(matches!(error, ConnectError::Protocol(_)), "{error}");
     }
 }

@@ -402,11 +402,29 @@ fn a_job_that_the_parent_refuses_is_refused_to_all_at_once() {
     assert_eq!((said(&mut call), leaf.jobs()), (vec!["Stop".to_owned()], 0));
     assert!(!leaf.hung_up(&seat, PARENT, "closed"), "it is not called again");
     // The one that completes the world hears why it cannot be served, as the others do.
-    let mut root = registry(Fanout::Multicast, 0);
+    let mut root = registry(Fanout::Unicast, 0);
+    root.config.max_jobs = 1024;
     let (rack, _, mut inbox) = join(&mut root, relayed("job", 0, 2)).unwrap();
     assert_eq!(also(&mut root, &rack, wish("job", 1, 2)), Some(Joined::Ready));
     let Some(FromAggregator::Refused { reason }) = told(&mut inbox) else { panic!() };
+    assert!(reason.contains("more packet buffers than a job's share"), "{reason}");
+}
+
+#[test]
+fn a_parent_that_only_multicasts_gives_an_aggregator_no_place() {
+    let mut root = registry(Fanout::Multicast, 0);
+    let (_, _, mut inbox) = join(&mut root, wish("job", 0, 2)).unwrap();
+    let reason = join(&mut root, relayed("job", 1, 2)).unwrap_err();
     assert!(reason.contains("with --fanout auto or unicast"), "{reason}");
+    assert_eq!(told(&mut inbox), None);
+}
+
+#[test]
+fn an_aggregator_says_to_its_parent_how_it_authenticates_data() {
+    let mut registry = leaf();
+    registry.config.data_auth = Some(DataAuth::Aead);
+    let (call, _) = rack(&mut registry);
+    assert_eq!(call.join.data_auth, Some(DataAuth::Aead));
 }
 
 #[test]
