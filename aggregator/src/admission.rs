@@ -38,8 +38,9 @@ pub(crate) fn admit(rules: &[Admit], identity: Option<&str>, job: &str) -> Resul
         return Ok(());
     }
     Err(format!(
-        "identity {identity:?} may not join a job of the name {job:?} here; the operator says who \
-         may in the [[admit]] rules of the aggregator's configuration"
+        "identity {identity:?} may not join a job of the name {job:?} here; name a job that it may \
+         join (--job, RACKSUM_JOB or job=), or have the operator admit it in the [[admit]] rules \
+         of the aggregator's configuration"
     ))
 }
 

@@ -16,6 +16,7 @@ use member::{Member, unreached};
 use moving::check_resume;
 use racksum_proto::control::{Absent, CONTROL_VERSION, FromAggregator, Join, Loss, Welcome};
 use racksum_proto::ids::{Generation, JobId, Rank};
+use racksum_proto::job_name::JobName;
 use tokio::sync::mpsc::Sender;
 use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
@@ -32,8 +33,6 @@ use tree::{Above, lost_with};
 
 /// Most lanes of a job.
 pub const MAX_LANES: u8 = 8;
-/// Most bytes of a job's name.
-const MAX_NAME: usize = 128;
 /// From this many ranks on, `auto` tries multicast: one rank alone needs no copies.
 const MULTICAST_WORLD: u16 = 2;
 /// How often a group is probed where there are copies to fall back to: 300 ms.
@@ -45,7 +44,7 @@ const DEMANDED_PROBES: u32 = 250;
 /// A rank's place in a job, which another job of the same name does not have.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Seat {
-    job: String,
+    job: JobName,
     id: JobId,
     rank: u16,
 }
@@ -55,7 +54,7 @@ pub(crate) struct Seat {
 pub(crate) struct Registry {
     config: Config,
     shards: Vec<ShardHandle>,
-    jobs: BTreeMap<String, Job>,
+    jobs: BTreeMap<JobName, Job>,
     last_id: u32,
     /// Whether the shards' sockets can send to a group.
     can_multicast: bool,
@@ -93,7 +92,7 @@ pub(crate) enum Joined {
 #[cfg(test)]
 impl Seat {
     pub(crate) fn of(job: &str, id: u32, rank: u16) -> Self {
-        Self { job: job.to_owned(), id: JobId(id), rank }
+        Self { job: job.into(), id: JobId(id), rank }
     }
 }
 
@@ -134,30 +133,30 @@ impl Registry {
 
     /// A rank of a job waits for room from now on. Returns what tells it that there may be some.
     pub(crate) fn enter_queue(&mut self, join: &Join, identity: Option<&str>) -> Arc<Notify> {
-        self.queue.enter(&Tenant { job: &join.job, identity, world: join.world, granted: None });
+        self.queue.enter(&Tenant::new(&join.job, identity, join.world));
         Arc::clone(&self.room)
     }
 
     /// It waits no longer.
-    pub(crate) fn leave_queue(&mut self, job: &str) {
+    pub(crate) fn leave_queue(&mut self, job: &JobName) {
         self.queue.leave(job);
         self.room.notify_waiters();
     }
 
     /// How many jobs wait that are served before this one.
-    pub(crate) fn before_in_queue(&self, job: &str) -> u16 {
+    pub(crate) fn before_in_queue(&self, job: &JobName) -> u16 {
         let before = self.queue.before(&self.config, &self.held_beside(job), job);
         u16::try_from(before).unwrap_or(u16::MAX)
     }
 
     /// What all jobs but one hold.
-    fn held_beside(&self, job: &str) -> Vec<Tenant<'_>> {
+    fn held_beside(&self, job: &JobName) -> Vec<Tenant<'_>> {
         let others = self.jobs.iter().filter(|(name, _)| *name != job);
         others.map(|(name, job)| job.tenant(name)).collect()
     }
 
     /// Forgets a job, which makes room.
-    fn remove(&mut self, name: &str) -> Option<Job> {
+    fn remove(&mut self, name: &JobName) -> Option<Job> {
         let job = self.jobs.remove(name)?;
         self.tell_shards(|| Command::Remove(job.id));
         self.room.notify_waiters();
@@ -252,7 +251,7 @@ impl Registry {
     }
 
     /// Starts a job that waits for no rank any more.
-    fn start_if_complete(&mut self, name: &str) -> Result<Joined, String> {
+    fn start_if_complete(&mut self, name: &JobName) -> Result<Joined, String> {
         let missing = self.jobs.get(name).map(Job::missing).unwrap_or_default();
         if missing.is_empty() { self.start(name) } else { Ok(Joined::Waiting(missing)) }
     }
@@ -267,7 +266,7 @@ impl Registry {
         if self.draining {
             return Err(Refusal::Draining);
         }
-        Ok(admit(&self.config.admit, identity, &join.job)?)
+        Ok(admit(&self.config.admit, identity, &join.job.name)?)
     }
 
     /// Checks what does not depend on the job.
@@ -294,9 +293,7 @@ impl Registry {
             ));
         }
         self.check_auth(join)?;
-        if join.job.is_empty() || join.job.len() > MAX_NAME {
-            return Err(format!("a job's name has 1 to {MAX_NAME} bytes, not {}", join.job.len()));
-        }
+        join.job.check()?;
         check_resume(join)?;
         if join.pool_slots == 1 {
             return Err("a stream has 2 slots or more, not 1".into());
@@ -354,7 +351,7 @@ impl Registry {
 
     /// Opens a job for its first rank, in the place of its earlier life if there is one.
     fn open(&mut self, join: &Join, identity: Option<&str>, now: Instant) -> Result<(), Refusal> {
-        let wanted = Tenant { job: &join.job, identity, world: join.world, granted: None };
+        let wanted = Tenant::new(&join.job, identity, join.world);
         check_room(&self.config, &self.held_beside(&join.job), &wanted)?;
         let share = wanted.share(&self.config);
         let before = self.before_in_queue(&join.job);
@@ -405,7 +402,7 @@ impl Registry {
     }
 
     /// Grants a complete job its share and tells everyone.
-    fn start(&mut self, name: &str) -> Result<Joined, String> {
+    fn start(&mut self, name: &JobName) -> Result<Joined, String> {
         let gone = "the job vanished before it could start";
         self.jobs.get_mut(name).ok_or(gone)?.number();
         let slots = self.jobs.get(name).map(|job| self.slots(name, job)).unwrap_or(0);
@@ -457,7 +454,7 @@ impl Registry {
 
     /// Slots that each stream of a job is granted: its share of the packet buffers, at most what
     /// it asks for.
-    fn slots(&self, name: &str, job: &Job) -> u32 {
+    fn slots(&self, name: &JobName, job: &Job) -> u32 {
         let tenant = job.tenant(name);
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a share")]
         let share = (self.config.buffers() as f64 * tenant.share(&self.config) / 100.0) as usize;
@@ -515,7 +512,7 @@ impl Registry {
         }
     }
 
-    fn run(&mut self, name: &str) {
+    fn run(&mut self, name: &JobName) {
         let Some(job) = self.jobs.get_mut(name) else { return };
         job.state = State::Running;
         let hears = job.hears();
@@ -532,10 +529,10 @@ impl Registry {
                 shard.tell(Command::Gone(job.id, Rank(absent.rank)));
             }
         }
-        tracing::info!(job = name, world = job.world, id = job.id.0, "job runs");
+        tracing::info!(job = %name, world = job.world, id = job.id.0, "job runs");
     }
 
-    fn refuse_all(&mut self, name: &str, reason: &str) {
+    fn refuse_all(&mut self, name: &JobName, reason: &str) {
         if let Some(job) = self.remove(name) {
             job.tell_parent_of_stop();
             job.tell(&FromAggregator::Refused { reason: reason.to_owned() });
@@ -572,7 +569,7 @@ impl Registry {
                 job.tell(&FromAggregator::Without(absent));
                 job.absent.push(absent);
                 if why != Loss::Left {
-                    tracing::warn!(job = name, rank, "rank lost, job goes on: {}", why.name());
+                    tracing::warn!(job = %name, rank, "rank lost, job goes on: {}", why.name());
                 }
                 self.tell_shards(|| Command::Gone(seat.id, Rank(rank)));
                 false
@@ -584,7 +581,7 @@ impl Registry {
                 false
             }
             (why, State::Probing | State::Running) => {
-                tracing::warn!(job = name, ?ranks, "rank lost: {}", why.name());
+                tracing::warn!(job = %name, ?ranks, "rank lost: {}", why.name());
                 job.tell(&FromAggregator::PeerLost { ranks, why });
                 true
             }
@@ -592,16 +589,16 @@ impl Registry {
         let empty = |job: &Job| job.members.iter().all(Option::is_none);
         if over || self.jobs.get(name).is_some_and(empty) {
             self.remove(name);
-            tracing::info!(job = name, "job ended");
+            tracing::info!(job = %name, "job ended");
         }
     }
 
     /// Ends a life of a job because the next begins. Returns the way that it had to the parent.
-    fn supersede(&mut self, name: &str, by: Generation) -> Option<Above> {
+    fn supersede(&mut self, name: &JobName, by: Generation) -> Option<Above> {
         let mut job = self.remove(name)?;
         job.tell(&FromAggregator::Superseded { by });
         let (from, to) = (job.generation.0, by.0);
-        tracing::info!(job = name, from, to, "a new generation begins");
+        tracing::info!(job = %name, from, to, "a new generation begins");
         job.above.take()
     }
 

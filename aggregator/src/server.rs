@@ -8,6 +8,7 @@ use racksum_net::quic::lifeline::{Lifeline, dead};
 use racksum_net::quic::{Certificate, Role, frames, not_connected, quinn};
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Loss};
 use racksum_proto::ids::OpId;
+use racksum_proto::job_name::JobName;
 use tokio::sync::mpsc::{Receiver, channel};
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
@@ -154,7 +155,7 @@ async fn serve_rank(
     match joined {
         Err(refusal) => {
             let reason = refusal.clone().why();
-            tracing::warn!(job = name, rank, %addr, identity, reason, "join refused");
+            tracing::warn!(job = %name, rank, %addr, identity, reason, "join refused");
             let refused = match refusal {
                 Refusal::Draining => FromAggregator::Drain,
                 // An aggregator may call again for its other ranks.
@@ -171,7 +172,7 @@ async fn serve_rank(
             }
         }
         Ok((seat, joined)) => {
-            tracing::info!(job = name, rank, %addr, identity, "rank joined");
+            tracing::info!(job = %name, rank, %addr, identity, "rank joined");
             pursue(&registry, &seat, joined);
             let parting = tokio::select! {
                 parting = attend(
@@ -235,7 +236,7 @@ async fn offer(
 /// A rank's place among those that wait for room, given up when it is dropped.
 struct Queued {
     registry: Shared,
-    job: String,
+    job: JobName,
     room: Arc<Notify>,
 }
 

@@ -61,6 +61,9 @@ pub struct JobStatus {
     /// Its name.
     #[serde(deserialize_with = "PeerText::string")]
     pub job: String,
+    /// Which of its groups; empty if it has none.
+    #[serde(deserialize_with = "PeerText::string")]
+    pub group: String,
     /// Its number here.
     pub id: u32,
     /// Its life.

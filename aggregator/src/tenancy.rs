@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 
 use racksum_proto::control::CONTROL_VERSION;
+use racksum_proto::job_name::JobName;
 
 use crate::admission::rule_of;
 use crate::config::Config;
@@ -50,13 +51,25 @@ impl From<&str> for Refusal {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tenant<'a> {
     pub(crate) job: &'a str,
+    /// Which of the job's groups.
+    pub(crate) group: &'a str,
     pub(crate) identity: Option<&'a str>,
     pub(crate) world: u16,
     /// The share that it was granted, whatever the configuration says by now; none before that.
     pub(crate) granted: Option<f64>,
 }
 
-impl Tenant<'_> {
+impl<'a> Tenant<'a> {
+    /// A job that is granted nothing yet.
+    pub(crate) fn new(name: &'a JobName, identity: Option<&'a str>, world: u16) -> Self {
+        let JobName { name: job, group } = name;
+        Self { job, group, identity, world, granted: None }
+    }
+
+    fn name(&self) -> JobName {
+        JobName { name: self.job.to_owned(), group: self.group.to_owned() }
+    }
+
     /// The share of each shard's packet buffers that the job may have, in per cent.
     pub(crate) fn share(&self, config: &Config) -> f64 {
         let rule = rule_of(&config.admit, self.identity, self.job);
@@ -162,7 +175,7 @@ fn holders(config: &Config, held: &[Tenant<'_>], wanted: &Tenant<'_>) -> String 
     let mut names: Vec<_> = held
         .iter()
         .filter(visible)
-        .map(|it| format!("{:?} with {} ranks", it.job, it.world))
+        .map(|it| format!("{:?} with {} ranks", it.name(), it.world))
         .collect();
     let others = held.len() - names.len();
     if others > 0 {
@@ -179,7 +192,7 @@ pub(crate) struct Queue {
 
 #[derive(Debug)]
 struct Waiting {
-    job: String,
+    job: JobName,
     identity: Option<String>,
     world: u16,
     /// How many of its ranks are waiting.
@@ -189,17 +202,18 @@ struct Waiting {
 impl Queue {
     /// One more rank of a job waits.
     pub(crate) fn enter(&mut self, tenant: &Tenant<'_>) {
-        if let Some(waiting) = self.jobs.iter_mut().find(|it| it.job == tenant.job) {
+        let job = tenant.name();
+        if let Some(waiting) = self.jobs.iter_mut().find(|it| it.job == job) {
             waiting.ranks += 1;
             return;
         }
-        let (job, identity) = (tenant.job.to_owned(), tenant.identity.map(str::to_owned));
+        let identity = tenant.identity.map(str::to_owned);
         self.jobs.push_back(Waiting { job, identity, world: tenant.world, ranks: 1 });
     }
 
     /// A rank of a job waits no more.
-    pub(crate) fn leave(&mut self, job: &str) {
-        if let Some(at) = self.jobs.iter().position(|it| it.job == job) {
+    pub(crate) fn leave(&mut self, job: &JobName) {
+        if let Some(at) = self.jobs.iter().position(|it| it.job == *job) {
             self.jobs[at].ranks -= 1;
             if self.jobs[at].ranks == 0 {
                 self.jobs.remove(at);
@@ -209,11 +223,11 @@ impl Queue {
 
     /// How many jobs are served before this one. Those that wait for room of their own rule alone
     /// hold up nobody.
-    pub(crate) fn before(&self, config: &Config, held: &[Tenant<'_>], job: &str) -> usize {
-        let earlier = self.jobs.iter().take_while(|it| it.job != job);
+    pub(crate) fn before(&self, config: &Config, held: &[Tenant<'_>], job: &JobName) -> usize {
+        let earlier = self.jobs.iter().take_while(|it| it.job != *job);
         let in_turn = earlier.filter(|it| {
             let (identity, world) = (it.identity.as_deref(), it.world);
-            let tenant = Tenant { job: &it.job, identity, world, granted: None };
+            let tenant = Tenant::new(&it.job, identity, world);
             check_own(config, held, &tenant).is_ok()
         });
         in_turn.count()
@@ -221,7 +235,7 @@ impl Queue {
 
     /// The names of the jobs, the first first.
     pub(crate) fn names(&self) -> Vec<String> {
-        self.jobs.iter().map(|it| it.job.clone()).collect()
+        self.jobs.iter().map(|it| it.job.to_string()).collect()
     }
 }
 
@@ -231,7 +245,7 @@ mod tests {
     use crate::admission::Admit;
 
     fn tenant<'a>(job: &'a str, identity: &'a str, world: u16) -> Tenant<'a> {
-        Tenant { job, identity: Some(identity), world, granted: None }
+        Tenant { job, group: "", identity: Some(identity), world, granted: None }
     }
 
     fn rule(identity: &str, jobs: &str) -> Admit {
@@ -315,12 +329,12 @@ mod tests {
         for job in ["a", "b", "a", "c"] {
             queue.enter(&tenant(job, "x", 1));
         }
-        let before = |queue: &Queue, job| queue.before(&config, &[], job);
+        let before = |queue: &Queue, job: &str| queue.before(&config, &[], &job.into());
         assert_eq!(["a", "b", "c", "new"].map(|job| before(&queue, job)), [0, 1, 2, 3]);
-        queue.leave("a");
+        queue.leave(&"a".into());
         assert_eq!(queue.names(), ["a", "b", "c"]);
-        queue.leave("a");
-        queue.leave("never");
+        queue.leave(&"a".into());
+        queue.leave(&"never".into());
         assert_eq!((before(&queue, "b"), queue.names()), (0, vec!["b".into(), "c".into()]));
     }
 
@@ -331,7 +345,7 @@ mod tests {
         let mut queue = Queue::default();
         queue.enter(&tenant("v-2", "vision", 1));
         let held = [tenant("v-1", "vision", 1)];
-        assert_eq!(queue.before(&config, &held, "s-1"), 0);
-        assert_eq!(queue.before(&config, &[], "s-1"), 1, "its turn, once there is room");
+        assert_eq!(queue.before(&config, &held, &"s-1".into()), 0);
+        assert_eq!(queue.before(&config, &[], &"s-1".into()), 1, "its turn, once there is room");
     }
 }

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use racksum_aggregator::{JobStatus, ShardStatus, Status};
 use racksum_net::local::Peer;
+use racksum_proto::job_name::JobName;
 use racksum_proto::peer_text::PeerText;
 
 use crate::args::{self, Format};
@@ -207,9 +208,14 @@ fn text(status: &Status) -> String {
     text
 }
 
+/// What a job is called, with its group.
+fn job_name(job: &str, group: &str) -> JobName {
+    JobName { name: job.to_owned(), group: group.to_owned() }
+}
+
 fn job_text(job: &JobStatus) -> String {
     let JobStatus { id, generation, world, state, age_ms, missing, absent, ranks, .. } = job;
-    let (name, age) = (&job.job, age_ms / 1000);
+    let (name, age) = (job_name(&job.job, &job.group), age_ms / 1000);
     let mut text = format!(
         "job {name:?}, generation {generation}, number {id}: {state}, {world} ranks, {age} s old"
     );

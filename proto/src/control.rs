@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::auth::{DataAuth, Key, Keys};
 use crate::geometry::{Fragmentation, WINDOW_BYTES};
 use crate::ids::{Generation, JobId, OpId, Rank};
+use crate::job_name::JobName;
 use crate::peer_text::PeerText;
 
 /// The control protocol's version: a join of another is refused.
@@ -71,9 +72,8 @@ impl FromWorker {
 pub struct Join {
     /// [`CONTROL_VERSION`] of the worker.
     pub version: u16,
-    /// The job's name.
-    #[serde(deserialize_with = "PeerText::string")]
-    pub job: String,
+    /// The job's name, and its group's.
+    pub job: JobName,
     /// The job's life.
     pub generation: Generation,
     /// The worker's number.

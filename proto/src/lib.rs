@@ -27,6 +27,7 @@ pub mod error;
 pub mod fold;
 pub mod geometry;
 pub mod ids;
+pub mod job_name;
 pub mod names;
 pub mod observer;
 pub mod peer_text;

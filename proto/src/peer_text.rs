@@ -238,7 +238,7 @@ mod tests {
 
     #[test]
     fn it_is_shown_as_the_text_that_it_is() {
-        let text = PeerText::from("a\nb");
+        let text = PeerText::of("a\nb");
         assert_eq!((text.to_string(), format!("{text:?}")), ("a\\nb".into(), "\"a\\\\nb\"".into()));
         assert_eq!(format!("{:>6}|", PeerText::of("ab")), "    ab|");
         assert_eq!(String::from(text), "a\\nb");

@@ -14,6 +14,7 @@ use crate::errors::{raise, read};
 pub(crate) struct Options {
     aggregator: String,
     job: String,
+    group: String,
     generation: u32,
     rank: u16,
     world: u16,
@@ -57,6 +58,7 @@ impl Options {
         Ok(ConnectOptions {
             aggregators: sets.next().unwrap_or_default(),
             standbys: sets.collect(),
+            group: self.group,
             generation: Generation(self.generation),
             rank: self.rank,
             world: self.world,

@@ -94,8 +94,8 @@ struct Calling {
 }
 
 impl Calling {
-    /// Calls if that has led to nothing yet, and waits for all ranks; returns what it comes to if it
-    /// does so in `slice`.
+    /// Calls if that has led to nothing yet, and waits for all ranks; returns what it comes to if
+    /// it does so in `slice`.
     fn wait(
         &mut self,
         path: &Path,

@@ -80,7 +80,7 @@ def test_every_argument_has_a_variable(name):
 def test_limits_are_those_of_the_wire():
     wire = (ROOT / "docs" / "wire.md").read_text()
     assert f"| lanes of a job | {MAX_LANES} |" in wire
-    assert f"| bytes of a job's name | {MAX_JOB_BYTES} |" in wire
+    assert f"| bytes of a job's name, and of a group's | {MAX_JOB_BYTES} |" in wire
     assert f"| elements of an op | 2^{MAX_ELEMENTS.bit_length() - 1} |" in wire
 
 

@@ -53,7 +53,7 @@ impl Impostor {
     pub(crate) fn wish(&self, job: &str, rank: u16, world: u16) -> Join {
         Join {
             version: CONTROL_VERSION,
-            job: job.to_owned(),
+            job: job.into(),
             generation: Generation(0),
             rank,
             world,

@@ -120,7 +120,7 @@ pub(crate) fn join(
 pub(crate) fn wish(options: &ConnectOptions, stripe: (u8, u8), resume: Option<&Resume>) -> Join {
     Join {
         version: CONTROL_VERSION,
-        job: options.job.clone(),
+        job: options.job_name(),
         generation: options.generation,
         rank: options.rank,
         world: options.world,

@@ -6,6 +6,7 @@ use std::time::Duration;
 use racksum_proto::auth::DataAuth;
 use racksum_proto::control::OnRankLoss;
 use racksum_proto::ids::Generation;
+use racksum_proto::job_name::JobName;
 
 use crate::fault::Faults;
 
@@ -34,6 +35,8 @@ pub struct ConnectOptions {
     pub standbys: Vec<Vec<String>>,
     /// The job's name.
     pub job: String,
+    /// The name of one of the job's groups, which sums by itself; empty if it has none.
+    pub group: String,
     /// The job's life.
     pub generation: Generation,
     /// This worker's number, from 0.
@@ -76,6 +79,12 @@ pub struct ConnectOptions {
 }
 
 impl ConnectOptions {
+    /// What the job is called.
+    #[must_use]
+    pub fn job_name(&self) -> JobName {
+        JobName { name: self.job.clone(), group: self.group.clone() }
+    }
+
     /// A rank of a job at one aggregator; the rest are defaults.
     #[must_use]
     pub fn new(aggregator: impl Into<String>, job: impl Into<String>) -> Self {
@@ -83,6 +92,7 @@ impl ConnectOptions {
             aggregators: vec![aggregator.into()],
             standbys: Vec::new(),
             job: job.into(),
+            group: String::new(),
             generation: Generation(0),
             rank: 0,
             also: Vec::new(),

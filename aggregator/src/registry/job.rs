@@ -8,6 +8,7 @@ use racksum_proto::auth::DataAuth;
 use racksum_proto::control::{Absent, FromAggregator, Join, MAX_OPS, OnRankLoss, Welcome};
 use racksum_proto::geometry::{Fragmentation, WINDOW_BYTES};
 use racksum_proto::ids::{Generation, JobId, OpId, Rank};
+use racksum_proto::job_name::JobName;
 use racksum_proto::wire::Header;
 use tokio::time::Instant;
 
@@ -196,13 +197,13 @@ impl Job {
     }
 
     /// Whom its share is counted for.
-    pub(super) fn tenant<'a>(&'a self, name: &'a str) -> Tenant<'a> {
-        let (identity, granted) = (self.identity.as_deref(), Some(self.share));
-        Tenant { job: name, identity, world: self.world, granted }
+    pub(super) fn tenant<'a>(&'a self, name: &'a JobName) -> Tenant<'a> {
+        let tenant = Tenant::new(name, self.identity.as_deref(), self.world);
+        Tenant { granted: Some(self.share), ..tenant }
     }
 
     /// What there is to tell of it but for its progress.
-    pub(super) fn status(&self, name: &str) -> JobStatus {
+    pub(super) fn status(&self, name: &JobName) -> JobStatus {
         let rank = |member: &Member| RankStatus {
             rank: member.join.rank,
             number: self.number_of(member.join.rank).map_or(0, |number| number.0),
@@ -216,7 +217,8 @@ impl Job {
             behind: false,
         };
         JobStatus {
-            job: name.to_owned(),
+            job: name.name.clone(),
+            group: name.group.clone(),
             id: self.id.0,
             generation: self.generation.0,
             world: self.world,

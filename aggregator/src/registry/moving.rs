@@ -4,6 +4,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use racksum_proto::control::{Absent, FromAggregator, Join, Loss, OnRankLoss, Resume};
+use racksum_proto::job_name::JobName;
 use racksum_proto::wire::Flags;
 use tokio::time::Instant;
 
@@ -80,7 +81,7 @@ impl Registry {
     }
 
     /// Goes on without the ranks that have not come along when a job moved here, or ends the job.
-    fn lose_on_the_way(&mut self, name: &str, missing: &[u16], now: Instant) -> Joined {
+    fn lose_on_the_way(&mut self, name: &JobName, missing: &[u16], now: Instant) -> Joined {
         let Some(job) = self.jobs.get_mut(name) else { return Joined::Ready };
         let why = Loss::Silent;
         let lost: Vec<_> = missing.iter().map(|rank| Absent { rank: *rank, why }).collect();
@@ -90,7 +91,7 @@ impl Registry {
             .filter_map(|rank| Some((*rank, job.members[usize::from(*rank)].take()?)))
             .collect();
         let goes_on = job.goes_on_without(&lost, now);
-        tracing::warn!(job = name, ?missing, goes_on, "ranks did not come along");
+        tracing::warn!(job = %name, ?missing, goes_on, "ranks did not come along");
         for (rank, member) in may_leave {
             member.tell(if goes_on {
                 FromAggregator::Refused { reason: given_up(name, rank) }
@@ -175,7 +176,7 @@ impl Registry {
         let member = job.and_then(|job| job.members[usize::from(seat.rank)].as_mut());
         let Some(member) = member else { return false };
         member.withdraws = true;
-        tracing::info!(job = seat.job, rank = seat.rank, "rank would rather be elsewhere");
+        tracing::info!(job = %seat.job, rank = seat.rank, "rank would rather be elsewhere");
         true
     }
 
@@ -204,7 +205,7 @@ impl Registry {
         }
         if job.members.iter().all(Option::is_none) {
             self.remove(&seat.job);
-            tracing::info!(job = seat.job, "job moved");
+            tracing::info!(job = %seat.job, "job moved");
         }
     }
 }
@@ -239,7 +240,7 @@ impl Job {
     }
 
     /// Takes what a rank says of where the job goes on, which has been checked.
-    pub(super) fn note_resume(&mut self, name: &str, resume: &Resume) {
+    pub(super) fn note_resume(&mut self, name: &JobName, resume: &Resume) {
         self.moved_at = self.moved_at.max(Some(resume.first_op));
         for absent in &resume.absent {
             if self.is_absent(absent.rank) {
@@ -282,7 +283,7 @@ pub(super) fn too_many_absent() -> String {
 }
 
 /// Why a rank that others have lost is none of the job's any more.
-pub(super) fn given_up(job: &str, rank: u16) -> String {
+pub(super) fn given_up(job: &JobName, rank: u16) -> String {
     format!(
         "the other ranks of job {job:?} had lost rank {rank}, and go on without it; to have it \
          again, start all ranks with a greater --generation"

@@ -8,6 +8,7 @@ use racksum_proto::ids::{Generation, OpId};
 use tokio::sync::mpsc::{Receiver, channel};
 
 use super::*;
+use crate::admission::Admit;
 use crate::failure::Failure;
 
 /// A registry with one shard, whose next job has the number after `last_id`.
@@ -22,7 +23,7 @@ pub(super) fn registry(fanout: Fanout, last_id: u32) -> Registry {
 pub(super) fn wish(job: &str, rank: u16, world: u16) -> Join {
     Join {
         version: CONTROL_VERSION,
-        job: job.to_owned(),
+        job: job.into(),
         generation: Generation(0),
         rank,
         world,
@@ -54,12 +55,21 @@ pub(super) fn join_at(
     wish: Join,
     now: Instant,
 ) -> Result<(Seat, Joined, Inbox), String> {
-    let (tell, inbox) = channel(WORDS);
-    let addr = SocketAddr::from(([127, 0, 0, 1], 9));
-    let caller = Caller { identity: None, addr, tell };
+    let (caller, inbox) = caller(None, [127, 0, 0, 1]);
     let joined = registry.join(wish, caller, now);
     let (seat, joined) = joined.map_err(Refusal::why)?;
     Ok((seat, joined, inbox))
+}
+
+/// Who calls with this identity from this address, and what is said to it.
+pub(super) fn caller(identity: Option<&str>, ip: [u8; 4]) -> (Caller, Inbox) {
+    let (tell, inbox) = channel(WORDS);
+    let (identity, addr) = (identity.map(str::to_owned), SocketAddr::from((ip, 9)));
+    (Caller { identity, addr, tell }, inbox)
+}
+
+pub(super) fn of_group(name: &str, group: &str) -> JobName {
+    JobName { name: name.into(), group: group.into() }
 }
 
 /// The last thing that a rank was told.
@@ -119,7 +129,7 @@ fn a_seat_of_an_earlier_job_means_nothing_in_a_later_one_of_its_name() {
             let ranks = (0..3).map(|rank| join(&mut registry, wish("job", rank, 3)).unwrap());
             let ranks: Vec<_> = ranks.collect();
             if registry.last_id == 1 {
-                registry.refuse_all("job", "for the test's sake");
+                registry.refuse_all(&"job".into(), "for the test's sake");
             }
             ranks
         })
@@ -130,7 +140,7 @@ fn a_seat_of_an_earlier_job_means_nothing_in_a_later_one_of_its_name() {
         registry.leave(seat, Loss::Died, Instant::now());
         assert!(!registry.probe(seat));
     }
-    let job = &registry.jobs["job"];
+    let job = &registry.jobs[&"job".into()];
     assert_eq!((job.state, job.hears()), (State::Probing, vec![false; 3]));
     assert!(registry.probe(&lives[1][0].0));
 }
@@ -144,7 +154,7 @@ fn a_rank_that_leaves_while_the_group_is_probed_does_not_pass_for_another() {
     registry.heard(&ranks[1].0);
     registry.leave(&ranks[0].0, Loss::Left, Instant::now());
     registry.end_probe(&ranks[1].0);
-    assert_eq!(registry.jobs["job"].hears(), [false, true, false]);
+    assert_eq!(registry.jobs[&"job".into()].hears(), [false, true, false]);
     for (rank, multicast) in [(1, true), (2, false)] {
         assert_eq!(told(&mut ranks[rank].2), Some(FromAggregator::Ready { multicast }));
     }
@@ -160,7 +170,7 @@ fn a_rank_that_does_not_listen_is_not_probed_for() {
     assert_eq!(join(&mut auto, deaf(2)).unwrap().1, Joined::Probe);
     auto.heard(&first);
     auto.heard(&second);
-    assert_eq!(auto.jobs["job"].state, State::Running);
+    assert_eq!(auto.jobs[&"job".into()].state, State::Running);
     // If none listens, there is nothing to find out.
     let mut none = registry(Fanout::Auto, 0);
     let joined = [0, 1, 2].map(|rank| join(&mut none, deaf(rank)).unwrap().1);
@@ -239,6 +249,26 @@ fn a_rank_that_no_data_could_reach_is_refused() {
     );
     assert!(refused.unwrap_err().why().contains("the worker came by IPv4"));
     assert_eq!(registry.jobs(), 0);
+}
+
+#[test]
+fn a_rule_is_about_the_job_that_its_user_named_and_all_its_groups() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let rule = Admit { identity: "node".into(), jobs: vec!["vision-7".into()], ..Admit::default() };
+    registry.reconfigure(Config { pool_mib: 4, admit: vec![rule], ..Config::default() });
+    let mut join = |job| {
+        let (caller, _inbox) = caller(Some("node"), [127, 0, 0, 1]);
+        registry.join(Join { job, ..wish("", 0, 2) }, caller, Instant::now())
+    };
+    for group in ["", "0", "mesh/tp"] {
+        let (seat, _) = join(of_group("vision-7", group)).unwrap();
+        assert_eq!(seat.job, of_group("vision-7", group));
+    }
+    // What looks like the name of a group in that of a job is none.
+    let why = join(of_group("vision-7/0", "")).unwrap_err().why();
+    assert!(why.contains("may not join a job of the name \"vision-7/0\""), "{why}");
+    let why = join(of_group("vision-7", &"x".repeat(129))).unwrap_err().why();
+    assert_eq!(why, "a group's name has at most 128 bytes, not 129");
 }
 
 #[test]

@@ -209,7 +209,7 @@ impl Registry {
             return true;
         }
         let reason = format!("the aggregator's parent at {parent} cannot be had: {why}");
-        tracing::warn!(job = seat.job, "{reason}");
+        tracing::warn!(job = %seat.job, "{reason}");
         if job.state == State::Gathering {
             self.refuse_all(&seat.job, &reason);
         } else if let Some(job) = self.remove(&seat.job) {
@@ -230,7 +230,7 @@ impl Registry {
         let Some(member) = member else { return self.refuse_all(&seat.job, &strange(parent)) };
         job.hang_up();
         let reason = format!("its parent at {parent} refused: {reason}");
-        tracing::warn!(job = seat.job, rank, reason, "join refused");
+        tracing::warn!(job = %seat.job, rank, reason, "join refused");
         if member.join.relays {
             member.tell(FromAggregator::RefusedRank { rank, reason });
         } else {
@@ -262,7 +262,7 @@ impl Registry {
                 // If it is the job that cannot be served, its members have been told so.
                 let job = self.job(seat);
                 if let Some(member) = job.and_then(|job| job.members[place].as_ref()) {
-                    tracing::warn!(job = seat.job, rank, reason, "join refused");
+                    tracing::warn!(job = %seat.job, rank, reason, "join refused");
                     member.tell(FromAggregator::RefusedRank { rank, reason });
                 }
                 self.leave(seat, Loss::Broke, now);
@@ -316,10 +316,10 @@ impl Registry {
             }
             return;
         }
-        tracing::warn!(job = seat.job, rank, "rank lost: {}", why.name());
+        tracing::warn!(job = %seat.job, rank, "rank lost: {}", why.name());
         job.tell(&FromAggregator::PeerLost { ranks: vec![rank], why });
         self.remove(&seat.job);
-        tracing::info!(job = seat.job, "job ended");
+        tracing::info!(job = %seat.job, "job ended");
     }
 }
 

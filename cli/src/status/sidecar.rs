@@ -4,7 +4,7 @@ use std::path::Path;
 
 use racksum_worker::sidecar::{JobStatus, Status, ask};
 
-use super::list;
+use super::{job_name, list};
 use crate::args::Format;
 use crate::exit::{Failure, say};
 
@@ -49,7 +49,7 @@ fn job_text(job: &JobStatus) -> String {
     let mut text = format!(
         "job {:?}, generation {generation}, of user {uid}: {state}, {local_world} of {world} ranks \
          here, {} s old",
-        job.job,
+        job_name(&job.job, &job.group),
         age_ms / 1000
     );
     if job.awaited > 0 {

@@ -20,6 +20,7 @@ fn status(text: &str) -> Status {
     };
     let job = JobStatus {
         job: name(),
+        group: name(),
         id: 1,
         generation: 0,
         world: 1,

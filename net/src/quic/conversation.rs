@@ -93,7 +93,9 @@ pub async fn converse(
     let mut reader = tokio::spawn(listen(recv, offered, hear));
     loop {
         tokio::select! {
-            why = &mut reader => return closed(PeerText::of(why.unwrap_or_else(|error| error.to_string()))),
+            why = &mut reader => {
+                return closed(PeerText::of(why.unwrap_or_else(|error| error.to_string())));
+            }
             () = &mut dead => {
                 reader.abort();
                 // Should it live, this lies behind what it has yet to read, and undoes it.

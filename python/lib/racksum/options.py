@@ -46,6 +46,8 @@ class ConnectOptions:
     mtu: int | None = None
     interface: str | None = None
     local_world: int | None = None
+    #: Of a process group: which of the job's groups it is. Rules and limits are about the job.
+    group: str = ""
 
     def __post_init__(self) -> None:
         """Refuses what cannot be."""
@@ -64,8 +66,8 @@ class ConnectOptions:
     ) -> ConnectOptions:
         """Completes what is given, ``None`` being nothing, by what the environment says."""
         for name in given:
-            if name not in _CHECKS:
-                raise BadArgument(f"{name} is no option; there are {', '.join(_CHECKS)}")
+            if name not in OPTIONS:
+                raise BadArgument(f"{name} is no option; there are {', '.join(OPTIONS)}")
         found = {name: value for name, value in given.items() if value is not None}
         defaults = {field.name: field.default for field in fields(cls)}
         of_way = [name for name in _OF_WAY if found.get(name, defaults[name]) != defaults[name]]
@@ -86,6 +88,11 @@ class ConnectOptions:
         if options.is_beside and of_way:
             raise BadArgument(f"{', '.join(of_way)} {_OF_SIDECAR}")
         return options
+
+    @property
+    def name(self) -> str:
+        """The job's name, with its group's."""
+        return f"{self.job}/{self.group}" if self.group else self.job
 
     @property
     def is_beside(self) -> bool:
@@ -117,6 +124,12 @@ def _job(name: str, value: Any) -> str:
     if 1 <= len(text(name, value).encode()) <= MAX_JOB_BYTES:
         return str(value)
     raise BadArgument(f"{name} is a name of 1 to {MAX_JOB_BYTES} bytes, and not {value!r}")
+
+
+def _group(name: str, value: Any) -> str:
+    if len(text(name, value).encode()) <= MAX_JOB_BYTES:
+        return str(value)
+    raise BadArgument(f"{name} is a name of at most {MAX_JOB_BYTES} bytes, and not {value!r}")
 
 
 def _path(name: str, value: Any) -> str:
@@ -209,7 +222,11 @@ _CHECKS: dict[str, Check] = {
     "mtu": whole_from(1280, 65535),
     "interface": text,
     "local_world": whole_from(1, 2**16 - 1),
+    "group": _group,
 }
+
+#: What a user may say.
+OPTIONS = tuple(name for name in _CHECKS if name != "group")
 
 #: Which variables say what, the first that is set; and how each is read.
 _VARIABLES: dict[str, tuple[tuple[str, ...], Any]] = {

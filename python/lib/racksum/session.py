@@ -125,7 +125,7 @@ class Session:
             "rank %d of %d joined job %r, generation %d, at %s%s",
             options.rank,
             options.world,
-            options.job,
+            options.name,
             options.generation,
             options.aggregator,
             ", insecure: whoever answers there is believed"
@@ -328,7 +328,7 @@ class Session:
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
-        return f"<racksum.Session {self.job!r} rank {self.rank} of {self.world}, {state}>"
+        return f"<racksum.Session {self._options.name!r} rank {self.rank} of {self.world}, {state}>"
 
 
 class Call(NamedTuple):

@@ -105,7 +105,7 @@ impl Client {
         let line = Arc::new(line);
         let join = Join {
             version: VERSION,
-            job: options.job.clone(),
+            job: options.job_name(),
             generation: options.generation,
             rank: options.rank,
             world: options.world,

@@ -10,6 +10,7 @@ use racksum_net::local::{Line, Peer};
 use racksum_proto::control::{Loss, MAX_OPS};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::ids::Generation;
+use racksum_proto::job_name::JobName;
 use racksum_proto::time::{Span, Time};
 
 use super::fold::{Fold, Handed, Memory, Share, Spoilt};
@@ -47,8 +48,7 @@ pub(super) struct Job {
 
 #[derive(Debug, Default)]
 struct State {
-    /// The job's name.
-    job: String,
+    job: JobName,
     /// How long an op may take: the least that a rank says.
     op_timeout: Span,
     /// When the first of the ranks gives up joining.
@@ -151,7 +151,7 @@ impl Job {
         state.began = all_here && is_alone;
         if state.began {
             state.tell_all(&FromSidecar::Ready);
-            tracing::info!(job = join.job, "job runs, of this host alone");
+            tracing::info!(job = %join.job, "job runs, of this host alone");
         } else if is_alone {
             // Of other hosts nothing is known.
             let is_missing = |rank: &u16| !state.members.contains_key(rank);
@@ -174,7 +174,8 @@ impl Job {
         let left = state.join_by.map_or(Span::ZERO, |join_by| join_by.since(Clock::start().now()));
         let left = Duration::from_nanos(left.0);
         let options = ConnectOptions {
-            job: state.job.clone(),
+            job: state.job.name.clone(),
+            group: state.job.group.clone(),
             generation: self.generation,
             rank,
             also: ranks.collect(),
@@ -198,10 +199,10 @@ impl Job {
                 state.give_up = None;
                 (state.upstream, state.began) = (Some(Arc::new(upstream)), true);
                 state.tell_all(&FromSidecar::Ready);
-                tracing::info!(job = state.job, "job runs, with ranks of other hosts");
+                tracing::info!(job = %state.job, "job runs, with ranks of other hosts");
             }
             Err(error) => {
-                tracing::warn!(job = state.job, %error, "job is not joined");
+                tracing::warn!(job = %state.job, %error, "job is not joined");
                 state.refuse(FromSidecar::NotJoined(not_joined(error)));
             }
         }
@@ -459,7 +460,8 @@ impl Job {
             behind: oldest.is_some_and(|oldest| !oldest.called.contains_key(rank)),
         };
         JobStatus {
-            job: state.job.clone(),
+            job: state.job.name.clone(),
+            group: state.job.group.clone(),
             generation: self.generation.0,
             uid: self.uid,
             world: self.world,
@@ -544,7 +546,7 @@ impl State {
 
     /// Ends the job since a rank does what it may not.
     fn break_with(&mut self, rank: u16, what: &str) {
-        tracing::warn!(job = self.job, rank, "rank {what}");
+        tracing::warn!(job = %self.job, rank, "rank {what}");
         self.end(FromSidecar::Lost { ranks: vec![rank], why: Loss::Broke });
         // Its own thread lets it go, which may take a while; it may be gone already.
         self.members.get(&rank).into_iter().for_each(Member::hang_up);
@@ -563,7 +565,7 @@ impl State {
     /// Ends the job. Its ranks hear so when nothing writes to their tensors any more.
     fn end(&mut self, why: FromSidecar) {
         if self.over.is_none() {
-            tracing::warn!(job = self.job, "job is over: {}", in_words(&why));
+            tracing::warn!(job = %self.job, "job is over: {}", in_words(&why));
         }
         self.over.get_or_insert(why);
         self.changed.notify_all();

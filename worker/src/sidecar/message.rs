@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use racksum_proto::control::Loss;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::ids::Generation;
+use racksum_proto::job_name::JobName;
 use racksum_proto::peer_text::PeerText;
 use serde::{Deserialize, Serialize};
 
@@ -50,8 +51,7 @@ pub(super) struct ListAt {
 pub(super) struct Join {
     /// [`VERSION`] of the rank.
     pub(super) version: u16,
-    #[serde(deserialize_with = "PeerText::string")]
-    pub(super) job: String,
+    pub(super) job: JobName,
     pub(super) generation: Generation,
     pub(super) rank: u16,
     /// How many ranks the job has.
@@ -136,6 +136,7 @@ pub(super) enum NotJoined {
     Incomplete {
         missing: Vec<u16>,
         waited: u64,
+        #[serde(deserialize_with = "PeerText::string")]
         elsewhere: String,
     },
     Lost {

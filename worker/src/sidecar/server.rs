@@ -1,6 +1,6 @@
 //! The sidecar: answers who calls, and folds what ranks hand it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::AtomicBool;
@@ -13,6 +13,7 @@ use std::time::Duration;
 use racksum_net::clock::Clock;
 use racksum_net::local::{Line, Listener, Peer, is_known_user};
 use racksum_proto::control::Loss;
+use racksum_proto::job_name::JobName;
 use racksum_proto::time::{Span, Time};
 
 use super::budget::Budget;
@@ -39,9 +40,6 @@ const LINGER: Duration = Duration::from_secs(5);
 /// Callers that may be about to say what they want: others wait until these have.
 const MAX_UNKNOWN: usize = 64;
 
-/// Most bytes of a job's name.
-const MAX_NAME: usize = 128;
-
 /// What all jobs of a sidecar may have together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
@@ -66,7 +64,7 @@ pub struct Sidecar {
 /// What its threads share.
 #[derive(Debug)]
 pub(super) struct Shared {
-    jobs: Mutex<BTreeMap<String, Arc<Job>>>,
+    jobs: Mutex<BTreeMap<JobName, Arc<Job>>>,
     /// How to call the aggregator, if there is one.
     upstream: Option<ConnectOptions>,
     limits: Limits,
@@ -221,16 +219,17 @@ impl Shared {
         let job = match patient.and_then(|()| self.join(join, line, peer)) {
             Ok(job) => job,
             Err(reason) => {
-                tracing::warn!(job = join.job, rank = join.rank, pid = peer.pid, reason, "refused");
+                let (job, rank) = (&join.job, join.rank);
+                tracing::warn!(%job, rank, pid = peer.pid, reason, "refused");
                 return say(line, &FromSidecar::Refused { reason });
             }
         };
-        tracing::info!(job = join.job, rank = join.rank, pid = peer.pid, "rank joined");
+        tracing::info!(job = %join.job, rank = join.rank, pid = peer.pid, "rank joined");
         let why = Hearing::new(self, line, &job, join.rank).hear().unwrap_or_else(|error| {
-            tracing::warn!(job = join.job, rank = join.rank, %error, "rank broke the connection");
+            tracing::warn!(job = %join.job, rank = join.rank, %error, "rank broke the connection");
             Loss::Broke
         });
-        tracing::info!(job = join.job, rank = join.rank, "rank is gone: {}", why.name());
+        tracing::info!(job = %join.job, rank = join.rank, "rank is gone: {}", why.name());
         match why {
             // It takes its memory back once it is let go, and goes on with it.
             Loss::Left => job.leave(join.rank, LINGER),
@@ -290,16 +289,18 @@ impl Shared {
     }
 
     /// Checks that there is room for one more job, with all its ranks.
-    fn check_room(&self, join: &Join, jobs: &BTreeMap<String, Arc<Job>>) -> Result<(), String> {
+    fn check_room(&self, join: &Join, jobs: &BTreeMap<JobName, Arc<Job>>) -> Result<(), String> {
         if self.draining.load(Relaxed) {
             return Err(DRAINING.into());
         }
-        let others = || jobs.iter().filter(|(name, _)| **name != join.job).map(|(_, job)| job);
+        let others = || jobs.iter().filter(|(name, _)| **name != join.job);
         let Limits { jobs: most, ranks: most_ranks, .. } = self.limits;
-        if others().count() >= most {
+        // Groups of one job count as one.
+        let names: BTreeSet<_> = others().map(|(other, _)| &other.name).collect();
+        if !names.contains(&join.job.name) && names.len() >= most {
             return Err(format!("the sidecar serves {most} jobs, the most it may; see --max-jobs"));
         }
-        let ranks: usize = others().map(|job| job.seats()).sum();
+        let ranks: usize = others().map(|(_, job)| job.seats()).sum();
         if ranks + usize::from(join.local_world) > most_ranks {
             return Err(format!(
                 "the job has {} ranks here, and there are {ranks} of others already; the sidecar \
@@ -333,7 +334,7 @@ impl Shared {
         drop(status.tell(line));
     }
 
-    fn jobs(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Job>>> {
+    fn jobs(&self) -> MutexGuard<'_, BTreeMap<JobName, Arc<Job>>> {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -345,9 +346,7 @@ impl Shared {
 /// Checks that a wish makes sense in itself.
 fn check(join: &Join) -> Result<(), String> {
     let Join { ref job, rank, world, local_world, lanes, .. } = *join;
-    if job.is_empty() || job.len() > MAX_NAME {
-        return Err(format!("a job's name has 1 to {MAX_NAME} bytes, not {}", job.len()));
-    }
+    job.check()?;
     if world == 0 || rank >= world {
         return Err(format!("rank {rank} is not one of {world} ranks"));
     }

@@ -51,6 +51,9 @@ pub struct JobStatus {
     /// Its name.
     #[serde(deserialize_with = "PeerText::string")]
     pub job: String,
+    /// Which of its groups; empty if it has none.
+    #[serde(deserialize_with = "PeerText::string")]
+    pub group: String,
     /// Its life.
     pub generation: u32,
     /// Whose it is.

@@ -92,7 +92,7 @@ fn a_rack_is_granted_what_the_parent_grants_once_it_does() {
         assert_eq!((granted.rank, granted.fragment_payload), (rank, 1296));
         assert_eq!(told(inbox), Some(FromAggregator::Ready { multicast: false }));
     }
-    let job = &registry.jobs["job"];
+    let job = &registry.jobs[&"job".into()];
     let above = job.above_of(&Config { shard: 0, ..config(job) }).unwrap();
     assert_eq!(above.addr, "127.0.0.1:5001".parse().unwrap());
     let relay = Some(worker::Relay { shard: 0, slots: 4 });
@@ -157,7 +157,7 @@ fn a_rank_that_goes_while_ranks_are_gathered_is_not_called_for_the_next_time() {
     assert!(call.words.blocking_recv().is_none());
     let late = FromAggregator::Welcome(welcome());
     assert_eq!(registry.hear_from_parent(&first, parent(), late), Joined::Ready);
-    assert_eq!(registry.jobs["job"].state, State::Gathering);
+    assert_eq!(registry.jobs[&"job".into()].state, State::Gathering);
     assert!(registry.hung_up(&first, PARENT, "left"));
     let call = registry.call(&first).unwrap();
     assert_eq!(call.join.rank, 1);
@@ -257,9 +257,9 @@ fn racks_are_numbered_by_their_first_ranks_and_called_by_them() {
         assert_eq!(granted.rank, rank);
         assert_eq!(told(&mut inbox), Some(FromAggregator::Ready { multicast: false }));
     }
-    let job = &registry.jobs["job"];
+    let job = &registry.jobs[&"job".into()];
     assert_eq!((job.names(), job.missing()), (vec![Rank(0), Rank(1)], vec![]));
-    let job = registry.jobs.get_mut("job").unwrap();
+    let job = registry.jobs.get_mut(&"job".into()).unwrap();
     let (_, configs) = job.grant(4, DataAuth::None, &registry.shards).unwrap();
     assert_eq!((configs[0].world, configs[0].weight, configs[0].has_parent), (2, Some(4), false));
 }
@@ -358,7 +358,7 @@ fn a_rank_that_has_joined_elsewhere_is_refused_with_the_aggregator_that_brings_i
     also(&mut registry, &rack, wish("job", 0, 4));
     let Some(FromAggregator::RefusedRank { rank: 0, reason }) = told(&mut inbox) else { panic!() };
     assert!(reason.contains("rank 0 of job \"job\" has already joined from"), "{reason}");
-    assert_eq!(registry.jobs["job"].missing(), [1, 2, 3]);
+    assert_eq!(registry.jobs[&"job".into()].missing(), [1, 2, 3]);
     let (rack, _, mut inbox) = join(&mut registry, relayed("job", 2, 4)).unwrap();
     also(&mut registry, &rack, Join { generation: Generation(9), ..wish("secret", 1, 4) });
     let Some(FromAggregator::RefusedRank { rank: 1, reason }) = told(&mut inbox) else { panic!() };
@@ -368,7 +368,7 @@ fn a_rank_that_has_joined_elsewhere_is_refused_with_the_aggregator_that_brings_i
     let (direct, ..) = join(&mut registry, wish("other", 3, 4)).unwrap();
     assert_eq!(also(&mut registry, &direct, wish("other", 1, 4)), None);
     registry.leave(&direct, Loss::Broke, Instant::now());
-    assert_eq!(registry.jobs.keys().collect::<Vec<_>>(), ["job"]);
+    assert_eq!(registry.jobs.keys().collect::<Vec<_>>(), [&"job".into()]);
 }
 
 #[test]
@@ -494,7 +494,7 @@ fn a_rank_that_came_after_the_world_was_complete_is_none_of_it() {
     registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(counted.clone()));
     assert!(matches!(told(&mut one), Some(FromAggregator::Refused { .. })));
     assert_eq!(told(&mut three), Some(FromAggregator::Ready { multicast: false }));
-    assert_eq!(registry.jobs["job"].names(), [Rank(3)]);
+    assert_eq!(registry.jobs[&"job".into()].names(), [Rank(3)]);
     // A second welcome begins nothing anew.
     assert_eq!(
         registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(counted)),

@@ -70,6 +70,7 @@ fn join() -> Join {
         multicast: false,
         stripe: (0, 1),
         pool_slots: 0,
+        data_auth: None,
         wait: false,
         on_rank_loss: OnRankLoss::Abort,
         may_move: false,
@@ -104,9 +105,10 @@ fn welcome() -> Welcome {
 #[test]
 fn no_field_of_what_a_worker_says_is_shown_as_it_came() {
     use FromWorker as Says;
-    // How many texts each has that may be anything; the compiler asks for what is not listed.
+    // How many texts each has that may be anything; a join has the names of a job and a group. The
+    // compiler asks for what is not listed.
     let texts = |message: &Says| match message {
-        Says::Join(_) | Says::Also(_) | Says::Look(_) => 1,
+        Says::Join(_) | Says::Also(_) | Says::Look(_) => 2,
         Says::Parted(_)
         | Says::Heard
         | Says::Leave { .. }

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from racksum.eager import eager_methods
 from racksum.errors import BadArgument
-from racksum.options import ConnectOptions
+from racksum.options import OPTIONS, ConnectOptions
 from racksum.session import DEFAULT_BLOCK, Session
 from racksum.torch.compress import block_of, checked_wire, wire_for
 from racksum.torch.gathering import broadcast, gather_into
@@ -76,7 +76,7 @@ class Options(Backend.Options):
         super().__init__("racksum")
         self.wire = checked_wire(wire)
         self.block = block_of(block)
-        known = {field.name for field in dataclasses.fields(ConnectOptions)} - {"rank", "world"}
+        known = set(OPTIONS) - {"rank", "world"}
         for name in connect.keys() - known:
             raise BadArgument(
                 f"{name} is no option of a process group; wire, block and "

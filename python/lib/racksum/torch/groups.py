@@ -28,8 +28,8 @@ def connect(
     by the clock of the group's first rank: ranks that torchrun has started again end what is left
     of the life before, and do not wait for it.
 
-    :param group: The group; by default that of all ranks. A smaller one has a job of its own, which
-        has the group's name in its name.
+    :param group: The group; by default that of all ranks. A smaller one sums by itself, under the
+        name of the job and its own.
     :param options: As of :func:`racksum.connect`, but for ``rank`` and ``world``.
     :raises racksum.Error: As :func:`racksum.connect`.
     """
@@ -63,5 +63,5 @@ def new_generation() -> int:
 
 
 def of_group(options: ConnectOptions, name: str) -> ConnectOptions:
-    """The options for the job of the group of this name."""
-    return dataclasses.replace(options, job=f"{options.job}/{name}")
+    """The options for the group of this name."""
+    return dataclasses.replace(options, group=name)

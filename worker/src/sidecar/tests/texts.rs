@@ -1,5 +1,6 @@
 //! What one side writes into the fields of a message, and what the other shows of it.
 
+use racksum_proto::job_name::JobName;
 use racksum_proto::peer_text::PeerText;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -28,18 +29,24 @@ fn no_text_of_a_message_is_shown_as_it_came() {
     let text = || TEXT.to_owned();
     feed(&FromRank::Join(Join {
         version: VERSION,
-        job: text(),
+        job: JobName { name: text(), group: text() },
         generation: Generation(0),
         rank: 0,
         world: 1,
         local_world: 1,
         lanes: 1,
+        join_timeout: 1,
         op_timeout: 1,
     }));
     for message in [
         FromSidecar::Refused { reason: text() },
         FromSidecar::NotJoined(NotJoined::Refused { reason: text() }),
         FromSidecar::NotJoined(NotJoined::NoRoom { why: text(), waited: 1, elsewhere: text() }),
+        FromSidecar::NotJoined(NotJoined::Incomplete {
+            missing: vec![1],
+            waited: 1,
+            elsewhere: text(),
+        }),
         FromSidecar::NotJoined(NotJoined::NoAggregator { tried: text() }),
         FromSidecar::Lent { memory: 1, refused: Some(text()) },
         FromSidecar::CutOff { why: text() },
@@ -53,6 +60,7 @@ fn no_text_of_what_a_sidecar_does_is_shown_as_it_came() {
     let text = || TEXT.to_owned();
     let job = JobStatus {
         job: text(),
+        group: text(),
         generation: 0,
         uid: 0,
         world: 1,
