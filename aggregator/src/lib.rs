@@ -14,6 +14,7 @@ mod lifelines;
 mod locks;
 mod outbox;
 mod parent;
+mod queue;
 mod registry;
 mod server;
 mod shard;

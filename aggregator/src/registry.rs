@@ -8,7 +8,6 @@ mod tree;
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
-use std::sync::Arc;
 
 use job::{Job, State, fragmentation_of, group_of};
 pub(crate) use member::WORDS;
@@ -18,16 +17,17 @@ use racksum_proto::control::{Absent, CONTROL_VERSION, FromAggregator, Join, Loss
 use racksum_proto::ids::{Generation, JobId, Rank};
 use racksum_proto::job_name::JobName;
 use tokio::sync::mpsc::Sender;
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use crate::admission::admit;
 use crate::config::{Config, Fanout, MAX_SHARDS};
 use crate::locks::Locks;
+use crate::queue::{Place, Queue};
 use crate::shard::{Command, NewJob, ShardHandle, ShardReport};
 use crate::slots::MAX_WORLD;
 use crate::status::{ShardStatus, Status, millis};
-use crate::tenancy::{Queue, Refusal, Tenant, check_room};
+use crate::tenancy::{Refusal, Tally, Tenant, check_room};
 pub(crate) use tree::Call;
 use tree::{Above, lost_with};
 
@@ -61,8 +61,6 @@ pub(crate) struct Registry {
     queue: Queue,
     /// No more jobs are taken.
     draining: bool,
-    /// A job has ended, or one has waited no longer: there may be room.
-    room: Arc<Notify>,
 }
 
 /// Who wants to join.
@@ -105,9 +103,8 @@ impl Registry {
         can_multicast: bool,
         last_id: u32,
     ) -> Self {
-        let (jobs, queue, room) = (BTreeMap::new(), Queue::default(), Arc::default());
-        let draining = false;
-        Self { config, shards, jobs, last_id, can_multicast, queue, draining, room }
+        let (jobs, queue, draining) = (BTreeMap::new(), Queue::default(), false);
+        Self { config, shards, jobs, last_id, can_multicast, queue, draining }
     }
 
     pub(crate) fn shards(&self) -> &[ShardHandle] {
@@ -128,38 +125,51 @@ impl Registry {
     /// Goes by another configuration from now on. Jobs that run keep what they were granted.
     pub(crate) fn reconfigure(&mut self, config: Config) {
         self.config = config;
-        self.room.notify_waiters();
+        self.queue.reconfigure(&self.config);
+        self.call_waiting();
     }
 
-    /// A rank of a job waits for room from now on. Returns what tells it that there may be some.
-    pub(crate) fn enter_queue(&mut self, join: &Join, identity: Option<&str>) -> Arc<Notify> {
-        self.queue.enter(&Tenant::new(&join.job, identity, join.world));
-        Arc::clone(&self.room)
+    /// A rank of a job waits for room from now on.
+    ///
+    /// # Errors
+    /// A sentence, if too many wait already.
+    pub(crate) fn enter_queue(&mut self, join: &Join, caller: &Caller) -> Result<Place, String> {
+        let (identity, ip) = (caller.identity.as_deref(), caller.addr.ip());
+        let place = self.queue.enter(&self.config, join, identity, ip)?;
+        self.call_waiting();
+        Ok(place)
     }
 
     /// It waits no longer.
-    pub(crate) fn leave_queue(&mut self, job: &JobName) {
-        self.queue.leave(job);
-        self.room.notify_waiters();
+    pub(crate) fn leave_queue(&mut self, place: &Place) {
+        self.queue.leave(place);
+        self.call_waiting();
     }
 
-    /// How many jobs wait that are served before this one.
-    pub(crate) fn before_in_queue(&self, job: &JobName) -> u16 {
-        let before = self.queue.before(&self.config, &self.held_beside(job), job);
-        u16::try_from(before).unwrap_or(u16::MAX)
+    /// Whether a rank that waits is to try again, and how many jobs are served before its own.
+    pub(crate) fn turn(&self, place: &Place) -> (bool, u16) {
+        let (is_called, before) = self.queue.turn(place);
+        (is_called || self.draining, before)
+    }
+
+    /// Finds out which of the jobs that wait have room now.
+    fn call_waiting(&mut self) {
+        let Self { config, jobs, queue, .. } = self;
+        let held: Vec<_> = jobs.iter().map(|(name, job)| job.tenant(config, name)).collect();
+        queue.call(config, &held);
     }
 
     /// What all jobs but one hold.
     fn held_beside(&self, job: &JobName) -> Vec<Tenant<'_>> {
         let others = self.jobs.iter().filter(|(name, _)| *name != job);
-        others.map(|(name, job)| job.tenant(name)).collect()
+        others.map(|(name, job)| job.tenant(&self.config, name)).collect()
     }
 
     /// Forgets a job, which makes room.
     fn remove(&mut self, name: &JobName) -> Option<Job> {
         let job = self.jobs.remove(name)?;
         self.tell_shards(|| Command::Remove(job.id));
-        self.room.notify_waiters();
+        self.call_waiting();
         Some(job)
     }
 
@@ -199,9 +209,10 @@ impl Registry {
         self.shards.iter().map(ShardHandle::ask).collect()
     }
 
-    /// How many ranks have joined.
-    pub(crate) fn ranks(&self) -> usize {
-        self.jobs.values().map(|job| job.members.iter().flatten().count()).sum()
+    /// How many connections are those of ranks that have joined, or wait for room.
+    pub(crate) fn connections(&self) -> usize {
+        let joined = self.jobs.values().map(|job| job.members.iter().flatten().count());
+        joined.sum::<usize>() + self.queue.ranks()
     }
 
     /// Takes a rank into its job.
@@ -351,17 +362,24 @@ impl Registry {
 
     /// Opens a job for its first rank, in the place of its earlier life if there is one.
     fn open(&mut self, join: &Join, identity: Option<&str>, now: Instant) -> Result<(), Refusal> {
-        let wanted = Tenant::new(&join.job, identity, join.world);
-        check_room(&self.config, &self.held_beside(&join.job), &wanted)?;
-        let share = wanted.share(&self.config);
-        let before = self.before_in_queue(&join.job);
+        let wanted = Tenant::new(&self.config, &join.job, identity, join.world);
+        let mut held = self.held_beside(&join.job);
+        check_room(&self.config, &held, &wanted)?;
         let mut above = self.config.parent.is_some().then(Above::default);
+        if !self.jobs.contains_key(&join.job) {
+            // Those that have their turn have not all come yet.
+            let called = self.queue.called_before(&self.config, join, identity);
+            held.extend(called.filter(|it| !self.jobs.contains_key(it.name)));
+            if check_room(&self.config, &held, &wanted).is_err() {
+                let why = "jobs that have waited for it before have the room that there is; \
+                           --wait as well";
+                return Err(Refusal::NoRoom(why.into()));
+            }
+        }
+        let share = Tally::of(&self.config, &held).share_of(&self.config, &wanted);
         if self.jobs.contains_key(&join.job) {
             let before = self.supersede(&join.job, join.generation);
             above = above.map(|_| Above::after(before));
-        } else if before > 0 {
-            let why = format!("{before} jobs wait for room and were there before; --wait as well");
-            return Err(Refusal::NoRoom(why));
         }
         let job = Job {
             identity: identity.map(str::to_owned),
@@ -387,6 +405,7 @@ impl Registry {
             opened: now,
         };
         self.jobs.insert(join.job.clone(), job);
+        self.call_waiting();
         Ok(())
     }
 
@@ -455,9 +474,9 @@ impl Registry {
     /// Slots that each stream of a job is granted: its share of the packet buffers, at most what
     /// it asks for.
     fn slots(&self, name: &JobName, job: &Job) -> u32 {
-        let tenant = job.tenant(name);
+        let tenant = job.tenant(&self.config, name);
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a share")]
-        let share = (self.config.buffers() as f64 * tenant.share(&self.config) / 100.0) as usize;
+        let share = (self.config.buffers() as f64 * job.share / 100.0) as usize;
         let per_slot =
             usize::from(job.lanes) * (job.order.len() + 1 + usize::from(job.above.is_some()));
         let affordable = u32::try_from(share / per_slot).unwrap_or(u32::MAX);
@@ -610,4 +629,4 @@ impl Registry {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -8,7 +8,6 @@ use racksum_net::quic::lifeline::{Lifeline, dead};
 use racksum_net::quic::{Certificate, Role, frames, not_connected, quinn};
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Loss};
 use racksum_proto::ids::OpId;
-use racksum_proto::job_name::JobName;
 use tokio::sync::mpsc::{Receiver, channel};
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
@@ -16,6 +15,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
 use crate::lifelines::Lifelines;
 use crate::parent::call;
+use crate::queue::Place;
 use crate::registry::{Caller, Joined, Registry, Seat, WORDS};
 use crate::tenancy::Refusal;
 
@@ -32,6 +32,8 @@ const READ_TIMEOUT: Duration = Duration::from_secs(10);
 const WAITING_PERIOD: Duration = Duration::from_millis(500);
 /// How often a multicast group is probed.
 const PROBE_PERIOD: Duration = Duration::from_millis(20);
+/// How often a rank that waits for room is looked after before it is tried again whether there is.
+const LOOKS: usize = 10;
 /// Words of a rank that may wait to be heeded.
 const QUEUE: usize = 16;
 
@@ -62,7 +64,7 @@ pub(crate) async fn serve(
         };
         let Some(incoming) = incoming else { break };
         let from = incoming.remote_address();
-        if endpoint.open_connections() >= lock(&registry).ranks() + strangers {
+        if endpoint.open_connections() >= lock(&registry).connections() + strangers {
             tracing::warn!(%from, "refused: too many connections have not joined");
             incoming.refuse();
             continue;
@@ -236,20 +238,44 @@ async fn offer(
 /// A rank's place among those that wait for room, given up when it is dropped.
 struct Queued {
     registry: Shared,
-    job: JobName,
-    room: Arc<Notify>,
+    place: Place,
 }
 
 impl Queued {
-    fn new(registry: &Shared, join: &Join, identity: Option<&str>) -> Self {
-        let room = lock(registry).enter_queue(join, identity);
-        Self { registry: Arc::clone(registry), job: join.job.clone(), room }
+    fn new(registry: &Shared, join: &Join, caller: &Caller) -> Result<Self, String> {
+        let place = lock(registry).enter_queue(join, caller)?;
+        Ok(Self { registry: Arc::clone(registry), place })
+    }
+
+    /// Waits until the job has its turn, and tells the rank how many are served before it. Returns
+    /// in vain after a while, since what is in the way may be another limit by then. Nothing comes
+    /// of it if the rank leaves before.
+    async fn wait(
+        &self,
+        why: &str,
+        (send, words): (&mut quinn::SendStream, &mut Words),
+        relays: bool,
+    ) -> Option<()> {
+        let mut told = None;
+        for _ in 0..LOOKS {
+            let (_, before) = lock(&self.registry).turn(&self.place);
+            if told.replace(before) != Some(before)
+                && !say(send, &FromAggregator::Queued { before, why: why.into() }).await
+            {
+                return None;
+            }
+            await_turn(&self.place.room, send, words, relays).await?;
+            if lock(&self.registry).turn(&self.place).0 {
+                break;
+            }
+        }
+        Some(())
     }
 }
 
 impl Drop for Queued {
     fn drop(&mut self) {
-        lock(&self.registry).leave_queue(&self.job);
+        lock(&self.registry).leave_queue(&self.place);
     }
 }
 
@@ -272,13 +298,15 @@ async fn enter(
             Err(Refusal::NoRoom(why)) if join.wait => why,
             joined => return Some(joined),
         };
-        let queued =
-            queued.get_or_insert_with(|| Queued::new(registry, &join, caller.identity.as_deref()));
-        let before = lock(registry).before_in_queue(&join.job);
-        if !say(send, &FromAggregator::Queued { before, why: why.clone() }).await {
-            return None;
+        if queued.is_none() {
+            match Queued::new(registry, &join, &caller) {
+                Ok(new) => queued = Some(new),
+                Err(full) => return Some(Err(Refusal::NoRoom(format!("{why}; {full}")))),
+            }
         }
-        await_turn(&queued.room, send, words, join.relays).await?;
+        if let Some(queued) = &queued {
+            queued.wait(&why, (send, words), join.relays).await?;
+        }
     }
 }
 

@@ -1,11 +1,12 @@
-//! How much of an aggregator each job may have, and who waits for room.
+//! How much of an aggregator each job may have.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 
 use racksum_proto::control::CONTROL_VERSION;
 use racksum_proto::job_name::JobName;
 
-use crate::admission::rule_of;
+use crate::admission::{Admit, rule_of};
 use crate::config::Config;
 
 /// Why a rank was not taken into its job.
@@ -50,10 +51,10 @@ impl From<&str> for Refusal {
 /// A job, and who has opened it or would.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tenant<'a> {
-    pub(crate) job: &'a str,
-    /// Which of the job's groups.
-    pub(crate) group: &'a str,
+    pub(crate) name: &'a JobName,
     pub(crate) identity: Option<&'a str>,
+    /// The rule that admits it.
+    pub(crate) rule: Option<usize>,
     pub(crate) world: u16,
     /// The share that it was granted, whatever the configuration says by now; none before that.
     pub(crate) granted: Option<f64>,
@@ -61,28 +62,164 @@ pub(crate) struct Tenant<'a> {
 
 impl<'a> Tenant<'a> {
     /// A job that is granted nothing yet.
-    pub(crate) fn new(name: &'a JobName, identity: Option<&'a str>, world: u16) -> Self {
-        let JobName { name: job, group } = name;
-        Self { job, group, identity, world, granted: None }
+    pub(crate) fn new(
+        config: &Config,
+        name: &'a JobName,
+        identity: Option<&'a str>,
+        world: u16,
+    ) -> Self {
+        let rule = rule_of(&config.admit, identity, &name.name);
+        Self { name, identity, rule, world, granted: None }
     }
 
-    fn name(&self) -> JobName {
-        JobName { name: self.job.to_owned(), group: self.group.to_owned() }
-    }
-
-    /// The share of each shard's packet buffers that the job may have, in per cent.
-    pub(crate) fn share(&self, config: &Config) -> f64 {
-        let rule = rule_of(&config.admit, self.identity, self.job);
-        let own = || rule.and_then(|at| config.admit.get(at)?.share_percent).map(f64::from);
-        let equal = || 100.0 / f64::from(config.max_jobs.max(1));
-        self.granted.or_else(own).unwrap_or_else(equal)
+    fn rule<'c>(&self, config: &'c Config) -> Option<&'c Admit> {
+        config.admit.get(self.rule?)
     }
 
     /// The most slots that a stream of the job may have.
     pub(crate) fn pool_slots(&self, config: &Config) -> u32 {
-        let rule = rule_of(&config.admit, self.identity, self.job);
-        let own = rule.and_then(|at| config.admit.get(at)?.pool_slots);
+        let own = self.rule(config).and_then(|rule| rule.pool_slots);
         own.unwrap_or(u32::MAX).min(config.pool_slots)
+    }
+}
+
+/// What jobs hold together. Groups of one job count as one job; their ranks and their packet
+/// buffers all count.
+#[derive(Debug, Default)]
+pub(crate) struct Tally<'a> {
+    all: Held<'a>,
+    rules: BTreeMap<usize, Held<'a>>,
+    /// Per cent of the packet buffers, of all and of each job.
+    share: f64,
+    shares: BTreeMap<&'a str, f64>,
+}
+
+#[derive(Debug, Default)]
+struct Held<'a> {
+    jobs: BTreeSet<&'a str>,
+    ranks: u32,
+}
+
+/// A limit that is in the way of a job.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Limit {
+    /// It has more ranks than it ever may have.
+    World { world: u16, most: u32, limit: &'static str },
+    /// Others have taken so many ranks.
+    Ranks { world: u16, taken: u32, most: u32, limit: &'static str },
+    /// There are so many jobs.
+    Jobs { jobs: usize, most: u32, limit: &'static str },
+    /// Others have taken so much of the packet buffers.
+    Share { taken: f64, share: f64 },
+}
+
+impl fmt::Display for Limit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::World { world, most, limit } => {
+                write!(f, "{world} ranks are more than the {most} that {limit} allows")
+            }
+            Self::Ranks { world, taken, most, limit } => {
+                write!(f, "{taken} of {most} ranks are taken ({limit}), and {world} asked for")
+            }
+            Self::Jobs { jobs, most, limit } => {
+                write!(f, "there are {jobs} jobs, and {limit} allows {most}")
+            }
+            Self::Share { taken, share } => write!(
+                f,
+                "{taken:.0} % of the packet buffers are taken, and {share:.0} % asked for"
+            ),
+        }
+    }
+}
+
+impl<'a> Tally<'a> {
+    /// What these jobs hold.
+    pub(crate) fn of(config: &Config, held: &[Tenant<'a>]) -> Self {
+        let mut tally = Self::default();
+        held.iter().for_each(|tenant| tally.add(config, tenant));
+        tally
+    }
+
+    /// One more job is there.
+    pub(crate) fn add(&mut self, config: &Config, tenant: &Tenant<'a>) {
+        let share = tenant.granted.unwrap_or_else(|| self.share_of(config, tenant));
+        self.share += share;
+        *self.shares.entry(&tenant.name.name).or_default() += share;
+        let own = tenant.rule.map(|rule| self.rules.entry(rule).or_default());
+        for held in own.into_iter().chain([&mut self.all]) {
+            held.jobs.insert(&tenant.name.name);
+            held.ranks += u32::from(tenant.world);
+        }
+    }
+
+    /// The share of each shard's packet buffers that a job is granted beside the others, in per
+    /// cent: what its rule says, or an equal one. The first group of a job with a share of its own
+    /// has half of that, and each further group of any job an eighth of what is left: nobody knows
+    /// how many groups there will be.
+    pub(crate) fn share_of(&self, config: &Config, wanted: &Tenant<'_>) -> f64 {
+        let own = wanted.rule(config).and_then(|rule| rule.share_percent).map(f64::from);
+        let equal = 100.0 / f64::from(config.max_jobs.max(1));
+        match (self.shares.get(&*wanted.name.name), own) {
+            (None, Some(own)) if !wanted.name.group.is_empty() => own / 2.0,
+            (None, own) => own.unwrap_or(equal),
+            (Some(held), Some(own)) => (own - held).max(0.0) / 8.0,
+            (Some(_), None) => ((100.0 - self.share).max(0.0) / 8.0).min(equal),
+        }
+    }
+
+    /// Whether one more job may be opened beside these.
+    pub(crate) fn check(&self, config: &Config, wanted: &Tenant<'_>) -> Result<(), Limit> {
+        self.check_own(config, wanted)?;
+        let limits =
+            [("max_ranks", Some(config.max_ranks)), ("--max-jobs", Some(config.max_jobs.into()))];
+        self.all.check(wanted, limits)?;
+        let (taken, share) = (self.share, self.share_of(config, wanted));
+        // Shares are sums of fractions.
+        if share <= 0.0 || taken + share > 100.0 + 1e-6 {
+            return Err(Limit::Share { taken, share });
+        }
+        Ok(())
+    }
+
+    /// Whether the rule that admits a job has room for it: a limit that no job of another rule is
+    /// in the way of.
+    pub(crate) fn check_own(&self, config: &Config, wanted: &Tenant<'_>) -> Result<(), Limit> {
+        let Some(limits) = wanted.rule(config) else { return Ok(()) };
+        let limits = [
+            ("max_ranks of your [[admit]] rule", limits.max_ranks),
+            ("max_jobs of your [[admit]] rule", limits.max_jobs.map(u32::from)),
+        ];
+        let nothing = Held::default();
+        let held = wanted.rule.and_then(|rule| self.rules.get(&rule)).unwrap_or(&nothing);
+        held.check(wanted, limits)
+    }
+}
+
+impl Held<'_> {
+    /// Whether ranks and jobs, in this order, stay within limits with one more job.
+    fn check(
+        &self,
+        wanted: &Tenant<'_>,
+        [ranks, jobs]: [(&'static str, Option<u32>); 2],
+    ) -> Result<(), Limit> {
+        let (world, taken) = (wanted.world, self.ranks);
+        if let (limit, Some(most)) = ranks {
+            if u32::from(world) > most {
+                return Err(Limit::World { world, most, limit });
+            }
+            if taken + u32::from(world) > most {
+                return Err(Limit::Ranks { world, taken, most, limit });
+            }
+        }
+        let is_there = self.jobs.contains(&*wanted.name.name);
+        if let (limit, Some(most)) = jobs
+            && !is_there
+            && self.jobs.len() >= most as usize
+        {
+            return Err(Limit::Jobs { jobs: self.jobs.len(), most, limit });
+        }
+        Ok(())
     }
 }
 
@@ -95,157 +232,66 @@ pub(crate) fn check_room(
     held: &[Tenant<'_>],
     wanted: &Tenant<'_>,
 ) -> Result<(), Refusal> {
-    check_own(config, held, wanted)?;
-    let limits =
-        [("max_ranks", Some(config.max_ranks)), ("--max-jobs", Some(config.max_jobs.into()))];
-    check_counts(config, held, wanted, limits)?;
-    let taken: f64 = held.iter().map(|it| it.share(config)).sum();
-    let share = wanted.share(config);
-    // Shares are sums of fractions.
-    if taken + share > 100.0 + 1e-6 {
-        let what =
-            format!("{taken:.0} % of the packet buffers are taken, and {share:.0} % asked for");
-        return Err(no_room(config, held, wanted, &what));
-    }
-    Ok(())
-}
-
-/// Whether the rule that admits a job has room for it: a limit that no job of another rule is in
-/// the way of.
-///
-/// # Errors
-/// As [`check_room`].
-pub(crate) fn check_own(
-    config: &Config,
-    held: &[Tenant<'_>],
-    wanted: &Tenant<'_>,
-) -> Result<(), Refusal> {
-    let rule_of = |it: &Tenant<'_>| rule_of(&config.admit, it.identity, it.job);
-    let Some((rule, limits)) = rule_of(wanted).and_then(|at| Some((at, config.admit.get(at)?)))
-    else {
-        return Ok(());
-    };
-    let own: Vec<_> = held.iter().filter(|it| rule_of(it) == Some(rule)).copied().collect();
-    let limits = [
-        ("max_ranks of your [[admit]] rule", limits.max_ranks),
-        ("max_jobs of your [[admit]] rule", limits.max_jobs.map(u32::from)),
-    ];
-    check_counts(config, &own, wanted, limits)
-}
-
-/// Whether ranks and jobs, in this order, stay within limits with one more job.
-fn check_counts(
-    config: &Config,
-    of: &[Tenant<'_>],
-    wanted: &Tenant<'_>,
-    [ranks, jobs]: [(&str, Option<u32>); 2],
-) -> Result<(), Refusal> {
-    let world = u32::from(wanted.world);
-    if let (limit, Some(most)) = ranks {
-        if world > most {
-            let why = format!("{world} ranks are more than the {most} that {limit} allows");
-            return Err(Refusal::Never(why));
+    let tally = Tally::of(config, held);
+    tally.check(config, wanted).map_err(|limit| {
+        if let Limit::World { .. } = limit {
+            return Refusal::Never(limit.to_string());
         }
-        let taken: u32 = of.iter().map(|it| u32::from(it.world)).sum();
-        if taken + world > most {
-            let what =
-                format!("{taken} of {most} ranks are taken ({limit}), and {world} asked for");
-            return Err(no_room(config, of, wanted, &what));
-        }
-    }
-    if let (limit, Some(most)) = jobs
-        && of.len() >= most as usize
-    {
-        let what = format!("there are {} jobs, and {limit} allows {most}", of.len());
-        return Err(no_room(config, of, wanted, &what));
-    }
-    Ok(())
-}
-
-fn no_room(config: &Config, of: &[Tenant<'_>], wanted: &Tenant<'_>, what: &str) -> Refusal {
-    let holders = holders(config, of, wanted);
-    Refusal::NoRoom(format!("{what}{holders}; try again later, or --wait"))
+        let is_of_rule = tally.check_own(config, wanted).is_err();
+        let of = held.iter().filter(|it| !is_of_rule || it.rule == wanted.rule);
+        let holders = holders(config, of, wanted);
+        Refusal::NoRoom(format!("{limit}{holders}; try again later, or --wait"))
+    })
 }
 
 /// Who holds what: by name the jobs that the one who asks might join, the others by number.
-fn holders(config: &Config, held: &[Tenant<'_>], wanted: &Tenant<'_>) -> String {
+fn holders<'a>(
+    config: &Config,
+    held: impl Iterator<Item = &'a Tenant<'a>>,
+    wanted: &Tenant<'_>,
+) -> String {
     let visible = |tenant: &&Tenant<'_>| {
-        config.admit.is_empty() || rule_of(&config.admit, wanted.identity, tenant.job).is_some()
+        let job = &tenant.name.name;
+        config.admit.is_empty() || rule_of(&config.admit, wanted.identity, job).is_some()
     };
-    let mut names: Vec<_> = held
-        .iter()
-        .filter(visible)
-        .map(|it| format!("{:?} with {} ranks", it.name(), it.world))
-        .collect();
-    let others = held.len() - names.len();
+    let (seen, others): (Vec<&Tenant<'_>>, Vec<_>) = held.partition(visible);
+    let named = seen.iter().take(MAX_HOLDERS);
+    let mut names: Vec<_> =
+        named.map(|it| format!("{:?} with {} ranks", it.name, it.world)).collect();
+    let others = others.len() + seen.len().saturating_sub(MAX_HOLDERS);
     if others > 0 {
         names.push(format!("{others} jobs of others"));
     }
     if names.is_empty() { String::new() } else { format!(", held by {}", names.join(", ")) }
 }
 
-/// Jobs that wait for room, the first first.
-#[derive(Debug, Default)]
-pub(crate) struct Queue {
-    jobs: VecDeque<Waiting>,
-}
-
-#[derive(Debug)]
-struct Waiting {
-    job: JobName,
-    identity: Option<String>,
-    world: u16,
-    /// How many of its ranks are waiting.
-    ranks: usize,
-}
-
-impl Queue {
-    /// One more rank of a job waits.
-    pub(crate) fn enter(&mut self, tenant: &Tenant<'_>) {
-        let job = tenant.name();
-        if let Some(waiting) = self.jobs.iter_mut().find(|it| it.job == job) {
-            waiting.ranks += 1;
-            return;
-        }
-        let identity = tenant.identity.map(str::to_owned);
-        self.jobs.push_back(Waiting { job, identity, world: tenant.world, ranks: 1 });
-    }
-
-    /// A rank of a job waits no more.
-    pub(crate) fn leave(&mut self, job: &JobName) {
-        if let Some(at) = self.jobs.iter().position(|it| it.job == *job) {
-            self.jobs[at].ranks -= 1;
-            if self.jobs[at].ranks == 0 {
-                self.jobs.remove(at);
-            }
-        }
-    }
-
-    /// How many jobs are served before this one. Those that wait for room of their own rule alone
-    /// hold up nobody.
-    pub(crate) fn before(&self, config: &Config, held: &[Tenant<'_>], job: &JobName) -> usize {
-        let earlier = self.jobs.iter().take_while(|it| it.job != *job);
-        let in_turn = earlier.filter(|it| {
-            let (identity, world) = (it.identity.as_deref(), it.world);
-            let tenant = Tenant::new(&it.job, identity, world);
-            check_own(config, held, &tenant).is_ok()
-        });
-        in_turn.count()
-    }
-
-    /// The names of the jobs, the first first.
-    pub(crate) fn names(&self) -> Vec<String> {
-        self.jobs.iter().map(|it| it.job.to_string()).collect()
-    }
-}
+/// Most jobs that are named in a refusal.
+const MAX_HOLDERS: usize = 16;
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::admission::Admit;
 
-    fn tenant<'a>(job: &'a str, identity: &'a str, world: u16) -> Tenant<'a> {
-        Tenant { job, group: "", identity: Some(identity), world, granted: None }
+    /// A job whose rule the configuration has.
+    fn of(
+        config: &Config,
+        job: &'static str,
+        identity: &'static str,
+        world: u16,
+    ) -> Tenant<'static> {
+        group_of(config, job, "", identity, world)
+    }
+
+    fn group_of(
+        config: &Config,
+        job: &str,
+        group: &str,
+        identity: &'static str,
+        world: u16,
+    ) -> Tenant<'static> {
+        let name = Box::leak(Box::new(JobName { name: job.into(), group: group.into() }));
+        Tenant::new(config, name, Some(identity), world)
     }
 
     fn rule(identity: &str, jobs: &str) -> Admit {
@@ -263,6 +309,7 @@ mod tests {
     #[test]
     fn jobs_and_ranks_are_counted_and_the_holders_named() {
         let config = Config { max_jobs: 2, max_ranks: 10, ..Config::default() };
+        let tenant = |job, identity, world| of(&config, job, identity, world);
         let (one, two) = (tenant("one", "a", 4), tenant("two", "b", 4));
         assert_eq!(check_room(&config, &[one], &two), Ok(()));
         let (later, told) = why(check_room(&config, &[one, two], &tenant("three", "c", 1)));
@@ -279,6 +326,7 @@ mod tests {
     fn each_rule_has_limits_of_its_own_and_others_are_not_named() {
         let vision = Admit { max_jobs: Some(1), max_ranks: Some(8), ..rule("vision-*", "v-*") };
         let config = Config { admit: vec![vision, rule("speech-*", "s-*")], ..Config::default() };
+        let tenant = |job, identity, world| of(&config, job, identity, world);
         let held = [tenant("s-1", "speech-1", 100), tenant("v-1", "vision-1", 4)];
         let (later, told) = why(check_room(&config, &held, &tenant("v-2", "vision-2", 4)));
         let expected = "there are 1 jobs, and max_jobs of your [[admit]] rule allows 1, held by \
@@ -288,8 +336,8 @@ mod tests {
         assert!(!later && told.contains("max_ranks of your [[admit]] rule"), "{told}");
         assert_eq!(check_room(&config, &held, &tenant("s-2", "speech-1", 100)), Ok(()));
         // What others hold is a number.
-        let full = Config { max_jobs: 2, ..config };
-        let (_, told) = why(check_room(&full, &held, &tenant("s-2", "speech-2", 1)));
+        let full = Config { max_jobs: 2, ..config.clone() };
+        let (_, told) = why(check_room(&full, &held, &of(&full, "s-2", "speech-2", 1)));
         assert!(told.contains("held by \"s-1\" with 100 ranks, 1 jobs of others;"), "{told}");
     }
 
@@ -297,11 +345,13 @@ mod tests {
     fn shares_are_of_a_whole() {
         let half = Admit { share_percent: Some(50), pool_slots: Some(7), ..rule("*", "big*") };
         let config = Config { max_jobs: 4, admit: vec![half, rule("*", "*")], ..Config::default() };
-        let (big, small) = (tenant("big", "x", 1), tenant("small", "x", 1));
-        assert_eq!((big.share(&config), small.share(&config)), (50.0, 25.0));
-        assert_eq!((big.pool_slots(&config), small.pool_slots(&config)), (7, 256));
-        assert_eq!(check_room(&config, &[small, small], &big), Ok(()));
-        let (later, told) = why(check_room(&config, &[small, big, small], &small));
+        let [big, one, two, three] =
+            ["big", "one", "two", "three"].map(|job| of(&config, job, "x", 1));
+        let share = |tenant| Tally::default().share_of(&config, tenant);
+        assert_eq!((share(&big), share(&one)), (50.0, 25.0));
+        assert_eq!((big.pool_slots(&config), one.pool_slots(&config)), (7, 256));
+        assert_eq!(check_room(&config, &[one, two], &big), Ok(()));
+        let (later, told) = why(check_room(&config, &[one, big, two], &three));
         assert!(
             later && told.starts_with("100 % of the packet buffers are taken, and 25"),
             "{told}"
@@ -312,40 +362,49 @@ mod tests {
     fn a_share_that_was_granted_is_held_whatever_the_configuration_says_by_now() {
         let config = Config { max_jobs: 8, ..Config::default() };
         // From when there were four jobs at most.
-        let held =
-            ["a", "b", "c", "d"].map(|job| Tenant { granted: Some(25.0), ..tenant(job, "x", 1) });
-        let (later, told) = why(check_room(&config, &held, &tenant("e", "x", 1)));
+        let held = ["a", "b", "c", "d"]
+            .map(|job| Tenant { granted: Some(25.0), ..of(&config, job, "x", 1) });
+        let (later, told) = why(check_room(&config, &held, &of(&config, "e", "x", 1)));
         assert!(
             later && told.starts_with("100 % of the packet buffers are taken, and 12"),
             "{told}"
         );
-        assert_eq!(check_room(&config, &held[..3], &tenant("e", "x", 1)), Ok(()));
+        assert_eq!(check_room(&config, &held[..3], &of(&config, "e", "x", 1)), Ok(()));
     }
 
     #[test]
-    fn who_waits_is_served_in_turn() {
+    fn groups_of_one_job_are_one_job_and_have_what_is_left_of_the_buffers() {
         let config = Config::default();
-        let mut queue = Queue::default();
-        for job in ["a", "b", "a", "c"] {
-            queue.enter(&tenant(job, "x", 1));
+        let mut held: Vec<Tenant<'static>> = Vec::new();
+        for group in ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "10", "11"] {
+            let wanted = group_of(&config, "train", group, "x", 8);
+            assert_eq!(check_room(&config, &held, &wanted), Ok(()), "group {group}");
+            let share = Tally::of(&config, &held).share_of(&config, &wanted);
+            held.push(Tenant { granted: Some(share), ..wanted });
         }
-        let before = |queue: &Queue, job: &str| queue.before(&config, &[], &job.into());
-        assert_eq!(["a", "b", "c", "new"].map(|job| before(&queue, job)), [0, 1, 2, 3]);
-        queue.leave(&"a".into());
-        assert_eq!(queue.names(), ["a", "b", "c"]);
-        queue.leave(&"a".into());
-        queue.leave(&"never".into());
-        assert_eq!((before(&queue, "b"), queue.names()), (0, vec!["b".into(), "c".into()]));
+        // Ranks are counted group by group.
+        let few = Config { max_ranks: 100, ..config.clone() };
+        let (_, told) = why(check_room(&few, &held, &group_of(&few, "train", "12", "x", 8)));
+        assert!(told.starts_with("96 of 100 ranks are taken (max_ranks), and 8"), "{told}");
+        // Another job has its equal share still, and counts as the second.
+        assert_eq!(check_room(&config, &held, &of(&config, "other", "y", 8)), Ok(()));
+        let one = Config { max_jobs: 1, ..config };
+        let (_, told) = why(check_room(&one, &held, &of(&one, "other", "y", 8)));
+        assert!(told.starts_with("there are 1 jobs, and --max-jobs allows 1, held by"), "{told}");
     }
 
     #[test]
-    fn who_waits_for_room_of_a_rule_of_its_own_holds_up_nobody_else() {
-        let small = Admit { max_jobs: Some(1), ..rule("vision", "v-*") };
-        let config = Config { admit: vec![small, rule("speech", "s-*")], ..Config::default() };
-        let mut queue = Queue::default();
-        queue.enter(&tenant("v-2", "vision", 1));
-        let held = [tenant("v-1", "vision", 1)];
-        assert_eq!(queue.before(&config, &held, &"s-1".into()), 0);
-        assert_eq!(queue.before(&config, &[], &"s-1".into()), 1, "its turn, once there is room");
+    fn the_limits_of_a_rule_are_those_of_a_job_with_all_its_groups() {
+        let own = Admit { max_jobs: Some(1), share_percent: Some(40), ..rule("x", "train") };
+        let config = Config { admit: vec![own], ..Config::default() };
+        let mut held: Vec<Tenant<'static>> = Vec::new();
+        for group in ["0", "1", "2", "3", "4", "5", "6", "7", "8"] {
+            let wanted = group_of(&config, "train", group, "x", 2);
+            assert_eq!(check_room(&config, &held, &wanted), Ok(()), "group {group}");
+            let share = Tally::of(&config, &held).share_of(&config, &wanted);
+            held.push(Tenant { granted: Some(share), ..wanted });
+        }
+        let taken: f64 = held.iter().filter_map(|it| it.granted).sum();
+        assert!(held[0].granted == Some(20.0) && taken < 40.0, "{taken}");
     }
 }

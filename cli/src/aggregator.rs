@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use racksum_aggregator::{Aggregator, Config, StartError};
+use racksum_net::local::raise_open_files;
 use racksum_proto::auth::DataAuth;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
@@ -111,6 +112,10 @@ const MAX_CONFIG: u64 = 1 << 20;
 /// Serves until a signal ends the process, or a bug of ours.
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let config = args.config()?;
+    // Each rank has a connection by which its death is noticed.
+    if let Err(error) = raise_open_files() {
+        stderr::warn(format_args!("the limit on open files stays as it is: {error}"));
+    }
     let aggregator = start(&config)?;
     for warning in aggregator.warnings() {
         stderr::warn(warning);

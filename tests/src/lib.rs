@@ -16,6 +16,8 @@ mod ports;
 #[cfg(test)]
 mod rig;
 #[cfg(test)]
+mod waiters;
+#[cfg(test)]
 mod waits;
 
 #[cfg(test)]
@@ -38,6 +40,8 @@ mod joining;
 mod missing;
 #[cfg(test)]
 mod mixture;
+#[cfg(test)]
+mod queues;
 #[cfg(test)]
 mod reductions;
 #[cfg(test)]

@@ -15,6 +15,7 @@ use tokio::time::Instant;
 use super::member::Member;
 use super::moving::{given_up, too_many_absent};
 use super::tree::Above;
+use crate::config::Config as AggregatorConfig;
 use crate::locks::Locks;
 use crate::shard::ShardHandle;
 use crate::status::{JobStatus, RankStatus, millis};
@@ -197,8 +198,8 @@ impl Job {
     }
 
     /// Whom its share is counted for.
-    pub(super) fn tenant<'a>(&'a self, name: &'a JobName) -> Tenant<'a> {
-        let tenant = Tenant::new(name, self.identity.as_deref(), self.world);
+    pub(super) fn tenant<'a>(&'a self, config: &AggregatorConfig, name: &'a JobName) -> Tenant<'a> {
+        let tenant = Tenant::new(config, name, self.identity.as_deref(), self.world);
         Tenant { granted: Some(self.share), ..tenant }
     }
 

@@ -124,7 +124,7 @@ impl Registry {
         if std::mem::replace(&mut self.draining, true) {
             return;
         }
-        self.room.notify_waiters();
+        self.queue.wake();
         let gathering = |job: &&Job| job.state == State::Gathering;
         let names =
             self.jobs.iter().filter(|(_, job)| gathering(job)).map(|(name, _)| name.clone());

@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use racksum_net::clock::Clock;
 use racksum_proto::auth::DataAuth;
-use racksum_proto::control::OnRankLoss;
+use racksum_proto::control::{OnRankLoss, Resume};
 use racksum_proto::ids::{Generation, OpId};
 use tokio::sync::mpsc::{Receiver, channel};
 
@@ -20,7 +20,7 @@ pub(super) fn registry(fanout: Fanout, last_id: u32) -> Registry {
     Registry::new(config, vec![shard], true, last_id)
 }
 
-pub(super) fn wish(job: &str, rank: u16, world: u16) -> Join {
+pub(crate) fn wish(job: &str, rank: u16, world: u16) -> Join {
     Join {
         version: CONTROL_VERSION,
         job: job.into(),
@@ -269,6 +269,43 @@ fn a_rule_is_about_the_job_that_its_user_named_and_all_its_groups() {
     assert!(why.contains("may not join a job of the name \"vision-7/0\""), "{why}");
     let why = join(of_group("vision-7", &"x".repeat(129))).unwrap_err().why();
     assert_eq!(why, "a group's name has at most 128 bytes, not 129");
+}
+
+#[test]
+fn two_thousand_ranks_that_wait_keep_out_nobody_for_whom_there_is_room() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let one = |identity: &str| Admit {
+        identity: identity.into(),
+        jobs: vec!["*".into()],
+        max_jobs: Some(1),
+        ..Admit::default()
+    };
+    let admit = vec![one("crowd-0"), one("crowd-1"), Admit { max_jobs: None, ..one("team") }];
+    registry.reconfigure(Config { pool_mib: 4, admit, ..Config::default() });
+    let now = Instant::now();
+    let mut places = Vec::new();
+    for nth in 0..2_002_u32 {
+        let who = format!("crowd-{}", nth % 2);
+        let wish = Join { wait: true, ..wish(&format!("crowd-{nth}"), 0, 2) };
+        let (caller, _inbox) = caller(Some(&who), [10, 0, 0, u8::from(nth % 2 == 0)]);
+        match registry.join(wish.clone(), caller.clone(), now) {
+            Ok(_) => assert!(nth < 2),
+            Err(Refusal::NoRoom(_)) => places.push(registry.enter_queue(&wish, &caller).unwrap()),
+            Err(other) => panic!("{other:?}"),
+        }
+    }
+    assert_eq!((places.len(), registry.connections()), (2_000, 2_002));
+    let resume = Some(Resume { first_op: OpId(7), absent: Vec::new() });
+    for wish in [wish("new", 0, 1), Join { resume, ..wish("moves", 0, 1) }] {
+        let (caller, _inbox) = caller(Some("team"), [10, 0, 0, 9]);
+        assert_eq!(registry.join(wish, caller, now).unwrap().1, Joined::Ready);
+    }
+    assert!(places.iter().all(|place| !registry.turn(place).0));
+    // One has its turn once the job of its rule has ended.
+    let seat = Seat::of("crowd-0", 1, 0);
+    registry.leave(&seat, Loss::Left, now);
+    assert_eq!(places.iter().filter(|place| registry.turn(place).0).count(), 1);
+    assert!(registry.turn(&places[0]).0);
 }
 
 #[test]

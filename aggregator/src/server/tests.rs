@@ -125,12 +125,12 @@ fn a_rank_in_a_queue_that_was_let_go_and_says_nothing_more_has_left() {
         let (holder, waits) = (call(addr).await.unwrap(), call(addr).await.unwrap());
         let _held = join(&holder, "holder").await;
         let (mut send, mut recv, _) = join_as(&waits, Join { wait: true, ..wish("waits") }).await;
-        assert_eq!(lock(&registry).before_in_queue(&"next".into()), 1);
+        assert_eq!(lock(&registry).connections(), 2);
         frames::send(&mut send, &FromWorker::Withdraw).await.unwrap();
         let (heard, _) = heard_behind_the_queue(&mut recv).await;
         assert_eq!(heard, FromAggregator::Free);
         assert_eq!(frames::recv::<FromAggregator>(&mut recv).await.unwrap(), None);
-        assert_eq!(lock(&registry).before_in_queue(&"next".into()), 0);
+        assert_eq!(lock(&registry).connections(), 1);
     });
 }
 

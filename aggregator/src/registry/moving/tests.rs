@@ -226,7 +226,7 @@ fn a_job_does_not_begin_while_a_rank_would_rather_be_elsewhere() {
     // Now the other counts on it.
     assert!(!registry.withdraw(&ranks[0].0));
     assert_eq!(registry.stay(&ranks[0].0), Joined::Ready);
-    assert_eq!(registry.ranks(), 2);
+    assert_eq!(registry.connections(), 2);
 }
 
 #[test]

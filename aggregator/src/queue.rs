@@ -1,0 +1,273 @@
+//! Jobs that wait for room: who may wait, and whose turn it is.
+//!
+//! Jobs that move here from another aggregator go first, since their ranks have work in flight.
+//! Otherwise tenants take turns, so a tenant that waits with many jobs does not keep out one that
+//! waits with a single job. A job has its turn when there is room for it beside those before it
+//! that have theirs; a job for which there is no room keeps out nobody.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use racksum_proto::control::Join;
+use racksum_proto::job_name::JobName;
+use tokio::sync::Notify;
+
+use crate::admission::rule_of;
+use crate::config::Config;
+use crate::tenancy::{Tally, Tenant};
+
+/// Most ranks that wait at a time: those of 16 of the largest jobs.
+pub(crate) const MAX_WAITING: usize = 4096;
+/// Most ranks that wait of one identity, of one rule, or from one address.
+const MAX_WAITING_EACH: usize = 1024;
+
+/// The jobs that wait for room.
+#[derive(Debug, Default)]
+pub(crate) struct Queue {
+    jobs: BTreeMap<Turn, Waiting>,
+    turns: BTreeMap<Key, Turn>,
+    /// How many ranks wait, by what they have in common.
+    counts: BTreeMap<Common, usize>,
+    /// The round of the job that has had its turn last.
+    round: u64,
+    arrivals: u64,
+}
+
+/// A job's place in the queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Turn {
+    /// Whether the job begins here. False goes first.
+    begins: bool,
+    /// Each further job of a tenant is in a later round.
+    round: u64,
+    arrival: u64,
+}
+
+/// What the ranks of a waiting job have in common. Ranks of one job that are admitted by another
+/// rule wait by themselves: that rule may have room.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+struct Key {
+    name: JobName,
+    rule: Option<usize>,
+    moves: bool,
+}
+
+/// What waiting ranks are counted by.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+enum Common {
+    All,
+    Identity(String),
+    Rule(usize),
+    Address(IpAddr),
+}
+
+#[derive(Debug)]
+struct Waiting {
+    key: Key,
+    tenant: Common,
+    identity: Option<String>,
+    /// The rule that admits it now.
+    rule: Option<usize>,
+    world: u16,
+    /// How many of its ranks wait.
+    ranks: usize,
+    /// There is room for it.
+    called: bool,
+    /// How many jobs are served before this one.
+    before: usize,
+    room: Arc<Notify>,
+}
+
+/// A rank's place in the queue.
+#[derive(Debug)]
+pub(crate) struct Place {
+    key: Key,
+    counted: Vec<Common>,
+    /// Tells that there may be room.
+    pub(crate) room: Arc<Notify>,
+}
+
+impl Queue {
+    /// A rank that calls from `addr` waits from now on.
+    ///
+    /// # Errors
+    /// A sentence, if too many wait already.
+    pub(crate) fn enter(
+        &mut self,
+        config: &Config,
+        join: &Join,
+        identity: Option<&str>,
+        addr: IpAddr,
+    ) -> Result<Place, String> {
+        let key = Key::of(config, join, identity);
+        let rule = key.rule;
+        let of_identity = identity.map(|name| Common::Identity(name.to_owned()));
+        let address = Common::Address(addr.to_canonical());
+        let tenant = of_identity.clone().unwrap_or_else(|| address.clone());
+        let counted = [Some(Common::All), of_identity, rule.map(Common::Rule), Some(address)];
+        let counted: Vec<_> = counted.into_iter().flatten().collect();
+        for common in &counted {
+            let (most, whose) = match common {
+                Common::All => (MAX_WAITING, "".to_owned()),
+                Common::Identity(name) => (MAX_WAITING_EACH, format!(" of identity {name:?}")),
+                Common::Rule(_) => (MAX_WAITING_EACH, " of your [[admit]] rule".into()),
+                Common::Address(addr) => (MAX_WAITING_EACH, format!(" from {addr}")),
+            };
+            let waiting = self.counts.get(common).copied().unwrap_or(0);
+            if waiting >= most {
+                return Err(format!("{waiting} ranks{whose} wait for room already"));
+            }
+        }
+        for common in &counted {
+            *self.counts.entry(common.clone()).or_default() += 1;
+        }
+        let turn = match self.turns.get(&key) {
+            Some(turn) => *turn,
+            None => self.append(&key, &tenant, identity, join.world),
+        };
+        let waiting = self.jobs.get_mut(&turn).expect("appended above");
+        waiting.ranks += 1;
+        Ok(Place { key, counted, room: Arc::clone(&waiting.room) })
+    }
+
+    fn append(&mut self, key: &Key, tenant: &Common, identity: Option<&str>, world: u16) -> Turn {
+        let own = self.jobs.iter().filter(|(_, job)| job.tenant == *tenant);
+        let last = own.map(|(turn, _)| turn.round).max();
+        let round = self.round.max(last.map_or(0, |last| last + 1));
+        self.arrivals += 1;
+        let turn = Turn { begins: !key.moves, round, arrival: self.arrivals };
+        let waiting = Waiting {
+            key: key.clone(),
+            tenant: tenant.clone(),
+            identity: identity.map(str::to_owned),
+            rule: key.rule,
+            world,
+            ranks: 0,
+            called: false,
+            before: 0,
+            room: Arc::default(),
+        };
+        self.jobs.insert(turn, waiting);
+        self.turns.insert(key.clone(), turn);
+        turn
+    }
+
+    /// A rank waits no longer.
+    pub(crate) fn leave(&mut self, place: &Place) {
+        for common in &place.counted {
+            if let Some(count) = self.counts.get_mut(common) {
+                *count -= 1;
+                if *count == 0 {
+                    self.counts.remove(common);
+                }
+            }
+        }
+        let Some(turn) = self.turns.get(&place.key).copied() else { return };
+        let Some(waiting) = self.jobs.get_mut(&turn) else { return };
+        waiting.ranks -= 1;
+        if waiting.ranks == 0 {
+            self.jobs.remove(&turn);
+            self.turns.remove(&place.key);
+        }
+    }
+
+    /// Finds out whose turn it is beside the jobs that are `held`, and tells the ranks of those
+    /// jobs so. Called whenever a job has come or gone, here or in the queue.
+    pub(crate) fn call(&mut self, config: &Config, held: &[Tenant<'_>]) {
+        let found = self.whose_turn(config, held);
+        for ((turn, job), (called, before)) in self.jobs.iter_mut().zip(found) {
+            (job.called, job.before) = (called, before);
+            if called {
+                self.round = self.round.max(turn.round);
+                job.room.notify_waiters();
+            }
+        }
+    }
+
+    /// Of each job whether it has its turn, and how many are served before it.
+    fn whose_turn(&self, config: &Config, held: &[Tenant<'_>]) -> Vec<(bool, usize)> {
+        let mut tally = Tally::of(config, held);
+        let mut there: BTreeSet<_> = held.iter().map(|tenant| tenant.name).collect();
+        let mut before = 0;
+        let mut found = Vec::with_capacity(self.jobs.len());
+        for job in self.jobs.values() {
+            let tenant = job.tenant();
+            let own = tally.check_own(config, &tenant).is_ok();
+            // A job that is there already, or that two rules admit, is one job.
+            let is_there = there.contains(&job.key.name);
+            let called = is_there || own && tally.check(config, &tenant).is_ok();
+            found.push((called, before));
+            before += usize::from(own);
+            if called && there.insert(&job.key.name) {
+                tally.add(config, &tenant);
+            }
+        }
+        found
+    }
+
+    /// The jobs whose turn it is before that of a rank that joins now.
+    pub(crate) fn called_before(
+        &self,
+        config: &Config,
+        join: &Join,
+        identity: Option<&str>,
+    ) -> impl Iterator<Item = Tenant<'_>> {
+        let key = Key::of(config, join, identity);
+        let own = self.turns.get(&key).copied();
+        let is_before = move |turn: &Turn| match own {
+            Some(own) => *turn < own,
+            // It would come last, but for those that do not move if it does.
+            None => !turn.begins || !key.moves,
+        };
+        let called = self.jobs.iter().filter(move |(turn, job)| job.called && is_before(turn));
+        called.map(|(_, job)| job.tenant()).filter(|tenant| *tenant.name != join.job)
+    }
+
+    /// Whether a rank's job has its turn, and how many are served before it.
+    pub(crate) fn turn(&self, place: &Place) -> (bool, u16) {
+        let waiting = self.turns.get(&place.key).and_then(|turn| self.jobs.get(turn));
+        let before = |job: &Waiting| u16::try_from(job.before).unwrap_or(u16::MAX);
+        waiting.map_or((true, 0), |job| (job.called, before(job)))
+    }
+
+    /// Goes by other rules from now on.
+    pub(crate) fn reconfigure(&mut self, config: &Config) {
+        for job in self.jobs.values_mut() {
+            job.rule = rule_of(&config.admit, job.identity.as_deref(), &job.key.name.name);
+        }
+    }
+
+    /// Has all that wait look for themselves.
+    pub(crate) fn wake(&self) {
+        self.jobs.values().for_each(|job| job.room.notify_waiters());
+    }
+
+    /// How many ranks wait.
+    pub(crate) fn ranks(&self) -> usize {
+        self.counts.get(&Common::All).copied().unwrap_or(0)
+    }
+
+    /// The names of the jobs, the first first.
+    pub(crate) fn names(&self) -> Vec<String> {
+        self.jobs.values().map(|job| job.key.name.to_string()).collect()
+    }
+}
+
+impl Key {
+    fn of(config: &Config, join: &Join, identity: Option<&str>) -> Self {
+        let rule = rule_of(&config.admit, identity, &join.job.name);
+        Self { name: join.job.clone(), rule, moves: join.resume.is_some() }
+    }
+}
+
+impl Waiting {
+    fn tenant(&self) -> Tenant<'_> {
+        let Self { identity, rule, world, .. } = self;
+        let (name, identity) = (&self.key.name, identity.as_deref());
+        Tenant { name, identity, rule: *rule, world: *world, granted: None }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,167 @@
+use std::net::Ipv4Addr;
+
+use racksum_proto::control::Resume;
+use racksum_proto::ids::OpId;
+
+use super::*;
+use crate::admission::Admit;
+use crate::registry::tests::wish;
+
+const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+
+fn rule(identity: &str, jobs: &str) -> Admit {
+    Admit { identity: identity.into(), jobs: vec![jobs.into()], ..Admit::default() }
+}
+
+/// A job of one rank that waits, of an identity if there is one.
+fn enter(queue: &mut Queue, config: &Config, job: &str, identity: Option<&str>) -> Place {
+    queue.enter(config, &wish(job, 0, 1), identity, HERE).unwrap()
+}
+
+fn moving(job: &str) -> Join {
+    let resume = Resume { first_op: OpId(3), absent: Vec::new() };
+    Join { resume: Some(resume), ..wish(job, 0, 1) }
+}
+
+fn held<'a>(config: &Config, names: &'a [JobName], identity: &'a str) -> Vec<Tenant<'a>> {
+    names.iter().map(|name| Tenant::new(config, name, Some(identity), 1)).collect()
+}
+
+fn names<const N: usize>(names: [&str; N]) -> [JobName; N] {
+    names.map(JobName::from)
+}
+
+#[test]
+fn jobs_that_wait_have_their_turn_one_after_the_other_as_there_is_room() {
+    let config = Config { max_jobs: 2, ..Config::default() };
+    let mut queue = Queue::default();
+    let [a, again, b, c] =
+        ["a", "a", "b", "c"].map(|job| enter(&mut queue, &config, job, Some("x")));
+    let turns = |queue: &mut Queue, there: &[JobName]| {
+        queue.call(&config, &held(&config, there, "x"));
+        [&a, &b, &c].map(|place| queue.turn(place))
+    };
+    let full = names(["one", "two"]);
+    assert_eq!(turns(&mut queue, &full), [(false, 0), (false, 1), (false, 2)]);
+    assert_eq!(turns(&mut queue, &full[..1]), [(true, 0), (false, 1), (false, 2)]);
+    assert_eq!(turns(&mut queue, &[]), [(true, 0), (true, 1), (false, 2)]);
+    // Its other rank waits still.
+    queue.leave(&again);
+    assert_eq!((queue.names(), queue.ranks()), (vec!["a".into(), "b".into(), "c".into()], 3));
+    queue.leave(&a);
+    assert_eq!((queue.names(), queue.ranks()), (vec!["b".into(), "c".into()], 2));
+    assert_eq!(turns(&mut queue, &full[..1])[1..], [(true, 0), (false, 1)]);
+}
+
+#[test]
+fn a_job_that_runs_or_has_its_turn_calls_all_its_ranks() {
+    let config = Config { max_jobs: 1, ..Config::default() };
+    let mut queue = Queue::default();
+    let place = enter(&mut queue, &config, "job", Some("x"));
+    queue.call(&config, &held(&config, &names(["job"]), "x"));
+    assert_eq!(queue.turn(&place), (true, 0), "its other ranks may join it");
+}
+
+#[test]
+fn who_waits_for_room_of_a_rule_of_its_own_holds_up_nobody_else() {
+    let small = Admit { max_jobs: Some(1), ..rule("vision", "v-*") };
+    let config = Config { admit: vec![small, rule("speech", "s-*")], ..Config::default() };
+    let mut queue = Queue::default();
+    let vision = enter(&mut queue, &config, "v-2", Some("vision"));
+    let speech = enter(&mut queue, &config, "s-1", Some("speech"));
+    queue.call(&config, &held(&config, &names(["v-1"]), "vision"));
+    assert_eq!([queue.turn(&vision), queue.turn(&speech)], [(false, 0), (true, 0)]);
+    let new = |identity| queue.called_before(&config, &wish("s-2", 0, 1), Some(identity)).count();
+    assert_eq!(new("speech"), 1, "who comes now takes no room from it");
+    // Rules that have changed count from then on.
+    let config = Config { admit: vec![rule("vision", "v-*")], ..Config::default() };
+    queue.reconfigure(&config);
+    queue.call(&config, &held(&config, &names(["v-1"]), "vision"));
+    assert_eq!(queue.turn(&vision), (true, 0));
+}
+
+#[test]
+fn a_job_that_fits_is_not_kept_out_by_one_that_does_not() {
+    let config = Config { max_ranks: 10, ..Config::default() };
+    let mut queue = Queue::default();
+    let large = queue.enter(&config, &wish("large", 0, 10), None, HERE).unwrap();
+    let small = queue.enter(&config, &wish("small", 0, 9), None, HERE).unwrap();
+    queue.call(&config, &held(&config, &names(["there"]), "x"));
+    assert_eq!([queue.turn(&large), queue.turn(&small)], [(false, 0), (true, 1)]);
+    queue.call(&config, &[]);
+    assert_eq!([queue.turn(&large), queue.turn(&small)], [(true, 0), (false, 1)]);
+}
+
+#[test]
+fn a_name_that_two_rules_admit_waits_under_each() {
+    // Somebody else waits under the name of a job that may run.
+    let full = Admit { max_jobs: Some(1), ..rule("crowd", "*") };
+    let config = Config { admit: vec![full, rule("team", "train")], ..Config::default() };
+    let mut queue = Queue::default();
+    let crowd = enter(&mut queue, &config, "train", Some("crowd"));
+    let team = enter(&mut queue, &config, "train", Some("team"));
+    queue.call(&config, &held(&config, &names(["crowds"]), "crowd"));
+    assert_eq!([queue.turn(&crowd).0, queue.turn(&team).0], [false, true]);
+}
+
+#[test]
+fn tenants_take_turns_and_a_job_that_moves_goes_first() {
+    let config = Config { max_jobs: 1, ..Config::default() };
+    let mut queue = Queue::default();
+    for job in 0..100 {
+        enter(&mut queue, &config, &format!("crowd-{job}"), Some("crowd"));
+    }
+    enter(&mut queue, &config, "small", Some("team"));
+    let place = queue.enter(&config, &moving("moves"), Some("late"), HERE).unwrap();
+    assert_eq!(queue.names()[..4], ["moves", "crowd-0", "small", "crowd-1"]);
+    queue.call(&config, &held(&config, &names(["there"]), "x"));
+    assert_eq!(queue.turn(&place), (false, 0));
+    queue.call(&config, &[]);
+    assert_eq!(queue.turn(&place), (true, 0));
+    // Who begins comes after all that have their turn; who moves only after others that do.
+    let before = |join: &Join| queue.called_before(&config, join, Some("y")).count();
+    assert_eq!((before(&wish("new", 0, 1)), before(&moving("other"))), (1, 1));
+    // A tenant that comes later does not go before those that have waited for many rounds.
+    queue.leave(&place);
+    queue.round = 50;
+    enter(&mut queue, &config, "later", Some("newcomer"));
+    let order = queue.names();
+    let at = |name: &str| order.iter().position(|other| other == name).unwrap();
+    assert!(at("crowd-49") < at("later") && at("later") < at("crowd-51"), "{order:?}");
+}
+
+#[test]
+fn ranks_that_wait_are_few_of_each_identity_rule_and_address() {
+    let config = Config { admit: vec![rule("crowd-*", "*"), rule("*", "*")], ..Config::default() };
+    let mut queue = Queue::default();
+    let full = |queue: &mut Queue, identity: Option<&str>, ip: [u8; 4]| {
+        let config = if identity.is_some() { &config } else { &Config::default() };
+        let mut places = Vec::new();
+        loop {
+            let join = wish(&format!("job-{}", places.len()), 0, 1);
+            match queue.enter(config, &join, identity, ip.into()) {
+                Ok(place) => places.push(place),
+                Err(why) => return (places, why),
+            }
+        }
+    };
+    let (first, why) = full(&mut queue, Some("crowd-1"), [10, 0, 0, 1]);
+    assert_eq!(why, "1024 ranks of identity \"crowd-1\" wait for room already");
+    let (_, why) = full(&mut queue, Some("crowd-2"), [10, 0, 0, 2]);
+    assert_eq!(why, "1024 ranks of your [[admit]] rule wait for room already");
+    let (other, why) = full(&mut queue, Some("team"), [10, 0, 0, 1]);
+    assert_eq!((other.len(), &*why), (0, "1024 ranks from 10.0.0.1 wait for room already"));
+    let (second, why) = full(&mut queue, Some("team"), [10, 0, 0, 3]);
+    assert_eq!(why, "1024 ranks of identity \"team\" wait for room already");
+    assert_eq!(queue.ranks(), 2048);
+    for ip in [[10, 0, 1, 1], [10, 0, 1, 2]] {
+        full(&mut queue, None, ip);
+    }
+    let (none, why) = full(&mut queue, None, [10, 0, 1, 3]);
+    assert_eq!((none.len(), &*why), (0, "4096 ranks wait for room already"));
+    for place in first.iter().chain(&second) {
+        queue.leave(place);
+    }
+    assert_eq!(queue.ranks(), 2048);
+    assert_eq!(full(&mut queue, Some("crowd-2"), [10, 0, 0, 2]).0.len(), 1024);
+}

@@ -1,0 +1,84 @@
+//! Jobs that wait for room, and those that they must not keep out.
+
+use std::net::SocketAddr;
+use std::sync::mpsc::channel;
+use std::thread::JoinHandle;
+
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::DType;
+use racksum_worker::{Client, ConnectOptions};
+use tokio::sync::oneshot;
+
+use crate::inputs::floats;
+use crate::ports::own_port;
+use crate::rig::{Rig, in_a_process_of_its_own};
+use crate::waiters::gather;
+use crate::waits::await_that;
+
+/// More than the connections that may be of no rank.
+const CROWD: usize = 600;
+
+fn reduce(client: &Client) {
+    let mut tensor = floats([1.0, 2.0]);
+    client.allreduce(&mut tensor, Descriptor::sum(2, DType::F32)).unwrap();
+    assert_eq!(tensor, floats([1.0, 2.0]));
+}
+
+#[test]
+fn a_crowd_that_waits_keeps_out_nobody_for_whom_there_is_room() {
+    let name = "queues::a_crowd_that_waits_keeps_out_nobody_for_whom_there_is_room";
+    in_a_process_of_its_own(name, || {
+        let crowded = Rig::start(|config| (config.port, config.max_ranks) = (own_port(), 3));
+        let full = crowded.options("there", 0, 1);
+        let there = [full.clone(), ConnectOptions { job: "too".into(), ..full }]
+            .map(|options| Client::connect(&options).unwrap());
+        let first = Rig::start(|_| {});
+        let moves = ConnectOptions {
+            standbys: vec![vec![crowded.aggregator.addr().to_string()]],
+            ..first.options("moves", 0, 1)
+        };
+        let moving = Client::connect(&moves).unwrap();
+        reduce(&moving);
+        // Room for one rank is none for jobs of two.
+        let crowd = Crowd::gather(crowded.aggregator.addr());
+        let small = Client::connect(&crowded.options("small", 0, 1)).unwrap();
+        reduce(&small);
+        drop(small);
+        await_that("the small job is gone", || crowded.aggregator.jobs() == 2);
+        drop(first);
+        reduce(&moving);
+        // Then there is room for two.
+        drop((moving, there));
+        await_that("one of the crowd has its turn", || crowded.aggregator.jobs() == 1);
+        crowd.leave();
+    });
+}
+
+/// Jobs of two ranks that wait for room, in a thread of their own.
+struct Crowd {
+    over: oneshot::Sender<()>,
+    thread: JoinHandle<()>,
+}
+
+impl Crowd {
+    fn gather(at: SocketAddr) -> Self {
+        let (over, is_over) = oneshot::channel::<()>();
+        let (tell, gathered) = channel();
+        let thread = std::thread::spawn(move || {
+            let runtime =
+                tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            runtime.block_on(async {
+                let crowd = gather(at, "crowd", CROWD).await;
+                tell.send((crowd.waiting.len(), crowd.refused.clone())).unwrap();
+                drop(is_over.await);
+            });
+        });
+        assert_eq!(gathered.recv().unwrap(), (CROWD, Vec::new()));
+        Self { over, thread }
+    }
+
+    fn leave(self) {
+        drop(self.over);
+        self.thread.join().unwrap();
+    }
+}

@@ -1,0 +1,100 @@
+//! Ranks that wait for room, many of them: what somebody can do who wants to keep others out.
+//!
+//! `benches/examples/waiters.rs` makes a program of this.
+
+use std::net::SocketAddr;
+
+use racksum_net::quic::{Connection, Credentials, connect, frames, quinn};
+use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, OnRankLoss};
+use racksum_proto::ids::Generation;
+use racksum_proto::time::Span;
+use tokio::task::JoinSet;
+
+/// How long the aggregator may take to answer a caller.
+const PATIENCE: Span = Span::from_secs(20);
+/// How many callers join at a time.
+const AT_ONCE: usize = 16;
+
+/// A rank that waits for room, or for others, until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Waiter {
+    _connection: Connection,
+    _streams: (quinn::SendStream, quinn::RecvStream),
+}
+
+/// What came of many calls.
+#[derive(Debug, Default)]
+pub(crate) struct Waiters {
+    pub(crate) waiting: Vec<Waiter>,
+    /// Why others do not wait.
+    pub(crate) refused: Vec<String>,
+}
+
+/// Has so many jobs of one rank each wait for room at an aggregator, under names that begin so.
+pub(crate) async fn gather(to: SocketAddr, name: &str, count: usize) -> Waiters {
+    let (mut waiters, mut calls) = (Waiters::default(), JoinSet::new());
+    for number in 0..count {
+        if calls.len() == AT_ONCE {
+            waiters.note(calls.join_next().await.and_then(Result::ok));
+        }
+        let job = format!("{name}-{number}");
+        calls.spawn(async move { wait_as(to, &job).await });
+    }
+    while let Some(called) = calls.join_next().await {
+        waiters.note(called.ok());
+    }
+    waiters
+}
+
+impl Waiters {
+    fn note(&mut self, called: Option<Result<Waiter, String>>) {
+        match called {
+            Some(Ok(waiter)) => self.waiting.push(waiter),
+            Some(Err(why)) => self.refused.push(why),
+            None => self.refused.push("the call failed".into()),
+        }
+    }
+}
+
+/// Joins a job of one rank, and returns once it waits for room.
+async fn wait_as(to: SocketAddr, job: &str) -> Result<Waiter, String> {
+    let said = |error: &dyn std::fmt::Display| error.to_string();
+    let credentials = Credentials::new(None, true).map_err(|error| said(&error))?;
+    let connection = connect(to, &credentials, PATIENCE).await.map_err(|error| said(&error))?;
+    let (mut send, mut recv) = connection.quic().open_bi().await.map_err(|error| said(&error))?;
+    let join = FromWorker::Join(wish(job));
+    frames::send(&mut send, &join).await.map_err(|error| said(&error))?;
+    loop {
+        match frames::recv(&mut recv).await.map_err(|error| said(&error))? {
+            Some(FromAggregator::Lifeline { .. }) => {}
+            Some(FromAggregator::Queued { .. } | FromAggregator::Waiting { .. }) => {
+                return Ok(Waiter { _connection: connection, _streams: (send, recv) });
+            }
+            other => return Err(format!("{other:?}")),
+        }
+    }
+}
+
+fn wish(job: &str) -> Join {
+    Join {
+        version: CONTROL_VERSION,
+        job: job.into(),
+        generation: Generation(0),
+        rank: 0,
+        world: 2,
+        lanes: 1,
+        data_ports: vec![9],
+        receive_buffer: 1 << 20,
+        max_datagram: 1472,
+        multicast: false,
+        data_auth: None,
+        stripe: (0, 1),
+        pool_slots: 0,
+        wait: true,
+        on_rank_loss: OnRankLoss::Abort,
+        may_move: false,
+        relays: false,
+        rejoin: false,
+        resume: None,
+    }
+}
