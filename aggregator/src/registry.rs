@@ -1,6 +1,7 @@
 //! Admission: which jobs there are, who has joined them, what they are granted.
 
 mod job;
+mod lives;
 mod member;
 mod moving;
 mod rejoin;
@@ -10,11 +11,12 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 
 use job::{Job, State, fragmentation_of, group_of};
+use lives::beginner_of;
 pub(crate) use member::WORDS;
 use member::{Member, unreached};
 use moving::check_resume;
 use racksum_proto::control::{Absent, CONTROL_VERSION, FromAggregator, Join, Loss, Welcome};
-use racksum_proto::ids::{Generation, JobId, Rank};
+use racksum_proto::ids::{JobId, Rank};
 use racksum_proto::job_name::JobName;
 use tokio::sync::mpsc::Sender;
 use tokio::sync::oneshot;
@@ -221,20 +223,23 @@ impl Registry {
     /// A sentence for the user that says why not.
     pub(crate) fn join(
         &mut self,
-        join: Join,
+        mut join: Join,
         caller: Caller,
         now: Instant,
     ) -> Result<(Seat, Joined), Refusal> {
         self.admit(&join, caller.identity.as_deref(), caller.addr.ip())?;
         self.check_data(&join)?;
         self.check_hears(&join, caller.addr.ip())?;
+        join.begun_by = Some(beginner_of(&join, &caller));
         let name = join.job.clone();
         let present = self.jobs.get(&name).map(|job| job.generation);
         if let Some(present) = present.filter(|present| join.generation < *present) {
             return Err(Refusal::Never(format!(
-                "job {name:?} is in generation {}, and generation {} is over; start the rank with \
-                 the job's present generation",
-                present.0, join.generation.0
+                "job {name:?} is in generation {}, begun by {}, and generation {} is over; start \
+                 the rank with the job's present generation",
+                present.0,
+                self.jobs.get(&name).map(Job::begun_by).unwrap_or_default(),
+                join.generation.0
             )));
         }
         if present != Some(join.generation) {
@@ -247,6 +252,7 @@ impl Registry {
         let resume = join.resume.clone();
         job.may_move |= join.may_move;
         job.left.remove(&join.rank);
+        job.note_caller(&join);
         let place = usize::from(join.rank);
         job.members[place] = Some(Member::new(join.clone(), caller, now));
         resume.iter().for_each(|resume| job.note_resume(&seat.job, resume));
@@ -362,6 +368,7 @@ impl Registry {
 
     /// Opens a job for its first rank, in the place of its earlier life if there is one.
     fn open(&mut self, join: &Join, identity: Option<&str>, now: Instant) -> Result<(), Refusal> {
+        self.check_succession(join)?;
         let wanted = Tenant::new(&self.config, &join.job, identity, join.world);
         let mut held = self.held_beside(&join.job);
         check_room(&self.config, &held, &wanted)?;
@@ -378,11 +385,13 @@ impl Registry {
         }
         let share = Tally::of(&self.config, &held).share_of(&self.config, &wanted);
         if self.jobs.contains_key(&join.job) {
-            let before = self.supersede(&join.job, join.generation);
+            let before = self.supersede(join);
             above = above.map(|_| Above::after(before));
         }
         let job = Job {
             identity: identity.map(str::to_owned),
+            callers: Vec::new(),
+            secret: join.secret,
             share,
             id: self.free_id(),
             generation: join.generation,
@@ -610,15 +619,6 @@ impl Registry {
             self.remove(name);
             tracing::info!(job = %name, "job ended");
         }
-    }
-
-    /// Ends a life of a job because the next begins. Returns the way that it had to the parent.
-    fn supersede(&mut self, name: &JobName, by: Generation) -> Option<Above> {
-        let mut job = self.remove(name)?;
-        job.tell(&FromAggregator::Superseded { by });
-        let (from, to) = (job.generation.0, by.0);
-        tracing::info!(job = %name, from, to, "a new generation begins");
-        job.above.take()
     }
 
     fn tell_shards(&self, command: impl Fn() -> Command) {

@@ -179,7 +179,7 @@ mod tests {
     #[test]
     fn a_session_that_ended_between_two_ops_is_no_wrong_command_line() {
         let why = "the aggregator is gone";
-        let failure = Failure::from(Error::Submit(SubmitError::Ended { why }));
+        let failure = Failure::from(Error::Submit(SubmitError::Ended { why: why.into() }));
         assert_eq!(failure.to_string(), "the session ended: the aggregator is gone");
         assert!(failure.exit == Exit::FAILED, "{failure:?}");
     }

@@ -7,7 +7,8 @@
 
 use alloc::string::String;
 use alloc::vec::Vec;
-use core::net::SocketAddr;
+use core::fmt;
+use core::net::{IpAddr, SocketAddr};
 use core::ops::RangeInclusive;
 
 use serde::{Deserialize, Serialize};
@@ -76,6 +77,10 @@ pub struct Join {
     pub job: JobName,
     /// The job's life.
     pub generation: Generation,
+    /// What all lives of the job have in common and nobody else knows, if there is such a thing.
+    pub secret: Option<Key>,
+    /// Who has joined an aggregator that speaks for it; `None` of a rank that speaks for itself.
+    pub begun_by: Option<Beginner>,
     /// The worker's number.
     pub rank: u16,
     /// How many ranks the job has.
@@ -111,6 +116,25 @@ pub struct Join {
     pub rejoin: bool,
     /// Where the job goes on, if it has run at another aggregator before.
     pub resume: Option<Resume>,
+}
+
+/// Who has joined a job: by its certificate, where there are any.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Beginner {
+    /// The name in its certificate.
+    Identity(String),
+    /// The address that it has called from.
+    Address(IpAddr),
+}
+
+impl fmt::Display for Beginner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Identity(name) => write!(f, "identity {name:?}"),
+            Self::Address(addr) => write!(f, "{addr}"),
+        }
+    }
 }
 
 /// Where a job goes on that moves from one aggregator to another.
@@ -240,6 +264,9 @@ pub enum FromAggregator {
     Superseded {
         /// The new one.
         by: Generation,
+        /// Which life has ended which, and who began them: a sentence for the user.
+        #[serde(deserialize_with = "PeerText::string")]
+        why: String,
     },
 }
 

@@ -1,5 +1,6 @@
 //! Errors and rejects: one enum per boundary.
 
+use alloc::borrow::Cow;
 use alloc::string::String;
 use alloc::vec::Vec;
 use core::fmt;
@@ -175,7 +176,7 @@ pub enum SubmitError {
     #[error("the session ended: {why}")]
     Ended {
         /// What ended it.
-        why: &'static str,
+        why: Cow<'static, str>,
     },
     /// The session ended because ranks are gone: a new one has a new generation.
     #[error("the session ended: {}", OpError::PeerLost { ranks: ranks.clone(), why: *why })]
@@ -257,7 +258,7 @@ pub enum OpError {
     /// The session ended while the op was in flight, because of another op or of the link.
     Ended {
         /// What ended it.
-        why: &'static str,
+        why: Cow<'static, str>,
     },
 }
 

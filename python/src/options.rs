@@ -1,9 +1,11 @@
 //! How a session connects, as the package's `ConnectOptions` says it.
 
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
 use pyo3::prelude::*;
+use racksum_proto::auth::Key;
 use racksum_proto::ids::Generation;
 use racksum_worker::{ConnectOptions, aggregator_sets};
 
@@ -15,6 +17,7 @@ pub(crate) struct Options {
     aggregator: String,
     job: String,
     group: String,
+    secret: Option<String>,
     generation: u32,
     rank: u16,
     world: u16,
@@ -49,6 +52,8 @@ impl Options {
         let bad = |text: String| raise(py, "BadArgument", text);
         let data_auth = self.data_auth.as_deref().map(|name| read(py, name)).transpose()?;
         let on_rank_loss = read(py, &self.on_rank_loss)?;
+        let secret = self.secret.as_deref().map(Key::from_str).transpose();
+        let secret = secret.map_err(|error| bad(format!("secret: {error}")))?;
         let seconds = |name: &str, seconds: f64| {
             Duration::try_from_secs_f64(seconds).map_err(|_| {
                 bad(format!("{name} is a number of seconds, not negative, and not {seconds}"))
@@ -59,6 +64,7 @@ impl Options {
             aggregators: sets.next().unwrap_or_default(),
             standbys: sets.collect(),
             group: self.group,
+            secret,
             generation: Generation(self.generation),
             rank: self.rank,
             world: self.world,

@@ -12,7 +12,7 @@ import pytest
 import racksum
 from conftest import ROOT, Cluster
 from racksum import ConnectOptions
-from racksum.options import MAX_ELEMENTS, MAX_JOB_BYTES, MAX_LANES
+from racksum.options import MAX_ELEMENTS, MAX_JOB_BYTES, MAX_LANES, Drawn
 
 FULL = {"aggregator": "a:1", "job": "j", "rank": 0, "world": 1}
 
@@ -92,10 +92,46 @@ def test_numbers_of_numpy_and_paths_are_taken():
     assert type(found.rank) is int
 
 
+def at(host: str) -> dict[str, str]:
+    """The environment of a rank of torchrun's without a rendezvous of its own."""
+    return {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": host, "MASTER_PORT": "29500"}
+
+
 def test_torchrun_without_a_rendezvous_calls_every_job_alike():
-    here = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
-    found = ConnectOptions.resolve(here, aggregator="a:1", rank=0, world=1)
-    assert found.job == "node7-29500"
+    found = ConnectOptions.resolve(at("node7"), aggregator="a:1", rank=0, world=1)
+    assert (found.job, found.secret) == ("node7-29500", None)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1",
+        "127.8.0.1",
+        "::1",
+        "[::1]",
+        "::ffff:127.0.0.1",
+        "localhost",
+        "LocalHost.",
+        "0.0.0.0",
+    ],
+)
+def test_an_address_of_every_host_is_no_name(host):
+    with pytest.raises(racksum.BadArgument, match="pass job= or set RACKSUM_JOB"):
+        ConnectOptions.resolve(at(host), aggregator="a:1", rank=0, world=1)
+    drawn = Drawn("job-1", "00" * 16)
+    found = ConnectOptions.resolve(at(host), drawn=drawn, aggregator="a:1", rank=0, world=1)
+    assert (found.job, found.secret) == drawn
+    named = ConnectOptions.resolve(at(host), drawn=drawn, **FULL)
+    assert (named.job, named.secret) == ("j", drawn.secret)
+
+
+def test_a_name_that_is_drawn_comes_behind_what_the_user_says():
+    drawn = Drawn("job-1", "00" * 16)
+    own = {"aggregator": "a:1", "rank": 0, "world": 1}
+    run = {**at("127.0.0.1"), "TORCHELASTIC_RUN_ID": "run"}
+    assert ConnectOptions.resolve(run, drawn=drawn, **own).job == "run"
+    assert ConnectOptions.resolve({**run, "RACKSUM_JOB": "mine"}, drawn=drawn, **own).job == "mine"
+    assert ConnectOptions.resolve(at("node7"), drawn=drawn, **own).job == "job-1"
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,8 @@ impl Impostor {
             version: CONTROL_VERSION,
             job: job.into(),
             generation: Generation(0),
+            secret: None,
+            begun_by: None,
             rank,
             world,
             lanes: 1,

@@ -3,6 +3,7 @@
 use std::net::Ipv4Addr;
 use std::time::Duration;
 
+use racksum_proto::auth::Key;
 use racksum_proto::control::{FromAggregator, FromWorker, Join};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
@@ -50,7 +51,9 @@ fn a_rank_that_does_not_fit_its_job_is_refused_and_the_job_goes_on() {
             assert_eq!(lanes, "job \"job\" was opened with lanes 1, but rank 1 says 2");
             let second = Client::connect(&of(1, 2)).unwrap();
             let late = refusal(&of(1, 2));
-            assert!(late.starts_with("job \"job\" is running: its 2 ranks have joined"), "{late}");
+            let why =
+                "job \"job\" is running in generation 0, begun by 127.0.0.1: its 2 ranks have";
+            assert!(late.starts_with(why), "{late}");
             check(&second, 2.0);
             first.join().unwrap();
         });
@@ -74,26 +77,55 @@ fn a_new_generation_fences_the_one_before_and_no_earlier_one_comes_back() {
             let handle = waiting.submit(vec![0; 4], Descriptor::sum(1, DType::F32)).unwrap();
             // The second gathers, with another world; its first rank waits for the other.
             let second = scope.spawn(|| Client::connect(&of(0, 2, 3)));
-            let why = "a greater generation of the job has begun";
+            let lives = |new, old| {
+                format!(
+                    "a greater generation of the job has begun: generation {new} of job \"job\", \
+                     begun by 127.0.0.1, has ended generation {old}, begun by 127.0.0.1"
+                )
+            };
             let error = waiting.wait(handle).unwrap_err();
-            assert_eq!(error, Error::Op(OpError::Ended { why }));
+            assert_eq!(error, Error::Op(OpError::Ended { why: lives(3, 0).into() }));
             let late = refusal(&of(1, 2, 0));
-            let told = "job \"job\" is in generation 3, and generation 0 is over; start the rank \
-                        with the job's present generation";
+            let told = "job \"job\" is in generation 3, begun by 127.0.0.1, and generation 0 is \
+                        over; start the rank with the job's present generation";
             assert_eq!(late, told);
             // The third begins before the second is complete.
             let third = Client::connect(&of(0, 1, 4)).unwrap();
             let told = second.join().unwrap().unwrap_err().to_string();
-            assert_eq!(
-                told,
-                "the aggregator refused: generation 4 of the job has begun, and 3 is over"
-            );
+            assert_eq!(told, format!("the aggregator refused: {}", lives(4, 3)));
             drop((old, waiting));
             // What the ranks of earlier lives do when they go changes nothing any more.
             check(&third, 1.0);
         });
         rig.await_peace();
     });
+}
+
+#[test]
+fn a_job_that_has_another_ones_name_neither_ends_it_nor_joins_it() {
+    bounded(60, || {
+        let rig = Rig::start(|_| {});
+        let of = |rank, world, life, secret: u8| ConnectOptions {
+            generation: Generation(life),
+            secret: Some(Key([secret; Key::LEN])),
+            ..rig.options("train", rank, world)
+        };
+        let running = Client::connect(&of(0, 1, 7, 1)).unwrap();
+        let why = "job \"train\" is in generation 7, begun by 127.0.0.1, and 127.0.0.1, of \
+                   generation 9, does not show that it is of the same job; give each job a name of \
+                   its own (--job, RACKSUM_JOB or job=), or wait until that one has ended";
+        assert_eq!(refusal(&of(0, 2, 9, 2)), why);
+        assert!(refusal(&of(0, 1, 7, 2)).contains("does not show that it is of the same job"));
+        check(&running, 1.0);
+        // Its own next life may.
+        let next = Client::connect(&of(0, 1, 8, 1)).unwrap();
+        check(&next, 1.0);
+        assert!(running.is_over() || running.allreduce(&mut [0; 4], one()).is_err());
+    });
+}
+
+fn one() -> Descriptor {
+    Descriptor::sum(1, DType::F32)
 }
 
 #[test]

@@ -81,7 +81,7 @@ fn ranks_that_do_not_call_an_op_are_named_at_its_timeout() {
                         assert!(sentence.contains("waiting for rank 1 (silent for "), "{sentence}");
                         let next = sum_of(client, 1).unwrap_err();
                         let why = "an earlier op timed out";
-                        assert_eq!(next, Error::Submit(SubmitError::Ended { why }));
+                        assert_eq!(next, Error::Submit(SubmitError::Ended { why: why.into() }));
                     }
                     end.wait();
                 });

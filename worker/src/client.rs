@@ -1,5 +1,6 @@
 //! The client: what a training process holds.
 
+use std::borrow::Cow;
 use std::marker::PhantomData;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -428,7 +429,7 @@ pub(crate) fn span(duration: Duration) -> Span {
 }
 
 /// An op that was waited for, and is not there.
-const GONE: SubmitError = SubmitError::Ended { why: "the op is gone" };
+const GONE: SubmitError = SubmitError::Ended { why: Cow::Borrowed("the op is gone") };
 
 #[cfg(test)]
 mod tests;

@@ -23,6 +23,7 @@ use crate::error::{ConnectError, not_joined};
 use crate::lookout::{Lookout, Standing};
 use crate::options::ConnectOptions;
 use crate::route::{Route, data_addr, find_routes};
+use crate::supervisor::superseded;
 
 /// How often a worker looks for multicast probes while it joins.
 const PROBE_POLL: Duration = Duration::from_millis(2);
@@ -136,6 +137,8 @@ pub(crate) fn wish(options: &ConnectOptions, stripe: (u8, u8), resume: Option<&R
         on_rank_loss: options.on_rank_loss,
         may_move: !options.standbys.is_empty(),
         relays: !options.also.is_empty(),
+        secret: options.secret,
+        begun_by: None,
         rejoin: options.rejoin && resume.is_none(),
         resume: resume.cloned(),
     }
@@ -430,11 +433,8 @@ impl<'a> Joining<'a> {
             FromAggregator::Drain => {
                 return Err(ConnectError::Draining);
             }
-            FromAggregator::Superseded { by } => {
-                return Err(ConnectError::Refused(format!(
-                    "generation {} of the job has begun, and {} is over",
-                    by.0, self.options.generation.0
-                )));
+            FromAggregator::Superseded { why, .. } => {
+                return Err(ConnectError::Refused(superseded(&why)));
             }
         }
         Ok(())

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use racksum_proto::auth::DataAuth;
+use racksum_proto::auth::{DataAuth, Key};
 use racksum_proto::control::OnRankLoss;
 use racksum_proto::ids::Generation;
 use racksum_proto::job_name::JobName;
@@ -39,6 +39,9 @@ pub struct ConnectOptions {
     pub group: String,
     /// The job's life.
     pub generation: Generation,
+    /// What all lives of the job have in common and nobody else knows: a greater generation with
+    /// the same secret ends the one before.
+    pub secret: Option<Key>,
     /// This worker's number, from 0.
     pub rank: u16,
     /// Ranks that this worker speaks for besides its own: it contributes the sum of all of them.
@@ -94,6 +97,7 @@ impl ConnectOptions {
             job: job.into(),
             group: String::new(),
             generation: Generation(0),
+            secret: None,
             rank: 0,
             also: Vec::new(),
             world: 1,

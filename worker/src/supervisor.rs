@@ -1,6 +1,7 @@
 //! The session of a client: what its aggregators say while ops run, and where the job goes on when
 //! one of them is gone.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -92,6 +93,11 @@ pub(crate) struct Supervisor {
 /// Why a session ends whose job has a next life.
 pub(crate) const SUPERSEDED: &str = "a greater generation of the job has begun";
 
+/// The same, with which life has ended which.
+pub(crate) fn superseded(lives: &str) -> String {
+    format!("{SUPERSEDED}: {lives}")
+}
+
 impl Supervisor {
     /// Takes what the aggregators say until the client is closed, or the session has ended.
     pub(crate) fn run(mut self) {
@@ -99,8 +105,8 @@ impl Supervisor {
             match event {
                 Event::Said(FromAggregator::PeerLost { ranks, why }) => self.lose(&ranks, why),
                 Event::Said(FromAggregator::Without(absent)) => self.go_on_without(absent, place),
-                Event::Said(FromAggregator::Superseded { .. }) => {
-                    self.end(SUPERSEDED);
+                Event::Said(FromAggregator::Superseded { why, .. }) => {
+                    self.end(superseded(&why));
                 }
                 Event::Said(FromAggregator::ParentLost { reason }) => {
                     tracing::warn!("{reason}");
@@ -145,7 +151,7 @@ impl Supervisor {
         self.shared.tell(|engine| engine.go_on_without(Rank(rank), place));
     }
 
-    fn end(&self, why: &'static str) {
+    fn end(&self, why: impl Into<Cow<'static, str>>) {
         self.shared.tell(|engine| engine.end(why));
     }
 

@@ -4,8 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use racksum_proto::aggregator::Config;
-use racksum_proto::auth::DataAuth;
-use racksum_proto::control::{Absent, FromAggregator, Join, MAX_OPS, OnRankLoss, Welcome};
+use racksum_proto::auth::{DataAuth, Key};
+use racksum_proto::control::{
+    Absent, Beginner, FromAggregator, Join, MAX_OPS, OnRankLoss, Welcome,
+};
 use racksum_proto::geometry::{Fragmentation, WINDOW_BYTES};
 use racksum_proto::ids::{Generation, JobId, OpId, Rank};
 use racksum_proto::job_name::JobName;
@@ -27,6 +29,10 @@ pub(super) struct Job {
     pub(super) id: JobId,
     /// Who opened it: the name in its first rank's certificate.
     pub(super) identity: Option<String>,
+    /// Who has joined it in this life, the opener first.
+    pub(super) callers: Vec<Beginner>,
+    /// What all its lives have in common.
+    pub(super) secret: Option<Key>,
     /// The share of each shard's packet buffers that it was granted, in per cent.
     pub(super) share: f64,
     pub(super) generation: Generation,
@@ -92,6 +98,7 @@ impl Job {
     /// Checks that a join fits what the job was opened with.
     pub(super) fn check(&self, join: &Join) -> Result<(), String> {
         let name = &join.job;
+        self.check_secret(join)?;
         if self.is_absent(join.rank) {
             return Err(given_up(name, join.rank));
         }
@@ -105,8 +112,11 @@ impl Job {
         }
         if self.state != State::Gathering {
             return Err(format!(
-                "job {name:?} is running: its {} ranks have joined; choose another --job, wait \
-                 until it has ended, or restart all its ranks with a greater --generation",
+                "job {name:?} is running in generation {}, begun by {}: its {} ranks have joined; \
+                 choose another --job, wait until it has ended, or restart all its ranks with a \
+                 greater --generation",
+                self.generation.0,
+                self.begun_by(),
                 self.world
             ));
         }

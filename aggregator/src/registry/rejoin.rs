@@ -101,6 +101,7 @@ impl Job {
     /// Whether a rank may come back; the op that it goes on with.
     fn rejoins_at(&self, join: &Join) -> Result<OpId, String> {
         let (rank, name) = (join.rank, &join.job);
+        self.check_secret(join)?;
         self.check_shape(join)?;
         if self.is_of_tree() {
             return Err(format!(

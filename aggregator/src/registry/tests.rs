@@ -25,6 +25,8 @@ pub(crate) fn wish(job: &str, rank: u16, world: u16) -> Join {
         version: CONTROL_VERSION,
         job: job.into(),
         generation: Generation(0),
+        secret: None,
+        begun_by: None,
         rank,
         world,
         lanes: 1,

@@ -271,7 +271,7 @@ impl Registry {
         }
     }
 
-    fn admit_also(&mut self, seat: &Seat, join: Join) -> Result<Joined, String> {
+    fn admit_also(&mut self, seat: &Seat, mut join: Join) -> Result<Joined, String> {
         let place = usize::from(seat.rank);
         let Some(job) = self.jobs.get(&seat.job).filter(|job| job.id == seat.id) else {
             return Ok(Joined::Ready);
@@ -291,8 +291,10 @@ impl Registry {
         job.check_place(&join)?;
         let Some(job) = self.job(seat) else { return Ok(Joined::Ready) };
         if let Some(member) = &mut job.members[place] {
+            join.begun_by = join.begun_by.or_else(|| member.join.begun_by.clone());
             member.also.push(join.clone());
         }
+        job.note_caller(&join);
         if job.above.is_some() {
             return Ok(job.note_joined(&join));
         }

@@ -38,6 +38,8 @@ fn wish(job: &str) -> Join {
         version: CONTROL_VERSION,
         job: job.into(),
         generation: Generation(0),
+        secret: None,
+        begun_by: None,
         rank: 0,
         world: 2,
         lanes: 1,

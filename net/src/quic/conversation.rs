@@ -187,7 +187,8 @@ mod tests {
     use super::super::server;
     use super::*;
 
-    const JOIN: &str = r#"{"version":1,"job":{"name":"train","group":""},"generation":0,"rank":1,"world":2,"lanes":1,
+    const JOIN: &str = r#"{"version":1,"job":{"name":"train","group":""},"generation":0,"rank":1,
+        "world":2,"lanes":1,
         "data_ports":[40112],"receive_buffer":4194304,"max_datagram":1472,"multicast":true,
         "stripe":[0,1],"pool_slots":0,"wait":false,"on_rank_loss":"abort","may_move":false,
         "relays":false,"rejoin":false,"resume":null}"#;

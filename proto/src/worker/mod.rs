@@ -19,6 +19,7 @@ mod transmit;
 #[cfg(test)]
 mod tests;
 
+use alloc::borrow::Cow;
 use alloc::boxed::Box;
 use alloc::collections::VecDeque;
 use alloc::vec;
@@ -117,7 +118,7 @@ pub struct Worker {
     heard: Time,
     outcomes: VecDeque<Outcome>,
     opens: OpenEncoder,
-    ended: Option<&'static str>,
+    ended: Option<Cow<'static, str>>,
     /// The ranks whose loss ended the session, and what became of them.
     lost: Option<(Vec<Rank>, Loss)>,
     /// Ops that failed below, until the parent has heard of it.
@@ -253,8 +254,8 @@ impl Worker {
         if let Some((ranks, why)) = self.lost.clone() {
             return Err(SubmitError::PeerLost { ranks, why });
         }
-        if let Some(why) = self.ended {
-            return Err(SubmitError::Ended { why });
+        if let Some(why) = &self.ended {
+            return Err(SubmitError::Ended { why: why.clone() });
         }
         if !self.has_room(lane) {
             return Err(SubmitError::TooManyOps { max: usize::from(self.config.max_ops) });
@@ -288,7 +289,7 @@ impl Worker {
             return None;
         }
         self.next_op += 1;
-        let result = Err(OpError::Ended { why: FAILED_BEFORE });
+        let result = Err(OpError::Ended { why: FAILED_BEFORE.into() });
         self.outcomes.push_back(Outcome { op, result, absent: Vec::new() });
         Some(op)
     }
@@ -464,8 +465,9 @@ impl Worker {
     }
 
     /// Ends the session: every op in flight fails, and none can be started any more.
-    pub fn end(&mut self, why: &'static str, observer: &mut impl Observer) {
-        self.ended.get_or_insert(why);
+    pub fn end(&mut self, why: impl Into<Cow<'static, str>>, observer: &mut impl Observer) {
+        let why = why.into();
+        self.ended.get_or_insert_with(|| why.clone());
         self.fail_all(&OpError::Ended { why }, observer);
         // The job goes on nowhere with this rank, so nobody lacks what it has.
         self.streams.iter_mut().for_each(Stream::forget_kept);

@@ -97,7 +97,7 @@ impl Worker {
         let late = |op: &&Op| op.id < config.first_op && !op.ended;
         let late: Vec<_> = self.ops.iter().filter(late).map(|op| op.id).collect();
         for op in late {
-            self.fail(op, OpError::Ended { why: FAILED_BEFORE }, observer);
+            self.fail(op, OpError::Ended { why: FAILED_BEFORE.into() }, observer);
         }
         let mut ops = core::mem::take(&mut self.ops);
         while ops.pop_front_if(|op| op.id < config.first_op).is_some() {}
@@ -148,7 +148,7 @@ impl Worker {
             } else {
                 // Others do not have it any more, although it gave no result: they had been told
                 // that it failed.
-                self.fail(entry.op, OpError::Ended { why: FAILED_BEFORE }, observer);
+                self.fail(entry.op, OpError::Ended { why: FAILED_BEFORE.into() }, observer);
             }
         }
     }

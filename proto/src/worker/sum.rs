@@ -72,7 +72,7 @@ impl Worker {
 
     /// Gives up an op that no rank below has any use for.
     pub fn drop_sum(&mut self, op: OpId, observer: &mut impl Observer) {
-        self.fail(op, OpError::Ended { why: "the ranks have dropped it" }, observer);
+        self.fail(op, OpError::Ended { why: "the ranks have dropped it".into() }, observer);
     }
 
     /// Fails an op that the ranks below disagree on, and sees to it that the parent hears of it.

@@ -112,7 +112,7 @@ fn every_op_that_is_late_says_so_and_the_others_say_why_they_ended() {
     assert!(rank.machine.poll_outcome().is_none() && rank.machine.is_idle());
     let why = "an earlier op timed out";
     let next = rank.machine.submit(rank.now, sum(1), TIMEOUT);
-    assert_eq!(next, Err(SubmitError::Ended { why }));
+    assert_eq!(next, Err(SubmitError::Ended { why: why.into() }));
 }
 
 #[test]

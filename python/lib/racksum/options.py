@@ -7,12 +7,13 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from ipaddress import ip_address
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from racksum.errors import BadArgument
 
-__all__ = ["MAX_ELEMENTS", "MAX_LANES", "ConnectOptions", "text", "whole_from"]
+__all__ = ["MAX_ELEMENTS", "MAX_LANES", "OPTIONS", "ConnectOptions", "Drawn", "text", "whole_from"]
 
 #: The limits of docs/wire.md that are known before an aggregator is asked.
 MAX_JOB_BYTES = 128
@@ -21,6 +22,13 @@ MAX_ELEMENTS = 2**36
 
 #: Reads an argument of this name, or refuses it.
 Check = Callable[[str, Any], Any]
+
+
+class Drawn(NamedTuple):
+    """What the first rank of a process group has drawn for the job."""
+
+    job: str
+    secret: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +56,9 @@ class ConnectOptions:
     local_world: int | None = None
     #: Of a process group: which of the job's groups it is. Rules and limits are about the job.
     group: str = ""
+    #: What all lives of the job have in common and nobody else knows, in hexadecimal: a greater
+    #: generation with the same secret ends the one before.
+    secret: str | None = None
 
     def __post_init__(self) -> None:
         """Refuses what cannot be."""
@@ -62,9 +73,16 @@ class ConnectOptions:
 
     @classmethod
     def resolve(
-        cls, environment: Mapping[str, str] = os.environ, /, **given: Any
+        cls,
+        environment: Mapping[str, str] = os.environ,
+        /,
+        drawn: Drawn | None = None,
+        **given: Any,
     ) -> ConnectOptions:
-        """Completes what is given, ``None`` being nothing, by what the environment says."""
+        """Completes what is given, ``None`` being nothing, by what the environment says.
+
+        :param drawn: What a process group calls the job, unless the user does.
+        """
         for name in given:
             if name not in OPTIONS:
                 raise BadArgument(f"{name} is no option; there are {', '.join(OPTIONS)}")
@@ -80,11 +98,13 @@ class ConnectOptions:
         gloo = _first(environment, ("GLOO_SOCKET_IFNAME",), "={}".format)
         if gloo:
             found.setdefault("interface", gloo)
-        found.setdefault("job", _job_of_torchrun(environment))
+        if "job" not in found:
+            job = _run_of_torchrun(environment) or (drawn and drawn.job)
+            found["job"] = job or _job_of_rendezvous(environment)
         for name, what in _NEEDED.items():
             if found.get(name) is None:
-                raise BadArgument(f"nobody says {what}")
-        options = cls(**found)
+                raise BadArgument(f"{name} is not set; {what}")
+        options = cls(**found, secret=drawn and drawn.secret)
         if options.is_beside and of_way:
             raise BadArgument(f"{', '.join(of_way)} {_OF_SIDECAR}")
         return options
@@ -166,13 +186,35 @@ def _first(
     return None
 
 
-def _job_of_torchrun(environment: Mapping[str, str]) -> str | None:
+def _run_of_torchrun(environment: Mapping[str, str]) -> str | None:
     run = environment.get("TORCHELASTIC_RUN_ID", "").strip()
-    master = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     # Without a rendezvous of its own torchrun calls every job "none".
-    if run in ("", "none") and all(master):
-        return "{}-{}".format(*master)
-    return run or None
+    return None if run in ("", "none") else run
+
+
+def _job_of_rendezvous(environment: Mapping[str, str]) -> str | None:
+    """The address where ranks meet, which no other job has unless it is of every host."""
+    host, port = (environment.get(name, "").strip() for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if not (host and port):
+        return None
+    if _is_loopback(host):
+        raise BadArgument(
+            f"job is not set, and MASTER_ADDR={host} is an address that every host has, so other "
+            "jobs would have the same name; pass job= or set RACKSUM_JOB (racksum.torch.connect "
+            "draws a name for the ranks of a process group)"
+        )
+    return f"{host}-{port}"
+
+
+def _is_loopback(host: str) -> bool:
+    name = host.rstrip(".").lower()
+    if name == "localhost" or name.endswith((".localhost", ".localdomain")):
+        return True
+    with suppress(ValueError):
+        address = ip_address(host.strip("[]"))
+        mapped = getattr(address, "ipv4_mapped", None) or address
+        return bool(mapped.is_loopback or mapped.is_unspecified)
+    return False
 
 
 def _flag(text: str) -> bool:
@@ -185,12 +227,12 @@ def _flag(text: str) -> bool:
 
 _NEEDED = {
     "aggregator": (
-        'where the aggregator is: give connect("HOST:PORT") or, of a sidecar, '
-        'connect("unix:PATH"), or set RACKSUM_AGGREGATOR'
+        'pass connect("HOST:PORT") or, for a sidecar, connect("unix:PATH"), or set '
+        "RACKSUM_AGGREGATOR"
     ),
-    "job": "which job it is: give job=, or set RACKSUM_JOB",
-    "rank": "which rank this is: give rank=, or set RACKSUM_RANK (torchrun sets RANK)",
-    "world": "how many ranks there are: give world=, or set RACKSUM_WORLD (torchrun: WORLD_SIZE)",
+    "job": "pass job= or set RACKSUM_JOB",
+    "rank": "pass rank= or set RACKSUM_RANK (torchrun sets RANK)",
+    "world": "pass world= or set RACKSUM_WORLD (torchrun sets WORLD_SIZE)",
 }
 
 #: Of the way to the aggregator. The environment may say these to ranks beside a sidecar, which
@@ -223,10 +265,11 @@ _CHECKS: dict[str, Check] = {
     "interface": text,
     "local_world": whole_from(1, 2**16 - 1),
     "group": _group,
+    "secret": text,
 }
 
 #: What a user may say.
-OPTIONS = tuple(name for name in _CHECKS if name != "group")
+OPTIONS = tuple(name for name in _CHECKS if name not in ("group", "secret"))
 
 #: Which variables say what, the first that is set; and how each is read.
 _VARIABLES: dict[str, tuple[tuple[str, ...], Any]] = {

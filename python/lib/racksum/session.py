@@ -68,7 +68,8 @@ def connect(
 
     :param aggregator: ``HOST:PORT``. ``A+B`` spreads the job over both; ``A,B`` goes on at B when A
         is gone, or about to stop. ``unix:PATH`` is the sidecar of this host, ``racksum worker``.
-    :param job: The job's name. Ranks of one name sum with each other. By default torchrun's run id.
+    :param job: The job's name. Ranks of one name sum with each other. By default torchrun's run id,
+        or the address where its ranks meet, unless every host has that.
     :param rank: This rank, from 0; by default torchrun's ``RANK``.
     :param world: How many ranks there are; by default torchrun's ``WORLD_SIZE``.
     :param generation: Which life of the job it is: a restart has a greater one, and ends those

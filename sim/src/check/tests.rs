@@ -221,7 +221,7 @@ fn ends_fires_when_an_op_never_ends_or_was_never_called() {
 
 #[test]
 fn ends_fires_at_an_error_without_a_cause() {
-    let ended = Err(OpError::Ended { why: "no reason" });
+    let ended = Err(OpError::Ended { why: "no reason".into() });
     for error in [timeout(1), ended] {
         let mut checker = called(&plan());
         let sight = Sight::Ended(OP, &error);

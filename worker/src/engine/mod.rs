@@ -8,6 +8,7 @@ mod send;
 #[cfg(test)]
 pub(crate) mod tests;
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 
@@ -346,7 +347,7 @@ impl Engine {
     }
 
     /// Ends every op in flight.
-    pub(crate) fn end(&mut self, why: &'static str) {
+    pub(crate) fn end(&mut self, why: impl Into<Cow<'static, str>>) {
         self.machine.end(why, &mut ());
         self.collect();
     }
@@ -354,7 +355,7 @@ impl Engine {
     /// Ends every op in flight without the machine, which cannot be trusted after a panic.
     pub(crate) fn give_up(&mut self, why: &'static str) {
         for (op, payload) in std::mem::take(&mut self.payloads) {
-            let result = Err(OpError::Ended { why });
+            let result = Err(OpError::Ended { why: why.into() });
             self.finish(op, Finished { result, absent: Vec::new(), payload });
         }
     }

@@ -453,5 +453,5 @@ fn a_socket_that_fails_ends_every_op() {
     let op = bench.submit(0, LONG);
     bench.engine.give_in(&std::io::Error::other("the test says so"));
     let Finished { result, .. } = bench.engine.take(op).unwrap();
-    assert_eq!(result, Err(OpError::Ended { why: "a data socket failed" }));
+    assert_eq!(result, Err(OpError::Ended { why: "a data socket failed".into() }));
 }

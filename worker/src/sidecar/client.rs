@@ -107,6 +107,7 @@ impl Client {
             version: VERSION,
             job: options.job_name(),
             generation: options.generation,
+            secret: options.secret,
             rank: options.rank,
             world: options.world,
             local_world,

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use racksum_net::clock::Clock;
 use racksum_net::local::{Line, Peer};
+use racksum_proto::auth::Key;
 use racksum_proto::control::{Loss, MAX_OPS};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::ids::Generation;
@@ -24,6 +25,7 @@ use crate::client::{Connecting, GiveUp, span};
 use crate::engine::Stats;
 use crate::error::Error;
 use crate::options::ConnectOptions;
+use crate::supervisor::superseded;
 
 /// For what ends by itself: ranks give up when they have waited for long enough, and folds end.
 const FOR_EVER: Duration = Duration::from_secs(1 << 20);
@@ -34,6 +36,9 @@ const REPORT: Duration = Duration::from_secs(2);
 #[derive(Debug)]
 pub(super) struct Job {
     pub(super) generation: Generation,
+    pub(super) secret: Option<Key>,
+    /// The process of the rank that joined first.
+    begun_by: i32,
     world: u16,
     local_world: u16,
     pub(super) lanes: u8,
@@ -109,6 +114,8 @@ impl Job {
         let changed = Arc::<Condvar>::default();
         Self {
             generation: join.generation,
+            secret: join.secret,
+            begun_by: peer.pid,
             world: join.world,
             local_world: join.local_world,
             lanes: join.lanes,
@@ -122,6 +129,25 @@ impl Job {
             }),
             changed,
         }
+    }
+
+    /// Why a rank of another job of this name is refused.
+    pub(super) fn is_another(&self, join: &Join, peer: Peer) -> String {
+        format!(
+            "job {:?} here, generation {}, was begun by process {}, and process {}, of generation \
+             {}, is of another job of that name; give each job a name of its own",
+            join.job, self.generation.0, self.begun_by, peer.pid, join.generation.0
+        )
+    }
+
+    /// What the ranks are told whose job goes on in another life.
+    pub(super) fn superseded(&self, join: &Join, peer: Peer) -> FromSidecar {
+        let lives = format!(
+            "generation {} of job {:?}, begun by process {}, has ended generation {}, begun by \
+             process {}",
+            join.generation.0, join.job, peer.pid, self.generation.0, self.begun_by
+        );
+        FromSidecar::Superseded { why: superseded(&lives) }
     }
 
     /// Adds a rank; refused with a sentence. Returns whether it was the last of this host, and
@@ -177,6 +203,7 @@ impl Job {
             job: state.job.name.clone(),
             group: state.job.group.clone(),
             generation: self.generation,
+            secret: self.secret,
             rank,
             also: ranks.collect(),
             world: self.world,
@@ -581,7 +608,7 @@ impl State {
         if let Some(why) = self.over.as_ref().filter(|_| self.folding.is_empty() && !self.told) {
             self.tell_all(why);
             self.told = true;
-            if matches!(why, FromSidecar::Superseded) {
+            if matches!(why, FromSidecar::Superseded { .. }) {
                 // Ranks of a life that is over may be stuck, and keep what they have for ever.
                 self.hang_up();
             }

@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 
+use racksum_proto::auth::Key;
 use racksum_proto::control::Loss;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::ids::Generation;
@@ -53,6 +54,8 @@ pub(super) struct Join {
     pub(super) version: u16,
     pub(super) job: JobName,
     pub(super) generation: Generation,
+    /// What all lives of the job have in common and nobody else knows, if there is such a thing.
+    pub(super) secret: Option<Key>,
     pub(super) rank: u16,
     /// How many ranks the job has.
     pub(super) world: u16,
@@ -104,8 +107,11 @@ pub(super) enum FromSidecar {
     },
     /// An op has timed out, and the job is over.
     TimedOut,
-    /// A greater generation of the job has begun.
-    Superseded,
+    /// A greater generation of the job has begun: a sentence.
+    Superseded {
+        #[serde(deserialize_with = "PeerText::string")]
+        why: String,
+    },
 }
 
 /// Why a job cannot be joined at the aggregator: what a rank that joins there itself is told.

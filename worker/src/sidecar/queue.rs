@@ -124,6 +124,7 @@ mod tests {
             version: VERSION,
             job: name.into(),
             generation: Generation(0),
+            secret: None,
             rank: 0,
             world: 1,
             local_world: 1,

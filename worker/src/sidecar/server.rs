@@ -259,6 +259,10 @@ impl Shared {
             Some(job) if job.uid != peer.uid => {
                 return Err(format!("job {:?} is of another user", join.job));
             }
+            // The same user may have two jobs, and call them alike.
+            Some(job) if job.secret.zip(join.secret).is_some_and(|(own, other)| own != other) => {
+                return Err(job.is_another(join, peer));
+            }
             Some(job) if job.generation == join.generation && !job.is_refused() => Arc::clone(job),
             Some(job) if job.generation > join.generation => {
                 return Err(format!(
@@ -268,7 +272,7 @@ impl Shared {
             }
             before => {
                 self.check_room(join, &jobs)?;
-                before.into_iter().for_each(|job| job.end(FromSidecar::Superseded));
+                before.into_iter().for_each(|job| job.end(job.superseded(join, peer)));
                 Arc::new(Job::new(join, peer))
             }
         };

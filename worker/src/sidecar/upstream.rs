@@ -134,7 +134,7 @@ fn pass_up(
         if is_spoilt {
             for late in std::mem::take(&mut early).into_values() {
                 let why = "an op before it could not be folded";
-                tell(job, &late, Err(OpError::Ended { why }.into()));
+                tell(job, &late, Err(OpError::Ended { why: why.into() }.into()));
             }
         }
     }

@@ -19,7 +19,7 @@ pub(super) fn in_words(why: &FromSidecar) -> String {
         FromSidecar::Lost { ranks, why } => format!("lost rank {ranks:?}: {}", why.name()),
         FromSidecar::CutOff { why } => why.clone(),
         FromSidecar::TimedOut => "an op timed out".into(),
-        FromSidecar::Superseded => "its next life has begun".into(),
+        FromSidecar::Superseded { why } => why.clone(),
         FromSidecar::Refused { reason } => reason.clone(),
         FromSidecar::NotJoined(why) => ConnectError::from(why.clone()).to_string(),
         other => format!("{other:?}"),
@@ -94,9 +94,10 @@ pub(super) fn said(error: Error) -> (Option<Outcome>, Option<FromSidecar>) {
         | Error::Submit(SubmitError::PeerLost { ranks, why }) => {
             (None, Some(FromSidecar::Lost { ranks: numbers(ranks), why }))
         }
-        Error::Op(OpError::Ended { why: SUPERSEDED })
-        | Error::Submit(SubmitError::Ended { why: SUPERSEDED }) => {
-            (None, Some(FromSidecar::Superseded))
+        Error::Op(OpError::Ended { why }) | Error::Submit(SubmitError::Ended { why })
+            if why.starts_with(SUPERSEDED) =>
+        {
+            (None, Some(FromSidecar::Superseded { why: why.into_owned() }))
         }
         error => (None, Some(FromSidecar::CutOff { why: error.to_string() })),
     }

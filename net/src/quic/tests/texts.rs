@@ -71,6 +71,8 @@ fn join() -> Join {
         stripe: (0, 1),
         pool_slots: 0,
         data_auth: None,
+        secret: None,
+        begun_by: None,
         wait: false,
         on_rank_loss: OnRankLoss::Abort,
         may_move: false,
@@ -136,7 +138,8 @@ fn no_field_of_what_an_aggregator_says_is_shown_as_it_came() {
         Says::Refused { .. }
         | Says::RefusedRank { .. }
         | Says::Queued { .. }
-        | Says::ParentLost { .. } => 1,
+        | Says::ParentLost { .. }
+        | Says::Superseded { .. } => 1,
         Says::WrongVersion { .. }
         | Says::Lifeline { .. }
         | Says::Waiting { .. }
@@ -146,8 +149,7 @@ fn no_field_of_what_an_aggregator_says_is_shown_as_it_came() {
         | Says::Ready { .. }
         | Says::Without(_)
         | Says::Drain
-        | Says::PeerLost { .. }
-        | Says::Superseded { .. } => 0,
+        | Says::PeerLost { .. } => 0,
     };
     let text = String::new;
     let all = [
@@ -155,6 +157,7 @@ fn no_field_of_what_an_aggregator_says_is_shown_as_it_came() {
         Says::RefusedRank { rank: 0, reason: text() },
         Says::Queued { before: 0, why: text() },
         Says::ParentLost { reason: text() },
+        Says::Superseded { by: Generation(1), why: text() },
         Says::Lifeline { port: 1, token: Key([0; Key::LEN]) },
         Says::Welcome(welcome()),
         Says::Without(ABSENT),

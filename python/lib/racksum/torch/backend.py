@@ -26,7 +26,13 @@ from racksum.options import OPTIONS, ConnectOptions
 from racksum.session import DEFAULT_BLOCK, Session
 from racksum.torch.compress import block_of, checked_wire, wire_for
 from racksum.torch.gathering import broadcast, gather_into
-from racksum.torch.groups import is_generation_given, new_generation, of_group
+from racksum.torch.groups import (
+    default_store,
+    drawn_in,
+    is_generation_given,
+    new_generation,
+    of_group,
+)
 from racksum.torch.several import alike, check_root_tensor, combined, copying_to
 from racksum.torch.sparse import allreduce_sparse
 from racksum.torch.staging import Staging, allreduce, staging_of, to_host
@@ -108,6 +114,7 @@ class RacksumBackend(Backend):
         self._options = options.of_group(group)
         self._name = group.group_id
         self._timeout = group.timeout
+        self._store = group.store
         self._session: Session | None = None
         self._staging = Staging()
         self._in_flight: dict[Work, None] = {}
@@ -135,7 +142,10 @@ class RacksumBackend(Backend):
             names = ("timeout", "join_timeout")
             limits = {n: seconds for n in names if not os.environ.get(f"RACKSUM_{n.upper()}")}
             options = ConnectOptions.resolve(
-                **{**limits, **self._options.connect}, rank=self.rank(), world=self.size()
+                drawn=drawn_in(default_store() or self._store),
+                **{**limits, **self._options.connect},
+                rank=self.rank(),
+                world=self.size(),
             )
             if not is_generation_given(self._options.connect):
                 self._staging.drain()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from racksum.errors import BadArgument
-from racksum.options import ConnectOptions
+from racksum.options import ConnectOptions, Drawn
 from racksum.session import Session
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
 __all__ = ["connect"]
@@ -27,6 +29,9 @@ def connect(
     Unless ``generation`` or ``RACKSUM_GENERATION`` say otherwise, the life of the job begins now,
     by the clock of the group's first rank: ranks that torchrun has started again end what is left
     of the life before, and do not wait for it.
+
+    Unless ``job``, ``RACKSUM_JOB`` or torchrun's ``--rdzv-id`` name the job, it has a name that one
+    of its ranks has drawn, and that the group's store keeps.
 
     :param group: The group; by default that of all ranks. A smaller one sums by itself, under the
         name of the job and its own.
@@ -45,10 +50,36 @@ def connect(
         begun = [new_generation()]
         dist.broadcast_object_list(begun, group_src=0, group=group)
         options["generation"] = begun[0]
-    found = ConnectOptions.resolve(aggregator=aggregator, **options, **own)
+    drawn = drawn_in(default_store())
+    found = ConnectOptions.resolve(drawn=drawn, aggregator=aggregator, **options, **own)
     if group is not None and group is not dist.group.WORLD:
         found = of_group(found, group.group_name)
     return Session(found)
+
+
+def default_store() -> Store | None:
+    """The store of all ranks, which groups are made from."""
+    if not dist.is_initialized():
+        return None
+    return dist.distributed_c10d._get_default_store()
+
+
+def drawn_in(store: Store | None) -> Drawn | None:
+    """What the job of the ranks of a store is called: what the first that asks has drawn.
+
+    torchrun starts ranks again with the store that they had, so a job keeps its name, and can show
+    that it is the same.
+    """
+    if store is None:
+        return None
+    own = Drawn(f"job-{secrets.token_hex(6)}", secrets.token_hex(16))
+    kept = store.compare_set(_KEY, "", " ".join(own))
+    job, secret = kept.decode().split(" ")
+    return Drawn(job, secret)
+
+
+#: Where a store keeps what was drawn.
+_KEY = "racksum/job"
 
 
 def is_generation_given(options: dict[str, Any]) -> bool:

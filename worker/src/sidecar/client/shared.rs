@@ -1,5 +1,6 @@
 //! What a rank's threads share: the ops in flight, and what the sidecar has said.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
@@ -23,7 +24,6 @@ use crate::operand::Operand;
 use crate::sidecar::lent::{AllLent, Lent};
 use crate::sidecar::message::{Called, FromRank, FromSidecar, Outcome, VERSION};
 use crate::sidecar::sums::Sums;
-use crate::supervisor::SUPERSEDED;
 use crate::tensor::{Region, meet};
 
 /// How often ops are looked for that the sidecar has not ended.
@@ -221,9 +221,9 @@ impl Shared {
                 drop(state);
                 return self.end(Over::because("an op timed out"));
             }
-            FromSidecar::Superseded => {
+            FromSidecar::Superseded { why } => {
                 drop(state);
-                return self.end(Over::because(SUPERSEDED));
+                return self.end(Over::because(why));
             }
         }
         drop(state);
@@ -337,8 +337,10 @@ impl State {
 }
 
 impl Over {
-    pub(super) fn because(why: &'static str) -> Self {
-        Self { ended: OpError::Ended { why }, refused: SubmitError::Ended { why }.into() }
+    pub(super) fn because(why: impl Into<Cow<'static, str>>) -> Self {
+        let why = why.into();
+        let refused = SubmitError::Ended { why: why.clone() }.into();
+        Self { ended: OpError::Ended { why }, refused }
     }
 
     fn lost(ranks: Vec<u16>, why: Loss) -> Self {
@@ -368,7 +370,9 @@ impl Outcome {
             Self::Reduced => Ok(None),
             Self::Union { blocks } => match descriptor {
                 Some(descriptor) => Ok(Some(Sums::received(Sealed::of(descriptor), blocks))),
-                None => Err(OpError::Ended { why: "its sums did not come: too many open files" }),
+                None => {
+                    Err(OpError::Ended { why: "its sums did not come: too many open files".into() })
+                }
             },
             Self::Mismatch { one, other } => {
                 Err(OpError::Mismatch { op, one: called(one)?, other: called(other)? })
@@ -385,5 +389,5 @@ impl Outcome {
 
 /// What comes of an op when the sidecar says what it should not.
 pub(super) const fn strange() -> OpError {
-    OpError::Ended { why: "the sidecar does not keep to the protocol" }
+    OpError::Ended { why: Cow::Borrowed("the sidecar does not keep to the protocol") }
 }

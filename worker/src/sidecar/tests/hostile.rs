@@ -49,6 +49,7 @@ fn wish(rank: u16, world: u16) -> Join {
         version: VERSION,
         job: "job".into(),
         generation: Generation(0),
+        secret: None,
         rank,
         world,
         local_world: world,
@@ -403,7 +404,13 @@ fn a_life_that_is_over_keeps_nothing_although_its_ranks_are_stuck() {
         std::thread::yield_now();
     }
     let told: FromSidecar = stuck.line.recv().unwrap().unwrap().0;
-    assert_eq!(told, FromSidecar::Superseded);
+    let FromSidecar::Superseded { why } = told else { panic!("{told:?}") };
+    let own = std::process::id();
+    let lives = format!(
+        "a greater generation of the job has begun: generation 1 of job \"job\", begun by process \
+         {own}, has ended generation 0, begun by process {own}"
+    );
+    assert_eq!(why, lives);
     assert!(stuck.line.recv::<FromSidecar>().unwrap().is_none());
 }
 

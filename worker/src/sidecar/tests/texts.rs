@@ -35,6 +35,7 @@ fn no_text_of_a_message_is_shown_as_it_came() {
         world: 1,
         local_world: 1,
         lanes: 1,
+        secret: None,
         join_timeout: 1,
         op_timeout: 1,
     }));
@@ -50,6 +51,7 @@ fn no_text_of_a_message_is_shown_as_it_came() {
         FromSidecar::NotJoined(NotJoined::NoAggregator { tried: text() }),
         FromSidecar::Lent { memory: 1, refused: Some(text()) },
         FromSidecar::CutOff { why: text() },
+        FromSidecar::Superseded { why: text() },
     ] {
         feed(&message);
     }

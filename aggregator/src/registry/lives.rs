@@ -1,0 +1,106 @@
+//! Lives of a job: which of them may end which.
+//!
+//! Whoever begins a greater generation of a job ends the one before, so it has to show that it is
+//! the same job, and not another that happens to have its name.
+
+use racksum_proto::control::{Beginner, FromAggregator, Join};
+
+use super::job::Job;
+use super::tree::Above;
+use super::{Caller, Registry};
+
+/// Who joins: the identity or the address that calls, or of an aggregator and a sidecar what these
+/// say of the rank. An aggregator's own identity says nothing of the jobs of its ranks.
+pub(super) fn beginner_of(join: &Join, caller: &Caller) -> Beginner {
+    let address = Beginner::Address(caller.addr.ip().to_canonical());
+    match &caller.identity {
+        _ if join.relays => join.begun_by.clone().unwrap_or(address),
+        Some(name) => Beginner::Identity(name.clone()),
+        None => address,
+    }
+}
+
+impl Registry {
+    /// Checks that a rank that begins the next life of a job may end the present one.
+    pub(super) fn check_succession(&self, join: &Join) -> Result<(), String> {
+        match self.jobs.get(&join.job) {
+            Some(job) if !job.may_be_ended_by(join) => Err(job.is_another(join)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Ends a life of a job because the next begins. Returns the way that it had to the parent.
+    pub(super) fn supersede(&mut self, join: &Join) -> Option<Above> {
+        let mut job = self.remove(&join.job)?;
+        let why = format!(
+            "generation {} of job {:?}, begun by {}, has ended generation {}, begun by {}",
+            join.generation.0,
+            join.job,
+            named(join.begun_by.as_ref()),
+            job.generation.0,
+            job.begun_by()
+        );
+        tracing::info!(job = %join.job, "{why}");
+        job.tell(&FromAggregator::Superseded { by: join.generation, why });
+        job.above.take()
+    }
+}
+
+impl Job {
+    /// Whether a rank shows that it is of the same job: by the secret of its lives, or by an
+    /// identity that has joined this one. Where jobs have no secret, and nobody has an identity,
+    /// the address has to do.
+    fn may_be_ended_by(&self, join: &Join) -> bool {
+        match (self.secret, join.secret) {
+            (Some(own), Some(other)) if own == other => return true,
+            _ => {}
+        }
+        let Some(by) = &join.begun_by else { return false };
+        let is_known = self.callers.contains(by);
+        match by {
+            Beginner::Identity(_) => is_known,
+            Beginner::Address(_) => is_known && self.secret.is_none() && join.secret.is_none(),
+        }
+    }
+
+    /// Checks that a rank is of no other job that has this one's name, and the same generation.
+    pub(super) fn check_secret(&self, join: &Join) -> Result<(), String> {
+        match self.secret.zip(join.secret) {
+            Some((own, other)) if own != other => Err(self.is_another(join)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Why a rank of another job of this name is refused.
+    pub(super) fn is_another(&self, join: &Join) -> String {
+        format!(
+            "job {:?} is in generation {}, begun by {}, and {}, of generation {}, does not show \
+             that it is of the same job; give each job a name of its own (--job, RACKSUM_JOB or \
+             job=), or wait until that one has ended",
+            join.job,
+            self.generation.0,
+            self.begun_by(),
+            named(join.begun_by.as_ref()),
+            join.generation.0
+        )
+    }
+
+    /// Notes who has joined.
+    pub(super) fn note_caller(&mut self, join: &Join) {
+        if let Some(by) = join.begun_by.as_ref().filter(|by| !self.callers.contains(by)) {
+            self.callers.push(by.clone());
+        }
+    }
+
+    /// Who has begun it.
+    pub(super) fn begun_by(&self) -> String {
+        named(self.callers.first())
+    }
+}
+
+fn named(by: Option<&Beginner>) -> String {
+    by.map_or_else(|| "somebody".to_owned(), Beginner::to_string)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,100 @@
+use racksum_proto::auth::Key;
+use racksum_proto::ids::Generation;
+use tokio::time::Instant;
+
+use super::*;
+use crate::config::Fanout;
+use crate::registry::tests::{Inbox, caller, registry, told, wish};
+
+/// A rank of a life: its generation, and the secret of the job if it has one.
+#[derive(Clone, Copy)]
+struct Life(u32, Option<u8>);
+
+impl Life {
+    fn join(self, rank: u16) -> Join {
+        let secret = self.1.map(|secret| Key([secret; Key::LEN]));
+        Join { generation: Generation(self.0), secret, ..wish("train", rank, 2) }
+    }
+}
+
+fn enter(
+    registry: &mut Registry,
+    join: Join,
+    identity: Option<&str>,
+    ip: [u8; 4],
+) -> Result<Inbox, String> {
+    let (caller, inbox) = caller(identity, ip);
+    let joined = registry.join(join, caller, Instant::now());
+    joined.map(|_| inbox).map_err(crate::tenancy::Refusal::why)
+}
+
+const A: [u8; 4] = [10, 0, 0, 1];
+const B: [u8; 4] = [10, 0, 0, 2];
+const ELSEWHERE: [u8; 4] = [10, 0, 0, 3];
+
+#[test]
+fn a_life_is_ended_by_one_of_the_same_job_and_by_no_other() {
+    let none = Life(1, None);
+    let (own, other) = (Life(1, Some(1)), Life(1, Some(2)));
+    for (first, second, identities, from, ends) in [
+        // By the secret, from wherever.
+        (own, own, [None, None], ELSEWHERE, true),
+        (own, other, [None, None], A, false),
+        (own, none, [None, None], A, false),
+        (none, own, [None, None], A, false),
+        // By an identity that any rank of the life before has.
+        (none, none, [Some("node-1"), Some("node-1")], ELSEWHERE, true),
+        (none, none, [Some("node-1"), Some("node-9")], A, false),
+        (own, other, [Some("node-1"), Some("node-1")], A, true),
+        (own, own, [Some("node-1"), Some("node-9")], A, true),
+        // By the address, where there is nothing else.
+        (none, none, [None, None], A, true),
+        (none, none, [None, None], B, true),
+        (none, none, [None, None], ELSEWHERE, false),
+    ] {
+        let mut registry = registry(Fanout::Unicast, 0);
+        let mut inbox = enter(&mut registry, first.join(0), identities[0], A).unwrap();
+        let _second = enter(&mut registry, first.join(1), identities[0].map(|_| "node-2"), B);
+        let next = Life(9, second.1).join(1);
+        let joined = enter(&mut registry, next, identities[1], from);
+        let case = format!("{:?} {:?} {identities:?} {from:?}", first.1, second.1);
+        assert_eq!(joined.is_ok(), ends, "{case}");
+        let is_told = matches!(told(&mut inbox), Some(FromAggregator::Superseded { .. }));
+        assert_eq!(is_told, ends, "{case}");
+    }
+}
+
+#[test]
+fn who_ends_a_life_and_who_may_not_hear_of_both() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let mut first = enter(&mut registry, Life(3, Some(1)).join(0), Some("node-1"), A).unwrap();
+    let why = enter(&mut registry, Life(5, Some(2)).join(0), Some("node-2"), B).unwrap_err();
+    let expected = "job \"train\" is in generation 3, begun by identity \"node-1\", and identity \
+                    \"node-2\", of generation 5, does not show that it is of the same job; ";
+    assert!(why.starts_with(expected), "{why}");
+    // Nor is it a rank of the life that there is.
+    let why = enter(&mut registry, Life(3, Some(2)).join(1), Some("node-2"), B).unwrap_err();
+    assert!(why.contains("identity \"node-2\", of generation 3, does not show"), "{why}");
+    enter(&mut registry, Life(5, Some(1)).join(0), Some("node-2"), B).unwrap();
+    let why = "generation 5 of job \"train\", begun by identity \"node-2\", has ended generation \
+               3, begun by identity \"node-1\"";
+    let over = FromAggregator::Superseded { by: Generation(5), why: why.into() };
+    assert_eq!(told(&mut first), Some(over));
+}
+
+#[test]
+fn the_identity_of_an_aggregator_says_nothing_of_the_jobs_of_its_ranks() {
+    let by = |name: &str| Some(Beginner::Identity(name.into()));
+    let relayed = |life: u32, begun_by| Join {
+        relays: true,
+        multicast: false,
+        begun_by,
+        ..Life(life, None).join(0)
+    };
+    let mut registry = registry(Fanout::Unicast, 0);
+    let mut enter = |join| enter(&mut registry, join, Some("rack"), A);
+    let _first = enter(relayed(0, by("node-1"))).unwrap();
+    let why = enter(relayed(1, by("node-2"))).unwrap_err();
+    assert!(why.contains("begun by identity \"node-1\", and identity \"node-2\""), "{why}");
+    enter(relayed(1, by("node-1"))).unwrap();
+}

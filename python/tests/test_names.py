@@ -1,0 +1,102 @@
+"""What a job is called unless its user says so, and how its next life shows that it is the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import racksum
+from racksum.torch.groups import drawn_in
+from ranks import TIMEOUT, Ranks
+
+#: What a rank of these tests has joined, in its process.
+_sessions: list[racksum.Session] = []
+
+
+@pytest.fixture
+def launches() -> Iterator[list[Ranks]]:
+    """Two launches of two ranks each, as of two hosts."""
+    launches = [Ranks(2), Ranks(2)]
+    yield launches
+    for ranks in launches:
+        ranks.close()
+
+
+def begin(address: str, **options: object) -> tuple[str, str | None]:
+    """Joins a job that nobody names, as under `torchrun --master-port 29500` on one host."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="none")
+    session = racksum.torch.connect(address, timeout=TIMEOUT, join_timeout=TIMEOUT, **options)
+    _sessions.append(session)
+    return session.job, session.options.secret
+
+
+def reduced(nth: int = -1) -> list[float]:
+    x = torch.ones(2)
+    _sessions[nth].allreduce(x)
+    return x.tolist()
+
+
+def is_over(nth: int) -> str:
+    with pytest.raises(racksum.SessionClosed) as over:
+        reduced(nth)
+    return str(over.value)
+
+
+def test_two_launches_have_jobs_of_their_own(shared_aggregator, launches):
+    first, second = (ranks.run(begin, shared_aggregator.address) for ranks in launches)
+    assert first[0] == first[1]
+    assert second[0] == second[1]
+    assert not {*first[0]} & {*second[0]}
+    for ranks in launches:
+        assert ranks.run(reduced) == [[2.0, 2.0]] * 2
+
+
+def test_only_the_next_life_of_the_same_job_ends_one(shared_aggregator, launches):
+    own, other = launches
+    named = {"job": "one-name", "generation": 7}
+    own.run(begin, shared_aggregator.address, **named)
+    for generation in (7, 8):
+        for rank in (0, 1):
+            with pytest.raises(racksum.Refused, match="does not show that it is of the same job"):
+                other._pools[rank].submit(
+                    begin_alone, shared_aggregator.address, rank, generation
+                ).result(timeout=100)
+    assert own.run(reduced) == [[2.0, 2.0]] * 2
+    own.run(begin, shared_aggregator.address, **{**named, "generation": 8})
+    assert own.run(reduced) == [[2.0, 2.0]] * 2
+    for why in own.run(is_over, 0):
+        assert "generation 8 of job" in why
+        assert "has ended generation 7" in why
+
+
+def begin_alone(address: str, rank: int, generation: int) -> None:
+    """Tries to be a rank of a job of the name that another has."""
+    drawn = drawn_in(dist.distributed_c10d._get_default_store())
+    options = racksum.ConnectOptions.resolve(
+        drawn=drawn,
+        aggregator=address,
+        job="one-name",
+        generation=generation,
+        rank=rank,
+        world=2,
+        join_timeout=TIMEOUT,
+    )
+    racksum.Session(options).close()
+
+
+def test_a_store_keeps_what_the_first_rank_has_drawn():
+    stores = [dist.HashStore(), dist.TCPStore("127.0.0.1", 0, 1, is_master=True)]
+    for store in stores:
+        store.set_timeout(timedelta(seconds=TIMEOUT))
+    drawn = [drawn_in(store) for store in stores]
+    assert [drawn_in(store) for store in stores] == drawn
+    assert drawn[0] is not None
+    assert drawn[1] is not None
+    assert drawn[0].job != drawn[1].job
+    assert drawn[0].secret != drawn[1].secret
+    assert len(bytes.fromhex(drawn[0].secret)) == 16
