@@ -17,6 +17,7 @@ import test_upstream_hooks
 import test_upstream_refusals
 import test_upstream_several
 from conftest import ROOT
+from upstream import table
 
 TESTS = Path(__file__).parent
 VERDICTS = {"passes", "delegated", "refused"}
@@ -35,12 +36,17 @@ def rows() -> list[tuple[str, str, list[tuple[str, str]]]]:
 SOURCE = re.compile(r"`([\w/]+\.\w+):(\d+)`")
 
 
+#: Of the tables that tests of racksum's own show, and how their heads begin.
+COLUMNS = 3
+HEADS = ("upstream", "line of", "---")
+
+
 def cells() -> list[list[str]]:
     """The rows of the tables of docs/c10d.md."""
     found = []
     for line in (ROOT / "docs" / "c10d.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("|") and not cells[0].startswith(("upstream", "line of", "---")):
+        if line.startswith("|") and len(cells) == COLUMNS and not cells[0].startswith(HEADS):
             found.append(cells)
     return found
 
@@ -62,6 +68,42 @@ LINES = [(SOURCE.fullmatch(line), says) for line, says, _ in cells() if SOURCE.f
 def test_lines_of_torch_say_what_is_said_of_them(line, says):
     path = Path(torch.__file__).parent / line[1]
     assert says.strip("`") in path.read_text().splitlines()[int(line[2]) - 1]
+
+
+def ended(gloo: str, racksum: str) -> dict[str, dict[str, str]]:
+    return {"gloo": {"verdict": gloo}, "racksum": {"verdict": racksum, "says": "why"}}
+
+
+def test_what_only_gloo_passes_needs_a_reason_and_only_that():
+    """What the run of torch's own tests is held to."""
+    [explained, *_] = table.reasons()
+    [both, *_] = re.findall(r"`(test_\w+)`[,.]", table.written().split("Both pass:")[1])
+    wrong = {
+        "test_of_gloo_alone": (ended("passed", "failed"), "only Gloo passes, and reasons.toml"),
+        explained: (ended("passed", "passed"), "take it out"),
+        "test_that_is_new": (ended("passed", "passed"), "does not list it"),
+    }
+    for name, (end, says) in wrong.items():
+        [sentence] = table.compared({name: end})
+        assert sentence.startswith(f"{name}: ")
+        assert says in sentence
+    fine = {
+        explained: ended("passed", "timed out"),
+        both: ended("passed", "passed"),
+        "test_of_nobody": ended("failed", "failed"),
+        "test_of_gpus": {"gloo": {"verdict": "skipped"}},
+    }
+    assert table.compared(fine) == []
+
+
+def test_what_only_gloo_passes_is_listed_and_called_nothing_else():
+    text = table.written()
+    for test, why in table.reasons().items():
+        assert f"`{test}`" in text
+        assert why in text
+    passing = [behaviour for behaviour, verdict, _ in rows() if verdict in ("passes", "delegated")]
+    claimed = {test for behaviour in passing for test in re.findall(r"`(test_\w+)`", behaviour)}
+    assert not claimed & set(table.reasons())
 
 
 def test_what_is_asked_as_of_gloo_is_listed():

@@ -372,6 +372,22 @@ def gloo_receives_from_anybody_and_torch_cannot_say_whom(group: dist.ProcessGrou
 
 
 @check
+def the_future_of_what_is_sent_or_received_answers(group: dist.ProcessGroup) -> None:
+    """And a barrier does not wait for it: what is sent after the barrier may be what it awaits."""
+    right, left, x = (dist.get_rank() + 1) % WORLD, (dist.get_rank() - 1) % WORLD, torch.empty(1)
+    receiving = dist.irecv(x, left, group)
+    came = receiving.get_future()
+    assert not came.done()
+    dist.barrier(group)
+    sending = dist.isend(own(), right, group)
+    [got] = came.wait()
+    assert got.item() == x.item() == left
+    sending.get_future().wait()
+    receiving.wait()
+    sending.wait()
+
+
+@check
 def gloo_sends_and_receives_in_batches(group: dist.ProcessGroup) -> None:
     right, left, x = (dist.get_rank() + 1) % WORLD, (dist.get_rank() - 1) % WORLD, torch.empty(1)
     batch = [

@@ -24,6 +24,13 @@ pub(crate) fn test(root: &Path, report: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Runs the tests of process groups that torch's wheel ships, and compares with docs/c10d.md.
+pub(crate) fn upstream(root: &Path) -> Result<()> {
+    let python = installed(root)?;
+    Cmd::cargo(&["build", "--release", "--locked", "-p", "racksum-cli"]).run(root)?;
+    Cmd::new(path(&python)?, &["tests/upstream/run.py"]).run(&root.join("python"))
+}
+
 /// A Python with the package, as it is now, and the pinned packages.
 pub(crate) fn installed(root: &Path) -> Result<PathBuf> {
     let python = venv(root)?;

@@ -31,6 +31,8 @@ pub(crate) enum Step {
     Test,
     /// The Python package: its style, its types and its tests, with the PyTorch of its users.
     Python,
+    /// The tests of process groups that torch ships, with Gloo and with racksum.
+    Upstream,
     /// Two thousand fixed seeds through the simulator, optimised.
     Swarm,
     /// Every bench, once.
@@ -46,6 +48,7 @@ impl Step {
             Self::Setup => return machine::set_up(root).map(|why| skips("slow links", why)),
             Self::Smoke => return bench::smoke(root),
             Self::Python => python::test(root, report),
+            Self::Upstream => python::upstream(root),
             Self::Tidy => match tidy::report(root)? {
                 true => Ok(()),
                 false => bail!("cargo xtask tidy"),

@@ -315,17 +315,17 @@ class RacksumBackend(Backend):
         """Gloo's."""
         self._gloo.monitored_barrier(opts.timeout, wait_all_ranks)
 
-    def send(self, tensors: Sequence[Tensor], *args: Any) -> Any:
+    def send(self, tensors: Sequence[Tensor], *args: Any) -> Work:
         """Gloo's."""
-        return self._gloo.send(self._of_host(tensors), *args)
+        return _with_future(self._gloo.send(self._of_host(tensors), *args), tensors)
 
-    def recv(self, tensors: Sequence[Tensor], *args: Any) -> Any:
+    def recv(self, tensors: Sequence[Tensor], *args: Any) -> Work:
         """Gloo's."""
-        return self._gloo.recv(self._of_host(tensors), *args)
+        return _with_future(self._gloo.recv(self._of_host(tensors), *args), tensors)
 
-    def recv_anysource(self, tensors: Sequence[Tensor], *args: Any) -> Any:
+    def recv_anysource(self, tensors: Sequence[Tensor], *args: Any) -> Work:
         """Gloo's."""
-        return self._gloo.recv_anysource(self._of_host(tensors), *args)
+        return _with_future(self._gloo.recv_anysource(self._of_host(tensors), *args), tensors)
 
     def gather(self, outputs: Any, *args: Any) -> Any:
         """Gloo's."""
@@ -510,6 +510,11 @@ def _of_default_group() -> Options:
         if world is not None and backend._name == world.group_name
     )
     return next(of_world, Options())
+
+
+def _with_future(work: dist.Work, tensors: Sequence[Tensor]) -> Work:
+    """What Gloo sends or receives, with a future, which Gloo's lacks; no barrier waits for it."""
+    return Work([Pending(work)], list(tensors), {})
 
 
 def _only(tensors: Sequence[Any]) -> Any:

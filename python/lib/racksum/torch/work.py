@@ -87,7 +87,18 @@ class Pending:
         self._result: list[Any] = []
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Waits for it; what comes after it is done once, whoever waits."""
+        """Waits for it once, whoever asks: Gloo waits forever for what was received already."""
+        if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
+            raise TimeoutError("the collective goes on")
+        try:
+            if not self._result:
+                self._wait(timeout)
+                self._result.append(self._then(None))
+        finally:
+            self._lock.release()
+        return self._result[0]
+
+    def _wait(self, timeout: float | None) -> None:
         if timeout is None or self._work.is_completed():
             self._work.wait()
         elif timeout == 0:
@@ -95,10 +106,6 @@ class Pending:
             raise TimeoutError("the collective goes on")
         else:
             self._work.wait(timedelta(seconds=timeout))
-        with self._lock:
-            if not self._result:
-                self._result.append(self._then(None))
-        return self._result[0]
 
     def then(self, work: Callable[[Any], Any]) -> Pending:
         """The same with something to do after it."""
