@@ -39,7 +39,7 @@ pub(crate) fn admit(rules: &[Admit], identity: Option<&str>, job: &str) -> Resul
     }
     Err(format!(
         "identity {identity:?} may not join a job of the name {job:?} here; name a job that it may \
-         join (--job, RACKSUM_JOB or job=), or have the operator admit it in the [[admit]] rules \
+         join (`job`), or have the operator admit it in the [[admit]] rules \
          of the aggregator's configuration"
     ))
 }

@@ -332,8 +332,8 @@ impl Registry {
         let own = self.config.data_auth();
         match join.data_auth {
             Some(wanted) if wanted != own => Err(format!(
-                "this aggregator authenticates data with {:?}, and rank {} asks for {:?}; start \
-                 both with the same --data-auth",
+                "this aggregator authenticates data with {:?}, and rank {} asks for {:?}; give \
+                 `data_auth` as the aggregator has it",
                 own.name(),
                 join.rank,
                 wanted.name()
@@ -378,8 +378,8 @@ impl Registry {
             let called = self.queue.called_before(&self.config, join, identity);
             held.extend(called.filter(|it| !self.jobs.contains_key(it.name)));
             if check_room(&self.config, &held, &wanted).is_err() {
-                let why = "jobs that have waited for it before have the room that there is; \
-                           --wait as well";
+                let why = "jobs that have waited for it before have the room that there is; set \
+                           `wait` as well";
                 return Err(Refusal::NoRoom(why.into()));
             }
         }

@@ -240,7 +240,7 @@ pub(crate) fn check_room(
         let is_of_rule = tally.check_own(config, wanted).is_err();
         let of = held.iter().filter(|it| !is_of_rule || it.rule == wanted.rule);
         let holders = holders(config, of, wanted);
-        Refusal::NoRoom(format!("{limit}{holders}; try again later, or --wait"))
+        Refusal::NoRoom(format!("{limit}{holders}; try again later, or set `wait`"))
     })
 }
 
@@ -314,7 +314,7 @@ mod tests {
         assert_eq!(check_room(&config, &[one], &two), Ok(()));
         let (later, told) = why(check_room(&config, &[one, two], &tenant("three", "c", 1)));
         let expected = "there are 2 jobs, and --max-jobs allows 2, held by \"one\" with 4 ranks, \
-                        \"two\" with 4 ranks; try again later, or --wait";
+                        \"two\" with 4 ranks; try again later, or set `wait`";
         assert_eq!((later, &*told), (true, expected));
         let (later, told) = why(check_room(&config, &[one], &tenant("two", "b", 7)));
         assert!(later && told.starts_with("4 of 10 ranks are taken (max_ranks), and 7"), "{told}");
@@ -330,7 +330,7 @@ mod tests {
         let held = [tenant("s-1", "speech-1", 100), tenant("v-1", "vision-1", 4)];
         let (later, told) = why(check_room(&config, &held, &tenant("v-2", "vision-2", 4)));
         let expected = "there are 1 jobs, and max_jobs of your [[admit]] rule allows 1, held by \
-                        \"v-1\" with 4 ranks; try again later, or --wait";
+                        \"v-1\" with 4 ranks; try again later, or set `wait`";
         assert_eq!((later, &*told), (true, expected));
         let (later, told) = why(check_room(&config, &held, &tenant("v-2", "vision-2", 9)));
         assert!(!later && told.contains("max_ranks of your [[admit]] rule"), "{told}");

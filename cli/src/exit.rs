@@ -88,9 +88,21 @@ impl Failure {
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.why)
+        f.write_str(&with_flags(&self.why))
     }
 }
+
+/// A message of a library with the flags of this command line.
+///
+/// Python has the same options as keywords, and the same messages, which name them as `name`.
+fn with_flags(why: &str) -> String {
+    let flag = |name: &str| format!("--{}", name.replace('_', "-"));
+    OPTIONS.iter().fold(why.to_owned(), |why, name| why.replace(&format!("`{name}`"), &flag(name)))
+}
+
+/// Options that messages of the libraries name.
+const OPTIONS: [&str; 8] =
+    ["data_auth", "generation", "identity", "insecure", "job", "on_rank_loss", "rank", "wait"];
 
 impl From<NetError> for Failure {
     fn from(error: NetError) -> Self {
@@ -174,6 +186,13 @@ mod tests {
             let failure = Failure::from(error);
             assert!(failure.exit == exit, "{failure:?}");
         }
+    }
+
+    #[test]
+    fn a_message_of_a_library_names_flags() {
+        let why = "it is running; choose another `job`, or `on_rank_loss` continue; see `racksum`";
+        let told = "it is running; choose another --job, or --on-rank-loss continue; see `racksum`";
+        assert_eq!(Failure::failed(why).to_string(), told);
     }
 
     #[test]

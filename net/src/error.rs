@@ -121,9 +121,9 @@ pub enum NetError {
     },
     /// An address beyond loopback without an identity.
     #[error(
-        "refusing {addr}: without an identity only loopback addresses are trusted; pass --identity \
-         FILE (`racksum identity --help` shows how to make one), or --insecure if everything that \
-         can reach this network may be trusted"
+        "refusing {addr}: without an identity only loopback addresses are trusted; give `identity` \
+         a file (`racksum identity --help` shows how to make one), or set `insecure` if everything \
+         that can reach this network may be trusted"
     )]
     Unprotected {
         /// Where it was to listen or to connect.
@@ -181,7 +181,7 @@ pub enum NetError {
         why: &'static str,
     },
     /// An identity together with the wish to believe everyone.
-    #[error("an identity is of no use with --insecure, which believes everyone; leave one out")]
+    #[error("an identity is of no use with `insecure`, which believes everyone; leave one out")]
     InsecureIdentity,
     /// A file that should hold an identity or an authority does not.
     #[error("{}: {why}", path.display())]

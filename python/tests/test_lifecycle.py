@@ -307,8 +307,9 @@ def test_what_is_logged_reaches_logging(cluster, caplog):
     caplog.clear()
     with caplog.at_level("DEBUG"), cluster.connect():
         pass
-    of_worker = [record.getMessage() for record in caplog.records if "worker" in record.name]
-    assert any(said.startswith("client closes") for said in of_worker), caplog.text
+    of_worker = [record for record in caplog.records if record.name.startswith("racksum.worker.")]
+    said = [record.getMessage() for record in of_worker]
+    assert any(line.startswith("racksum: client closes") for line in said), caplog.text
 
 
 def test_a_rank_that_does_not_call_is_named_when_time_is_up(place):

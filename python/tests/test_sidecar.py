@@ -481,7 +481,7 @@ def test_what_a_sidecar_does_not_do_is_refused(sidecar, monkeypatch):
     with pytest.raises(racksum.BadArgument, match="data_auth cannot be said by a rank"):
         sidecar.connect()
     monkeypatch.delenv("RACKSUM_DATA_AUTH")
-    with pytest.raises(racksum.Refused, match="start it with --aggregator"):
+    with pytest.raises(racksum.Refused, match="start `racksum worker --aggregator`"):
         sidecar.connect(world=2, local_world=1)
 
 

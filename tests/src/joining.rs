@@ -113,7 +113,7 @@ fn a_job_that_has_another_ones_name_neither_ends_it_nor_joins_it() {
         let running = Client::connect(&of(0, 1, 7, 1)).unwrap();
         let why = "job \"train\" is in generation 7, begun by 127.0.0.1, and 127.0.0.1, of \
                    generation 9, does not show that it is of the same job; give each job a name of \
-                   its own (--job, RACKSUM_JOB or job=), or wait until that one has ended";
+                   its own (`job`), or wait until that one has ended";
         assert_eq!(refusal(&of(0, 2, 9, 2)), why);
         assert!(refusal(&of(0, 1, 7, 2)).contains("does not show that it is of the same job"));
         check(&running, 1.0);
@@ -177,7 +177,7 @@ fn more_jobs_than_there_is_room_for_are_refused_until_one_ends() {
         let two = Client::connect(&rig.options("two", 0, 1)).unwrap();
         let reason = refusal(&rig.options("three", 0, 1));
         let told = "there are 2 jobs, and --max-jobs allows 2, held by \"one\" with 1 ranks, \
-                    \"two\" with 1 ranks; try again later, or --wait";
+                    \"two\" with 1 ranks; try again later, or set `wait`";
         assert_eq!(reason, told);
         drop(one);
         await_that("the job is gone", || rig.aggregator.jobs() == 1);

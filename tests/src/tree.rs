@@ -290,7 +290,7 @@ fn what_a_tree_does_not_have_is_refused_with_what_to_do() {
     let told = refused(&|options| options.standbys = vec![vec![addr.clone()]]);
     assert!(told.contains("cannot move to a standby; name one aggregator"), "{told}");
     let told = refused(&|options| options.on_rank_loss = OnRankLoss::Continue);
-    assert!(told.contains("start its ranks with --on-rank-loss abort"), "{told}");
+    assert!(told.contains("start its ranks with `on_rank_loss` abort"), "{told}");
     let told = refused(&|options| options.rejoin = true);
     assert!(told.contains("cannot have a rank back"), "{told}");
     tree.await_peace();

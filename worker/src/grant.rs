@@ -49,12 +49,12 @@ pub(crate) fn grant(options: &ConnectOptions, session: Session) -> Result<Grante
     }
     if welcomes().any(|other| other.data_ports.len() != first.data_ports.len()) {
         return Err(ConnectError::Arguments(
-            "the aggregators differ in --shards; start them alike".into(),
+            "the aggregators differ in `racksum aggregator --shards`; start them alike".into(),
         ));
     }
     if welcomes().any(|other| other.data_auth != first.data_auth) {
         return Err(ConnectError::Arguments(
-            "the aggregators differ in --data-auth; start them alike".into(),
+            "the aggregators differ in `racksum aggregator --data-auth`; start them alike".into(),
         ));
     }
     if welcomes().any(|other| other.rank != first.rank) {

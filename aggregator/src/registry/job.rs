@@ -106,15 +106,15 @@ impl Job {
             return Err(format!(
                 "rank {} has left job {name:?}; it may come back between two ops if it says so, \
                  as an option of the worker library; or restart all ranks with a greater \
-                 --generation",
+                 `generation`",
                 join.rank
             ));
         }
         if self.state != State::Gathering {
             return Err(format!(
                 "job {name:?} is running in generation {}, begun by {}: its {} ranks have joined; \
-                 choose another --job, wait until it has ended, or restart all its ranks with a \
-                 greater --generation",
+                 choose another `job`, wait until it has ended, or restart all its ranks with a \
+                 greater `generation`",
                 self.generation.0,
                 self.begun_by(),
                 self.world
@@ -128,14 +128,14 @@ impl Job {
             let (one, other) = if join.resume.is_some() { (old, new) } else { (new, old) };
             return Err(format!(
                 "rank {} of job {name:?} {one}, and the job that it finds here {other}; restart \
-                 all ranks with a greater --generation",
+                 all ranks with a greater `generation`",
                 join.rank
             ));
         }
         let (mine, theirs) = (self.on_rank_loss.name(), join.on_rank_loss.name());
         if mine != theirs {
             return Err(format!(
-                "job {name:?} was opened with --on-rank-loss {mine}, but rank {} says {theirs}",
+                "job {name:?} was opened with `on_rank_loss` {mine}, but rank {} says {theirs}",
                 join.rank
             ));
         }

@@ -75,8 +75,8 @@ impl Job {
     pub(super) fn is_another(&self, join: &Join) -> String {
         format!(
             "job {:?} is in generation {}, begun by {}, and {}, of generation {}, does not show \
-             that it is of the same job; give each job a name of its own (--job, RACKSUM_JOB or \
-             job=), or wait until that one has ended",
+             that it is of the same job; give each job a name of its own (`job`), or \
+             wait until that one has ended",
             join.job,
             self.generation.0,
             self.begun_by(),

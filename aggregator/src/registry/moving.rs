@@ -270,7 +270,7 @@ pub(super) fn check_resume(join: &Join) -> Result<(), String> {
     if aborts || ranks.len() < resume.absent.len() || ranks.iter().any(strange) {
         return Err(format!(
             "rank {} says that the job has gone on without ranks {ranks:?}, which cannot be; \
-             restart all ranks with a greater --generation",
+             restart all ranks with a greater `generation`",
             join.rank
         ));
     }
@@ -286,7 +286,7 @@ pub(super) fn too_many_absent() -> String {
 pub(super) fn given_up(job: &JobName, rank: u16) -> String {
     format!(
         "the other ranks of job {job:?} had lost rank {rank}, and go on without it; to have it \
-         again, start all ranks with a greater --generation"
+         again, start all ranks with a greater `generation`"
     )
 }
 

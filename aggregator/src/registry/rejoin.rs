@@ -106,13 +106,13 @@ impl Job {
         if self.is_of_tree() {
             return Err(format!(
                 "job {name:?} is summed by aggregators in a tree, where ranks cannot come back; \
-                 restart all ranks with a greater --generation"
+                 restart all ranks with a greater `generation`"
             ));
         }
         if self.on_rank_loss == OnRankLoss::Continue || join.on_rank_loss == OnRankLoss::Continue {
             return Err(format!(
                 "a job that goes on without the ranks that leave, as job {name:?} may, cannot have \
-                 them back; restart all ranks with a greater --generation"
+                 them back; restart all ranks with a greater `generation`"
             ));
         }
         let left = self.left.get(&rank);
@@ -122,7 +122,7 @@ impl Job {
         let Some(next_op) = left.next_op else {
             return Err(format!(
                 "rank {rank} left job {name:?} in the middle of an op, so it cannot come back; \
-                 restart all ranks with a greater --generation"
+                 restart all ranks with a greater `generation`"
             ));
         };
         let fragment = self.granted.as_ref().map_or(0, |(welcome, _)| {

@@ -193,8 +193,8 @@ fn a_rank_that_is_refused_has_never_had_a_place() {
     for (wrong, why) in [
         (
             Join { data_auth: Some(DataAuth::Aead), ..right.clone() },
-            "this aggregator authenticates data with \"none\", and rank 1 asks for \"aead\"; start \
-             both with the same --data-auth",
+            "this aggregator authenticates data with \"none\", and rank 1 asks for \"aead\"; give \
+             `data_auth` as the aggregator has it",
         ),
         (Join { max_datagram: 1000, ..right.clone() }, "datagrams of 1000 bytes, as rank 1 can"),
         (Join { stripe: (0, 2), ..right.clone() }, "was opened with aggregators 1, but rank 1"),

@@ -179,7 +179,7 @@ impl Registry {
         if granted.data_auth != auth {
             let reason = format!(
                 "its parent at {parent} authenticates data with {:?}, and this aggregator with \
-                 {:?}; start both with the same --data-auth",
+                 {:?}; start both with the same `racksum aggregator --data-auth`",
                 granted.data_auth.name(),
                 auth.name()
             );
@@ -366,7 +366,7 @@ impl Job {
             if self.is_of_tree() { ", and let no parents go round in a circle" } else { "" };
         Err(format!(
             "rank {rank} of job {:?} has already joined {by} {ip} (data port {port}); give each \
-             worker its own --rank{round}",
+             worker its own `rank`{round}",
             join.job
         ))
     }
@@ -489,10 +489,10 @@ fn check_wish(join: &Join, all_move: bool) -> Result<(), String> {
     let moves = !all_move && (join.may_move || join.resume.is_some());
     let wants = [
         (moves, "move to a standby; name one aggregator"),
-        (join.rejoin, "have a rank back; restart all ranks with a greater --generation"),
+        (join.rejoin, "have a rank back; restart all ranks with a greater `generation`"),
         (
             join.on_rank_loss == OnRankLoss::Continue,
-            "go on without a rank; start its ranks with --on-rank-loss abort",
+            "go on without a rank; start its ranks with `on_rank_loss` abort",
         ),
         (join.stripe.1 > 1, "be spread over several; name one aggregator"),
     ];

@@ -119,8 +119,8 @@ fn rules_say_who_may_join_which_job() {
         let ended = join(name, job);
         let why = format!(
             "the aggregator refused: identity {name:?} may not join a job of the name {job:?} \
-             here; name a job that it may join (--job, RACKSUM_JOB or job=), or have the operator \
-             admit it in the [[admit]] rules of the aggregator's configuration"
+             here; name a job that it may join (--job), or have the operator admit \
+             it in the [[admit]] rules of the aggregator's configuration"
         );
         assert_eq!(ended.failed(3), why);
     }

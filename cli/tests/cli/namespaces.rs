@@ -198,10 +198,10 @@ fn a_link_that_cannot_do_what_is_asked_is_named() {
 fn without_insecure_nothing_beyond_loopback_is_served_or_called() {
     let Some(hosts) = hosts("i", 1500) else { return };
     let ended = hosts.start('a', &["aggregator", "--port", "0", "--bind", "10.77.0.1"]).end(10);
-    assert!(ended.failed(2).contains("or --insecure if"), "{ended:?}");
+    assert!(ended.failed(2).contains("or set --insecure if"), "{ended:?}");
     let serving = hosts.serve("10.77.0.1", &[]);
     let args = ["bench", "--aggregator", &serving.addr, "--rank", "0", "--world", "1"];
     let ended = hosts.start('b', &args).end(10);
-    assert!(ended.failed(2).contains("or --insecure if"), "{ended:?}");
+    assert!(ended.failed(2).contains("or set --insecure if"), "{ended:?}");
     assert_eq!(serving.port().parse::<u16>().map(|port| port > 0), Ok(true));
 }

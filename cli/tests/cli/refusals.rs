@@ -19,7 +19,7 @@ fn an_aggregator_that_cannot_serve_says_why() {
     let ended = run(&["aggregator", "--bind", "203.0.113.7", "--insecure"]);
     assert!(ended.failed(3).contains("no interface of this host has this address"), "{ended:?}");
     let ended = run(&["aggregator", "--bind", "0.0.0.0", "--port", "0"]);
-    assert!(ended.failed(2).contains("or --insecure if"), "{ended:?}");
+    assert!(ended.failed(2).contains("or set --insecure if"), "{ended:?}");
     let everywhere = ["aggregator", "--bind", "0.0.0.0", "--port", "0", "--insecure"];
     let ended = run(&[&everywhere[..], &["--fanout", "multicast"]].concat());
     assert!(ended.failed(2).contains("--fanout multicast needs --bind with the"), "{ended:?}");

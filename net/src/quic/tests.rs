@@ -303,7 +303,7 @@ async fn a_taken_port_is_an_error_that_names_it() {
 async fn without_certificates_only_loopback_is_served_or_called() {
     let everywhere: SocketAddr = "0.0.0.0:0".parse().unwrap();
     let error = server(everywhere, &strangers()).unwrap_err();
-    assert!(error.to_string().contains("--identity FILE"), "{error}");
+    assert!(error.to_string().contains("give `identity` a file"), "{error}");
     let error = call("203.0.113.77:7000".parse().unwrap(), PATIENCE).await.unwrap_err();
     assert!(matches!(error, NetError::Unprotected { .. }), "{error}");
     let open = server(everywhere, &Credentials::new(None, true).unwrap()).unwrap();

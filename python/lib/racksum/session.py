@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 from racksum import _racksum
 from racksum.eager import eager_methods
 from racksum.errors import BadArgument, SessionClosed
+from racksum.log import logger
 from racksum.options import MAX_ELEMENTS, MAX_LANES, ConnectOptions, text, whole_from
 from racksum.shared import tensor_in
 from racksum.tensor import check_unmoved, empty_like, memory_of, tag_of
@@ -33,7 +34,7 @@ __all__ = ["Handle", "Session", "connect"]
 T = TypeVar("T")
 U = TypeVar("U")
 
-_log = logging.getLogger("racksum")
+_log = logger("racksum")
 
 #: Elements of a block: the unit that is sent or, if it is all zeros, not.
 DEFAULT_BLOCK = 256
@@ -465,7 +466,7 @@ _left_alone: set[type] = set()
 def _pass_on_logs() -> None:
     """Hands what the worker has logged to :mod:`logging`."""
     for level, name, said in _racksum.take_logs():
-        logging.getLogger(name).log(level, "%s", said)
+        logger(name.replace("racksum_", "racksum.", 1)).log(level, "%s", said)
 
 
 def _pass_on_logs_until(over: threading.Event) -> None:

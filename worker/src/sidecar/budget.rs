@@ -47,7 +47,7 @@ impl Budget {
         if len > left {
             return Err(format!(
                 "{len} bytes are more than the {left} that are left of the {} that ranks may have \
-                 together; see --memory",
+                 together; raise `racksum worker --memory`",
                 self.most
             ));
         }

@@ -250,7 +250,7 @@ impl Shared {
             let Join { local_world, world, .. } = *join;
             return Err(format!(
                 "{local_world} of the job's {world} ranks are on this host, and the sidecar knows \
-                 no aggregator for the others; start it with --aggregator"
+                 no aggregator for the others; start `racksum worker --aggregator`"
             ));
         }
         let mut jobs = self.jobs();
@@ -302,13 +302,14 @@ impl Shared {
         // Groups of one job count as one.
         let names: BTreeSet<_> = others().map(|(other, _)| &other.name).collect();
         if !names.contains(&join.job.name) && names.len() >= most {
-            return Err(format!("the sidecar serves {most} jobs, the most it may; see --max-jobs"));
+            return Err(format!("the sidecar serves {most} jobs, the most it may; raise \
+                 `racksum worker --max-jobs`"));
         }
         let ranks: usize = others().map(|(_, job)| job.seats()).sum();
         if ranks + usize::from(join.local_world) > most_ranks {
             return Err(format!(
                 "the job has {} ranks here, and there are {ranks} of others already; the sidecar \
-                 serves {most_ranks} at most; see --max-ranks",
+                 serves {most_ranks} at most; raise `racksum worker --max-ranks`",
                 join.local_world
             ));
         }

@@ -232,7 +232,7 @@ fn a_parent_that_cannot_be_had_is_named_to_every_rank() {
     let other = Welcome { data_auth: DataAuth::Mac, keys: keys(), ..welcome() };
     registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(other));
     let Some(FromAggregator::Refused { reason }) = told(&mut three) else { panic!() };
-    assert!(reason.contains("start both with the same --data-auth"), "{reason}");
+    assert!(reason.contains("the same `racksum aggregator --data-auth`"), "{reason}");
     // The others must not take it for a rank that has left.
     assert_eq!(said(&mut call), ["Stop"]);
 }

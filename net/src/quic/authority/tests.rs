@@ -181,5 +181,5 @@ fn files_that_hold_no_identity_say_what_they_lack() {
     let told = Authority::load(&node).unwrap_err().to_string();
     assert!(told.contains("\"n\" is no authority but a worker"), "{told}");
     let told = Credentials::new(Some(&node), true).unwrap_err().to_string();
-    assert!(told.starts_with("an identity is of no use with --insecure"), "{told}");
+    assert!(told.starts_with("an identity is of no use with `insecure`"), "{told}");
 }

@@ -8,7 +8,6 @@ Tensors of a GPU go to either by way of the host (:mod:`racksum.torch.staging`).
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import warnings
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from racksum.eager import eager_methods
 from racksum.errors import BadArgument
+from racksum.log import logger
 from racksum.options import OPTIONS, ConnectOptions
 from racksum.session import DEFAULT_BLOCK, Session
 from racksum.torch.compress import block_of, checked_wire, wire_for
@@ -48,7 +48,7 @@ __all__ = ["Options", "register"]
 
 _Op: Any = dist.ReduceOp.RedOpType
 
-_log = logging.getLogger("racksum.torch")
+_log = logger("racksum.torch")
 
 #: The operators that racksum has.
 _OPERATORS = {_Op.SUM: "sum", _Op.AVG: "avg", _Op.MIN: "min", _Op.MAX: "max"}
@@ -348,7 +348,9 @@ class RacksumBackend(Backend):
         if self._session is None:
             self._timeout = timeout
         else:
-            warnings.warn(f"the timeout of {self._name} stays: its ranks have joined", stacklevel=2)
+            warnings.warn(
+                f"racksum: the timeout of {self._name} stays: its ranks have joined", stacklevel=2
+            )
 
     def _get_sequence_number_for_group(self) -> int:
         """How many collectives this rank has started, sending and receiving apart."""

@@ -9,7 +9,6 @@ choose whole blocks, so that all they leave out saves bytes.
 from __future__ import annotations
 
 import functools
-import logging
 import operator
 import zlib
 from abc import ABC, abstractmethod
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from racksum.errors import BadArgument
+from racksum.log import logger
 from racksum.options import MAX_ELEMENTS, whole_from
 from racksum.session import DEFAULT_BLOCK
 
@@ -41,7 +41,7 @@ __all__ = [
     "wire_for",
 ]
 
-_log = logging.getLogger("racksum.torch")
+_log = logger("racksum.torch")
 
 #: How many elements a block may have.
 BLOCKS = (32, 64, 128, 256, 512, 1024)

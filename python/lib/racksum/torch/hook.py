@@ -1,7 +1,6 @@
 """The DDP communication hook: each bucket of gradients is averaged by racksum."""
 
 # DDP looks at the annotations of a hook themselves, so that they are not put off here.
-import logging
 from collections.abc import Callable, MutableMapping
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -13,7 +12,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from racksum.eager import eager
 from racksum.errors import BadArgument, Error, NoAggregator, OpTimeout, SessionClosed
-from racksum.session import Session
+from racksum.log import logger
+from racksum.session import Session, checked_session
 from racksum.torch.compress import (
     Compressor,
     Memory,
@@ -30,7 +30,7 @@ from racksum.torch.work import Ends, at_end_of_backward, new_future
 
 __all__ = ["State", "allreduce_hook"]
 
-_log = logging.getLogger("racksum.torch")
+_log = logger("racksum.torch")
 
 _FALLBACKS = ("raise", "process_group")
 

@@ -210,7 +210,7 @@ fn sums_of_lists_are_of_the_memory_that_ranks_may_have() {
                 Err(error) => {
                     let error = error.to_string();
                     assert!(!is_enough && error.contains("2056 bytes are more than"), "{error}");
-                    assert!(error.contains("see --memory"), "{error}");
+                    assert!(error.contains("`racksum worker --memory`"), "{error}");
                 }
             }
         }

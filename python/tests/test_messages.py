@@ -1,0 +1,94 @@
+"""What the package says speaks of its own options, and says whose it is."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import racksum
+from conftest import ROOT, Aggregator
+from racksum.options import ConnectOptions
+
+
+def test_lines_say_whose_they_are_where_logging_is_not_set_up(cluster):
+    connect = f"racksum.connect({cluster.address!r}, job='own', rank=0, world=1, insecure=True)"
+    ran = subprocess.run(
+        [sys.executable, "-c", f"import racksum; {connect}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    lines = ran.stderr.splitlines()
+    assert any("whoever answers" in line for line in lines), ran.stderr
+    assert all(line.startswith("racksum: ") for line in lines), ran.stderr
+
+
+def test_what_the_package_logs_and_warns_of_begins_with_its_name():
+    for path in Path(racksum.__file__).parent.rglob("*.py"):
+        text = path.read_text()
+        assert path.name == "log.py" or "getLogger(" not in text, path
+        warned = re.findall(r'warnings\.warn\(\s*f?"([^"]*)', text)
+        assert text.count("warnings.warn(") == len(warned), path
+        assert all(said.startswith("racksum: ") for said in warned), path
+
+
+#: What a rank may say of itself, as the command line spells it.
+FLAGS = [field.replace("_", "-") for field in ConnectOptions.__dataclass_fields__]
+FLAG = re.compile(rf"--({'|'.join(FLAGS)})\b(?!-)")
+COMMAND = re.compile(r"`racksum [^`]*")
+
+
+@pytest.mark.parametrize(
+    "room", ["proto", "net", "worker", "aggregator/src/registry", "python/src"]
+)
+def test_libraries_name_options_as_their_callers_do(room):
+    """Their messages reach Python: `identity`, and no flag but with the program that has it."""
+    for path in (ROOT / room).rglob("*.rs"):
+        if "tests" in path.parts or path.name == "tests.rs":
+            continue
+        for line in path.read_text().splitlines():
+            code = line.split("//")[0]
+            assert not FLAG.search(COMMAND.sub("", code)), f"{path}: {line}"
+
+
+def refused(at: Aggregator, **options: Any) -> racksum.Error:
+    """What a rank is told."""
+    options = {"job": "told", "rank": 0, "world": 1, "join_timeout": 20.0, **options}
+    with pytest.raises(racksum.Error) as told:
+        racksum.connect(options.pop("aggregator", at.address), **options)
+    return told.value
+
+
+TOLD: dict[str, tuple[Callable[[Aggregator], racksum.Error], str]] = {
+    "beyond loopback": (
+        lambda at: refused(at, aggregator="192.0.2.1:7177"),
+        "give `identity` a file",
+    ),
+    "both": (lambda at: refused(at, identity="/dev/null", insecure=True), "with `insecure`"),
+    "earlier": (lambda at: refused(at, generation=2, world=2), "greater `generation`"),
+    "running": (lambda at: refused(at, generation=2), "another `job`"),
+    "no room": (lambda at: refused(at, job="one more"), "or set `wait`"),
+}
+
+
+def test_errors_name_keywords():
+    aggregator = Aggregator("--max-jobs", "1")
+    try:
+        with racksum.connect(
+            aggregator.address, job="told", rank=0, world=1, generation=2
+        ) as session:
+            session.allreduce(np.ones(1, np.float32))
+            told = {name: str(provoke(aggregator)) for name, (provoke, _) in TOLD.items()}
+    finally:
+        aggregator.stop()
+    for name, (_, says) in TOLD.items():
+        assert says in told[name]
+        assert not FLAG.search(COMMAND.sub("", told[name]))
