@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import racksum
 import racksum.torch
@@ -48,6 +48,50 @@ def on_gloo() -> list[torch.Tensor]:
     return trained(init_device_mesh("cpu", (WORLD,)), None)
 
 
+def by_fsdp1(group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(30, 50), nn.GELU(), nn.Linear(50, 7))
+    model = FullyShardedDataParallel(net, process_group=group, device_id=torch.device("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(5):
+        x = torch.randn(16, 30, generator=data)
+        nn.functional.mse_loss(model(x), x[:, :7]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with FullyShardedDataParallel.summon_full_params(model):
+        return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+def fsdp1_on_the_backend(address: str, job: str) -> list[torch.Tensor]:
+    options = racksum.torch.Options(aggregator=address, job=job, timeout=TIMEOUT)
+    group = dist.new_group(backend="racksum", pg_options=options)
+    weights = by_fsdp1(group)
+    dist.destroy_process_group(group)
+    return weights
+
+
+def test_fsdp1_trains_on_the_backend(ranks, cluster):
+    gloo = ranks.run(by_fsdp1, None)
+    ours = ranks.run(fsdp1_on_the_backend, cluster.address, cluster.new_job())
+    torch.testing.assert_close(ours, gloo)
+
+
+def hooks_with_fsdp1(address: str, job: str) -> None:
+    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    with session_of_group(address, job) as session:
+        with pytest.raises(racksum.BadArgument, match="shard by fully_shard, or give FSDP"):
+            racksum.torch.set_all_reduce_hook(model, session)
+        state = racksum.torch.State(session)
+        model.register_comm_hook(state, racksum.torch.allreduce_hook)
+        with pytest.raises(racksum.BadArgument, match=r"use racksum\.torch\.set_all_reduce_hook"):
+            model(torch.ones(2, 4)).sum().backward()
+
+
+def test_hooks_say_that_fsdp1_has_no_use_for_them(ranks, cluster):
+    ranks.run(hooks_with_fsdp1, cluster.address, cluster.new_job())
+
+
 def on_the_backend(address: str, job: str) -> list[torch.Tensor]:
     options = racksum.torch.Options(aggregator=address, job=job, timeout=TIMEOUT)
     group = dist.new_group(backend="racksum", pg_options=options)
@@ -83,6 +127,8 @@ def hook_of_what_cannot_be() -> None:
     for wrong in ({"wire": "bogus"}, {"block": 33}):
         with pytest.raises(racksum.BadArgument, match=next(iter(wrong))):
             racksum.torch.set_all_reduce_hook(model, None, **wrong)
+    with pytest.raises(racksum.BadArgument, match=r"session is a racksum\.Session, .* NoneType"):
+        racksum.torch.set_all_reduce_hook(model, None)
 
 
 def test_a_wire_or_a_block_that_cannot_be_is_refused_at_once(ranks):

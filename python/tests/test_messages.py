@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,22 @@ def test_libraries_name_options_as_their_callers_do(room):
         for line in path.read_text().splitlines():
             code = line.split("//")[0]
             assert not FLAG.search(COMMAND.sub("", code)), f"{path}: {line}"
+
+
+def test_a_torch_that_is_too_old_is_named():
+    """One that has nothing but its version, as what is older has other things."""
+    script = """
+        import sys, types
+        sys.modules["torch"] = types.ModuleType("torch")
+        sys.modules["torch"].__version__ = "2.6.0+cpu"
+        try:
+            import racksum.torch
+        except ImportError as error:
+            print(error)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "needs PyTorch 2.15 or newer, and this is 2.6.0+cpu" in told
 
 
 def refused(at: Aggregator, **options: Any) -> racksum.Error:

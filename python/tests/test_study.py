@@ -262,6 +262,14 @@ def test_the_best_of_wires_and_blocks_is_found():
     assert study_of(fine).predict(1).block == 32
 
 
+def test_a_link_on_which_f32_is_the_best_is_there_once():
+    found = study_of(bucket(0.00001, ready=0.1))
+    rows = str(found).splitlines()
+    [head] = [i for i, row in enumerate(rows) if "Gbit/s" in row]
+    assert len(rows[head + 1 :]) == len(found.links)
+    assert len(json.loads(found.to_json())["predictions"]) == len(found.links)
+
+
 def test_what_is_said_of_it(tmp_path):
     found = study_of(bucket(100, ready=0.05), bucket(2, ready=0.1, density=0.01, union=0.03))
     text = str(found)

@@ -210,6 +210,23 @@ def a_state_that_has_no_session_is_an_error_of_backward(group: dist.ProcessGroup
         model(torch.ones(1, 8)).sum().backward()
 
 
+@check
+def a_session_in_place_of_a_state_is_an_error_of_backward(group: dist.ProcessGroup) -> None:
+    backend = group._get_backend(torch.device("cpu"))
+    model = DistributedDataParallel(net(), process_group=group)
+    model.register_comm_hook(backend.session, racksum.torch.allreduce_hook)
+    with pytest.raises(
+        racksum.BadArgument, match=r"racksum\.torch\.State\(session\) gives, and not"
+    ):
+        model(torch.ones(1, 8)).sum().backward()
+    with pytest.raises(
+        racksum.BadArgument, match=r"session is a racksum\.Session, .* ProcessGroup"
+    ):
+        racksum.torch.State(group)
+    with pytest.raises(racksum.BadArgument, match=r"session is a racksum\.Session, .* State"):
+        racksum.torch.allreduce_sparse(racksum.torch.State(backend.session), torch.ones(1))
+
+
 def reducer(group: dist.ProcessGroup, model: nn.Module, **options: Any) -> dist.Reducer:
     """With a bucket for each type in a row."""
     parameters = list(model.parameters())

@@ -8,7 +8,7 @@ for others: their sizes are symbols, and they have no memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 __all__ = ["eager", "eager_methods"]
 
@@ -22,7 +22,9 @@ def eager(function: F) -> F:
 
     # `torch.compiler.disable` would import Dynamo now, which takes as long as importing torch does.
     # This imports it when the function is first called; DDP and optimizers have done so by then.
-    return torch._disable_dynamo(function)  # type: ignore[attr-defined,return-value]
+    # What is older than Dynamo has none to be kept from.
+    disable = getattr(torch, "_disable_dynamo", None)
+    return function if disable is None else cast("F", disable(function))
 
 
 def eager_methods(cls: C) -> C:

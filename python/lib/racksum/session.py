@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.futures import Future
     from typing_extensions import Self
 
-__all__ = ["Handle", "Session", "connect"]
+__all__ = ["Handle", "Session", "checked_session", "connect"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -331,6 +331,16 @@ class Session:
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
         return f"<racksum.Session {self._options.name!r} rank {self.rank} of {self.world}, {state}>"
+
+
+def checked_session(session: Any) -> Session:
+    """A session, where one is wanted."""
+    if isinstance(session, Session):
+        return session
+    raise BadArgument(
+        "session is a racksum.Session, as racksum.torch.connect gives, and not "
+        f"{type(session).__name__}"
+    )
 
 
 class Call(NamedTuple):

@@ -7,6 +7,7 @@
     model.register_comm_hook(racksum.torch.State(session), racksum.torch.allreduce_hook)
 """
 
+import racksum.torch.floor  # noqa: F401 - first, as it says what others need.
 from racksum.torch.backend import Options
 from racksum.torch.fsdp import set_all_reduce_hook
 from racksum.torch.groups import connect

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from racksum.eager import eager
 from racksum.errors import BadArgument
-from racksum.session import DEFAULT_BLOCK, Session
+from racksum.session import DEFAULT_BLOCK, Session, checked_session
 from racksum.torch.compress import block_of, checked_wire, wire_for
 from racksum.torch.staging import allreduce
 
@@ -33,10 +33,15 @@ def set_all_reduce_hook(
         Those that are as narrow already travel as they are.
     :param block: Elements of a block: blocks of zeros are not sent.
     """
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise BadArgument(
+            "the model is sharded by FullyShardedDataParallel, which has no such hook: shard by "
+            "fully_shard, or give FSDP a process_group of the backend racksum"
+        )
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
         raise BadArgument("nothing of the model is sharded: call fully_shard on it first")
-    wire, block = checked_wire(wire), block_of(block)
+    wire, block, session = checked_wire(wire), block_of(block), checked_session(session)
 
     @eager
     def average(gradients: torch.Tensor) -> None:

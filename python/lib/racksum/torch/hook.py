@@ -111,7 +111,7 @@ class State:
             )
         if memory is not None and not error_feedback:
             raise BadArgument("a memory is given, and error_feedback=False says to have none")
-        self._begin(session, process_group)
+        self._begin(None if session is None else checked_session(session), process_group)
         self.wire = checked_wire(wire, compressor)
         self.block = block_of(block, compressor)
         self.compressor = compressor
@@ -168,8 +168,21 @@ class State:
 def allreduce_hook(
     state: State,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
+    *shards: torch.Tensor,
 ) -> Future[torch.Tensor]:
     """Averages a bucket of gradients over the ranks of the session, be it of a GPU or not."""
+    if not isinstance(state, State):
+        raise BadArgument(
+            "the state of allreduce_hook is a racksum.torch.State, as racksum.torch.State(session) "
+            f"gives, and not {type(state).__name__}"
+        )
+    if shards or isinstance(bucket, torch.Tensor):
+        # FSDP1 hands gradients, and for shards where to put them.
+        raise BadArgument(
+            "allreduce_hook is for DDP, and FullyShardedDataParallel has called it: shard by "
+            "fully_shard and use racksum.torch.set_all_reduce_hook, or give FSDP a process_group "
+            "of the backend racksum"
+        )
     if isinstance(bucket, tuple):
         return _average_one(state, *bucket)
     future: Future[torch.Tensor] = new_future([bucket.buffer().device])

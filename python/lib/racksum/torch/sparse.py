@@ -8,7 +8,7 @@ import torch
 
 from racksum.eager import eager
 from racksum.errors import BadArgument
-from racksum.session import DEFAULT_BLOCK, Session
+from racksum.session import DEFAULT_BLOCK, Session, checked_session
 from racksum.torch.staging import staging_of, to_host
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def allreduce_sparse(
     :param op: ``"sum"`` or ``"avg"``: an entry that a rank lacks is zero.
     :return: Of a new tensor, coalesced, with the entries that are not zeros at all ranks.
     """
+    session = checked_session(session)
     if op not in ("sum", "avg"):
         raise BadArgument(f"sparse tensors can be summed and averaged, and not {op!r}")
     if x.layout is not torch.sparse_coo or x.sparse_dim() == 0:

@@ -139,6 +139,11 @@ class Study:
             ring=self.ring_time(gbit_per_s),
         )
 
+    def _bests(self, link: float) -> list[Prediction]:
+        """The best on a link without rounding, and with, unless f32 is the best of all."""
+        both = self.predict(link), self.predict(link, tuple(WIRES))
+        return list(dict.fromkeys(both))
+
     def to_json(self) -> str:
         """All of it, for programs."""
         known = {
@@ -146,11 +151,7 @@ class Study:
             "sent_bytes": self.sent(),
             "received_bytes": self.received(),
             "ring_bytes": self.ring_bytes(),
-            "predictions": [
-                asdict(self.predict(link, wires))
-                for link in self.links
-                for wires in (("f32",), tuple(WIRES))
-            ],
+            "predictions": [asdict(at) for link in self.links for at in self._bests(link)],
         }
         return json.dumps(known, indent=2)
 
@@ -174,8 +175,7 @@ class Study:
         )
         lines.append(f"{'Gbit/s':>8}{'ring':>12}{'racksum':>12}{'faster':>8}  best")
         for link in self.links:
-            for wires in (("f32",), tuple(WIRES)):
-                at = self.predict(link, wires)
+            for at in self._bests(link):
                 lines.append(
                     f"{link:>8g}{at.ring * 1e3:>9.1f} ms{at.racksum * 1e3:>9.1f} ms"
                     f"{at.ring / at.racksum:>7.2f}x  {at.wire}, blocks of {at.block}"
