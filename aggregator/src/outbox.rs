@@ -8,6 +8,7 @@ use racksum_proto::aggregator::{Recipient, ResultFragments};
 use racksum_proto::wire::{Flags, Header};
 
 use crate::shard::{Job, ShardStats};
+use crate::turn::SEND_COST;
 use crate::ways::To;
 
 /// What goes out: room to write a datagram in, and results that wait for others.
@@ -27,13 +28,15 @@ struct Post {
     sealed: Vec<u8>,
     datagrams: u64,
     bytes: u64,
+    /// What has been sent since it was last charged to a job.
+    cost: usize,
 }
 
 impl Outbox {
     pub(crate) fn new() -> Self {
         let sealed = Vec::with_capacity(udp::MAX_DATAGRAM);
         Self {
-            post: Post { ring: SendRing::new(), sealed, datagrams: 0, bytes: 0 },
+            post: Post { ring: SendRing::new(), sealed, datagrams: 0, bytes: 0, cost: 0 },
             datagram: Box::new([0; MAX_CONTROL]),
             joined: Vec::with_capacity(udp::MAX_DATAGRAM),
             joined_to: To::Ranks(Recipient::All),
@@ -136,6 +139,11 @@ impl Outbox {
         self.post.send(socket, job.ways.sealer.as_mut(), to, &bytes, Header::LEN);
     }
 
+    /// What has been sent since this was last asked costs so much of a job's turn.
+    pub(crate) const fn take_cost(&mut self) -> usize {
+        std::mem::replace(&mut self.post.cost, 0)
+    }
+
     pub(crate) fn flush_counts(&mut self, stats: &mut ShardStats) {
         stats.datagrams[1] += std::mem::take(&mut self.post.datagrams);
         stats.bytes[1] += std::mem::take(&mut self.post.bytes);
@@ -171,7 +179,7 @@ impl Post {
         contents: &[u8],
         stride: usize,
     ) {
-        let Self { ring, sealed, datagrams, bytes } = self;
+        let Self { ring, sealed, datagrams, bytes, cost } = self;
         let nowhere = SocketAddr::from(([0, 0, 0, 0], 0));
         let mut message = Message::new(nowhere, contents, stride);
         // wire: W-57
@@ -185,6 +193,7 @@ impl Post {
         for to in addresses {
             *datagrams += message.datagrams().unwrap_or(0) as u64;
             *bytes += message.contents.len() as u64;
+            *cost += SEND_COST + message.contents.len();
             batch[full].to = to;
             full += 1;
             if full == SEND_BATCH {

@@ -16,6 +16,7 @@ use racksum_net::clock::Clock;
 use racksum_net::udp::{self, Gather, RECV_BATCH, RecvRing, UdpSocket, Waker};
 use racksum_proto::aggregator::{Aggregation, Config, Failed, RankProgress, Transmit};
 use racksum_proto::error::Rejects;
+use racksum_proto::geometry::WINDOW_BYTES;
 use racksum_proto::ids::{JobId, Rank};
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::Header;
@@ -141,8 +142,10 @@ pub(crate) struct Job {
     pub(crate) above: Option<Above>,
     /// When a window was last folded, or the first was yet to come.
     pub(crate) moved: Time,
-    /// Whose turn it is to fold, and for how long, among the jobs.
+    /// Whose turn it is, and for how long, among the jobs.
     pub(crate) turn: Turn,
+    /// Its turn has ended in the middle of sending.
+    pub(crate) sending: bool,
     /// Open what is heard, by rank; none if datagrams are not authenticated.
     pub(crate) openers: Vec<Opener>,
 }
@@ -167,7 +170,7 @@ struct Shard {
     shared: Arc<Mutex<ShardStats>>,
     published: Time,
     failure: Failure,
-    /// Some job has had its turn and has more to fold.
+    /// Some job has had its turn and has more to do.
     unserved: bool,
 }
 
@@ -341,15 +344,22 @@ impl Shard {
         self.unserved = false;
         let mut failed = Vec::new();
         for (id, job) in &mut self.jobs {
+            job.turn.begin(alone);
             loop {
                 job.look_up(now);
-                let more = job.serve(now, &mut self.arena, &self.socket, &mut self.out, alone);
+                job.serve(now, &mut self.arena, &self.socket, &mut self.out);
                 let any = job.hand_up(now, &self.socket, &mut self.out, &mut failed);
                 for failed in failed.drain(..) {
                     self.siblings.tell(|| Command::Failed(*id, failed));
                 }
-                self.unserved |= more;
-                if more || !any {
+                if job.turn.is_over() {
+                    self.unserved = true;
+                    break;
+                }
+                if !any {
+                    if !alone {
+                        job.turn.end();
+                    }
                     break;
                 }
             }
@@ -385,6 +395,8 @@ impl Shard {
 impl Job {
     fn new(new: NewJob, now: Time) -> Self {
         let NewJob { config, ranks, names, above, group, locks, share } = new;
+        let windows = usize::from(config.world) * usize::from(config.lanes);
+        let in_flight = windows * config.pool_slots as usize * WINDOW_BYTES;
         let mut machine = Aggregation::new(config, now);
         (0..).map(Rank).zip(names).for_each(|(rank, name)| machine.set_name(rank, name));
         let (unicast, sealer) = (ranks.clone(), locks.sealer(&config));
@@ -400,54 +412,54 @@ impl Job {
             ways,
             above,
             moved: now,
-            turn: Turn::new(share),
+            turn: Turn::new(share, in_flight),
+            sending: false,
             openers: locks.openers(&config),
         }
     }
 
-    /// Folds and sends what is due, as long as it is this job's turn, or all if it is `alone`.
-    /// Returns whether there is more to fold.
-    fn serve(
-        &mut self,
-        now: Time,
-        arena: &mut Arena,
-        socket: &UdpSocket,
-        out: &mut Outbox,
-        alone: bool,
-    ) -> bool {
-        self.turn.begin();
-        let more = loop {
-            if !alone && self.turn.is_over() {
-                break true;
-            }
-            let fold = self.machine.poll_fold();
-            if fold.is_some() || self.machine.backlog() == 0 {
-                self.moved = now;
-            }
-            if let Some(fold) = &fold {
-                self.turn.spend(self.slots.fold(fold, &self.machine, arena));
-                self.machine.handle_folded(fold, &mut ());
+    /// Folds and sends what is due, as long as it is this job's turn.
+    fn serve(&mut self, now: Time, arena: &mut Arena, socket: &UdpSocket, out: &mut Outbox) {
+        let mut any = true;
+        while any && !self.turn.is_over() {
+            if !std::mem::take(&mut self.sending) {
+                any = self.fold(now, arena);
             }
             // Also when there is nothing to fold: finding that out may have freed credits.
-            while let Some(transmit) =
-                self.machine.poll_transmit(now, &mut out.datagram[..], &mut ())
-            {
-                match transmit {
-                    Transmit::Datagram { to, len } => {
-                        out.send_datagram(socket, self, To::Ranks(to), len);
-                    }
-                    Transmit::Result { to, result } => {
-                        out.send_result(socket, self, To::Ranks(to), &result);
-                    }
-                }
-            }
-            if fold.is_none() {
-                self.turn.end();
-                break false;
-            }
-        };
+            self.sending = self.send(now, socket, out);
+        }
         out.send_joined(socket, self);
-        more
+        self.turn.spend(out.take_cost());
+    }
+
+    /// Folds the next window, if there is one.
+    fn fold(&mut self, now: Time, arena: &mut Arena) -> bool {
+        let fold = self.machine.poll_fold();
+        if fold.is_some() || self.machine.backlog() == 0 {
+            self.moved = now;
+        }
+        if let Some(fold) = &fold {
+            self.turn.spend(self.slots.fold(fold, &self.machine, arena));
+            self.machine.handle_folded(fold, &mut ());
+        }
+        fold.is_some()
+    }
+
+    /// Sends what is due. Returns whether the turn has ended before that was all.
+    fn send(&mut self, now: Time, socket: &UdpSocket, out: &mut Outbox) -> bool {
+        while !self.turn.is_over() {
+            match self.machine.poll_transmit(now, &mut out.datagram[..], &mut ()) {
+                Some(Transmit::Datagram { to, len }) => {
+                    out.send_datagram(socket, self, To::Ranks(to), len);
+                }
+                Some(Transmit::Result { to, result }) => {
+                    out.send_result(socket, self, To::Ranks(to), &result);
+                }
+                None => return false,
+            }
+            self.turn.spend(out.take_cost());
+        }
+        true
     }
 
     /// How far it is.

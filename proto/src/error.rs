@@ -52,11 +52,13 @@ pub enum Reject {
     BeyondOps,
     /// The block mask, the length or the fragment number does not fit the window.
     Shape,
+    /// The job's messages cost the shard more than the job's share of it.
+    Overdrawn,
 }
 
 impl Reject {
     /// How many reasons there are.
-    pub const COUNT: usize = 19;
+    pub const COUNT: usize = 20;
 
     /// All reasons, in the order of their discriminants.
     pub const ALL: [Self; Self::COUNT] = [
@@ -79,6 +81,7 @@ impl Reject {
         Self::BeyondPool,
         Self::BeyondOps,
         Self::Shape,
+        Self::Overdrawn,
     ];
 
     /// The reason's name in counters.
@@ -104,6 +107,7 @@ impl Reject {
             Self::BeyondPool => "beyond_pool",
             Self::BeyondOps => "beyond_ops",
             Self::Shape => "shape",
+            Self::Overdrawn => "overdrawn",
         }
     }
 }

@@ -90,6 +90,30 @@ impl Asked {
     }
 }
 
+/// Fragments of a window that were sent again to one receiver, and when the last of them were.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Again {
+    fragments: u64,
+    at: Time,
+}
+
+impl Again {
+    /// What of `wanted` may be lost again: all but what is still under way.
+    pub(crate) fn may_be_lost(&self, wanted: u64, now: Time, round_trip: Span) -> u64 {
+        let under_way = now.since(self.at) < round_trip;
+        if under_way { wanted & !self.fragments } else { wanted }
+    }
+
+    /// Notes that `fragments` are sent again now.
+    pub(crate) fn note(&mut self, fragments: u64, now: Time, round_trip: Span) {
+        if now.since(self.at) >= round_trip {
+            self.fragments = 0;
+        }
+        self.fragments |= fragments;
+        self.at = now;
+    }
+}
+
 /// The fragments of a window that must have been sent, now that `fragment` has arrived for the
 /// first time or `again`: all but as many behind it as networks reorder were overtaken (the
 /// packet threshold of RFC 9002). What is sent again is sent after all of its window.
@@ -116,7 +140,7 @@ pub(crate) const GATHERED_WINDOWS: u64 = 2;
 
 #[cfg(test)]
 mod tests {
-    use super::{Answered, Asked};
+    use super::{Again, Answered, Asked};
     use crate::rtt::Rtt;
     use crate::time::{Span, Time};
 
@@ -154,5 +178,18 @@ mod tests {
         asked.note(1, ASKED_AT);
         asked.note(1, Time(2_000));
         assert_eq!(asked.answer(1, true, 7, NOW, &mut answered), Some(None));
+    }
+
+    #[test]
+    fn what_was_sent_again_is_lost_again_no_sooner_than_a_round_trip_later() {
+        let round_trip = Span(1_000);
+        let mut again = Again::default();
+        again.note(0b011, Time(5_000), round_trip);
+        assert_eq!(again.may_be_lost(0b111, Time(5_999), round_trip), 0b100);
+        again.note(0b100, Time(5_999), round_trip);
+        assert_eq!(again.may_be_lost(0b111, Time(6_998), round_trip), 0);
+        assert_eq!(again.may_be_lost(0b111, Time(6_999), round_trip), 0b111);
+        again.note(0b001, Time(6_999), round_trip);
+        assert_eq!(again.may_be_lost(0b111, Time(7_000), round_trip), 0b110);
     }
 }

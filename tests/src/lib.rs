@@ -21,6 +21,8 @@ mod waiters;
 mod waits;
 
 #[cfg(test)]
+mod attack;
+#[cfg(test)]
 mod blocks;
 #[cfg(test)]
 mod determinism;

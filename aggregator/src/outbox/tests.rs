@@ -37,7 +37,8 @@ fn job(rank: SocketAddr, lens: &[usize]) -> Job {
         slots,
         ways: Ways { ranks: vec![rank], unicast: vec![rank], ..Ways::default() },
         above: None,
-        turn: crate::turn::Turn::new(100.0),
+        turn: crate::turn::Turn::new(100.0, 0),
+        sending: false,
         moved: Time(0),
         openers: Vec::new(),
     }

@@ -7,10 +7,11 @@ use racksum_proto::aggregator::{Place, Verdict};
 use racksum_proto::error::{Reject, Rejects};
 use racksum_proto::ids::{JobId, Rank};
 use racksum_proto::time::Time;
-use racksum_proto::wire::{self, Header};
+use racksum_proto::wire::{self, Header, Kind};
 
 use super::{Job, Shard, relay};
 use crate::slots::Slots;
+use crate::turn::{MESSAGE_COST, OPEN_COST};
 
 impl Shard {
     /// Takes what the kernel handed over as one: datagrams of one sender, `stride` apart.
@@ -114,9 +115,17 @@ fn take_message<'a>(
         job.machine.reject(Reject::Sender, &mut ());
         return None;
     }
+    let cost = if header.kind == Kind::Open { OPEN_COST } else { MESSAGE_COST };
     match job.machine.handle_decoded(now, &header, body, meta.ce, &mut ()) {
-        Verdict::Store(place) => Some((header.job, place, body)),
-        Verdict::Duplicate | Verdict::Control | Verdict::Reject(_) => None,
+        // Its fold is charged for what it stores.
+        Verdict::Store(place) => {
+            job.turn.spend(cost);
+            Some((header.job, place, body))
+        }
+        Verdict::Duplicate | Verdict::Control | Verdict::Reject(_) => {
+            job.turn.spend(cost + body.len());
+            None
+        }
     }
 }
 
@@ -128,9 +137,14 @@ fn open<'a>(
 ) -> Option<&'a [u8]> {
     // One that is of no job here says what is wrong with it when it is decoded.
     let Some((id, rank)) = Header::origin(datagram) else { return Some(datagram) };
-    let Some(job) = jobs.get_mut(&id).filter(|job| !job.openers.is_empty()) else {
+    let Some(job) = jobs.get_mut(&id) else { return Some(datagram) };
+    if job.turn.is_flooded() {
+        job.machine.reject(Reject::Overdrawn, &mut ());
+        return None;
+    }
+    if job.openers.is_empty() {
         return Some(datagram);
-    };
+    }
     // wire: W-9
     // Looked at first, since that costs less than the tag.
     let sender = job.ways.ranks.get(rank.index()).filter(|addr| **addr == meta.from);

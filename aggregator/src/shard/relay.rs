@@ -15,6 +15,7 @@ use racksum_proto::worker::{Config, Outcome, Transmit, Verdict, Worker};
 
 use super::Job;
 use crate::outbox::Outbox;
+use crate::turn::MESSAGE_COST;
 use crate::ways::To;
 
 /// The way to the parent as a shard is told of it.
@@ -61,6 +62,7 @@ pub(super) fn take<'a>(
 ) -> Option<(Place, &'a [u8])> {
     let above = job.above.as_mut()?;
     let (header, body) = message.map_err(|reject| above.machine.reject(reject, &mut ())).ok()?;
+    job.turn.spend(MESSAGE_COST);
     let verdict = above.machine.handle_decoded(now, &header, body, congested, &mut ());
     let Verdict::Deliver(delivery) = verdict else { return None };
     let place = job.machine.handle_from_parent(&delivery);
@@ -106,7 +108,8 @@ impl Job {
         }
         any |= self.scan();
         self.say_waits(now);
-        while let Some(above) = &mut self.above
+        while !self.turn.is_over()
+            && let Some(above) = &mut self.above
             && let Some(transmit) = above.machine.poll_transmit(now, &mut out.datagram[..], &mut ())
         {
             any = true;
@@ -121,8 +124,10 @@ impl Job {
                     out.send_result(socket, self, To::Parent, &sum);
                 }
             }
+            self.turn.spend(out.take_cost());
         }
         out.send_joined(socket, self);
+        self.turn.spend(out.take_cost());
         any | self.pass_failures(failed)
     }
 

@@ -2,9 +2,16 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
 use racksum_net::udp::{Received, UdpConfig};
+use racksum_proto::auth::DataAuth;
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::DType;
 use racksum_proto::error::Reject;
+use racksum_proto::geometry::Fragmentation;
+use racksum_proto::ids::{Generation, OpId, WindowId};
+use racksum_proto::wire::{AskEntries, AskEntry, Kind, OpenEncoder, Opening};
 
 use super::*;
+use crate::turn::QUANTUM;
 
 /// A shard whose thread is the test.
 fn shard() -> (Shard, Sender<Command>) {
@@ -19,7 +26,7 @@ fn shard() -> (Shard, Sender<Command>) {
         jobs: BTreeMap::new(),
         risen: BTreeMap::new(),
         siblings: Siblings::default(),
-        arena: Arena::new(2 * RECV_BATCH),
+        arena: Arena::new(2 * RECV_BATCH + 4 * usize::try_from(WINDOWS).unwrap()),
         incoming: Vec::with_capacity(RECV_BATCH),
         recv: RecvRing::new(),
         out: Outbox::new(),
@@ -36,7 +43,7 @@ fn shard() -> (Shard, Sender<Command>) {
 fn more_datagrams_in_one_receive_than_a_window_has_are_all_taken() {
     let (mut shard, _commands) = shard();
     for count in [1, udp::MAX_SEGMENTS, udp::MAX_SEGMENTS + 1, 100, 1000] {
-        let ack = Header::probe(JobId(7), racksum_proto::ids::Generation(0), 0);
+        let ack = Header::probe(JobId(7), Generation(0), 0);
         let mut header = [0; Header::LEN];
         ack.encode(&mut header);
         let mut joined = shard.arena.take().unwrap();
@@ -63,4 +70,160 @@ fn a_shard_that_is_never_idle_shows_its_counters_all_the_same() {
     assert_eq!(shard.shared.lock().unwrap().datagrams[0], 1);
     commands.send(Command::Stop).unwrap();
     assert_eq!(shard.turn(), None);
+}
+
+/// Windows of the op of each job below.
+const WINDOWS: u32 = 64;
+
+/// A job of the shard, all of whose ranks are one socket of the test.
+struct Tenant {
+    id: JobId,
+    socket: std::net::UdpSocket,
+}
+
+impl Tenant {
+    fn new(shard: &mut Shard, id: u32, world: u16, share: f64) -> Self {
+        let (id, socket) = (JobId(id), std::net::UdpSocket::bind("127.0.0.1:0").unwrap());
+        let config = Config {
+            job: id,
+            generation: Generation(0),
+            world,
+            lanes: 1,
+            shard: 0,
+            shards: 1,
+            pool_slots: WINDOWS,
+            max_ops: 4,
+            cut: Fragmentation::new(1408).unwrap(),
+            results_in_flight: 1 << 20,
+            moved_at: None,
+            weight: None,
+            has_parent: false,
+        };
+        let new = NewJob {
+            config,
+            ranks: vec![socket.local_addr().unwrap(); world.into()],
+            names: (0..world).map(Rank).collect(),
+            above: None,
+            group: None,
+            locks: Locks::new(DataAuth::None, world).unwrap(),
+            share,
+        };
+        assert!(shard.obey(Command::Add(Box::new(new))));
+        Self { id, socket }
+    }
+
+    /// The shard takes a message of a rank.
+    fn say(&self, shard: &mut Shard, header: Header, body: &[u8]) {
+        let mut bytes = [0; Header::LEN];
+        let length = u16::try_from(body.len()).unwrap();
+        Header { length, ..header }.encode(&mut bytes);
+        let mut buffer = shard.arena.take().unwrap();
+        buffer.extend_from_slice(&bytes);
+        buffer.extend_from_slice(body);
+        let (from, len) = (self.socket.local_addr().unwrap(), buffer.len());
+        let meta = Received { from, len, stride: len, ce: false, tos: 0 };
+        shard.incoming.insert(0, buffer);
+        shard.take_datagrams(Time(0), 0, &meta);
+        let buffer = shard.incoming.remove(0);
+        shard.arena.give(buffer);
+    }
+
+    fn header(&self, kind: Kind, rank: u16, index: u32) -> Header {
+        let (sender, window) = (Rank(rank), WindowId::new(OpId(0), index));
+        Header { kind, sender, window, ..Header::probe(self.id, Generation(0), 0) }
+    }
+
+    /// All ranks open an op, of which only the first sends data: a block of each window.
+    fn work(&self, shard: &mut Shard, world: u16) {
+        let sum = Descriptor::sum(u64::from(WINDOWS) * 60 * 256, DType::F32);
+        for rank in 0..world {
+            let mut body = [0; 1200];
+            let windows = (0..WINDOWS).map(|_| Opening::of(rank == 0));
+            let (len, _) = OpenEncoder::new().encode(&sum, None, windows, false, &mut body);
+            self.say(shard, self.header(Kind::Open, rank, 0), &body[..len]);
+        }
+        for index in 0..WINDOWS {
+            let header = Header { mask: 1, ..self.header(Kind::Data, 0, index) };
+            self.say(shard, header, &[0; 1024]);
+        }
+    }
+
+    /// A rank says that it lacks all results.
+    fn ask(&self, shard: &mut Shard, rank: u16) {
+        let entries = [0, WINDOWS]
+            .map(|index| AskEntry { window: WindowId::new(OpId(0), index), fragments: 0 });
+        let mut body = [0; 100];
+        let len = AskEntries::encode(entries.into_iter(), &mut body);
+        self.say(shard, self.header(Kind::Ask, rank, 0), &body[..len]);
+    }
+}
+
+/// What the shard sends in one turn of each job.
+fn sent(shard: &mut Shard) -> u64 {
+    let before = shard.stats.bytes[1];
+    shard.serve(Time(0));
+    shard.stats.bytes[1] - before
+}
+
+/// Gives every job turns until none has anything to do.
+fn settle(shard: &mut Shard) {
+    let turns = (0..10_000).take_while(|_| {
+        shard.serve(Time(0));
+        shard.unserved
+    });
+    assert!(turns.count() < 10_000, "there is an end to what is due");
+}
+
+#[test]
+fn a_job_that_only_asks_is_answered_within_its_turns_and_another_has_its_own() {
+    let (mut shard, _commands) = shard();
+    let world = 16;
+    let asker = Tenant::new(&mut shard, 1, world, 1.0);
+    let other = Tenant::new(&mut shard, 2, 1, 99.0);
+    asker.work(&mut shard, world);
+    settle(&mut shard);
+    // Its ranks ask for everything at once.
+    (0..world).for_each(|rank| asker.ask(&mut shard, rank));
+    other.work(&mut shard, 1);
+    let folds = |shard: &Shard, id| shard.jobs[&id].machine.counters().folds;
+    // The other's results are 64 datagrams of one block.
+    let others = u64::from(WINDOWS) * (1024 + Header::LEN as u64);
+    let most = (QUANTUM / 100 + udp::MAX_DATAGRAM) as u64;
+    let first = sent(&mut shard);
+    assert!(first <= others + most, "{first} bytes in one turn, of at most {most}");
+    assert_eq!(folds(&shard, other.id), u64::from(WINDOWS), "the other has its turn");
+    let mut turns = 1;
+    while shard.unserved {
+        let sent = sent(&mut shard);
+        assert!(sent <= most, "{sent} bytes in one turn, of at most {most}");
+        turns += 1;
+        assert!(turns < 1000, "the answers have an end");
+    }
+    let again = shard.jobs[&asker.id].machine.counters().fragments_again;
+    assert_eq!(again, u64::from(world) * u64::from(WINDOWS), "all is answered in the end");
+}
+
+#[test]
+fn a_job_that_is_flooded_by_its_rank_is_not_heard_until_it_has_paid() {
+    let (mut shard, _commands) = shard();
+    let flooder = Tenant::new(&mut shard, 1, 1, 50.0);
+    let other = Tenant::new(&mut shard, 2, 1, 50.0);
+    let overdrawn =
+        |shard: &Shard, id| shard.jobs[&id].machine.counters().rejects.of(Reject::Overdrawn);
+    let mut asks = 0;
+    while overdrawn(&shard, flooder.id) == 0 {
+        flooder.ask(&mut shard, 0);
+        asks += 1;
+        assert!(asks < 100_000, "there is an end to what is taken");
+    }
+    other.work(&mut shard, 1);
+    assert_eq!(overdrawn(&shard, other.id), 0);
+    settle(&mut shard);
+    let before = overdrawn(&shard, flooder.id);
+    flooder.work(&mut shard, 1);
+    assert_eq!(overdrawn(&shard, flooder.id), before, "it has paid");
+    settle(&mut shard);
+    for id in [flooder.id, other.id] {
+        assert_eq!(shard.jobs[&id].machine.counters().folds, u64::from(WINDOWS));
+    }
 }

@@ -7,6 +7,8 @@
 //! There are no timers: a worker that hears nothing asks, and the answer says what it takes.
 
 mod agreement;
+mod asks;
+mod budget;
 mod config;
 mod occupancy;
 mod opens;
@@ -25,6 +27,7 @@ use alloc::vec;
 use alloc::vec::Vec;
 
 use agreement::Agreement;
+use budget::Budgets;
 pub use config::Config;
 pub use occupancy::OPEN_AHEAD;
 use occupancy::Occupancy;
@@ -44,7 +47,7 @@ use crate::observer::{Event, Observer};
 use crate::sequence::Sequence;
 use crate::time::Time;
 use crate::waited::Waited;
-use crate::wire::{AskEntries, Flags, Header, Kind, OpenDecoder};
+use crate::wire::{Flags, Header, Kind, OpenDecoder};
 
 /// What a datagram means for its payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -147,6 +150,8 @@ pub struct Aggregation {
     /// The ranks that the job goes on without, in the order in which they were lost.
     gone: Vec<Rank>,
     queue: Queue,
+    /// What each rank may be answered with.
+    budgets: Budgets,
     /// What the ranks are called, where those of this job are not all there are.
     names: Box<[Rank]>,
     /// Whom the ranks wait for below, where they are aggregators, by lane and rank.
@@ -190,6 +195,7 @@ impl Aggregation {
             below: (0..below).map(|_| Waited::new()).collect(),
             failed: VecDeque::new(),
             queue: Queue::new(world, usize::from(config.lanes)),
+            budgets: Budgets::new(world, usize::from(config.lanes) * max_results, now),
             unsent: VecDeque::with_capacity(streams.len() * slots),
             streams: streams.into(),
             counters: Counters::default(),
@@ -332,12 +338,15 @@ impl Aggregation {
         if header.flags.has(Flags::CONGESTED) {
             stream.results.on_congested();
         }
-        stream.handle_ack(rank, header.ack);
+        stream.handle_ack(now, rank, header.ack);
+        if header.kind != Kind::Data {
+            self.budgets.note_message(rank, Header::LEN + body.len());
+        }
         self.retire(lane, observer);
         match header.kind {
             Kind::Data => self.handle_data(now, header, body, observer),
             Kind::Open => said(self.handle_open(header, body, observer)),
-            Kind::Ask => said(self.handle_ask(header, body)),
+            Kind::Ask => said(self.handle_ask(now, header, body)),
             Kind::Fail => said(self.handle_failure(header, body, observer)),
             Kind::Wait => said(self.handle_waits_below(now, header, body)),
             _ => Verdict::Control,
@@ -425,68 +434,6 @@ impl Aggregation {
             }
             Err(reject) => Verdict::Reject(reject),
         }
-    }
-
-    /// A rank lacks results, or hears nothing: resends what it lacks, and says what it takes to
-    /// fold the rest.
-    fn handle_ask(&mut self, header: &Header, body: &[u8]) -> Result<(), Reject> {
-        let entries = AskEntries::decode(body)?;
-        let (lane, rank) = (header.lane, header.sender);
-        let from = self.resend_asked(lane, rank, &entries);
-        // wire: W-22
-        let stream = &self.streams[usize::from(lane)];
-        let asked = header.window.op;
-        let failed = self.agreement.disagreement(asked).is_some();
-        let at = stream.sequence.position_from(header.window);
-        let opened = stream.ranks[rank.index()].opened;
-        let next = stream.next;
-        let may_lack = |from: u64| stream.folded.back().is_some_and(|newest| *newest >= from);
-        let probed = from.map(may_lack);
-        self.queue.note(lane, rank, |due| {
-            due.failed = failed.then_some(asked).or(due.failed);
-            due.open |= !failed && opened <= at.max(next);
-            due.sign |= probed == Some(true);
-            due.stalled |= probed == Some(false);
-        });
-        Ok(())
-    }
-
-    /// Queues the results that a rank lacks for certain. Returns from where on it does not know
-    /// whether it lacks any, if it says so.
-    fn resend_asked(&mut self, lane: u8, rank: Rank, entries: &AskEntries<'_>) -> Option<u64> {
-        let stream = &mut self.streams[usize::from(lane)];
-        let mut entries = entries.iter().peekable();
-        // However its entries overlap, an ask costs no more than this many windows.
-        let mut left = AskEntries::MAX;
-        while let Some(entry) = entries.next() {
-            let (from, to) = match entries.peek() {
-                _ if entry.fragments != 0 => {
-                    let Some(position) = stream.sequence.position(entry.window) else { continue };
-                    (position, position + 1)
-                }
-                Some(next) => {
-                    let [from, to] = [entry.window, next.window]
-                        .map(|window| stream.sequence.position_from(window));
-                    (from, to)
-                }
-                None => return Some(stream.sequence.position_from(entry.window)),
-            };
-            let first = stream.folded.partition_point(|position| *position < from);
-            for i in first..stream.folded.len() {
-                let position = stream.folded[i];
-                if position >= to || left == 0 {
-                    break;
-                }
-                left -= 1;
-                let Some(slot) = stream.pool.get(position).copied() else { continue };
-                let all = slot.cut.all(slot.result_len);
-                let wanted = if entry.fragments == 0 { all } else { entry.fragments & all };
-                let lost = self.queue.resend(lane, rank, position, wanted);
-                let lost = slot.cut.payload() * lost.count_ones() as usize;
-                stream.note_result_lost(rank, position, lost.min(slot.result_len));
-            }
-        }
-        None
     }
 
     /// The next window to fold, lanes in priority order.

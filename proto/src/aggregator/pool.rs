@@ -5,7 +5,9 @@ use alloc::vec;
 
 use crate::geometry::Fragmentation;
 use crate::ids::Rank;
-use crate::recovery::Asked;
+use crate::recovery::{Again, Asked};
+use crate::time::Time;
+use crate::wire::Header;
 
 /// What one rank has sent of one window.
 #[derive(Debug, Clone, Copy, Default)]
@@ -20,6 +22,8 @@ pub(super) struct Contribution {
     pub(super) sent: u64,
     /// What of them was asked for.
     pub(super) asked: Asked,
+    /// What of the result went to the rank again.
+    pub(super) again: Again,
 }
 
 /// The aggregator's place for one window in flight.
@@ -39,13 +43,34 @@ pub(super) struct Slot {
     pub(super) previous: u32,
     /// Ranks that took no part in the result, once folded.
     pub(super) absent: usize,
+    /// When the result first went to the ranks; [`Time::NEVER`] before that.
+    pub(super) sent_at: Time,
 }
 
 impl Slot {
     pub(super) const FREE: u64 = u64::MAX;
 
     const fn new(position: u64, cut: Fragmentation) -> Self {
-        Self { position, complete: 0, union: 0, result_len: 0, cut, previous: 0, absent: 0 }
+        Self {
+            position,
+            complete: 0,
+            union: 0,
+            result_len: 0,
+            cut,
+            previous: 0,
+            absent: 0,
+            sent_at: Time::NEVER,
+        }
+    }
+
+    /// Bytes of a datagram with one fragment of the result, the last of which may be shorter.
+    pub(super) fn datagram_len(&self) -> usize {
+        Header::LEN + self.result_len.min(self.cut.payload())
+    }
+
+    /// Bytes of all datagrams of the result.
+    pub(super) fn datagrams_len(&self) -> usize {
+        Header::LEN * self.cut.count(self.result_len) + self.result_len
     }
 }
 

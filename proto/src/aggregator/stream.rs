@@ -1,5 +1,6 @@
 //! One stream of a job: who opened what, what has arrived, what may be folded next.
 
+mod again;
 mod credit;
 mod lost;
 mod parent;
@@ -48,6 +49,8 @@ pub(super) struct Progress {
     open_asked_at: Option<Time>,
     /// Round trips from an ask to what it brought.
     rtt: Rtt,
+    /// The shortest round trip that was seen.
+    round_trip: Option<Span>,
 }
 
 impl Progress {
@@ -62,8 +65,16 @@ impl Progress {
         lost: (0, 0),
         counted: 0,
         open_asked_at: None,
-        rtt: Rtt::new(Span::from_millis(1)),
+        rtt: Rtt::new(Self::GUESS),
+        round_trip: None,
     };
+
+    /// A round trip before one was seen.
+    const GUESS: Span = Span::from_millis(1);
+
+    fn note_round_trip(&mut self, took: Span) {
+        self.round_trip = Some(self.round_trip.map_or(took, |shortest| shortest.min(took)));
+    }
 }
 
 /// Where a rank is that is gone: beyond all windows.
@@ -175,12 +186,20 @@ impl Stream {
     }
 
     /// Takes the acknowledgement of a rank.
-    pub(super) fn handle_ack(&mut self, rank: Rank, ack: WindowId) {
+    pub(super) fn handle_ack(&mut self, now: Time, rank: Rank, ack: WindowId) {
         // wire: W-32
         // What has no result cannot have been received, whatever a rank says.
         let acked = self.sequence.position_from(ack).min(self.resulted);
         let progress = &mut self.ranks[rank.index()];
-        progress.acked = progress.acked.max(acked);
+        if acked <= progress.acked {
+            return;
+        }
+        progress.acked = acked;
+        let newest = self.folded.partition_point(|position| *position < acked).checked_sub(1);
+        let newest = newest.and_then(|newest| self.pool.get(self.folded[newest]));
+        if let Some(slot) = newest.filter(|slot| slot.sent_at <= now) {
+            progress.note_round_trip(now.since(slot.sent_at));
+        }
     }
 
     /// Notes that a rank has left: no slot is kept for it.
@@ -357,6 +376,7 @@ impl Stream {
         let again = header.flags.has(Flags::AGAIN);
         if let Some(took) = contribution.asked.answer(bit, again, position, now, answered) {
             rtt.answered(took);
+            took.into_iter().for_each(|took| progress.note_round_trip(took));
         }
         contribution.sent |= recovery::sent_before(header.fragment, again);
         if recovery::proves_earlier(header.fragment, complete, again) {
@@ -399,23 +419,6 @@ impl Stream {
     /// The ranks that the next window waits for.
     pub(super) fn awaited(&self) -> impl Iterator<Item = Rank> + '_ {
         self.ranks().filter(|rank| self.waits_for(*rank))
-    }
-
-    /// Notes that `rank` lacks `len` bytes of the result at `position`. Every rank gets every
-    /// result, and the slowest way sets the pace: what counts is the most that one rank lost, not
-    /// what all lost together; and an answer that is lost says no more than its question did.
-    pub(super) fn note_result_lost(&mut self, rank: Rank, position: u64, len: usize) {
-        let round = self.results.round();
-        let Progress { lost: (of_round, lost), counted, .. } = &mut self.ranks[rank.index()];
-        if position < *counted {
-            return;
-        }
-        *counted = position + 1;
-        if *of_round != round {
-            (*of_round, *lost) = (round, 0);
-        }
-        *lost += len;
-        self.results.on_lost_in_round(*lost);
     }
 
     /// Notes that `rank` is asked for fragments of a window.

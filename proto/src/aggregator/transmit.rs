@@ -122,15 +122,24 @@ impl Queue {
     }
 
     /// Notes that fragments of a result are to be sent to a rank again, and returns those that
-    /// were not noted before. What there is no room for the rank asks for again.
-    pub(super) fn resend(&mut self, lane: u8, rank: Rank, position: u64, fragments: u64) -> u64 {
+    /// were not noted before, of which it takes at most so many. What there is no room for the
+    /// rank asks for again.
+    pub(super) fn resend(
+        &mut self,
+        lane: u8,
+        rank: Rank,
+        position: u64,
+        fragments: u64,
+        most: usize,
+    ) -> u64 {
         let resends = &mut self.resends[rank.index()];
         let mut noted = resends.iter_mut();
         if let Some(noted) = noted.find(|noted| (noted.lane, noted.position) == (lane, position)) {
-            let more = fragments & !noted.fragments;
+            let more = lowest(fragments & !noted.fragments, most);
             noted.fragments |= more;
             return more;
         }
+        let fragments = lowest(fragments, most);
         if fragments == 0 || resends.len() == Self::MAX_RESENDS {
             return 0;
         }
@@ -206,10 +215,13 @@ impl Aggregation {
             }
         }
         if let Some((lane, position)) = self.unsent.pop_front() {
+            let slot = self.streams[usize::from(lane)].pool.claim(position);
+            slot.sent_at = now;
+            self.budgets.note_result(slot.datagrams_len());
             return Some(self.result(lane, position, u64::MAX, Recipient::All));
         }
         while let Some((rank, resend)) = self.queue.pop_resend() {
-            if let Some(transmit) = self.resend(rank, resend, observer) {
+            if let Some(transmit) = self.resend(now, rank, resend, observer) {
                 return Some(transmit);
             }
         }
@@ -224,6 +236,7 @@ impl Aggregation {
     /// A result again, unless its slot was given back in the meantime.
     fn resend(
         &mut self,
+        now: Time,
         rank: Rank,
         resend: Resend,
         observer: &mut impl Observer,
@@ -231,7 +244,9 @@ impl Aggregation {
         let Resend { lane, position, fragments } = resend;
         self.streams[usize::from(lane)].folded.binary_search(&position).ok()?;
         self.counters.fragments_again += u64::from(fragments.count_ones());
-        let window = self.streams[usize::from(lane)].sequence.window(position);
+        let stream = &mut self.streams[usize::from(lane)];
+        stream.note_again(now, rank, position, fragments);
+        let window = stream.sequence.window(position);
         observer.on_event(&Event::Again { window, fragments });
         let transmit = self.result(lane, position, fragments, Recipient::Rank(rank));
         Some(transmit)
@@ -298,7 +313,8 @@ impl Aggregation {
             self.put_off(lane, rank, Due { congested, ..Due::default() });
             return Some(self.write_wait(now, lane, rank, out));
         }
-        let entries: AskBatch = stream.missing_of(now, rank, due.stalled).collect();
+        let most = AskEntries::room_of(self.budgets.left(now, rank));
+        let entries: AskBatch = stream.missing_of(now, rank, due.stalled).take(most).collect();
         self.streams[usize::from(lane)].note_all_asked(rank);
         if let Some(first) = entries.first() {
             self.counters.asks += 1;
@@ -336,6 +352,7 @@ impl Aggregation {
 
     /// Tells a rank whom its window waits for: other ranks, or if there is none the rank itself.
     fn write_wait(&mut self, now: Time, lane: u8, rank: Rank, out: &mut [u8]) -> Transmit {
+        let most = MissingRanks::room_of(self.budgets.left(now, rank));
         let stream = &self.streams[usize::from(lane)];
         let alone = stream.awaited().all(|awaited| awaited == rank);
         // Who waits for nothing may hear this late, when a rank that had left is back.
@@ -345,7 +362,7 @@ impl Aggregation {
         let above = stream.awaited_above();
         let here = if above.is_empty() { usize::MAX } else { 0 };
         let missing = above.iter().copied().chain(missing.take(here));
-        let len = MissingRanks::encode(missing, &mut out[Header::LEN..]);
+        let len = MissingRanks::encode(missing.take(most), &mut out[Header::LEN..]);
         // Not the window that is waited for: those that nobody owes have no result.
         let window = stream.sequence.window(stream.results_end);
         let header = Header { window, ..self.header(Kind::Wait, lane) };
@@ -383,6 +400,9 @@ impl Aggregation {
         if let Some(place) = out.first_chunk_mut() {
             Header { ack, length, ..header }.encode(place);
         }
+        if let Recipient::Rank(rank) = to {
+            self.budgets.spend(rank, Header::LEN + len);
+        }
         Transmit::Datagram { to, len: Header::LEN + len }
     }
 
@@ -403,6 +423,12 @@ impl Aggregation {
             flags: Flags::NONE,
         }
     }
+}
+
+/// The lowest of some fragments, at most so many.
+fn lowest(fragments: u64, most: usize) -> u64 {
+    let beyond = (0..most).try_fold(fragments, |left, _| (left != 0).then(|| left & (left - 1)));
+    fragments & !beyond.unwrap_or(0)
 }
 
 /// The entries of one ask, gathered before the stream is changed.

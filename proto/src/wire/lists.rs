@@ -28,6 +28,11 @@ impl<'a> AskEntries<'a> {
     pub(crate) const NONE_LEN: usize = COUNT_LEN;
     const ENTRY_LEN: usize = 16;
 
+    /// How many entries an ask of so many bytes has room for; it is never without any.
+    pub(crate) fn room_of(len: usize) -> usize {
+        (len.saturating_sub(super::Header::LEN + COUNT_LEN) / Self::ENTRY_LEN).max(1)
+    }
+
     /// Reads the body of an ask.
     ///
     /// # Errors
@@ -82,6 +87,11 @@ impl<'a> MissingRanks<'a> {
     /// Most ranks that a wait names; they fit a datagram at every MTU.
     pub const MAX: usize = 128;
     const ENTRY_LEN: usize = 6;
+
+    /// How many ranks a wait of so many bytes has room for; it always names one or two.
+    pub(crate) fn room_of(len: usize) -> usize {
+        (len.saturating_sub(super::Header::LEN + COUNT_LEN) / Self::ENTRY_LEN).max(2)
+    }
 
     /// Reads the body of a wait.
     ///

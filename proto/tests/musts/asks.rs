@@ -3,6 +3,7 @@
 use racksum_proto::aggregator::{self, Aggregation, Recipient};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
+use racksum_proto::geometry::WINDOW_BYTES;
 use racksum_proto::ids::Rank;
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::{AskEntry, Header, Kind, MissingRanks};
@@ -197,4 +198,85 @@ fn of_a_rank_that_has_left_a_wait_says_so_and_no_slot_is_kept_for_it() {
     assert_eq!(names(&body), [(Rank(1), MissingRanks::LEFT)]);
     shard.take(&ack(0, lacks));
     assert_eq!(shard.machine.results_held(0), 0);
+}
+
+/// Bytes of results that are sent to a rank alone.
+fn again(shard: &mut Shard, rank: u16) -> usize {
+    let said = shard.said();
+    let results = said.iter().filter(|(to, header, _)| {
+        (*to, header.kind) == (Recipient::Rank(Rank(rank)), Kind::Result)
+    });
+    results.map(|(_, header, _)| Header::LEN + 1024 * header.mask.count_ones() as usize).sum()
+}
+
+#[test]
+fn a_result_goes_again_once_a_round_trip_at_most() {
+    // wire: W-68
+    let mut shard = Shard::new();
+    shard.open(0, None, &[true; 2]);
+    shard.finish(window(0, 0));
+    shard.finish(window(0, 1));
+    shard.said();
+    let lost = [AskEntry { window: window(0, 1), fragments: 1 }];
+    let resent_after = |shard: &mut Shard, wait: Span| {
+        shard.now = shard.now + wait;
+        shard.take(&ask(0, window(0, 1), &lost));
+        again(shard, 0) > 0
+    };
+    let [trip, less] = [300, 299].map(Span::from_micros);
+    shard.now = shard.now + trip;
+    shard.take(&ack(0, window(0, 1)));
+    assert!(resent_after(&mut shard, Span::ZERO));
+    assert!(!resent_after(&mut shard, less), "it is still on its way");
+    assert!(resent_after(&mut shard, Span::from_micros(1)));
+    assert!(!resent_after(&mut shard, less));
+    // The other rank's round trip is nobody else's.
+    shard.take(&ask(1, window(0, 1), &lost));
+    assert!(again(&mut shard, 1) > 0);
+}
+
+#[test]
+fn a_rank_that_repeats_a_small_ask_is_sent_no_more_than_it_has_earned() {
+    // wire: W-68
+    let mut shard = of_many_results();
+    let [start, end] = [0, 64].map(|index| AskEntry { window: window(0, index), fragments: 0 });
+    let question = ask(0, window(0, 0), &[start, end]);
+    let (mut heard, mut sent) = (0, 0);
+    for _ in 0..1_000 {
+        shard.now = shard.now + Span::from_millis(5);
+        shard.take(&question);
+        heard += question.len();
+        sent += again(&mut shard, 0);
+    }
+    // What the rank began with, what it was sent for the first time, and what it has earned.
+    let first = 128 * (Header::LEN + 1024);
+    let most = 8 * WINDOW_BYTES + first + heard + 5 * (16 << 10);
+    assert!(sent > first, "losses are made good: {sent}");
+    assert!(sent <= most, "{sent} bytes for {heard}");
+    // It is the rank's own budget.
+    shard.take(&ask(1, window(0, 0), &[start, end]));
+    assert_eq!(again(&mut shard, 1), 64 * (Header::LEN + 1024));
+}
+
+#[test]
+fn a_rank_that_has_spent_its_budget_is_told_of_fewer_ranks() {
+    // wire: W-68
+    let config = aggregator::Config { world: 100, ..shard(0, 1) };
+    let mut shard = Shard::of(Aggregation::new(config, Time(0)));
+    let start = window(0, 0);
+    let probe = ask(0, start, &everything_from(start));
+    shard.take(&open(0, 0, 0, &sum(1), None, &[true]));
+    shard.said();
+    let (mut heard, mut sent) = (0, 0);
+    let mut told = |shard: &mut Shard| {
+        shard.take(&probe);
+        heard += probe.len();
+        let (_, body) = shard.says_to(0, Kind::Wait);
+        sent += Header::LEN + body.len();
+        names(&body).len()
+    };
+    assert_eq!(told(&mut shard), 99);
+    let fewest = (0..2_000).map(|_| told(&mut shard)).last();
+    assert_eq!(fewest, Some(2));
+    assert!(sent <= heard + 9 * WINDOW_BYTES, "{sent} bytes for {heard}");
 }

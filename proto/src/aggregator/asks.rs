@@ -1,0 +1,87 @@
+//! What ranks ask for: results again, or a word of what there is.
+
+use super::Aggregation;
+use crate::error::Reject;
+use crate::ids::Rank;
+use crate::time::Time;
+use crate::wire::{AskEntries, Header};
+
+impl Aggregation {
+    /// A rank lacks results, or hears nothing: resends what it lacks, and says what it takes to
+    /// fold the rest.
+    pub(super) fn handle_ask(
+        &mut self,
+        now: Time,
+        header: &Header,
+        body: &[u8],
+    ) -> Result<(), Reject> {
+        let entries = AskEntries::decode(body)?;
+        let (lane, rank) = (header.lane, header.sender);
+        let from = self.resend_asked(now, lane, rank, &entries);
+        // wire: W-22
+        let stream = &self.streams[usize::from(lane)];
+        let asked = header.window.op;
+        let failed = self.agreement.disagreement(asked).is_some();
+        let at = stream.sequence.position_from(header.window);
+        let opened = stream.ranks[rank.index()].opened;
+        let next = stream.next;
+        let may_lack = |from: u64| stream.folded.back().is_some_and(|newest| *newest >= from);
+        let probed = from.map(may_lack);
+        self.queue.note(lane, rank, |due| {
+            due.failed = failed.then_some(asked).or(due.failed);
+            due.open |= !failed && opened <= at.max(next);
+            due.sign |= probed == Some(true);
+            due.stalled |= probed == Some(false);
+        });
+        Ok(())
+    }
+
+    /// Queues the results that a rank lacks for certain, as far as its budget goes. Returns from
+    /// where on it does not know whether it lacks any, if it says so.
+    fn resend_asked(
+        &mut self,
+        now: Time,
+        lane: u8,
+        rank: Rank,
+        entries: &AskEntries<'_>,
+    ) -> Option<u64> {
+        let stream = &mut self.streams[usize::from(lane)];
+        let mut entries = entries.iter().peekable();
+        // However its entries overlap, an ask costs no more than this many windows.
+        let mut left = AskEntries::MAX;
+        while let Some(entry) = entries.next() {
+            let (from, to) = match entries.peek() {
+                _ if entry.fragments != 0 => {
+                    let Some(position) = stream.sequence.position(entry.window) else { continue };
+                    (position, position + 1)
+                }
+                Some(next) => {
+                    let [from, to] = [entry.window, next.window]
+                        .map(|window| stream.sequence.position_from(window));
+                    (from, to)
+                }
+                None => return Some(stream.sequence.position_from(entry.window)),
+            };
+            let first = stream.folded.partition_point(|position| *position < from);
+            for i in first..stream.folded.len() {
+                let position = stream.folded[i];
+                if position >= to || left == 0 {
+                    break;
+                }
+                left -= 1;
+                let Some(slot) = stream.pool.get(position).copied() else { continue };
+                let all = slot.cut.all(slot.result_len);
+                let wanted = if entry.fragments == 0 { all } else { entry.fragments & all };
+                let wanted = stream.may_be_lost(now, rank, position, wanted);
+                // wire: W-68
+                let most = self.budgets.left(now, rank) / slot.datagram_len();
+                let lost = self.queue.resend(lane, rank, position, wanted, most);
+                let lost = lost.count_ones() as usize;
+                self.budgets.spend(rank, lost * slot.datagram_len());
+                let lost = (slot.cut.payload() * lost).min(slot.result_len);
+                stream.note_result_lost(rank, position, lost);
+            }
+        }
+        None
+    }
+}

@@ -1,0 +1,236 @@
+//! Attacks by a tenant that has been let in. Each runs beside another tenant's job and prints a
+//! line of figures: bytes that the attacker has sent and was sent, and how the other tenant's ops
+//! went before and during the attack. `RACKSUM_ATTACK_S` says for how many seconds each lasts.
+
+use std::sync::Barrier;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::Duration;
+
+use racksum_net::auth::Sealer;
+use racksum_net::clock::Clock;
+use racksum_net::udp::Transmit;
+use racksum_proto::auth::DataAuth;
+use racksum_proto::control::{Join, Welcome};
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::DType;
+use racksum_proto::geometry::{Fragmentation, Geometry, WINDOW_BYTES};
+use racksum_proto::ids::{Generation, OpId, Rank, WindowId};
+use racksum_proto::time::Span;
+use racksum_proto::wire::{AskEntries, AskEntry, Header, Kind, OpenEncoder, Opening};
+use racksum_worker::Client;
+
+use crate::impostor::Impostor;
+use crate::rig::{Rig, in_a_process_of_its_own};
+use crate::strangers::{datagram, header};
+
+/// How long an attack lasts, in seconds, unless the environment says so.
+const LASTS: u64 = 1;
+/// Ranks of the job that is attacked, and elements of its ops: 64 KiB.
+const WORLD: u16 = 2;
+const ELEMENTS: u64 = 16 << 10;
+/// Windows of the attacker's op.
+const WINDOWS: u32 = 64;
+
+/// The only rank of a job, which does its own work and acknowledges nothing.
+struct Attacker {
+    impostor: Impostor,
+    welcome: Welcome,
+    sealer: Option<Sealer>,
+    /// Bytes that it has sent.
+    sent: u64,
+}
+
+impl Attacker {
+    fn join(rig: &Rig) -> Self {
+        let mut impostor = Impostor::connect(rig);
+        let wish = impostor.wish("attacker", 0, 1);
+        let welcome = impostor.join(Join { receive_buffer: 8 << 20, max_datagram: 65_507, ..wish });
+        let sealer =
+            welcome.keys.and_then(|keys| Sealer::of_rank(welcome.data_auth, &keys, Rank(0), 0));
+        Self { impostor, welcome, sealer, sent: 0 }
+    }
+
+    fn say(&mut self, header: &Header, body: &[u8]) {
+        let plain = datagram(header, body);
+        let mut sealed = Vec::new();
+        if let Some(sealer) = &mut self.sealer {
+            let nowhere = std::net::SocketAddr::from(([0, 0, 0, 0], 0));
+            sealer.seal(&Transmit::new(nowhere, &plain, plain.len()), &mut sealed);
+        }
+        let bytes = if self.sealer.is_some() { &sealed } else { &plain };
+        self.impostor.send(0, bytes);
+        self.sent += bytes.len() as u64;
+    }
+
+    fn header(&self, kind: Kind, index: u32) -> Header {
+        let window = WindowId::new(OpId(0), index);
+        Header { kind, window, ..header(self.welcome.job, Generation(0), Rank(0)) }
+    }
+
+    /// Opens an op and sends all of it, so that there are results to ask for.
+    fn work(&mut self) {
+        let sum = Descriptor::sum(u64::from(WINDOWS) * WINDOW_BYTES as u64 / 4, DType::F32);
+        let mut body = [0; 1200];
+        let windows = (0..WINDOWS).map(|_| Opening::of(true));
+        let (len, _) = OpenEncoder::new().encode(&sum, None, windows, false, &mut body);
+        self.say(&self.header(Kind::Open, 0), &body[..len]);
+        let payload = usize::from(self.welcome.fragment_payload);
+        let cut = Fragmentation::new(payload).expect("a shard grants what it can send");
+        let mask = Geometry::new(&sum).full_mask(0);
+        let window = vec![1; WINDOW_BYTES];
+        for index in 0..WINDOWS {
+            for (fragment, body) in (0..).zip(window.chunks(cut.payload())) {
+                self.say(&Header { mask, fragment, ..self.header(Kind::Data, index) }, body);
+            }
+            // A receive buffer holds less than all of it.
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Asks for every result there is.
+    fn ask(&mut self) {
+        let all = [0, WINDOWS]
+            .map(|index| AskEntry { window: WindowId::new(OpId(0), index), fragments: 0 });
+        let mut body = [0; 64];
+        let len = AskEntries::encode(all.into_iter(), &mut body);
+        self.say(&self.header(Kind::Ask, 0), &body[..len]);
+    }
+}
+
+/// How the ops of the other tenant went.
+struct Ops {
+    /// How long each took, in ascending order.
+    took: Vec<Span>,
+    lasted: Span,
+}
+
+impl Ops {
+    fn run(client: &Client, rank: u16, lasts: Span) -> Self {
+        let clock = Clock::start();
+        let start = clock.now();
+        let mut took = Vec::new();
+        loop {
+            let began = clock.now();
+            let mut tensor = vec![0; usize::try_from(4 * ELEMENTS).unwrap()];
+            client.allreduce(&mut tensor, Descriptor::sum(ELEMENTS, DType::I32)).unwrap();
+            took.push(clock.now().since(began));
+            // All end after the same op: rank 0 says when.
+            let over = rank == 0 && clock.now().since(start) > lasts;
+            let mut over = i32::from(over).to_le_bytes();
+            client.allreduce(&mut over, Descriptor::sum(1, DType::I32)).unwrap();
+            if over != [0; 4] {
+                took.sort_unstable();
+                return Self { took, lasted: clock.now().since(start) };
+            }
+        }
+    }
+
+    /// In microseconds.
+    fn quantile(&self, percent: usize) -> u64 {
+        self.took[(self.took.len() - 1) * percent / 100].0 / 1000
+    }
+
+    fn a_second(&self) -> f64 {
+        self.took.len() as f64 / (self.lasted.0 as f64 / 1e9)
+    }
+}
+
+/// What an attack came to.
+struct Figures {
+    /// Bytes that the attacker has sent and was sent, its own work included.
+    bytes: [u64; 2],
+    quiet: Ops,
+    attacked: Ops,
+}
+
+/// Runs an attack: with the other tenant at rest, whose bytes would be counted, and then with its
+/// ops. `attack` is called again and again, `rate` times a second or as often as can be.
+fn run(name: &str, rate: Option<u64>, attack: impl Fn(&mut Attacker) + Sync) -> Figures {
+    let lasts = std::env::var("RACKSUM_ATTACK_S").map_or(LASTS, |text| text.parse().unwrap());
+    let lasts = Span::from_secs(lasts);
+    let rig = Rig::start(|config| config.data_auth = Some(DataAuth::Mac));
+    let mut attacker = Attacker::join(&rig);
+    let (phases, stop) = (Barrier::new(usize::from(WORLD) + 1), AtomicBool::new(false));
+    let (mut ranks, bytes) = std::thread::scope(|scope| {
+        let ranks = scope.spawn(|| {
+            rig.ranks(
+                "other",
+                WORLD,
+                |_| {},
+                |client, rank| {
+                    let quiet = Ops::run(client, rank, lasts);
+                    phases.wait();
+                    phases.wait();
+                    let attacked = Ops::run(client, rank, lasts);
+                    stop.store(true, SeqCst);
+                    (quiet, attacked)
+                },
+            )
+        });
+        phases.wait();
+        let sent = || rig.aggregator.stats().iter().map(|shard| shard.bytes[1]).sum::<u64>();
+        // What was sent before is shown a moment later.
+        std::thread::sleep(Duration::from_millis(300));
+        let before = sent();
+        attacker.work();
+        let clock = Clock::start();
+        let mut attack_until = |over: &dyn Fn(Span) -> bool| {
+            let (start, mut calls) = (clock.now(), 0);
+            while !over(clock.now().since(start)) {
+                let due = rate.map_or(calls + 64, |rate| {
+                    clock.now().since(start).0 * rate / Span::from_secs(1).0
+                });
+                while calls < due {
+                    attack(&mut attacker);
+                    calls += 1;
+                }
+                if rate.is_some() {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            }
+            attacker.sent
+        };
+        let heard = attack_until(&|since| since > lasts);
+        std::thread::sleep(Duration::from_millis(300));
+        let bytes = [heard, sent() - before];
+        phases.wait();
+        attack_until(&|_| stop.load(SeqCst));
+        (ranks.join().unwrap(), bytes)
+    });
+    let (quiet, attacked) = ranks.swap_remove(0);
+    println!(
+        "attack={name} seconds={} bytes_in={} bytes_out={} quiet_p50_us={} quiet_p99_us={} \
+         attacked_p50_us={} attacked_p99_us={} throughput_share={:.3}",
+        lasts.0 / Span::from_secs(1).0,
+        bytes[0],
+        bytes[1],
+        quiet.quantile(50),
+        quiet.quantile(99),
+        attacked.quantile(50),
+        attacked.quantile(99),
+        attacked.a_second() / quiet.a_second(),
+    );
+    Figures { bytes, quiet, attacked }
+}
+
+/// Asks for all results `rate` times a second, and acknowledges none.
+fn ask_again_and_again(name: &str, rate: Option<u64>) {
+    let Figures { bytes: [heard, sent], quiet, attacked } = run(name, rate, Attacker::ask);
+    // What a budget begins with, and what it gains with time.
+    let more = 8 * WINDOW_BYTES as u64 + (1 << 20);
+    assert!(sent <= 2 * heard + more, "{sent} bytes for {heard}");
+    assert!(!quiet.took.is_empty() && !attacked.took.is_empty(), "the other tenant's ops end");
+}
+
+#[test]
+fn a_tenant_that_repeats_a_small_ask_is_sent_no_more_than_twice_what_it_sends() {
+    let test = "attack::a_tenant_that_repeats_a_small_ask_is_sent_no_more_than_twice_what_it_sends";
+    in_a_process_of_its_own(test, || ask_again_and_again("asks", Some(500)));
+}
+
+#[test]
+fn a_tenant_that_asks_as_fast_as_it_can_leaves_others_their_share() {
+    let test = "attack::a_tenant_that_asks_as_fast_as_it_can_leaves_others_their_share";
+    in_a_process_of_its_own(test, || ask_again_and_again("asks-at-line-rate", None));
+}
