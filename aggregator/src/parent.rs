@@ -6,10 +6,12 @@ use std::time::Duration;
 
 use racksum_net::interface::{interface_of, local_addr_towards, max_datagram};
 use racksum_net::quic::{Caller, Credentials, converse};
+use racksum_proto::control::FromAggregator;
 use racksum_proto::time::Span;
+use tokio::sync::mpsc::{Receiver, channel};
 use tokio::time::timeout;
 
-use crate::registry::{Call, Joined, Seat};
+use crate::registry::{Call, Joined, Seat, WORDS, settle};
 use crate::server::{Shared, lock, probe};
 
 /// How long the parent may take to answer a connection.
@@ -73,16 +75,29 @@ async fn speak(registry: &Shared, seat: &Seat, to: SocketAddr, call: Call) -> St
         Ok(largest) => join.max_datagram = join.max_datagram.min(largest),
         Err(why) => return why,
     }
-    let (shared, of) = (Arc::clone(registry), seat.clone());
-    let hear = move |message| {
-        let joined = lock(&shared).hear_from_parent(&of, to, message);
-        if joined == Joined::Probe {
-            tokio::spawn(probe(Arc::clone(&shared), of.clone()));
-        }
-        true
-    };
+    let (tell, heard) = channel(WORDS);
+    let hear = move |message| tell.try_send(message).is_ok();
     let caller = Caller { from, credentials, patience: PATIENCE };
-    converse(to, join, &caller, words, hear).await.to_string()
+    let heeded = heed(registry, seat, to, heard);
+    let (ended, ()) = tokio::join!(converse(to, join, &caller, words, hear), heeded);
+    ended.to_string()
+}
+
+/// Does what the parent says, until it says no more.
+async fn heed(
+    registry: &Shared,
+    seat: &Seat,
+    parent: SocketAddr,
+    mut heard: Receiver<FromAggregator>,
+) {
+    while let Some(message) = heard.recv().await {
+        let ending = lock(registry).ending_by_word(seat, &message);
+        let _fence = settle(registry, ending).await;
+        let joined = lock(registry).hear_from_parent(seat, parent, message);
+        if joined == Joined::Probe {
+            tokio::spawn(probe(Arc::clone(registry), seat.clone()));
+        }
+    }
 }
 
 /// Bytes of the largest datagram that the way to the parent takes.

@@ -1,5 +1,6 @@
 //! Admission: which jobs there are, who has joined them, what they are granted.
 
+mod ending;
 mod job;
 mod lives;
 mod member;
@@ -10,6 +11,7 @@ mod tree;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 
+pub(crate) use ending::settle;
 use job::{Job, State, fragmentation_of, group_of};
 use lives::beginner_of;
 pub(crate) use member::WORDS;

@@ -16,7 +16,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use crate::lifelines::Lifelines;
 use crate::parent::call;
 use crate::queue::Place;
-use crate::registry::{Caller, Joined, Registry, Seat, WORDS};
+use crate::registry::{Caller, Joined, Registry, Seat, WORDS, settle};
 use crate::tenancy::Refusal;
 
 /// Connections at a time that are no rank's: they have not joined yet, or are about to end. Twice
@@ -182,7 +182,7 @@ async fn serve_rank(
                 ) => parting,
                 () = &mut dead => Parting::Lost(Loss::Died),
             };
-            note_parting(&registry, &seat, parting, connection);
+            note_parting(&registry, &seat, parting, connection).await;
             if !matches!(parting, Parting::Lost(_)) {
                 end(connection, send).await;
             }
@@ -191,17 +191,25 @@ async fn serve_rank(
 }
 
 /// Tells the registry how a rank and its job have parted.
-fn note_parting(registry: &Shared, seat: &Seat, parting: Parting, connection: &quinn::Connection) {
-    let (mut registry, now) = (lock(registry), Instant::now());
+async fn note_parting(
+    registry: &Shared,
+    seat: &Seat,
+    parting: Parting,
+    connection: &quinn::Connection,
+) {
+    let now = Instant::now();
     match parting {
         Parting::Over => {}
-        Parting::Moved => registry.depart(seat, now),
-        Parting::Left(next_op) => registry.part(seat, next_op, now),
-        Parting::Retreated => registry.retreat(seat, now),
-        Parting::Lost(Loss::Broke) if timed_out(connection) => {
-            registry.leave(seat, Loss::Silent, now);
+        Parting::Moved => lock(registry).depart(seat, now),
+        Parting::Left(next_op) => lock(registry).part(seat, next_op, now),
+        Parting::Retreated => lock(registry).retreat(seat, now),
+        Parting::Lost(why) => {
+            let is_silent = why == Loss::Broke && timed_out(connection);
+            let why = if is_silent { Loss::Silent } else { why };
+            let ending = lock(registry).ending_by_loss(seat, why, now);
+            let _fence = settle(registry, ending).await;
+            lock(registry).leave(seat, why, Instant::now());
         }
-        Parting::Lost(why) => registry.leave(seat, why, now),
     }
 }
 
@@ -292,6 +300,8 @@ async fn enter(
         let joined = if join.rejoin {
             come_back(registry, &join, &caller).await
         } else {
+            let ending = lock(registry).ending_by_join(&join, &caller);
+            let _fence = settle(registry, ending).await;
             lock(registry).join(join.clone(), caller.clone(), Instant::now())
         };
         let why = match joined {
@@ -471,7 +481,11 @@ async fn attend(
                     let Some(joined) = joined else { break Parting::Lost(Loss::Broke) };
                     pursue(registry, seat, joined);
                 }
-                Some(FromWorker::Parted(absent)) => lock(registry).parted(seat, absent),
+                Some(FromWorker::Parted(absent)) => {
+                    let ending = lock(registry).ending_below(seat, absent.why);
+                    let _fence = settle(registry, ending).await;
+                    lock(registry).parted(seat, absent);
+                }
                 Some(FromWorker::Leave { next_op }) => break Parting::Left(next_op),
                 Some(FromWorker::Retreat) => break Parting::Retreated,
                 Some(FromWorker::Withdraw) => {

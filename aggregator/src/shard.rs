@@ -71,6 +71,8 @@ pub(crate) enum Command {
     Rejoin(Box<Rejoin>),
     /// The job goes on without a rank.
     Gone(JobId, Rank),
+    /// The job is about to end, or is not after all: nothing is folded until then.
+    Fence(JobId, bool),
     /// The job is gone.
     Remove(JobId),
     /// Say how far the jobs are.
@@ -146,6 +148,8 @@ pub(crate) struct Job {
     pub(crate) turn: Turn,
     /// Its turn has ended in the middle of sending.
     pub(crate) sending: bool,
+    /// For how many reasons it is about to end.
+    pub(crate) fences: u32,
     /// Open what is heard, by rank; none if datagrams are not authenticated.
     pub(crate) openers: Vec<Opener>,
 }
@@ -288,6 +292,14 @@ impl Shard {
                     self.unserved = true;
                 }
             }
+            Command::Fence(id, begins) => {
+                if let Some(job) = self.jobs.get_mut(&id) {
+                    let fences = job.fences;
+                    job.fences = if begins { fences + 1 } else { fences.saturating_sub(1) };
+                    // What could be folded meanwhile is now.
+                    self.unserved = true;
+                }
+            }
             Command::Remove(id) => {
                 if let Some(mut job) = self.jobs.remove(&id) {
                     let counters = job.machine.counters();
@@ -414,6 +426,7 @@ impl Job {
             moved: now,
             turn: Turn::new(share, in_flight),
             sending: false,
+            fences: 0,
             openers: locks.openers(&config),
         }
     }
@@ -423,13 +436,19 @@ impl Job {
         let mut any = true;
         while any && !self.turn.is_over() {
             if !std::mem::take(&mut self.sending) {
-                any = self.fold(now, arena);
+                any = !self.is_fenced() && self.fold(now, arena);
             }
             // Also when there is nothing to fold: finding that out may have freed credits.
             self.sending = self.send(now, socket, out);
         }
         out.send_joined(socket, self);
         self.turn.spend(out.take_cost());
+    }
+
+    /// Whether nothing is to be folded, since the job is about to end. What a parent has folded
+    /// is passed on.
+    const fn is_fenced(&self) -> bool {
+        self.fences > 0 && self.above.is_none()
     }
 
     /// Folds the next window, if there is one.

@@ -29,6 +29,8 @@ mod determinism;
 #[cfg(test)]
 mod disagreement;
 #[cfg(test)]
+mod endings;
+#[cfg(test)]
 mod failover;
 #[cfg(test)]
 mod flight;

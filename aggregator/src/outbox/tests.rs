@@ -39,6 +39,7 @@ fn job(rank: SocketAddr, lens: &[usize]) -> Job {
         above: None,
         turn: crate::turn::Turn::new(100.0, 0),
         sending: false,
+        fences: 0,
         moved: Time(0),
         openers: Vec::new(),
     }

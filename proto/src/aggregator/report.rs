@@ -13,6 +13,8 @@ pub struct RankProgress {
     pub opened: u64,
     /// Windows whose results it has, or that had none.
     pub delivered: u64,
+    /// It has not acknowledged all results that there are.
+    pub lacks: bool,
     /// How long nothing was heard of it.
     pub silent: Span,
     /// Others have opened windows, and the next of them waits for this rank.
@@ -27,6 +29,7 @@ impl Aggregation {
             next_op: self.agreement.reached(rank),
             opened: 0,
             delivered: 0,
+            lacks: false,
             silent: self.heard.get(rank.index()).map_or(Span::ZERO, |heard| now.since(*heard)),
             behind: false,
         };
@@ -35,6 +38,7 @@ impl Aggregation {
             // One that is gone is beyond all windows, and one that has left has all results.
             all.opened += own.opened.min(stream.sequence.end());
             all.delivered += own.acked.min(stream.resulted);
+            all.lacks |= stream.folded.back().is_some_and(|newest| own.acked <= *newest);
             all.behind |= stream.backlog() > 0 && stream.waits_for(rank);
         }
         all

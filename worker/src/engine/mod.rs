@@ -342,14 +342,32 @@ impl Engine {
 
     /// Ends every op in flight: ranks are gone.
     pub(crate) fn lose(&mut self, ranks: &[Rank], why: Loss) {
+        self.drain();
         self.machine.handle_peers_lost(ranks, why, &mut ());
         self.collect();
     }
 
     /// Ends every op in flight.
     pub(crate) fn end(&mut self, why: impl Into<Cow<'static, str>>) {
+        self.drain();
+        self.end_at_once(why);
+    }
+
+    /// Ends every op in flight, of a session whose socket is of no use any more.
+    fn end_at_once(&mut self, why: impl Into<Cow<'static, str>>) {
         self.machine.end(why, &mut ());
         self.collect();
+    }
+
+    /// Takes what has arrived, so that ops end with the results that are there: what ends a session
+    /// is said on another way, and may overtake them.
+    fn drain(&mut self) {
+        // Of a job that moves, nothing is taken.
+        if self.moving.is_some() {
+            return;
+        }
+        let began = self.clock.now();
+        while self.receive() > Haul::Nothing && self.clock.now().since(began) < DRAIN {}
     }
 
     /// Ends every op in flight without the machine, which cannot be trusted after a panic.
@@ -380,6 +398,8 @@ impl Engine {
     }
 }
 
+/// How long what has arrived is taken before a session ends: a flood has no end.
+const DRAIN: Span = Span::from_millis(200);
 /// How long a timeout waits for what has arrived already.
 const GRACE: Span = Span::from_millis(10);
 /// Sums whose memory is kept for later ops.

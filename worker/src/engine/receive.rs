@@ -117,7 +117,7 @@ impl Engine {
     /// Ends all ops because a socket has failed.
     pub(super) fn give_in(&mut self, error: &io::Error) -> Haul {
         tracing::error!(%error, "a data socket failed");
-        self.end("a data socket failed");
+        self.end_at_once("a data socket failed");
         Haul::Nothing
     }
 

@@ -168,6 +168,23 @@ fn a_datagram_that_names_another_shard_than_it_comes_from_changes_nothing() {
 }
 
 #[test]
+fn an_op_ends_with_a_result_that_arrived_before_the_session_ended() {
+    let ends: [fn(&mut Engine); 2] =
+        [|engine| engine.end("it is over"), |engine| engine.lose(&[Rank(1)], Loss::Died)];
+    for end in ends {
+        let mut bench = Bench::with_datagrams(61_440, 1, 1, Ipv4Addr::LOCALHOST.into(), false);
+        let [first, second] = [(); 2].map(|()| bench.submit(0, LONG));
+        bench.engine.step();
+        // It lies in the socket when the session ends.
+        send(&bench.shards[0], bench.socket.local_addr(), &result(first, 0, ALL, 2.0));
+        end(&mut bench.engine);
+        let [first, second] = [first, second].map(|op| bench.engine.take(op).unwrap().result);
+        assert!(first.is_ok(), "{first:?}");
+        assert!(matches!(second, Err(OpError::Ended { .. } | OpError::PeerLost { .. })));
+    }
+}
+
+#[test]
 fn a_flood_puts_no_timeout_off() {
     let mut bench = Bench::new(1, 1, Ipv4Addr::LOCALHOST);
     let op = bench.submit(0, Span::from_millis(1));

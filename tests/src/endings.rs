@@ -1,0 +1,115 @@
+//! How a life of a job ends while a rank lacks a result: not before the rank has it.
+
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::Duration;
+
+use racksum_proto::control::{FromAggregator, FromWorker, Join, Welcome};
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::DType;
+use racksum_proto::ids::{Generation, JobId, OpId, Rank, WindowId};
+use racksum_proto::wire::{AskEntries, AskEntry, Header, Kind, OpenEncoder, Opening};
+
+use crate::impostor::Impostor;
+use crate::rig::{Rig, bounded};
+use crate::strangers::{datagram, header};
+
+/// Both ranks of a job, of which neither has acknowledged the result of its only op.
+fn ranks(rig: &Rig) -> ([Impostor; 2], JobId) {
+    let mut ranks = [Impostor::connect(rig), Impostor::connect(rig)];
+    for (rank, impostor) in (0..).zip(&mut ranks) {
+        let wish = impostor.wish("ends", rank, 2);
+        impostor.say(&FromWorker::Join(wish));
+    }
+    let [first, second] = ranks.each_mut().map(welcomed);
+    assert_eq!(first.job, second.job);
+    for (rank, impostor) in (0..).zip(&ranks) {
+        let said = |kind| Header { kind, ..header(first.job, Generation(0), Rank(rank)) };
+        let sum = Descriptor::sum(256, DType::F32);
+        let mut body = [0; 100];
+        let windows = std::iter::once(Opening::of(true));
+        let (len, _) = OpenEncoder::new().encode(&sum, None, windows, false, &mut body);
+        impostor.send(0, &datagram(&said(Kind::Open), &body[..len]));
+        impostor.send(0, &datagram(&Header { mask: 1, ..said(Kind::Data) }, &[0; 1024]));
+    }
+    rig.await_stats("the op is folded", |shards| shards[0].folds == 1);
+    (ranks, first.job)
+}
+
+/// What a rank hears when all have joined.
+fn welcomed(impostor: &mut Impostor) -> Welcome {
+    let mut welcome = None;
+    loop {
+        match impostor.hear() {
+            Some(FromAggregator::Welcome(granted)) => welcome = Some(granted),
+            Some(FromAggregator::Ready { .. }) => return welcome.unwrap(),
+            Some(FromAggregator::Waiting { .. }) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+/// Rank 1 of the job asks for the result of its op again and again, as one that has lost it, and
+/// acknowledges it once it has had it so often. Meanwhile `end` is called, which ends the job.
+/// Returns the last word that the rank hears, and whether it had acknowledged the result by then.
+fn last_word(end: impl FnOnce(&Rig, Impostor) -> Option<Impostor>) -> (FromAggregator, bool) {
+    let rig = Rig::start(|_| {});
+    let ([zero, mut one], job) = ranks(&rig);
+    let said = |kind| Header { kind, ..header(job, Generation(0), Rank(1)) };
+    let window = WindowId::new(OpId(0), 0);
+    let lost = std::iter::once(AskEntry { window, fragments: 1 });
+    let mut body = [0; 100];
+    let len = AskEntries::encode(lost, &mut body);
+    let ask = datagram(&Header { window, ..said(Kind::Ask) }, &body[..len]);
+    let ack = datagram(&Header { ack: WindowId::new(OpId(1), 0), ..said(Kind::Ack) }, &[]);
+    let (acknowledged, over) = (AtomicBool::new(false), AtomicBool::new(false));
+    let socket = one.socket.try_clone().unwrap();
+    let shard = rig.aggregator.data_addrs()[0];
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // Long enough for the end to have come, if it does not wait.
+            for _ in 0..100 {
+                socket.send_to(&ask, shard).unwrap();
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            acknowledged.store(true, SeqCst);
+            while !over.load(SeqCst) {
+                socket.send_to(&ack, shard).unwrap();
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        });
+        let next = end(&rig, zero);
+        let word = one.hear().unwrap();
+        let had = acknowledged.load(SeqCst);
+        over.store(true, SeqCst);
+        drop(next);
+        (word, had)
+    })
+}
+
+#[test]
+fn a_new_generation_begins_once_the_ranks_of_the_old_have_the_results_that_were_sent() {
+    bounded(60, || {
+        let (word, had) = last_word(|rig, mut zero| {
+            zero.say(&FromWorker::Leave { next_op: Some(OpId(1)) });
+            let mut next = Impostor::connect(rig);
+            let wish = next.wish("ends", 0, 2);
+            next.say(&FromWorker::Join(Join { generation: Generation(1), ..wish }));
+            Some(next)
+        });
+        assert_eq!(word, FromAggregator::Superseded { by: Generation(1) });
+        assert!(had, "the end has overtaken the result");
+    });
+}
+
+#[test]
+fn a_job_that_has_lost_a_rank_ends_once_the_others_have_the_results_that_were_sent() {
+    bounded(60, || {
+        let (word, had) = last_word(|_, zero| {
+            zero.vanish();
+            None
+        });
+        assert!(matches!(word, FromAggregator::PeerLost { .. }), "{word:?}");
+        assert!(had, "the end has overtaken the result");
+    });
+}
