@@ -1,7 +1,16 @@
 //! The shard's packet buffers: allocated at start, handed around by value, never copied.
 
-use bytes::BytesMut;
+use std::collections::TryReserveError;
+
+use bytes::{Bytes, BytesMut};
 use racksum_net::udp::RECV_CAPACITY;
+
+/// An empty buffer. `BytesMut` itself would end the process where there is no memory.
+fn buffer() -> Result<BytesMut, TryReserveError> {
+    let mut bytes = Vec::<u8>::new();
+    bytes.try_reserve_exact(RECV_CAPACITY)?;
+    Ok(Bytes::from(bytes).try_into_mut().expect("nobody else has it"))
+}
 
 /// A stack of free buffers. The one given back last is the next to go out, while it is still in
 /// the processor's cache.
@@ -13,8 +22,16 @@ pub(crate) struct Arena {
 
 impl Arena {
     /// `total` buffers of one message each. Their pages are touched when they are first used.
-    pub(crate) fn new(total: usize) -> Self {
-        Self { free: (0..total).map(|_| BytesMut::with_capacity(RECV_CAPACITY)).collect(), total }
+    ///
+    /// # Errors
+    /// The system gives this process no more memory.
+    pub(crate) fn new(total: usize) -> Result<Self, TryReserveError> {
+        let mut free = Vec::new();
+        free.try_reserve_exact(total)?;
+        for _ in 0..total {
+            free.push(buffer()?);
+        }
+        Ok(Self { free, total })
     }
 
     /// How many buffers are free.
@@ -37,5 +54,21 @@ impl Arena {
         debug_assert!(buffer.capacity() >= RECV_CAPACITY, "buffers go around whole");
         buffer.clear();
         self.free.push(buffer);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_is_not_to_be_had_is_an_error() {
+        assert!(Arena::new(usize::MAX / 64).is_err());
+        let mut arena = Arena::new(3).unwrap();
+        assert_eq!((arena.total(), arena.available()), (3, 3));
+        let taken = arena.take().unwrap();
+        assert!(taken.is_empty() && taken.capacity() >= RECV_CAPACITY);
+        arena.give(taken);
+        assert_eq!(arena.available(), 3);
     }
 }

@@ -68,6 +68,15 @@ pub enum StartError {
         /// What the system said.
         cause: io::Error,
     },
+    /// The system gives this process no more memory.
+    #[error(
+        "no memory for {mib} MiB of packet buffers a shard, and what serving them takes; lower \
+         --pool-mib or --shards, or raise the limit on this process's memory (ulimit -v)"
+    )]
+    Memory {
+        /// What each shard was to have.
+        mib: usize,
+    },
     /// A thread could not be started.
     #[error("cannot start a thread: {0}")]
     Thread(#[from] io::Error),
@@ -164,18 +173,19 @@ impl Aggregator {
         server::lock(&self.registry).shards().iter().map(|shard| shard.addr).collect()
     }
 
-    /// Goes by another configuration from now on, and reads the identity file again. Jobs that run
-    /// keep what they were granted. Returns the keys that differ and take a restart: those stay as
-    /// they are.
+    /// The configuration that it goes by.
+    #[must_use]
+    pub fn config(&self) -> Config {
+        server::lock(&self.registry).config().clone()
+    }
+
+    /// Goes by another configuration from now on. Jobs that run keep what they were granted.
+    /// Returns the keys that differ and take a restart: those stay as they are.
     ///
     /// # Errors
     /// A sentence that says what is wrong with it; nothing has changed then.
-    pub fn reload(&self, config: Config) -> Result<Vec<&'static str>, StartError> {
-        config.validate()?;
-        let running = server::lock(&self.registry).config().clone();
-        let fixed = config.fixed_changes(&running);
-        let config = config.with_fixed_of(&running);
-        let credentials = Credentials::to_serve(config.identity.as_deref(), config.insecure)?;
+    pub fn reload(&self, reload: Reload) -> Result<Vec<&'static str>, StartError> {
+        let Reload { config, fixed, credentials } = reload;
         change_credentials(&self.endpoint, &credentials)?;
         server::lock(&self.registry).reconfigure(config);
         Ok(fixed)
@@ -225,6 +235,30 @@ impl Aggregator {
     }
 }
 
+/// Another configuration for an aggregator that runs, and the identity that goes with it.
+#[derive(Debug)]
+pub struct Reload {
+    config: Config,
+    fixed: Vec<&'static str>,
+    credentials: Credentials,
+}
+
+impl Reload {
+    /// Checks a configuration for an aggregator that goes by the `running` one, and reads the
+    /// identity file again. That may block for good, as on a network file system that is gone: not
+    /// for a thread that others wait for.
+    ///
+    /// # Errors
+    /// A sentence that says what is wrong with it.
+    pub fn read(config: Config, running: &Config) -> Result<Self, StartError> {
+        config.validate()?;
+        let fixed = config.fixed_changes(running);
+        let config = config.with_fixed_of(running);
+        let credentials = Credentials::to_serve(config.identity.as_deref(), config.insecure)?;
+        Ok(Self { config, fixed, credentials })
+    }
+}
+
 impl Drop for Aggregator {
     fn drop(&mut self) {
         server::lock(&self.registry).stop();
@@ -250,12 +284,18 @@ fn start_shards(
             };
             let bind = SocketAddr::new(config.bind, port);
             let number = usize::from(shard);
-            Ok(ShardHandle::start(bind, number, config.buffers(), clock, failure)?)
+            ShardHandle::start(bind, number, config.buffers(), clock, failure)
         })
         .collect::<Result<Vec<_>, StartError>>()?;
     make_siblings(&shards);
+    // What is left must do for all else: where there is none, the next allocation ends the process.
+    let no_memory = |_| StartError::Memory { mib: config.pool_mib as usize };
+    Vec::<u8>::new().try_reserve_exact(HEADROOM).map_err(no_memory)?;
     Ok(shards)
 }
+
+/// Bytes that must be left beside the packet buffers.
+const HEADROOM: usize = 64 << 20;
 
 /// A number that the next life of the aggregator does not know: the seed of a hash table.
 fn any_number() -> u32 {

@@ -2,22 +2,18 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
-use std::time::Duration;
 
 use racksum_net::interface::{interface_of, local_addr_towards, max_datagram};
-use racksum_net::quic::{Caller, Credentials, converse};
-use racksum_proto::control::FromAggregator;
+use racksum_net::quic::{self, Caller, Connection, Credentials, talk};
+use racksum_proto::control::{FromAggregator, Join};
 use racksum_proto::time::Span;
 use tokio::sync::mpsc::{Receiver, channel};
-use tokio::time::timeout;
 
 use crate::registry::{Call, Joined, Seat, WORDS, settle};
 use crate::server::{Shared, lock, probe};
 
 /// How long the parent may take to answer a connection.
 const PATIENCE: Span = Span::from_secs(5);
-/// How long a name may take to have an address.
-const DNS_PATIENCE: Duration = Duration::from_secs(5);
 /// What a way has whose interface is not known.
 const USUAL_MTU: usize = 1500;
 
@@ -26,9 +22,20 @@ pub(crate) async fn call(registry: Shared, seat: Seat) {
     let Some(parent) = lock(&registry).config().parent.clone() else { return };
     loop {
         let called = lock(&registry).call(&seat);
-        let Some(call) = called else { return };
-        let why = match resolve(&registry, &parent).await {
-            Ok(to) => speak(&registry, &seat, to, call).await,
+        let Some(Call { join, words, over }) = called else { return };
+        // Nothing has been said yet that would have to be taken back.
+        let answered = tokio::select! {
+            answered = reach(&registry, &parent, join) => answered,
+            _ = over => return,
+        };
+        let why = match answered {
+            Ok(Answered { connection, to, join }) => {
+                let (tell, heard) = channel(WORDS);
+                let hear = move |message| tell.try_send(message).is_ok();
+                let heeded = heed(&registry, &seat, to, heard);
+                let (ended, ()) = tokio::join!(talk(connection, to, join, words, hear), heeded);
+                ended.to_string()
+            }
             Err(why) => why,
         };
         if !lock(&registry).hung_up(&seat, &parent, &why) {
@@ -41,10 +48,8 @@ pub(crate) async fn call(registry: Shared, seat: Seat) {
 async fn resolve(registry: &Shared, parent: &str) -> Result<SocketAddr, String> {
     let bind = lock(registry).config().bind;
     let unknown = |why| format!("{parent:?} is no address of an aggregator (HOST:PORT): {why}");
-    let found = timeout(DNS_PATIENCE, tokio::net::lookup_host(parent)).await;
-    let found = found.map_err(|_| unknown("nobody knows it in time".into()))?;
+    let found = racksum_net::resolve::resolve(parent).await;
     let found = found.map_err(|why| unknown(why.to_string()))?;
-    let found: Vec<_> = found.collect();
     let to = found.iter().find(|addr| addr.is_ipv6() == bind.is_ipv6());
     let to = to.ok_or_else(|| unknown(format!("{bind} reaches none of {found:?}")))?;
     if bind.is_loopback() && !to.ip().is_loopback() {
@@ -56,31 +61,29 @@ async fn resolve(registry: &Shared, parent: &str) -> Result<SocketAddr, String> 
     Ok(*to)
 }
 
-/// Joins the parent at `to`; returns why the conversation is over.
-async fn speak(registry: &Shared, seat: &Seat, to: SocketAddr, call: Call) -> String {
-    let Call { mut join, words } = call;
+/// A parent that has answered, and what it is told first.
+struct Answered {
+    connection: Connection,
+    to: SocketAddr,
+    join: Join,
+}
+
+/// Calls the parent; the error says why it cannot be had.
+async fn reach(registry: &Shared, parent: &str, mut join: Join) -> Result<Answered, String> {
+    let to = resolve(registry, parent).await?;
     let (bind, identity, insecure) = {
         let registry = lock(registry);
         let config = registry.config();
         (config.bind, config.identity.clone(), config.insecure)
     };
     // Read again for each call: it may have been renewed.
-    let credentials = match Credentials::new(identity.as_deref(), insecure) {
-        Ok(credentials) => credentials,
-        Err(why) => return why.to_string(),
-    };
+    let credentials = Credentials::read(identity, insecure).await.map_err(|why| why.to_string())?;
     // The parent takes data only from the address that called it.
     let from = Some(bind).filter(|bind: &IpAddr| !bind.is_unspecified());
-    match largest_datagram(from, to) {
-        Ok(largest) => join.max_datagram = join.max_datagram.min(largest),
-        Err(why) => return why,
-    }
-    let (tell, heard) = channel(WORDS);
-    let hear = move |message| tell.try_send(message).is_ok();
+    join.max_datagram = join.max_datagram.min(largest_datagram(from, to)?);
     let caller = Caller { from, credentials, patience: PATIENCE };
-    let heeded = heed(registry, seat, to, heard);
-    let (ended, ()) = tokio::join!(converse(to, join, &caller, words, hear), heeded);
-    ended.to_string()
+    let connection = quic::call(to, &caller).await.map_err(|why| why.to_string())?;
+    Ok(Answered { connection, to, join })
 }
 
 /// Does what the parent says, until it says no more.

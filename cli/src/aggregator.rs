@@ -6,7 +6,8 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use racksum_aggregator::{Aggregator, Config, StartError};
+use racksum_aggregator::{Aggregator, Config, Reload, StartError};
+use racksum_net::aside::Aside;
 use racksum_net::local::raise_open_files;
 use racksum_proto::auth::DataAuth;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -17,7 +18,7 @@ use crate::status;
 use crate::stderr;
 
 /// Flags override the configuration file, which overrides the defaults.
-#[derive(Debug, clap::Args)]
+#[derive(Debug, Clone, clap::Args)]
 pub(crate) struct Args {
     /// The address to serve on [default: 127.0.0.1].
     #[arg(long, value_name = "IP")]
@@ -140,7 +141,9 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         .enable_all()
         .build()
         .and_then(|runtime| {
-            let reload = || reload(args, &aggregator);
+            let reloader =
+                Reloader { aside: Aside::one_of(RELOADING, 1), args, aggregator: &aggregator };
+            let reload = || reloader.reload();
             runtime.block_on(async {
                 let mut signals = Signals::listen()?;
                 tell(&ready);
@@ -188,18 +191,38 @@ enum Stop {
     Failed(String),
 }
 
-/// Reads the configuration and the identity again. What is wrong with them changes nothing.
-fn reload(args: &Args, aggregator: &Aggregator) {
-    let reloaded = args.config().and_then(|config| Ok(aggregator.reload(config)?));
-    match reloaded {
-        Ok(fixed) if fixed.is_empty() => tell("racksum aggregator: configuration reloaded"),
-        Ok(fixed) => {
-            tell("racksum aggregator: configuration reloaded");
-            let keys = fixed.join(", ");
-            stderr::warn(format_args!("what has changed of {keys} takes a restart"));
-        }
-        Err(failure) => {
-            stderr::warn(format_args!("nothing is reloaded: {failure}"));
+/// Reads the configuration and the identity again, one time after the other.
+struct Reloader<'a> {
+    aside: Aside,
+    args: &'a Args,
+    aggregator: &'a Aggregator,
+}
+
+/// What reloading is called in errors.
+const RELOADING: &str = "reading the configuration and the identity again";
+
+/// How long reading both may take.
+const RELOAD_PATIENCE: Duration = Duration::from_secs(10);
+
+impl Reloader<'_> {
+    /// Reads both aside: signals are heeded although a file hangs. What is wrong with them changes
+    /// nothing.
+    async fn reload(&self) {
+        let (args, running) = (self.args.clone(), self.aggregator.config());
+        let read =
+            move || -> Result<Reload, Failure> { Ok(Reload::read(args.config()?, &running)?) };
+        let read = self.aside.run(RELOAD_PATIENCE, read).await;
+        let read = read.unwrap_or_else(|error| Err(Failure::unavailable(error.to_string())));
+        match read.and_then(|read| Ok(self.aggregator.reload(read)?)) {
+            Ok(fixed) if fixed.is_empty() => tell("racksum aggregator: configuration reloaded"),
+            Ok(fixed) => {
+                tell("racksum aggregator: configuration reloaded");
+                let keys = fixed.join(", ");
+                stderr::warn(format_args!("what has changed of {keys} takes a restart"));
+            }
+            Err(failure) => {
+                stderr::warn(format_args!("nothing is reloaded: {failure}"));
+            }
         }
     }
 }
@@ -218,7 +241,7 @@ async fn drained(aggregator: &Aggregator, signals: &mut Signals) -> Stop {
         // Ranks of jobs that had not begun are told so, and hang up then.
         drop(tokio::time::timeout(LAST_WORDS, aggregator.idle()).await);
     };
-    let reload = || stderr::warn("nothing is reloaded: the aggregator drains");
+    let reload = async || stderr::warn("nothing is reloaded: the aggregator drains");
     tokio::select! {
         () = over => Stop::Told,
         stop = signals.stopped(aggregator.failed(), reload) => stop,
@@ -247,16 +270,25 @@ impl Signals {
         })
     }
 
-    /// Returns at SIGINT or SIGTERM, or when the aggregator has failed. At SIGHUP it reloads.
-    async fn stopped(&mut self, failed: impl Future<Output = String>, reload: impl Fn()) -> Stop {
-        let mut failed = std::pin::pin!(failed);
-        loop {
-            tokio::select! {
-                _ = self.interrupt.recv() => return Stop::Told,
-                _ = self.terminate.recv() => return Stop::Told,
-                _ = self.hangup.recv() => reload(),
-                why = &mut failed => return Stop::Failed(why),
+    /// Returns at SIGINT or SIGTERM, or when the aggregator has failed. At SIGHUP it reloads, and
+    /// heeds the other signals meanwhile; a further SIGHUP has it reload once more after that.
+    async fn stopped(
+        &mut self,
+        failed: impl Future<Output = String>,
+        reload: impl AsyncFn(),
+    ) -> Stop {
+        let Self { interrupt, terminate, hangup } = self;
+        let reloads = async {
+            while hangup.recv().await.is_some() {
+                reload().await;
             }
+            std::future::pending::<Stop>().await
+        };
+        tokio::select! {
+            _ = interrupt.recv() => Stop::Told,
+            _ = terminate.recv() => Stop::Told,
+            why = failed => Stop::Failed(why),
+            stop = reloads => stop,
         }
     }
 }
@@ -269,8 +301,8 @@ mod tests {
     fn an_aggregator_that_fails_is_not_waited_for() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let failed = std::future::ready("a shard failed".to_owned());
-        let stop =
-            runtime.block_on(async { Signals::listen().unwrap().stopped(failed, || {}).await });
+        let stop = runtime
+            .block_on(async { Signals::listen().unwrap().stopped(failed, async || {}).await });
         assert_eq!(stop, Stop::Failed("a shard failed".into()));
     }
 

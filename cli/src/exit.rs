@@ -118,6 +118,7 @@ impl From<StartError> for Failure {
         match error {
             StartError::Config(_)
             | StartError::StatusSocket { .. }
+            | StartError::Memory { .. }
             | StartError::NoMulticast(_) => Self::usage(error.to_string()),
             StartError::Net(error) => error.into(),
             _ => Self::unavailable(error.to_string()),

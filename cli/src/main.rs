@@ -10,6 +10,7 @@ mod crew;
 mod exit;
 mod identity;
 mod member;
+mod memory;
 mod reduce;
 mod sim;
 mod standby;

@@ -5,8 +5,11 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use quinn::ConnectionError;
+
 use racksum_proto::peer_text::PeerText;
 use racksum_proto::time::Span;
+
+use crate::aside::AsideError;
 
 /// A failure of this crate. Each `Display` says what was wrong, where, and what to do.
 ///
@@ -191,6 +194,9 @@ pub enum NetError {
         /// What is wrong with it.
         why: String,
     },
+    /// A file that hangs, as on a network file system that is gone.
+    #[error("{0}")]
+    Aside(#[from] AsideError),
     /// The address is one that QUIC cannot call (port 0, for one).
     #[error("{addr} cannot be called: {reason}")]
     NotCallable {

@@ -11,6 +11,7 @@
 #![deny(unsafe_op_in_unsafe_fn)]
 
 mod alive;
+pub mod aside;
 pub mod auth;
 pub mod clock;
 mod error;
@@ -19,6 +20,7 @@ pub mod local;
 pub mod multicast;
 mod options;
 pub mod quic;
+pub mod resolve;
 pub mod udp;
 
 pub use error::NetError;

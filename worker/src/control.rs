@@ -160,7 +160,7 @@ impl Control {
         options: &ConnectOptions,
         mailbox: &Mailbox,
     ) -> Result<Self, ConnectError> {
-        let credentials = Credentials::new(options.identity.as_deref(), options.insecure)?;
+        let credentials = Credentials::read_blocking(options.identity.clone(), options.insecure)?;
         let moves = join.resume.is_some();
         // Until all that takes part in a session is there, it is as if nothing had begun.
         let parting = match (moves, join.rejoin) {

@@ -124,7 +124,7 @@ impl Looking {
         resume: Option<&Resume>,
         sights: Vec<Sight>,
     ) -> Result<Self, ConnectError> {
-        let credentials = Credentials::new(options.identity.as_deref(), options.insecure)?;
+        let credentials = Credentials::read_blocking(options.identity.clone(), options.insecure)?;
         let patience = patience(options, resume.is_some());
         let (options, resume) = (options.clone(), resume.cloned());
         let errand = Arc::new(Errand { options, resume, credentials, patience });

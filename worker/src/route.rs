@@ -1,9 +1,10 @@
 //! The ways to aggregators: from which of this host's addresses, through which interface.
 
 use std::collections::BTreeSet;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use racksum_net::interface::{Interface, interface_of, interfaces, local_addr_towards, select};
+use racksum_net::resolve::resolve_blocking;
 
 use crate::error::ConnectError;
 
@@ -59,8 +60,8 @@ pub(crate) fn find_routes(
 pub(crate) fn resolve(host: &str) -> Result<SocketAddr, ConnectError> {
     check_address(host)?;
     let unresolved = |why| ConnectError::Unresolved { host: host.into(), why };
-    let mut addrs = host.to_socket_addrs().map_err(|error| unresolved(error.to_string()))?;
-    addrs.next().ok_or_else(|| unresolved("the name has no address".into()))
+    let addrs = resolve_blocking(host).map_err(|error| unresolved(error.to_string()))?;
+    addrs.into_iter().next().ok_or_else(|| unresolved("the name has no address".into()))
 }
 
 /// Checks that a text can be `HOST:PORT`, without resolving the name.

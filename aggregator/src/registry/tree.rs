@@ -14,6 +14,7 @@ use racksum_proto::control::{
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::worker;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::job::{Job, State};
@@ -31,6 +32,8 @@ pub(super) struct Above {
     /// The same of the job's lives before, until the parent ends those by itself: a last word would
     /// say to the other racks that a rank of this one has left.
     before: Vec<UnboundedSender<FromWorker>>,
+    /// Ends the call when it is dropped, unless the parent has answered: then words end it.
+    _over: Option<oneshot::Sender<()>>,
     /// The ranks that have joined nowhere, as the parent says.
     pub(super) missing: Option<Vec<u16>>,
     /// What there is no room for at the parent, as it says.
@@ -44,15 +47,22 @@ impl Above {
     pub(super) fn after(before: Option<Self>) -> Self {
         let Self { mut before, words, .. } = before.unwrap_or_default();
         before.extend(words);
+        // Those of a parent that ends none are not kept without end.
+        before.drain(..before.len().saturating_sub(MOST_BEFORE));
         Self { before, ..Self::default() }
     }
 }
+
+/// Lives of a job before the present one whose conversations with the parent go on.
+const MOST_BEFORE: usize = 4;
 
 /// A call of the parent: what is said first, and whatever is said then.
 #[derive(Debug)]
 pub(crate) struct Call {
     pub(crate) join: Join,
     pub(crate) words: UnboundedReceiver<FromWorker>,
+    /// Tells when the job's life that calls is over.
+    pub(crate) over: oneshot::Receiver<()>,
 }
 
 /// Whom a job loses with a member.
@@ -92,10 +102,14 @@ impl Registry {
         // The receiver is here.
         joins.for_each(|join| drop(tell.send(FromWorker::Also(join))));
         let before = std::mem::take(&mut job.above.get_or_insert_default().before);
-        job.above = Some(Above { called: true, words: Some(tell), before, ..Above::default() });
+        let (ends, over) = oneshot::channel();
+        let (words_to, ends) = (Some(tell), Some(ends));
+        let above =
+            Above { called: true, words: words_to, before, _over: ends, ..Above::default() };
+        job.above = Some(above);
         let join =
             Join { data_ports, receive_buffer, data_auth, multicast: false, relays: true, ..first };
-        Some(Call { join, words })
+        Some(Call { join, words, over })
     }
 
     /// Takes what the parent at `parent` says.

@@ -9,11 +9,12 @@ use std::thread::JoinHandle;
 use racksum_net::NetError;
 use racksum_net::clock::Clock;
 use racksum_net::interface::Interface;
-use racksum_net::udp::{Gather, RECV_BATCH, RecvRing, UdpConfig, UdpSocket, Waker};
+use racksum_net::udp::{Gather, RECV_BATCH, RECV_CAPACITY, RecvRing, UdpConfig, UdpSocket, Waker};
 use racksum_proto::time::Time;
 use tokio::sync::oneshot;
 
 use super::{Command, LONGEST_PAUSE, MULTICAST_TTL, Shard, ShardReport, ShardStats};
+use crate::StartError;
 use crate::arena::Arena;
 use crate::failure::Failure;
 use crate::outbox::Outbox;
@@ -81,7 +82,10 @@ impl ShardHandle {
         buffers: usize,
         clock: Clock,
         failure: &Failure,
-    ) -> Result<Self, NetError> {
+    ) -> Result<Self, StartError> {
+        let mib = (buffers * RECV_CAPACITY) >> 20;
+        let no_memory = |_| StartError::Memory { mib };
+        let arena = Arena::new(buffers + 2 * RECV_BATCH).map_err(no_memory)?;
         let socket = Arc::new(UdpSocket::open(&UdpConfig::new(bind))?);
         let addr = socket.local_addr();
         let io = |cause: std::io::Error| NetError::Bind { addr, cause };
@@ -100,7 +104,7 @@ impl ShardHandle {
             jobs: BTreeMap::new(),
             risen: BTreeMap::new(),
             siblings: Siblings { number, all: Arc::clone(&siblings) },
-            arena: Arena::new(buffers + 2 * RECV_BATCH),
+            arena,
             incoming: Vec::with_capacity(RECV_BATCH),
             recv: RecvRing::new(),
             out: Outbox::new(),

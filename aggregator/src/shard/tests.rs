@@ -26,7 +26,7 @@ fn shard() -> (Shard, Sender<Command>) {
         jobs: BTreeMap::new(),
         risen: BTreeMap::new(),
         siblings: Siblings::default(),
-        arena: Arena::new(2 * RECV_BATCH + 4 * usize::try_from(WINDOWS).unwrap()),
+        arena: Arena::new(2 * RECV_BATCH + 4 * usize::try_from(WINDOWS).unwrap()).unwrap(),
         incoming: Vec::with_capacity(RECV_BATCH),
         recv: RecvRing::new(),
         out: Outbox::new(),

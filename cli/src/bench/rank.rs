@@ -10,6 +10,7 @@ use super::data::Pattern;
 use super::{Args, Input};
 use crate::exit::Failure;
 use crate::member::Member;
+use crate::memory;
 
 /// What a rank measured of one size.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
@@ -94,9 +95,10 @@ impl Runner {
         let descriptor = Descriptor { tag: self.pattern.tag(), ..args.descriptor(bytes)? };
         let len = usize::try_from(descriptor.elements * args.datatype.size() as u64)
             .map_err(|_| Failure::usage(format!("{bytes} bytes do not fit this machine")))?;
-        let mut pristine = vec![0; len];
+        let mut pristine = memory::zeros(len)?;
         self.pattern.fill(self.rank, args.datatype, &mut pristine);
-        let tensors = vec![pristine.clone(); usize::from(args.ops_in_flight.max(1))];
+        let tensors = (0..args.ops_in_flight.max(1)).map(|_| memory::copy(&pristine));
+        let tensors = tensors.collect::<Result<Vec<_>, _>>()?;
         let blocks = (args.input == Input::Blocks).then(|| self.blocks(&descriptor, &pristine));
         Ok(Case { descriptor, lanes: args.lanes, pristine, tensors, blocks, reduced: None })
     }

@@ -6,6 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use racksum_proto::dtype::DType;
+use racksum_proto::peer_text::PeerText;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde::Deserialize;
@@ -76,7 +77,7 @@ impl GradientFile {
         file.read_exact_at(&mut header, LENGTH).map_err(unreadable)?;
         check_dtypes(path, &header)?;
         let metadata: Metadata =
-            serde_json::from_slice(&header).map_err(|error| bad(error.to_string()))?;
+            serde_json::from_slice(&header).map_err(|error| bad(PeerText::of(error).into()))?;
         let data_start = LENGTH + header_len;
         let whole = data_start + metadata.data_len() as u64;
         if len != whole {

@@ -19,6 +19,7 @@ use super::report::Table;
 use super::survey::{Held, Survey};
 use crate::exit::Failure;
 use crate::member::Member;
+use crate::memory;
 
 /// What a rank has to say once all its tensors are reduced.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -220,7 +221,7 @@ impl Pipeline<'_> {
             {
                 self.finish_oldest()?;
             }
-            let mut contents = vec![0; tensor.len];
+            let mut contents = memory::zeros(tensor.len)?;
             self.file.read(tensor, 0, &mut contents)?;
             let submitted = self.client.submit(contents, *descriptor);
             let handle = submitted.map_err(|error| of_tensor(tensor, error))?;

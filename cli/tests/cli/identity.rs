@@ -62,7 +62,7 @@ fn an_identity_says_whose_it_is_and_until_when() {
     let expected = ["authority", "aggregator", "authority"].map(|role| (role.to_owned(), true));
     assert_eq!(roles, expected);
     let ended = run(&["identity", "show", "/dev/null"]);
-    assert_eq!(ended.failed(2), "/dev/null: it holds no certificate");
+    assert_eq!(ended.failed(2), "/dev/null: it is not a regular file; name one in PEM");
 }
 
 #[test]

@@ -1,10 +1,11 @@
 //! What cannot be is said in one sentence, with an exit code that tells whose fault it is.
 
 use std::net::UdpSocket;
+use std::process::Command;
 
 use crate::files::Folder;
 use crate::ports::own_port;
-use crate::process::{Process, Serving, bench_rank, run, signal};
+use crate::process::{Process, RACKSUM, Serving, bench_rank, run, signal};
 use crate::waits::await_that;
 
 #[test]
@@ -46,6 +47,50 @@ fn an_aggregator_that_cannot_serve_says_why() {
     assert!(ended.failed(2).starts_with(&why), "{ended:?}");
     let ended = run(&["aggregator", "--pool-mib", "1048576"]);
     assert!(ended.failed(2).ends_with("of this host; lower --pool-mib or --shards"), "{ended:?}");
+}
+
+#[test]
+fn a_limit_on_memory_that_is_too_small_is_said_in_a_sentence() {
+    let limited = |kib: u32, args: &str| {
+        let script = format!("ulimit -v {kib}; exec {RACKSUM} {args}");
+        Process::spawn(Command::new("sh").args(["-c", &script])).end(60)
+    };
+    let ended = limited(600_000, "aggregator --port 0 --pool-mib 1024");
+    let why = "no memory for 1024 MiB of packet buffers a shard, and what serving them takes; ";
+    assert!(ended.failed(2).starts_with(why), "{ended:?}");
+    let ended = limited(2_000_000, "bench -b 1900M -e 1900M --workers 1 -n 1");
+    // The rank says so, and the benchmark that its rank has ended.
+    assert_eq!(ended.code, Some(2), "{ended:?}");
+    assert!(
+        ended.err.contains("racksum: no memory for a tensor of 1992294400 bytes; "),
+        "{ended:?}"
+    );
+}
+
+#[test]
+fn a_configuration_that_hangs_when_it_is_read_again_does_not_keep_an_aggregator_from_stopping() {
+    let folder = Folder::new("hangs");
+    let config = folder.path("racksum.toml");
+    std::fs::write(&config, "max_jobs = 4\n").unwrap();
+    let serving = Serving::start(&["--config", &config]);
+    std::fs::remove_file(&config).unwrap();
+    // Nobody writes to it.
+    let pipe = Command::new("mkfifo").arg(&config).status().unwrap();
+    assert!(pipe.success());
+    for _ in 0..3 {
+        signal(serving.process.id(), "HUP");
+    }
+    let mut writer = None;
+    // The signal has been heeded once somebody is about to read.
+    await_that("it reads the pipe", || {
+        use std::os::unix::fs::OpenOptionsExt;
+        let mut open = std::fs::File::options();
+        // Were it closed again, that would end the read.
+        writer = open.write(true).custom_flags(libc::O_NONBLOCK).open(&config).ok();
+        writer.is_some()
+    });
+    serving.end().ok();
+    drop(writer);
 }
 
 #[test]
@@ -338,7 +383,7 @@ fn a_row_for_programs_has_every_field() {
 #[test]
 fn a_reader_that_is_gone_is_no_panic() {
     let binary = env!("CARGO_BIN_EXE_racksum");
-    let mut child = std::process::Command::new(binary)
+    let mut child = Command::new(binary)
         .args(["bench", "--workers", "1", "-e", "64K", "-f", "2", "-n", "2"])
         .stdout(std::process::Stdio::piped())
         .stderr(std::process::Stdio::piped())

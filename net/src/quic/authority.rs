@@ -7,11 +7,11 @@ use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
     Issuer, KeyPair, KeyUsagePurpose,
 };
-use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::pem::{self as pki_pem, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use time::{Duration, OffsetDateTime};
 
-use super::identity::{NAME, read_secret};
+use super::identity::{NAME, no_key, not_pem, read_secret};
 use super::{Certificate, Role};
 use crate::NetError;
 
@@ -58,16 +58,19 @@ impl Authority {
     pub fn load(path: &Path) -> Result<Self, NetError> {
         let wrong = |why: String| NetError::IdentityFile { path: path.into(), why };
         let pem = read_secret(path)?;
-        let certificate = CertificateDer::from_pem_slice(&pem)
-            .map_err(|_| wrong("it holds no certificate".into()))?;
+        let certificate = CertificateDer::from_pem_slice(&pem).map_err(|error| match error {
+            pki_pem::Error::NoItemsFound => wrong("it holds no certificate".into()),
+            error => wrong(not_pem(&error).into()),
+        })?;
         let told = Certificate::parse(&certificate).map_err(wrong)?;
         if told.role != Role::Authority {
             let (name, role) = (told.name, told.role);
             return Err(wrong(format!("{name:?} is no authority but a {role}; issue with one")));
         }
-        let key = PrivateKeyDer::from_pem_slice(&pem)
-            .map_err(|_| wrong("it holds no private key beside its certificate".into()))?;
-        let key = KeyPair::try_from(&key).map_err(|error| wrong(error.to_string()))?;
+        let key =
+            PrivateKeyDer::from_pem_slice(&pem).map_err(|error| wrong(no_key(&error).into()))?;
+        let key =
+            KeyPair::try_from(&key).map_err(|_| wrong("its private key is damaged".into()))?;
         let issuer = Issuer::from_ca_cert_der(&certificate, key)
             .map_err(|error| wrong(error.to_string()))?;
         Ok(Self { certificate, issuer })

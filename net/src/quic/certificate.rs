@@ -11,7 +11,7 @@ use time::format_description::well_known::Rfc3339;
 use x509_parser::prelude::{FromDer, X509Certificate};
 use x509_parser::x509::X509Name;
 
-use super::identity::read_secret;
+use super::identity::{not_pem, read_secret};
 use crate::NetError;
 
 /// What the holder of a certificate may be.
@@ -73,7 +73,7 @@ impl Certificate {
         let pem = read_secret(path)?;
         let mut all = Vec::new();
         for der in CertificateDer::pem_slice_iter(&pem) {
-            let der = der.map_err(|error| wrong(error.to_string()))?;
+            let der = der.map_err(|error| wrong(not_pem(&error).into()))?;
             all.push(Self::parse(&der).map_err(wrong)?);
         }
         if all.is_empty() {
@@ -91,7 +91,8 @@ impl Certificate {
 
     /// Reads a certificate; the error says why it cannot be one.
     pub(super) fn parse(der: &CertificateDer<'_>) -> Result<Self, String> {
-        let (_, x509) = X509Certificate::from_der(der).map_err(|error| error.to_string())?;
+        let (_, x509) =
+            X509Certificate::from_der(der).map_err(|_| "a certificate in it is damaged")?;
         // Names are compared, logged and shown, so a certificate whose name would not show as it
         // is counts as none.
         let names = [x509.subject(), x509.issuer()];

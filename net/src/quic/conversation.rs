@@ -11,7 +11,7 @@ use racksum_proto::time::Span;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::oneshot;
 
-use super::endpoint::connect_from;
+use super::endpoint::{Connection, connect_from};
 use super::{Credentials, duration, frames, lifeline, not_connected};
 use crate::NetError;
 
@@ -61,14 +61,40 @@ pub async fn converse(
     to: SocketAddr,
     join: Join,
     caller: &Caller,
+    words: UnboundedReceiver<FromWorker>,
+    hear: impl Fn(FromAggregator) -> bool + Send + 'static,
+) -> Ended {
+    match call(to, caller).await {
+        Ok(connection) => talk(connection, to, join, words, hear).await,
+        Err(error) => error.into(),
+    }
+}
+
+/// Calls the aggregator at `to`, which is told nothing yet: who gives up the call leaves no trace.
+///
+/// # Errors
+///
+/// Why the call came to nothing.
+///
+/// # Panics
+///
+/// Outside of a tokio runtime.
+pub async fn call(to: SocketAddr, caller: &Caller) -> Result<Connection, NetError> {
+    connect_from(caller.from, to, &caller.credentials, caller.patience).await
+}
+
+/// Joins by a connection to the aggregator at `to`, and goes on as [`converse`] does.
+///
+/// # Panics
+///
+/// Outside of a tokio runtime.
+pub async fn talk(
+    connection: Connection,
+    to: SocketAddr,
+    join: Join,
     mut words: UnboundedReceiver<FromWorker>,
     hear: impl Fn(FromAggregator) -> bool + Send + 'static,
 ) -> Ended {
-    let connection = match connect_from(caller.from, to, &caller.credentials, caller.patience).await
-    {
-        Ok(connection) => connection,
-        Err(error) => return error.into(),
-    };
     // An aggregator looks at this side's certificate last, when the connection seems made.
     let closed = |why: PeerText| match connection.quic().close_reason() {
         Some(ConnectionError::TimedOut) => Ended::Silent,

@@ -2,19 +2,22 @@
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
-use std::pin::pin;
-use std::sync::Arc;
-use std::time::Duration;
+use std::pin::{Pin, pin};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
 use quinn::{
-    ClientConfig, ConnectError, Connecting, ConnectionError, Endpoint, EndpointConfig,
-    ServerConfig, TokioRuntime, TransportConfig, TransportErrorCode, VarInt,
+    AsyncTimer, AsyncUdpSocket, ClientConfig, ConnectError, Connecting, ConnectionError, Endpoint,
+    EndpointConfig, Runtime, ServerConfig, TokioRuntime, TransportConfig, TransportErrorCode,
+    VarInt,
 };
 use racksum_proto::time::Span;
 use rustls::AlertDescription;
 use rustls::crypto::{CryptoProvider, aws_lc_rs};
 use rustls::version::TLS13;
+use socket2::SockRef;
+use tokio::task::AbortHandle;
 
 use super::connection_id::ConnectionIds;
 use super::identity::NAME;
@@ -96,7 +99,10 @@ pub(super) async fn connect_from(
 ) -> Result<Connection, NetError> {
     credentials.check(to)?;
     let from = from.unwrap_or_else(|| local_for(to));
-    let endpoint = endpoint(SocketAddr::new(from, 0), None)?;
+    let spawner = Spawner::default();
+    // Of a call that comes to nothing, nothing is left.
+    let mut tasks = Tasks(Some(spawner.clone()));
+    let endpoint = endpoint(SocketAddr::new(from, 0), None, Arc::new(spawner))?;
     let config = client_config(credentials)?;
     let call = || {
         endpoint.connect_with(config.clone(), to, NAME).map_err(|error: ConnectError| {
@@ -104,7 +110,10 @@ pub(super) async fn connect_from(
         })
     };
     match twice(call, duration(patience)).await {
-        Ok(quic) => Ok(Connection { endpoint, quic }),
+        Ok(quic) => {
+            tasks.leave();
+            Ok(Connection { endpoint, quic })
+        }
         Err(NotAnswered::NotCalled(error)) => Err(error),
         Err(NotAnswered::Ended(ConnectionError::TimedOut)) => {
             Err(NetError::NobodyThere { addr: to, waited: patience })
@@ -193,17 +202,68 @@ pub(super) fn serve(
     protocol: &str,
 ) -> Result<Endpoint, NetError> {
     credentials.check(bind)?;
-    endpoint(bind, Some(server_config(credentials, protocol)?))
+    endpoint(bind, Some(server_config(credentials, protocol)?), Arc::new(TokioRuntime))
+}
+
+/// Starts the tasks of a client, and knows them.
+#[derive(Debug, Clone, Default)]
+struct Spawner(Arc<Mutex<Vec<AbortHandle>>>);
+
+impl Runtime for Spawner {
+    fn new_timer(&self, at: Instant) -> Pin<Box<dyn AsyncTimer>> {
+        TokioRuntime.new_timer(at)
+    }
+
+    fn spawn(&self, task: Pin<Box<dyn Future<Output = ()> + Send>>) {
+        let task = tokio::spawn(task).abort_handle();
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(task);
+    }
+
+    fn wrap_udp_socket(&self, socket: UdpSocket) -> io::Result<Arc<dyn AsyncUdpSocket>> {
+        TokioRuntime.wrap_udp_socket(socket)
+    }
+
+    fn now(&self) -> Instant {
+        TokioRuntime.now()
+    }
+}
+
+/// The tasks of a call, which end when this is dropped. Left alone, quinn keeps the socket and the
+/// state of a call that was given up for seconds, until nothing of it can come back any more.
+#[derive(Debug)]
+struct Tasks(Option<Spawner>);
+
+impl Tasks {
+    /// Leaves the tasks alone, which have the end of a connection to tell.
+    fn leave(&mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Tasks {
+    fn drop(&mut self) {
+        let Some(Spawner(tasks)) = &self.0 else { return };
+        let tasks = tasks.lock().unwrap_or_else(PoisonError::into_inner);
+        tasks.iter().for_each(AbortHandle::abort);
+    }
 }
 
 /// Both kinds of endpoint, so that a failed bind reads the same.
-fn endpoint(bind: SocketAddr, config: Option<ServerConfig>) -> Result<Endpoint, NetError> {
+fn endpoint(
+    bind: SocketAddr,
+    config: Option<ServerConfig>,
+    runtime: Arc<dyn Runtime>,
+) -> Result<Endpoint, NetError> {
     let ids = ConnectionIds::new()?;
-    let make = || -> io::Result<Endpoint> {
+    let make = move || -> io::Result<Endpoint> {
         let socket = UdpSocket::bind(bind)?;
+        if config.is_some() {
+            // Calls that come while this process waits for a core. The kernel gives what it may.
+            SockRef::from(&socket).set_recv_buffer_size(RECEIVE_BUFFER)?;
+        }
         let mut own = EndpointConfig::default();
         own.cid_generator(move || Box::new(ids.clone()));
-        Endpoint::new(own, config, socket, Arc::new(TokioRuntime))
+        Endpoint::new(own, config, socket, runtime)
     };
     make().map_err(|cause| NetError::bind(bind, cause))
 }
@@ -237,7 +297,12 @@ fn server_config(credentials: &Credentials, protocol: &str) -> Result<ServerConf
     let mut config = ServerConfig::with_crypto(Arc::new(crypto));
     // A rank's data goes to the address of its connection. Only the handshake proves that the rank
     // hears there, so no later datagram may move the connection to another address.
-    config.transport_config(transport()).migration(false);
+    config
+        .transport_config(transport())
+        .migration(false)
+        .max_incoming(MAX_INCOMING)
+        .incoming_buffer_size(MAX_INCOMING_BYTES)
+        .incoming_buffer_size_total(MAX_INCOMING_BYTES * MAX_INCOMING as u64);
     Ok(config)
 }
 
@@ -264,6 +329,7 @@ fn transport() -> Arc<TransportConfig> {
     config
         .keep_alive_interval(Some(duration(KEEP_ALIVE)))
         .max_idle_timeout(Some(VarInt::from_u32(idle_ms).into()))
+        .initial_rtt(INITIAL_RTT)
         .max_concurrent_bidi_streams(VarInt::from_u32(MAX_STREAMS))
         .max_concurrent_uni_streams(VarInt::from_u32(MAX_STREAMS))
         .stream_receive_window(VarInt::from_u32(STREAM_WINDOW))
@@ -288,8 +354,17 @@ fn tls_error(error: impl std::fmt::Display) -> NetError {
     NetError::Tls { reason: error.to_string() }
 }
 
+/// What a round trip is taken for before one is measured: long for a cluster. A handshake that is
+/// given up is kept for nine of these (RFC 9000, section 10.2), and a lost first packet costs three.
+const INITIAL_RTT: Duration = Duration::from_millis(100);
 /// How long a connection that was closed is seen to its end.
 const CLOSING: Span = Span::from_millis(100);
+/// Bytes of calls that the kernel may hold.
+const RECEIVE_BUFFER: usize = 4 << 20;
+/// Calls that may wait until this side looks at them, which is at once, and what each may send
+/// meanwhile.
+const MAX_INCOMING: usize = 1024;
+const MAX_INCOMING_BYTES: u64 = 16 << 10;
 /// Streams of each kind that the other side may have open: one for control, some for questions.
 const MAX_STREAMS: u32 = 16;
 /// Unread bytes of one stream: a few of the largest frames.

@@ -3,12 +3,14 @@
 use std::fmt;
 use std::fs::File;
 use std::io::Read;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 
 use rcgen::{CertificateParams, KeyPair};
-use rustls::pki_types::pem::PemObject;
+use rustls::RootCertStore;
+use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+use rustls::sign::CertifiedKey;
 
 use super::{Certificate, Role};
 use crate::NetError;
@@ -54,10 +56,9 @@ impl Identity {
         let pem = read_secret(path)?;
         let wrong = |why: &str| NetError::IdentityFile { path: path.into(), why: why.into() };
         let parsed: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&pem).collect();
-        let mut certificates = parsed.map_err(|error| wrong(&error.to_string()))?.into_iter();
+        let mut certificates = parsed.map_err(|error| wrong(not_pem(&error)))?.into_iter();
         let certificate = certificates.next().ok_or_else(|| wrong("it holds no certificate"))?;
-        let key = PrivateKeyDer::from_pem_slice(&pem)
-            .map_err(|_| wrong("it holds no private key beside its certificate"))?;
+        let key = PrivateKeyDer::from_pem_slice(&pem).map_err(|error| wrong(no_key(&error)))?;
         let authorities: Vec<_> = certificates.collect();
         if authorities.is_empty() {
             return Err(wrong(
@@ -66,6 +67,13 @@ impl Identity {
             ));
         }
         let told = Certificate::parse(&certificate).map_err(|why| wrong(&why))?;
+        let provider = rustls::crypto::aws_lc_rs::default_provider();
+        CertifiedKey::from_der(vec![certificate.clone()], key.clone_key(), &provider)
+            .map_err(|_| wrong("its private key is damaged, or of another certificate"))?;
+        let mut roots = RootCertStore::empty();
+        if authorities.iter().any(|authority| roots.add(authority.clone()).is_err()) {
+            return Err(wrong("the certificate of its authority is damaged"));
+        }
         tracing::debug!(name = told.name, path = %path.display(), "identity loaded");
         Ok(Self { certificate, key, authorities })
     }
@@ -97,11 +105,37 @@ impl fmt::Debug for Identity {
     }
 }
 
+/// What is wrong with a file that should be PEM. The library's own words would show bytes of it.
+pub(super) const fn not_pem(error: &pem::Error) -> &'static str {
+    match error {
+        pem::Error::MissingSectionEnd { .. } => {
+            "it ends in the middle of a section (no -----END line); it may be half-written, so \
+             copy it anew"
+        }
+        pem::Error::IllegalSectionStart { .. } => "a -----BEGIN line in it is damaged",
+        pem::Error::Base64Decode(_) => "a section in it is damaged: it is not Base64",
+        _ => "it cannot be read as PEM",
+    }
+}
+
+/// Why a file that has a certificate has no key.
+pub(super) const fn no_key(error: &pem::Error) -> &'static str {
+    match error {
+        pem::Error::NoItemsFound => "it holds no private key beside its certificate",
+        error => not_pem(error),
+    }
+}
+
 /// Reads a file that holds a key.
 pub(super) fn read_secret(path: &Path) -> Result<Vec<u8>, NetError> {
     let read = || -> std::io::Result<(Vec<u8>, u32)> {
-        let file = File::open(path)?;
-        let mode = file.metadata()?.permissions().mode();
+        // Opening a pipe would otherwise wait for somebody who writes to it.
+        let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+        let about = file.metadata()?;
+        if !about.is_file() {
+            return Err(std::io::Error::other("it is not a regular file; name one in PEM"));
+        }
+        let mode = about.permissions().mode();
         let mut bytes = Vec::new();
         file.take(MAX_FILE).read_to_end(&mut bytes)?;
         Ok((bytes, mode))

@@ -279,6 +279,25 @@ async fn calling_nobody_gives_up_in_time_and_says_so() {
 }
 
 #[tokio::test]
+async fn calls_that_are_given_up_leave_no_task_and_no_socket() {
+    let silent = std::net::UdpSocket::bind(any_port()).unwrap();
+    let to = silent.local_addr().unwrap();
+    let credentials = strangers();
+    let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
+    let before = tasks();
+    for _ in 0..50 {
+        let called =
+            tokio::time::timeout(Duration::from_millis(2), connect(to, &credentials, PATIENCE));
+        assert!(called.await.is_err(), "nobody answers");
+    }
+    // The runtime, which has one thread, drops what was ended at its next turns.
+    for _ in 0..100 {
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(tasks(), before);
+}
+
+#[tokio::test]
 async fn a_server_of_another_protocol_is_told_from_silence() {
     let other = serve(any_port(), &strangers(), "racksum/0").unwrap();
     let to = other.local_addr().unwrap();

@@ -1,8 +1,9 @@
 //! Who we are, and whom we believe.
 
 use std::net::SocketAddr;
-use std::path::Path;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, LazyLock};
+use std::time::Duration;
 
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -17,6 +18,7 @@ use rustls::{
 
 use super::{Identity, Role};
 use crate::NetError;
+use crate::aside::Aside;
 
 /// Who we are, and whom we believe.
 ///
@@ -56,6 +58,32 @@ impl Credentials {
                 let trust = if insecure { Trust::Insecure } else { Trust::Loopback };
                 Ok(Self { identity: Identity::ephemeral()?.into(), trust })
             }
+        }
+    }
+
+    /// Like [`Credentials::new`], without blocking the runtime by a file that hangs.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Credentials::new`], or that the file cannot be read in time.
+    pub async fn read(identity: Option<PathBuf>, insecure: bool) -> Result<Self, NetError> {
+        match identity {
+            None => Self::new(None, insecure),
+            identity => {
+                FILES.run(PATIENCE, move || Self::new(identity.as_deref(), insecure)).await?
+            }
+        }
+    }
+
+    /// Like [`Credentials::new`]; a file that hangs blocks this thread for a while only.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Credentials::new`], or that the file cannot be read in time.
+    pub fn read_blocking(identity: Option<PathBuf>, insecure: bool) -> Result<Self, NetError> {
+        match identity {
+            None => Self::new(None, insecure),
+            identity => FILES.wait(PATIENCE, move || Self::new(identity.as_deref(), insecure))?,
         }
     }
 
@@ -226,6 +254,11 @@ impl ClientCertVerifier for Anyone {
         self.schemes()
     }
 }
+
+/// How long reading an identity may take.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+static FILES: LazyLock<Aside> = LazyLock::new(|| Aside::new("reading the identity"));
 
 /// QUIC is TLS 1.3 or nothing; the traits ask all the same.
 const NO_TLS12: Error = Error::PeerIncompatible(PeerIncompatible::Tls12NotOfferedOrEnabled);

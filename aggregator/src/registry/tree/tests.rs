@@ -1,13 +1,18 @@
+use std::sync::{Arc, Mutex};
+
 use racksum_proto::auth::{DataAuth, Key, Keys};
 use racksum_proto::control::Resume;
 use racksum_proto::ids::{Generation, JobId};
+use tokio::runtime::Handle;
 use tokio::sync::mpsc::error::TryRecvError;
 use tokio::time::Instant;
 
 use super::*;
 use crate::config::Fanout;
+use crate::parent::call;
 use crate::registry::WORDS;
 use crate::registry::tests::{Inbox, join, registry, told, wish};
+use crate::server::lock;
 
 const PARENT: &str = "127.0.0.1:7";
 
@@ -98,6 +103,51 @@ fn a_rack_is_granted_what_the_parent_grants_once_it_does() {
     let relay = Some(worker::Relay { shard: 0, slots: 4 });
     assert_eq!((above.config.rank, above.config.relay), (Rank(1), relay));
     assert_eq!(job.names(), [Rank(1), Rank(3)]);
+}
+
+#[test]
+fn lives_that_are_over_leave_no_task_that_calls_a_silent_parent() {
+    let silent = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+    let mut registry = leaf();
+    registry.config.parent = Some(silent.local_addr().unwrap().to_string());
+    let registry = Arc::new(Mutex::new(registry));
+    let tasks = || Handle::current().metrics().num_alive_tasks();
+    let turns = || async {
+        for _ in 0..100 {
+            tokio::task::yield_now().await;
+        }
+    };
+    let lives = async {
+        let mut of_one = 0;
+        for generation in (0..100).map(Generation) {
+            let wish = Join { generation, ..wish("job", 0, 2) };
+            let (seat, joined, _inbox) = join(&mut lock(&registry), wish).unwrap();
+            assert_eq!(joined, Joined::Call);
+            tokio::spawn(call(Arc::clone(&registry), seat));
+            turns().await;
+            of_one = if generation.0 == 0 { tasks() } else { of_one };
+        }
+        assert!(of_one > 1, "a call has tasks of its own");
+        assert_eq!(tasks(), of_one);
+        lock(&registry).stop();
+        turns().await;
+        assert_eq!(tasks(), 0);
+    };
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(lives);
+}
+
+#[test]
+fn a_parent_that_ends_no_conversation_of_lives_before_has_only_the_last_few() {
+    let mut registry = leaf();
+    let lives = (0..10).map(Generation).map(|generation| {
+        let wish = Join { generation, ..wish("job", 0, 2) };
+        let (seat, _, _inbox) = join(&mut registry, wish).unwrap();
+        registry.call(&seat).unwrap()
+    });
+    let mut lives: Vec<_> = lives.collect();
+    let ended = |call: &mut Call| call.words.try_recv() == Err(TryRecvError::Disconnected);
+    let ended: Vec<_> = lives.iter_mut().map(ended).collect();
+    assert_eq!(ended, [vec![true; 10 - 1 - MOST_BEFORE], vec![false; 1 + MOST_BEFORE]].concat());
 }
 
 #[test]

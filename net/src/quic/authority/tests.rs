@@ -5,7 +5,7 @@ use quinn::ConnectionError;
 use racksum_proto::time::Span;
 
 use super::*;
-use crate::quic::{Credentials, connect, not_connected, server};
+use crate::quic::{Credentials, Identity, connect, not_connected, server};
 
 /// A folder of files, gone when it is dropped.
 struct Folder(PathBuf);
@@ -182,4 +182,55 @@ fn files_that_hold_no_identity_say_what_they_lack() {
     assert!(told.contains("\"n\" is no authority but a worker"), "{told}");
     let told = Credentials::new(Some(&node), true).unwrap_err().to_string();
     assert!(told.starts_with("an identity is of no use with `insecure`"), "{told}");
+}
+
+#[test]
+fn a_damaged_file_is_refused_with_one_sentence_and_none_of_its_bytes() {
+    let folder = Folder::new("damaged");
+    let (one, two) = (folder.authority("one"), folder.authority("two"));
+    let issue =
+        |by: &Authority| by.issue(&Subject { name: "node", role: Role::Worker, days: 1 }).unwrap();
+    let (whole, other) = (issue(&one), issue(&two));
+    let sections = |pem: &str| -> Vec<String> {
+        pem.split_inclusive("-----\n")
+            .collect::<Vec<_>>()
+            .chunks(2)
+            .map(|two| two.concat())
+            .collect()
+    };
+    let (own, others) = (sections(&whole), sections(&other));
+    let no_der = |label: &str| format!("-----BEGIN {label}-----\nAAAA\n-----END {label}-----\n");
+    let mut damaged: Vec<String> = vec![
+        "garbage".into(),
+        whole.replacen("-----BEGIN CERTIFICATE-----", "-----BEGIN CERTIFICATE--", 1),
+        whole.replacen("MII", "M*I", 1),
+        whole.replace("PRIVATE KEY", "SECRET"),
+        no_der("CERTIFICATE") + &own[1] + &own[2],
+        own[0].clone() + &no_der("PRIVATE KEY") + &own[2],
+        own[0].clone() + &own[1] + &no_der("CERTIFICATE"),
+        own[0].clone() + &others[1] + &own[2],
+    ];
+    // Half-written, wherever that was.
+    let cuts = (0..whole.len() - 1).step_by(97);
+    damaged.extend(cuts.map(|at| whole[..at].to_owned()));
+    for pem in damaged {
+        let path = folder.write("damaged.pem", &pem);
+        let error = Identity::load(&path).unwrap_err();
+        let text = error.to_string();
+        assert!(error.is_usage(), "{text}");
+        assert!(text.starts_with(&path.display().to_string()), "{text}");
+        assert!(!text.contains('[') && !text.contains(", 4") && text.len() < 250, "{text}");
+        drop(Certificate::all_of(&path).map_err(|error| assert!(!error.to_string().contains('['))));
+        drop(Authority::load(&path).map_err(|error| assert!(!error.to_string().contains('['))));
+    }
+}
+
+#[test]
+fn a_pipe_is_no_identity_and_nobody_waits_for_its_writer() {
+    let folder = Folder::new("pipe");
+    let path = folder.0.join("pipe.pem");
+    let pipe = rustix::fs::FileType::Fifo;
+    rustix::fs::mknodat(rustix::fs::CWD, &path, pipe, rustix::fs::Mode::RWXU, 0).unwrap();
+    let error = Identity::load(&path).unwrap_err().to_string();
+    assert_eq!(error, format!("{}: it is not a regular file; name one in PEM", path.display()));
 }

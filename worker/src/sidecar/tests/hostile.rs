@@ -436,7 +436,8 @@ fn a_status_that_is_long_comes_in_parts() {
     let ranks = rig.job("job", 1);
     let mut long = ask(&rig.path).unwrap();
     long.jobs = vec![long.jobs[0].clone(); 1000];
-    long.jobs[500].job = "\"\u{1}\u{1f980}".repeat(5000);
+    // Characters that JSON escapes, and of several bytes.
+    long.jobs[500].job = "\"\\\u{1f980}".repeat(600);
     let told = std::thread::scope(|scope| {
         let asks = scope.spawn(|| ask(&path).unwrap());
         let line = listener.accept().unwrap().unwrap();
