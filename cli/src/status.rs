@@ -8,9 +8,10 @@ use std::io::{self, ErrorKind, Read};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use racksum_aggregator::{JobStatus, ShardStatus, Status};
+use racksum_net::clock::Clock;
 use racksum_net::local::Peer;
 use racksum_proto::job_name::JobName;
 use racksum_proto::peer_text::PeerText;
@@ -150,9 +151,11 @@ fn ask(socket: &Path) -> io::Result<Status> {
 /// Reads an answer to its end, which may not come later, nor be longer, than an aggregator's.
 fn read(mut stream: UnixStream, patience: Duration) -> io::Result<Vec<u8>> {
     let late = || io::Error::other(format!("it did not answer within {} s", patience.as_secs()));
-    let (started, mut told, mut piece) = (Instant::now(), Vec::new(), [0; 64 << 10]);
+    let (clock, mut told, mut piece) = (Clock::start(), Vec::new(), [0; 64 << 10]);
+    let started = clock.now();
     loop {
-        let left = patience.saturating_sub(started.elapsed());
+        let waited = Duration::from_nanos(clock.now().since(started).0);
+        let left = patience.saturating_sub(waited);
         if left.is_zero() {
             return Err(late());
         }

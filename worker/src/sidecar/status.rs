@@ -3,8 +3,9 @@
 
 use std::io;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use racksum_net::clock::Clock;
 use racksum_net::local::{Line, LineError};
 use racksum_proto::peer_text::PeerText;
 use serde::{Deserialize, Serialize};
@@ -12,7 +13,8 @@ use serde::{Deserialize, Serialize};
 use super::message::{FromRank, FromSidecar};
 
 /// How long a sidecar may take to say what it does.
-const PATIENCE: Duration = Duration::from_secs(5);
+const PATIENCE: Duration = Duration::from_millis(PATIENCE_MS);
+const PATIENCE_MS: u64 = 5000;
 
 /// Bytes of an answer that one message has: escaped they are less than twice as many.
 const PART: usize = 16 << 10;
@@ -104,7 +106,7 @@ pub struct RankStatus {
 pub fn ask(path: &Path) -> io::Result<Status> {
     let line = Line::connect(path)?;
     line.set_patience(Some(PATIENCE))?;
-    let began = Instant::now();
+    let (clock, began) = (Clock::start(), Clock::start().now());
     line.send(&FromRank::AskStatus, None).map_err(as_io)?;
     let mut told = String::new();
     loop {
@@ -112,7 +114,7 @@ pub fn ask(path: &Path) -> io::Result<Status> {
             Some((FromSidecar::Status { part, more }, _)) => {
                 told.push_str(&part);
                 // Each part is waited for, and all of them no longer than one might be.
-                if more && began.elapsed() > PATIENCE {
+                if more && clock.now().since(began).as_millis() > PATIENCE_MS {
                     return Err(io::ErrorKind::TimedOut.into());
                 }
                 if told.len() > MAX_TOLD {
