@@ -9,7 +9,9 @@
 mod admission;
 mod arena;
 mod config;
+mod door;
 mod failure;
+mod handshake;
 mod lifelines;
 mod locks;
 mod outbox;

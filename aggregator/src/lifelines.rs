@@ -9,6 +9,8 @@ use racksum_proto::auth::Key;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, oneshot};
 
+use crate::door::{Door, PLACES_OF_ONE};
+
 /// Lifelines that are offered, by what they will say.
 type Offers = Arc<Mutex<BTreeMap<[u8; Key::LEN], oneshot::Sender<TcpStream>>>>;
 
@@ -57,12 +59,13 @@ impl Lifelines {
 /// Hands lifelines to those that they were offered to.
 async fn take(listener: TcpListener, offers: Offers, strangers: usize) {
     let room = Arc::new(Semaphore::new(strangers));
+    let door = Door::new(strangers, PLACES_OF_ONE);
     let mut told = false;
     loop {
         // The semaphore is never closed.
         let Ok(permit) = Arc::clone(&room).acquire_owned().await else { return };
-        let stream = match listener.accept().await {
-            Ok((stream, _)) => stream,
+        let (stream, from) = match listener.accept().await {
+            Ok(accepted) => accepted,
             Err(error) => {
                 if !std::mem::replace(&mut told, true) {
                     tracing::warn!(
@@ -75,10 +78,12 @@ async fn take(listener: TcpListener, offers: Offers, strangers: usize) {
                 continue;
             }
         };
+        // One address that says nothing does not keep others out.
+        let Some(place) = door.enter(from.ip()) else { continue };
         let offers = Arc::clone(&offers);
         tokio::spawn(async move {
             let said = lifeline::token_of(stream).await;
-            drop(permit);
+            drop((permit, place));
             let Some((token, stream)) = said else { return };
             let mut offers = offers.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(offered) = offers.remove(&token.0) {

@@ -229,9 +229,7 @@ impl Registry {
         caller: Caller,
         now: Instant,
     ) -> Result<(Seat, Joined), Refusal> {
-        self.admit(&join, caller.identity.as_deref(), caller.addr.ip())?;
-        self.check_data(&join)?;
-        self.check_hears(&join, caller.addr.ip())?;
+        self.check_caller(&join, &caller)?;
         join.begun_by = Some(beginner_of(&join, &caller));
         let name = join.job.clone();
         let present = self.jobs.get(&name).map(|job| job.generation);
@@ -273,6 +271,14 @@ impl Registry {
     fn start_if_complete(&mut self, name: &JobName) -> Result<Joined, String> {
         let missing = self.jobs.get(name).map(Job::missing).unwrap_or_default();
         if missing.is_empty() { self.start(name) } else { Ok(Joined::Waiting(missing)) }
+    }
+
+    /// Checks all of a rank's join that does not depend on what other jobs hold.
+    fn check_caller(&self, join: &Join, caller: &Caller) -> Result<(), Refusal> {
+        self.admit(join, caller.identity.as_deref(), caller.addr.ip())?;
+        self.check_data(join)?;
+        self.check_hears(join, caller.addr.ip())?;
+        Ok(())
     }
 
     /// Checks all that can be known before anything is said that depends on a job.

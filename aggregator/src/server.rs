@@ -13,9 +13,11 @@ use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
+use crate::door::{self, Door, PLACES, PLACES_OF_ONE};
+use crate::handshake::{Known, NOT_CONNECTED, NOT_JOINED, answer, shake_hands};
 use crate::lifelines::Lifelines;
 use crate::parent::call;
-use crate::queue::Place;
+use crate::queue;
 use crate::registry::{Caller, Joined, Registry, Seat, WORDS, settle};
 use crate::tenancy::Refusal;
 
@@ -23,7 +25,7 @@ use crate::tenancy::Refusal;
 /// the ranks of a large job.
 pub(crate) const MAX_STRANGERS: usize = 512;
 /// How long a handshake may take, and then a connection to say who it is.
-const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
+pub(crate) const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long ranks are told of the end.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 /// How long a message may wait until a rank has read enough of those before; then it is lost.
@@ -53,6 +55,7 @@ pub(crate) async fn serve(
     mut failure: watch::Receiver<Option<String>>,
 ) {
     let lifelines = Lifelines::serve(&endpoint, strangers).await;
+    let (door, known) = (Door::new(PLACES, PLACES_OF_ONE), Known::default());
     loop {
         let incoming = tokio::select! {
             incoming = endpoint.accept() => incoming,
@@ -64,25 +67,19 @@ pub(crate) async fn serve(
         };
         let Some(incoming) = incoming else { break };
         let from = incoming.remote_address();
-        if endpoint.open_connections() >= lock(&registry).connections() + strangers {
-            tracing::warn!(%from, "refused: too many connections have not joined");
-            incoming.refuse();
-            continue;
-        }
-        // What is sent to an address that has not shown that it hears is no longer than what came.
-        if !incoming.remote_address_validated() {
-            // One that cannot be told so is gone already.
-            drop(incoming.retry());
-            continue;
-        }
-        // From here on it counts as open. One that cannot be accepted is gone already.
-        let Ok(connecting) = incoming.accept() else { continue };
+        let most = lock(&registry).connections() + strangers;
+        let Some((connecting, place)) = answer(incoming, &door, &known, most) else { continue };
         let (registry, lifelines) = (Arc::clone(&registry), lifelines.clone());
+        let known = known.clone();
         tokio::spawn(async move {
-            match timeout(JOIN_TIMEOUT, connecting).await {
-                Ok(Ok(connection)) => serve_caller(connection, registry, lifelines).await,
-                Ok(Err(cause)) => tracing::warn!("refused: {}", not_connected(from, cause)),
-                Err(_) => {}
+            match shake_hands(connecting, place).await {
+                Some(Ok((connection, place))) => {
+                    serve_caller(connection, (place, known), registry, lifelines).await;
+                }
+                Some(Err(cause)) => NOT_CONNECTED.note(|left_out| {
+                    tracing::warn!(left_out, "refused: {}", not_connected(from, cause));
+                }),
+                None => {}
             }
         });
     }
@@ -91,9 +88,19 @@ pub(crate) async fn serve(
 }
 
 /// Serves whoever calls.
-async fn serve_caller(connection: quinn::Connection, registry: Shared, lifelines: Lifelines) {
-    let first = timeout(JOIN_TIMEOUT, hear_first(&connection)).await;
+async fn serve_caller(
+    connection: quinn::Connection,
+    (mut place, known): (door::Place, Known),
+    registry: Shared,
+    lifelines: Lifelines,
+) {
+    let first = tokio::select! {
+        first = timeout(JOIN_TIMEOUT, hear_first(&connection)) => first,
+        () = place.needed() => return,
+    };
     let Ok(Some((word, mut send, recv))) = first else { return };
+    let _one = known.one_more();
+    drop(place);
     match word {
         FromWorker::Join(join) => {
             serve_rank(&connection, join, (send, recv), registry, lifelines).await;
@@ -157,7 +164,10 @@ async fn serve_rank(
     match joined {
         Err(refusal) => {
             let reason = refusal.clone().why();
-            tracing::warn!(job = %name, rank, %addr, identity, reason, "join refused");
+            NOT_JOINED.note(|left_out| {
+                let job = &name;
+                tracing::warn!(%job, rank, %addr, identity, reason, left_out, "join refused");
+            });
             let refused = match refusal {
                 Refusal::Draining => FromAggregator::Drain,
                 // An aggregator may call again for its other ranks.
@@ -246,7 +256,7 @@ async fn offer(
 /// A rank's place among those that wait for room, given up when it is dropped.
 struct Queued {
     registry: Shared,
-    place: Place,
+    place: queue::Place,
 }
 
 impl Queued {

@@ -20,8 +20,8 @@ fn reserved(len: usize) -> Result<Vec<u8>, Failure> {
     let mut bytes = Vec::new();
     bytes.try_reserve_exact(len).map_err(|_| {
         Failure::usage(format!(
-            "no memory for a tensor of {len} bytes; use smaller tensors, or raise the limit on this \
-             process's memory (ulimit -v)"
+            "no memory for a tensor of {len} bytes; use smaller tensors, or raise the limit on \
+             this process's memory (ulimit -v)"
         ))
     })?;
     Ok(bytes)

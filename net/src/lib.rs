@@ -17,6 +17,7 @@ pub mod clock;
 mod error;
 pub mod interface;
 pub mod local;
+pub mod log_limit;
 pub mod multicast;
 mod options;
 pub mod quic;

@@ -8,6 +8,8 @@
 #[cfg(test)]
 mod impostor;
 #[cfg(test)]
+mod initials;
+#[cfg(test)]
 mod inputs;
 #[cfg(test)]
 mod oracle;

@@ -7,8 +7,9 @@ use racksum_proto::control::{Absent, FromAggregator, Join, Loss};
 use racksum_proto::ids::{JobId, Rank};
 use tokio::time::Instant;
 
-use super::job::State;
-use super::{Caller, Registry, Seat, check_ports};
+use super::job::{Job, State};
+use super::lives::beginner_of;
+use super::{Caller, Registry, Seat};
 use crate::server::{Shared, lock};
 use crate::shard::{Command, JobReport};
 use crate::tenancy::{Tenant, check_room};
@@ -32,16 +33,16 @@ pub(crate) struct Ending {
 impl Registry {
     /// The life of a job that is about to end since a rank joins the next.
     pub(crate) fn ending_by_join(&self, join: &Join, caller: &Caller) -> Option<Ending> {
-        let job = self.jobs.get(&join.job).filter(|job| job.state == State::Running)?;
+        let ends = |job: &&Job| job.state == State::Running && job.generation < join.generation;
+        let id = self.jobs.get(&join.job).filter(ends)?.id;
+        let join = Join { begun_by: Some(beginner_of(join, caller)), ..join.clone() };
         let identity = caller.identity.as_deref();
-        let wanted = Tenant { job: &join.job, identity, world: join.world, granted: None };
-        let refused = || {
-            self.admit(join, identity, caller.addr.ip()).is_err()
-                || check_ports(join).is_err()
-                || check_room(&self.config, &self.held_beside(&join.job), &wanted).is_err()
-        };
-        let ends = job.generation < join.generation && !refused();
-        ends.then_some(Ending { id: job.id, lost: None })
+        let wanted = Tenant::new(&self.config, &join.job, identity, join.world);
+        // Whoever will be refused ends nothing.
+        self.check_caller(&join, caller).ok()?;
+        self.check_succession(&join).ok()?;
+        check_room(&self.config, &self.held_beside(&join.job), &wanted).ok()?;
+        Some(Ending { id, lost: None })
     }
 
     /// The job that is about to end since it has lost a rank.

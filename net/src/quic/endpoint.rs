@@ -354,8 +354,8 @@ fn tls_error(error: impl std::fmt::Display) -> NetError {
     NetError::Tls { reason: error.to_string() }
 }
 
-/// What a round trip is taken for before one is measured: long for a cluster. A handshake that is
-/// given up is kept for nine of these (RFC 9000, section 10.2), and a lost first packet costs three.
+/// The round trip time assumed before one is measured: long for a cluster. A handshake that is
+/// given up is kept for nine of these (RFC 9000, section 10.2); a lost first packet costs three.
 const INITIAL_RTT: Duration = Duration::from_millis(100);
 /// How long a connection that was closed is seen to its end.
 const CLOSING: Span = Span::from_millis(100);

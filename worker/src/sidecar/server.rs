@@ -12,8 +12,10 @@ use std::time::Duration;
 
 use racksum_net::clock::Clock;
 use racksum_net::local::{Line, Listener, Peer, is_known_user};
+use racksum_net::log_limit::LogLimit;
 use racksum_proto::control::Loss;
 use racksum_proto::job_name::JobName;
+use racksum_proto::peer_text::PeerText;
 use racksum_proto::time::{Span, Time};
 
 use super::budget::Budget;
@@ -152,6 +154,10 @@ impl Drop for Sidecar {
     }
 }
 
+/// Callers that keep to nothing, and ranks that were refused: all of a job may be at once.
+static CALLERS: LogLimit = LogLimit::new(16);
+static REFUSED: LogLimit = LogLimit::new(64);
+
 impl Shared {
     fn answer_all(self: &Arc<Self>, listener: &Listener) {
         loop {
@@ -198,7 +204,10 @@ impl Shared {
             Ok(Some((first, _))) => first,
             Ok(None) => return,
             Err(error) => {
-                return tracing::warn!(pid = peer.pid, %error, "a caller says nothing of use");
+                return CALLERS.note(|left_out| {
+                    let pid = peer.pid;
+                    tracing::warn!(pid, %error, left_out, "a caller says nothing of use");
+                });
             }
         };
         // The rest of what another version says may not be read by this one.
@@ -209,8 +218,13 @@ impl Shared {
         match serde_json::from_value(first) {
             Ok(FromRank::Join(join)) => self.serve_rank(line, &join, peer),
             Ok(FromRank::AskStatus) => self.tell_status(line, peer),
-            Ok(_) => tracing::warn!(pid = peer.pid, "a caller begins with something else"),
-            Err(error) => tracing::warn!(pid = peer.pid, %error, "a caller says nothing of use"),
+            Ok(_) => CALLERS.note(|left_out| {
+                tracing::warn!(pid = peer.pid, left_out, "a caller begins with something else");
+            }),
+            Err(error) => CALLERS.note(|left_out| {
+                let (pid, error) = (peer.pid, PeerText::of(error));
+                tracing::warn!(pid, %error, left_out, "a caller says nothing of use");
+            }),
         }
     }
 
@@ -219,8 +233,10 @@ impl Shared {
         let job = match patient.and_then(|()| self.join(join, line, peer)) {
             Ok(job) => job,
             Err(reason) => {
-                let (job, rank) = (&join.job, join.rank);
-                tracing::warn!(%job, rank, pid = peer.pid, reason, "refused");
+                REFUSED.note(|left_out| {
+                    let (job, rank, pid) = (&join.job, join.rank, peer.pid);
+                    tracing::warn!(%job, rank, pid, reason, left_out, "refused");
+                });
                 return say(line, &FromSidecar::Refused { reason });
             }
         };
@@ -302,8 +318,10 @@ impl Shared {
         // Groups of one job count as one.
         let names: BTreeSet<_> = others().map(|(other, _)| &other.name).collect();
         if !names.contains(&join.job.name) && names.len() >= most {
-            return Err(format!("the sidecar serves {most} jobs, the most it may; raise \
-                 `racksum worker --max-jobs`"));
+            return Err(format!(
+                "the sidecar serves {most} jobs, the most it may; raise \
+                 `racksum worker --max-jobs`"
+            ));
         }
         let ranks: usize = others().map(|(_, job)| job.seats()).sum();
         if ranks + usize::from(join.local_world) > most_ranks {

@@ -1,0 +1,83 @@
+//! Lines of a log of which anybody who reaches this host could cause any number.
+
+use std::sync::{Mutex, PoisonError};
+
+use racksum_proto::time::{Span, Time};
+
+use crate::clock::Clock;
+
+/// A limit on the lines of one kind: so many at once, and then one a second.
+///
+/// ```
+/// # use racksum_net::log_limit::LogLimit;
+/// static REFUSED: LogLimit = LogLimit::new(1);
+/// // `left_out` counts the lines that were not written since the last.
+/// REFUSED.note(|left_out| println!("refused, and {left_out} times before"));
+/// ```
+#[derive(Debug)]
+pub struct LogLimit {
+    most: u32,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// Lines that may be written now.
+    left: u32,
+    /// When there was last one more.
+    filled: Option<Time>,
+    left_out: u64,
+}
+
+impl LogLimit {
+    /// A limit of so many lines at once.
+    #[must_use]
+    pub const fn new(most: u32) -> Self {
+        Self { most, state: Mutex::new(State { left: most, filled: None, left_out: 0 }) }
+    }
+
+    /// Writes a line, if there may be one, which is told how many were left out since the last.
+    pub fn note(&self, line: impl FnOnce(u64)) {
+        if let Some(left_out) = self.admit(Clock::start().now()) {
+            line(left_out);
+        }
+    }
+
+    fn admit(&self, now: Time) -> Option<u64> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let filled = *state.filled.get_or_insert(now);
+        let seconds = now.since(filled).0 / SECOND.0;
+        if seconds > 0 {
+            state.filled = Some(filled + Span(seconds * SECOND.0));
+            let more = u32::try_from(seconds).unwrap_or(u32::MAX);
+            state.left = state.left.saturating_add(more).min(self.most);
+        }
+        if state.left == 0 {
+            state.left_out += 1;
+            return None;
+        }
+        state.left -= 1;
+        Some(std::mem::take(&mut state.left_out))
+    }
+}
+
+const SECOND: Span = Span::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_that_repeat_are_counted_and_not_written() {
+        let limit = LogLimit::new(2);
+        let at = |ms| limit.admit(Time(7) + Span::from_millis(ms));
+        assert_eq!((at(0), at(0), at(0), at(999)), (Some(0), Some(0), None, None));
+        assert_eq!((at(1000), at(1000)), (Some(2), None));
+        // One a second, however many there would be.
+        let written: Vec<_> = (2000..12_000).filter_map(at).collect();
+        assert_eq!(written.len(), 10);
+        assert_eq!(written.iter().sum::<u64>() + 10, 1 + 10_000 - 999);
+        // After a quiet time there may be as many at once as at first.
+        assert_eq!((at(90_000), at(90_000), at(90_000)), (Some(999), Some(0), None));
+    }
+}

@@ -1,0 +1,39 @@
+//! Floods the control port of an aggregator with calls that fall silent, and says what it sent:
+//! `cargo run -p racksum-tests --example initials -- TO ADDRESSES RATE SECONDS`, where calls come
+//! from 127.0.1.1 on, at RATE a second over all ADDRESSES.
+
+use std::net::{IpAddr, SocketAddr};
+use std::process::ExitCode;
+use std::time::Duration;
+
+#[path = "../src/initials.rs"]
+mod initials;
+
+fn main() -> ExitCode {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let Some(flood) = flood(&words) else {
+        eprintln!("usage: initials TO ADDRESSES(1-250) RATE(1-100000) SECONDS(1-600)");
+        return ExitCode::from(2);
+    };
+    match flood.run(|| false) {
+        Ok(flooded) => {
+            println!("{{\"calls\":{},\"shown\":{}}}", flooded.calls, flooded.shown);
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("cannot flood {}: {error}", flood.to);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The flood that is asked for, towards this host only.
+fn flood(words: &[String]) -> Option<initials::Flood> {
+    let [to, addresses, rate, seconds] = words else { return None };
+    let to: SocketAddr = to.parse().ok().filter(|to: &SocketAddr| to.ip().is_loopback())?;
+    let addresses: u8 = addresses.parse().ok().filter(|count| (1..=250).contains(count))?;
+    let rate = rate.parse().ok().filter(|rate| (1..=100_000).contains(rate))?;
+    let seconds = seconds.parse().ok().filter(|seconds| (1..=600).contains(seconds))?;
+    let from = (1..=addresses).map(|last| IpAddr::from([127, 0, 1, last])).collect();
+    Some(initials::Flood { to, from, rate, lasts: Duration::from_secs(seconds) })
+}
