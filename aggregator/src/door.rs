@@ -1,8 +1,8 @@
 //! Who may come in: limits on those that have not said who they are.
 //!
 //! A connection costs its caller a few datagrams, and this side memory and time until the caller
-//! has said what it wants. So an address has few places at a time for such connections, and when all
-//! are taken, whoever has most of them gives one up to an address that has fewer.
+//! has said what it wants. So an address has few places at a time for such connections, and when
+//! all are taken, whoever has most of them gives one up to an address that has fewer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv6Addr};
