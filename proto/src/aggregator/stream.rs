@@ -49,8 +49,11 @@ pub(super) struct Progress {
     open_asked_at: Option<Time>,
     /// Round trips from an ask to what it brought.
     rtt: Rtt,
-    /// The shortest round trip that was seen.
-    round_trip: Option<Span>,
+    /// The shortest of them.
+    asked_trip: Option<Span>,
+    /// The shortest time from a result to its acknowledgement, which may have waited for others;
+    /// at most [`Self::GUESS`].
+    acked_trip: Span,
 }
 
 impl Progress {
@@ -66,14 +69,16 @@ impl Progress {
         counted: 0,
         open_asked_at: None,
         rtt: Rtt::new(Self::GUESS),
-        round_trip: None,
+        asked_trip: None,
+        acked_trip: Self::GUESS,
     };
 
     /// A round trip before one was seen.
     const GUESS: Span = Span::from_millis(1);
 
-    fn note_round_trip(&mut self, took: Span) {
-        self.round_trip = Some(self.round_trip.map_or(took, |shortest| shortest.min(took)));
+    /// The shortest round trip that was seen. One that is too long would keep back what is lost.
+    fn round_trip(&self) -> Span {
+        self.asked_trip.unwrap_or(self.acked_trip)
     }
 }
 
@@ -198,7 +203,7 @@ impl Stream {
         let newest = self.folded.partition_point(|position| *position < acked).checked_sub(1);
         let newest = newest.and_then(|newest| self.pool.get(self.folded[newest]));
         if let Some(slot) = newest.filter(|slot| slot.sent_at <= now) {
-            progress.note_round_trip(now.since(slot.sent_at));
+            progress.acked_trip = progress.acked_trip.min(now.since(slot.sent_at));
         }
     }
 
@@ -376,7 +381,7 @@ impl Stream {
         let again = header.flags.has(Flags::AGAIN);
         if let Some(took) = contribution.asked.answer(bit, again, position, now, answered) {
             rtt.answered(took);
-            took.into_iter().for_each(|took| progress.note_round_trip(took));
+            progress.asked_trip = progress.asked_trip.into_iter().chain(took).min();
         }
         contribution.sent |= recovery::sent_before(header.fragment, again);
         if recovery::proves_earlier(header.fragment, complete, again) {

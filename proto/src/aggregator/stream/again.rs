@@ -36,7 +36,7 @@ impl Stream {
         position: u64,
         wanted: u64,
     ) -> u64 {
-        let round_trip = self.ranks[rank.index()].round_trip.unwrap_or(Progress::GUESS);
+        let round_trip = self.ranks[rank.index()].round_trip();
         self.pool.contribution(position, rank).again.may_be_lost(wanted, now, round_trip)
     }
 
@@ -48,7 +48,7 @@ impl Stream {
         position: u64,
         fragments: u64,
     ) {
-        let round_trip = self.ranks[rank.index()].round_trip.unwrap_or(Progress::GUESS);
+        let round_trip = self.ranks[rank.index()].round_trip();
         self.pool.contribution_mut(position, rank).again.note(fragments, now, round_trip);
     }
 }
