@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::oneshot;
 
 /// Places of all addresses together.
-pub(crate) const PLACES: usize = 1024;
+pub(crate) const PLACES: usize = 512;
 /// Places of one address: more ranks than most hosts have. Who finds none calls again.
 pub(crate) const PLACES_OF_ONE: usize = 64;
 

@@ -4,17 +4,18 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::Duration;
 
 use racksum_net::log_limit::LogLimit;
+use racksum_net::quic::lifeline::silence;
 use racksum_net::quic::quinn;
-use tokio::time::{Instant, interval_at, timeout};
+use racksum_proto::time::Span;
+use tokio::time::timeout;
 
 use crate::door::{Door, Place};
 use crate::server::JOIN_TIMEOUT;
 
 /// How long a caller may send nothing in the middle of a handshake.
-const SILENCE: Duration = Duration::from_secs(2);
+const SILENCE: Span = Span::from_secs(2);
 
 /// Callers that were not answered.
 static REFUSED: LogLimit = LogLimit::new(1);
@@ -73,26 +74,16 @@ pub(crate) async fn shake_hands(
     // The connection before the handshake's end, on which nothing is said yet: it tells what has
     // come.
     let (connection, done) = connecting.into_0rtt().ok()?;
-    let mut done = std::pin::pin!(timeout(JOIN_TIMEOUT, done));
-    let mut tick = interval_at(Instant::now() + SILENCE, SILENCE);
-    let mut heard_before = connection.stats().udp_rx.datagrams;
-    loop {
-        tokio::select! {
-            done = &mut done => {
-                done.ok()?;
-                return Some(match connection.close_reason() {
-                    None => Ok((connection, place)),
-                    Some(cause) => Err(cause),
-                });
-            }
-            () = place.needed() => return None,
-            _ = tick.tick() => {
-                let heard = connection.stats().udp_rx.datagrams;
-                if std::mem::replace(&mut heard_before, heard) == heard {
-                    return None;
-                }
-            }
+    tokio::select! {
+        done = timeout(JOIN_TIMEOUT, done) => {
+            done.ok()?;
+            Some(match connection.close_reason() {
+                None => Ok((connection, place)),
+                Some(cause) => Err(cause),
+            })
         }
+        () = place.needed() => None,
+        () = silence(&connection, SILENCE) => None,
     }
 }
 

@@ -120,7 +120,8 @@ pub async fn talk(
     loop {
         tokio::select! {
             why = &mut reader => {
-                return closed(PeerText::of(why.unwrap_or_else(|error| error.to_string())));
+                let why = why.unwrap_or_else(|error| error.to_string());
+                return closed(PeerText::of(why));
             }
             () = &mut dead => {
                 reader.abort();

@@ -141,7 +141,7 @@ async fn running(long: Span) {
 
 /// Waits until nothing was heard for so long, of which this process must have run all the time:
 /// while it was kept from that, it heard nothing of those who spoke.
-async fn silence(connection: &quinn::Connection, long: Span) {
+pub async fn silence(connection: &quinn::Connection, long: Span) {
     let mut looks = looks();
     let (mut heard, mut silent) = (connection.stats().udp_rx.datagrams, 0);
     while silent <= long.0 / TICK.0 {
