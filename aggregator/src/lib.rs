@@ -82,6 +82,9 @@ pub enum StartError {
     /// A thread could not be started.
     #[error("cannot start a thread: {0}")]
     Thread(#[from] io::Error),
+    /// The parent can never be called.
+    #[error("--parent: {0}")]
+    Parent(String),
     /// Multicast was demanded and cannot be.
     #[error("--fanout multicast needs --bind with the address of one interface; {0} is none")]
     NoMulticast(std::net::IpAddr),
@@ -98,6 +101,7 @@ pub struct Aggregator {
     endpoint: quinn::Endpoint,
     control: Option<JoinHandle<()>>,
     failure: Failure,
+    warnings: Vec<String>,
 }
 
 impl Aggregator {
@@ -114,8 +118,9 @@ impl Aggregator {
             return Err(StartError::NoMulticast(config.bind));
         }
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let credentials = Credentials::to_serve(config.identity.as_deref(), config.insecure)?;
+        let credentials = Credentials::of_aggregator(config.identity.as_deref(), config.insecure)?;
         let bind = SocketAddr::new(config.bind, config.port);
+        let warnings = runtime.block_on(check_parent(&config, &credentials))?;
         let endpoint = {
             let _entered = runtime.enter();
             endpoint(bind, &credentials)?
@@ -154,7 +159,7 @@ impl Aggregator {
             let _watching = runtime.spawn(wall_clock::watch(clock));
             runtime.block_on(serving);
         })?;
-        Ok(Self { addr, registry, endpoint, control: Some(control), failure })
+        Ok(Self { addr, registry, endpoint, control: Some(control), failure, warnings })
     }
 
     /// The address of the control plane, which workers connect to.
@@ -233,7 +238,8 @@ impl Aggregator {
     pub fn warnings(&self) -> Vec<String> {
         let registry = server::lock(&self.registry);
         let all = registry.shards().iter().filter_map(|shard| shard.shortfall.clone());
-        all.collect::<BTreeSet<_>>().into_iter().collect()
+        let all: BTreeSet<_> = all.collect();
+        self.warnings.iter().cloned().chain(all).collect()
     }
 }
 
@@ -256,7 +262,7 @@ impl Reload {
         config.validate()?;
         let fixed = config.fixed_changes(running);
         let config = config.with_fixed_of(running);
-        let credentials = Credentials::to_serve(config.identity.as_deref(), config.insecure)?;
+        let credentials = Credentials::of_aggregator(config.identity.as_deref(), config.insecure)?;
         Ok(Self { config, fixed, credentials })
     }
 }
@@ -269,6 +275,25 @@ impl Drop for Aggregator {
             // A panic in the control server was printed where it happened.
             drop(control.join());
         }
+    }
+}
+
+/// Checks that the parent, if there is one, may be called with these credentials. Returns what is
+/// not known yet and may be later.
+async fn check_parent(
+    config: &Config,
+    credentials: &Credentials,
+) -> Result<Vec<String>, StartError> {
+    let Some(parent) = &config.parent else { return Ok(Vec::new()) };
+    match parent::find(config.bind, parent).await {
+        Ok(to) => {
+            credentials.check(to)?;
+            Ok(Vec::new())
+        }
+        Err(parent::Unfound::Yet(why)) => {
+            Ok(vec![format!("the parent cannot be called yet: {why}")])
+        }
+        Err(parent::Unfound::Ever(why)) => Err(StartError::Parent(why)),
     }
 }
 

@@ -44,19 +44,37 @@ pub(crate) async fn call(registry: Shared, seat: Seat) {
     }
 }
 
-/// The address of the parent: one that the shards can send to.
-async fn resolve(registry: &Shared, parent: &str) -> Result<SocketAddr, String> {
-    let bind = lock(registry).config().bind;
+/// Why a parent cannot be called.
+#[derive(Debug)]
+pub(crate) enum Unfound {
+    /// It is not known now, and may be later.
+    Yet(String),
+    /// It never can be.
+    Ever(String),
+}
+
+impl Unfound {
+    fn why(self) -> String {
+        match self {
+            Self::Yet(why) | Self::Ever(why) => why,
+        }
+    }
+}
+
+/// The address of the parent of an aggregator that is bound to `bind`: one that its shards can send
+/// to.
+pub(crate) async fn find(bind: IpAddr, parent: &str) -> Result<SocketAddr, Unfound> {
     let unknown = |why| format!("{parent:?} is no address of an aggregator (HOST:PORT): {why}");
     let found = racksum_net::resolve::resolve(parent).await;
-    let found = found.map_err(|why| unknown(why.to_string()))?;
+    let found = found.map_err(|why| Unfound::Yet(unknown(why.to_string())))?;
     let to = found.iter().find(|addr| addr.is_ipv6() == bind.is_ipv6());
-    let to = to.ok_or_else(|| unknown(format!("{bind} reaches none of {found:?}")))?;
+    let none = || Unfound::Ever(unknown(format!("{bind} reaches none of {found:?}")));
+    let to = to.ok_or_else(none)?;
     if bind.is_loopback() && !to.ip().is_loopback() {
-        return Err(format!(
+        return Err(Unfound::Ever(format!(
             "this aggregator serves on {bind}, from where nothing reaches {to}; start it with \
              --bind and an address that does"
-        ));
+        )));
     }
     Ok(*to)
 }
@@ -70,12 +88,12 @@ struct Answered {
 
 /// Calls the parent; the error says why it cannot be had.
 async fn reach(registry: &Shared, parent: &str, mut join: Join) -> Result<Answered, String> {
-    let to = resolve(registry, parent).await?;
     let (bind, identity, insecure) = {
         let registry = lock(registry);
         let config = registry.config();
         (config.bind, config.identity.clone(), config.insecure)
     };
+    let to = find(bind, parent).await.map_err(Unfound::why)?;
     // Read again for each call: it may have been renewed.
     let credentials = Credentials::read(identity, insecure).await.map_err(|why| why.to_string())?;
     // The parent takes data only from the address that called it.

@@ -117,6 +117,7 @@ impl From<StartError> for Failure {
     fn from(error: StartError) -> Self {
         match error {
             StartError::Config(_)
+            | StartError::Parent(_)
             | StartError::StatusSocket { .. }
             | StartError::Memory { .. }
             | StartError::NoMulticast(_) => Self::usage(error.to_string()),

@@ -9,7 +9,7 @@ use std::time::Duration;
 use racksum_net::local::{Listener, listener_of_systemd, raise_open_files, tell_systemd};
 use racksum_proto::auth::DataAuth;
 use racksum_worker::sidecar::{Limits, Sidecar};
-use racksum_worker::{ConnectOptions, aggregator_sets};
+use racksum_worker::{ConnectOptions, aggregator_sets, check_sidecar};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::args;
@@ -73,7 +73,7 @@ impl Args {
             )));
         }
         let mut sets = sets.into_iter();
-        Ok(Some(ConnectOptions {
+        let options = ConnectOptions {
             aggregators: sets.next().unwrap_or_default(),
             standbys: sets.collect(),
             identity: self.identity.clone(),
@@ -82,7 +82,12 @@ impl Args {
             interface: self.interface.clone(),
             wait: self.wait,
             ..ConnectOptions::new("", "")
-        }))
+        };
+        // Otherwise ranks would hear of it, when the first job is called.
+        for later in check_sidecar(&options)? {
+            stderr::warn(format_args!("{later}; jobs with ranks on other hosts have to wait"));
+        }
+        Ok(Some(options))
     }
 
     fn limits(&self) -> Limits {

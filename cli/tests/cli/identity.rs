@@ -2,7 +2,10 @@
 
 use std::os::unix::fs::PermissionsExt;
 
-use crate::files::Folder;
+use safetensors::Dtype;
+
+use crate::files::{Folder, Tensor};
+use crate::ports::own_port;
 use crate::process::{Process, Serving, bench_rank, run, signal};
 use crate::waits::await_that;
 
@@ -89,12 +92,70 @@ fn members_get_in_and_strangers_do_not() {
 
     // A worker's identity serves nobody.
     let ended = run(&["aggregator", "--port", "0", "--identity", &node]);
-    assert!(ended.failed(2).contains("it is no aggregator's, so that no rank would"), "{ended:?}");
+    let why = "it is of a worker, and an aggregator's is needed";
+    assert!(ended.failed(2).contains(why), "{ended:?}");
 
     // The operator reads of it as well.
     let serving = serving.end();
     let told = serving.err.lines().filter(|line| line.contains("refused: "));
     assert_eq!(told.count(), 2, "{serving:?}");
+}
+
+#[test]
+fn who_calls_for_others_learns_at_the_start_that_it_cannot() {
+    let (folder, ours) = authority("starts", "rack");
+    let node = issue(&folder, &ours, "node", "worker");
+    let served = issue(&folder, &ours, "agg", "aggregator");
+    let socket = folder.path("sidecar");
+    let worker = |flags: &[&str]| {
+        let ended = run(&[&["worker", "--socket", &socket, "--aggregator"], flags].concat());
+        assert!(!std::fs::exists(&socket).unwrap(), "it has not served: {ended:?}");
+        ended.failed(2).to_owned()
+    };
+    for (flags, why) in [
+        (&["192.0.2.1:7177"][..], "only loopback addresses"),
+        (&["192.0.2.1:7177", "--identity", &node], "it is of a worker, and an aggregator's is"),
+        (&["127.0.0.1:7177", "--identity", "/nowhere"], "/nowhere"),
+        (&["127.0.0.1:7177", "--interface", "=none"], "no usable interface matches \"=none\""),
+        (&["127.0.0.1:7177,127.0.0.1:7177"], "is named twice"),
+        (&["127.0.0.1"], "HOST:PORT"),
+        (&["127.0.0.1:0"], "HOST:PORT"),
+    ] {
+        let told = worker(flags);
+        assert!(told.contains(why), "{flags:?}: {told}");
+    }
+    let parent = |flags: &[&str]| {
+        let start = ["aggregator", "--port", "0", "--pool-mib", "16", "--parent"];
+        run(&[&start[..], flags].concat()).failed(2).to_owned()
+    };
+    for (flags, why) in [
+        (&["192.0.2.1:7177"][..], "serves on 127.0.0.1, from where nothing reaches 192.0.2.1:7177"),
+        (&["[::1]:7177"], "127.0.0.1 reaches none of"),
+        (&["127.0.0.1:7177", "--identity", &node], "it is of a worker, and an aggregator's is"),
+    ] {
+        let told = parent(flags);
+        assert!(told.contains(why), "{flags:?}: {told}");
+    }
+    // A standby is an aggregator in a rank's own process.
+    let file = folder.write("one", &[("x", Tensor::of(Dtype::F32, &[1], &[1.0]))]);
+    let addr = format!("127.0.0.1:{}", own_port());
+    let ended = run(&[
+        "reduce",
+        &file,
+        "--aggregator",
+        &addr,
+        "--rank",
+        "0",
+        "--world",
+        "1",
+        "--standby",
+        &addr,
+        "--standby-identity",
+        &node,
+        "--identity",
+        &served,
+    ]);
+    assert!(ended.failed(2).contains("it is of a worker, and an aggregator's is"), "{ended:?}");
 }
 
 #[test]

@@ -12,7 +12,7 @@ use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use rustls::sign::CertifiedKey;
 
-use super::{Certificate, Role};
+use super::Certificate;
 use crate::NetError;
 
 /// The name in every aggregator's certificate and the one that clients ask for. Addresses say where
@@ -83,9 +83,9 @@ impl Identity {
         vec![self.certificate.clone()]
     }
 
-    /// What its holder may be.
-    pub(super) fn role(&self) -> Option<Role> {
-        Certificate::parse(&self.certificate).ok().map(|certificate| certificate.role)
+    /// What its certificate says.
+    pub(super) fn certificate(&self) -> Result<Certificate, String> {
+        Certificate::parse(&self.certificate)
     }
 
     pub(super) fn key(&self) -> PrivateKeyDer<'static> {

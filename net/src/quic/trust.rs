@@ -87,23 +87,32 @@ impl Credentials {
         }
     }
 
-    /// The same for who is called: a worker's identity will not do.
+    /// Credentials to serve with, or to join for several ranks: an identity must be an
+    /// aggregator's.
     ///
     /// # Errors
     ///
-    /// [`NetError`] if the file holds no identity, or one that nobody would call.
-    pub fn to_serve(identity: Option<&Path>, insecure: bool) -> Result<Self, NetError> {
+    /// [`NetError`] if the file holds no identity, or one that nobody would believe.
+    pub fn of_aggregator(identity: Option<&Path>, insecure: bool) -> Result<Self, NetError> {
         let credentials = Self::new(identity, insecure)?;
-        match identity {
-            Some(path) if credentials.identity.role() != Some(Role::Aggregator) => {
-                let why =
-                    "it is no aggregator's, so that no rank would join; have one issued with \
-                           `racksum identity issue NAME --role aggregator`"
-                        .to_owned();
-                Err(NetError::IdentityFile { path: path.into(), why })
-            }
-            _ => Ok(credentials),
+        let Some(path) = identity else { return Ok(credentials) };
+        let wrong = |why: String| NetError::IdentityFile { path: path.into(), why };
+        let told = credentials.identity.certificate().map_err(wrong)?;
+        if told.role != Role::Aggregator {
+            return Err(wrong(format!(
+                "it is of a {}, and an aggregator's is needed; have one issued with `racksum \
+                 identity issue NAME --role aggregator`",
+                told.role
+            )));
         }
+        if !told.valid {
+            return Err(wrong(format!(
+                "it is valid from {} to {}, and not now; have a new one issued with `racksum \
+                 identity issue`, or set this host's clock",
+                told.not_before, told.not_after
+            )));
+        }
+        Ok(credentials)
     }
 
     /// Whether the certificates of the other side say who it is.
@@ -112,8 +121,12 @@ impl Credentials {
         self.trust == Trust::Authorities
     }
 
-    /// Whether `addr` may be served or called at all.
-    pub(super) fn check(&self, addr: SocketAddr) -> Result<(), NetError> {
+    /// Checks that `addr` may be served or called at all.
+    ///
+    /// # Errors
+    ///
+    /// [`NetError::Unprotected`] beyond loopback without an identity.
+    pub fn check(&self, addr: SocketAddr) -> Result<(), NetError> {
         match self.trust {
             Trust::Loopback if !addr.ip().is_loopback() => Err(NetError::Unprotected { addr }),
             Trust::Loopback | Trust::Insecure | Trust::Authorities => Ok(()),
