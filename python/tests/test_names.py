@@ -61,11 +61,8 @@ def test_only_the_next_life_of_the_same_job_ends_one(shared_aggregator, launches
     named = {"job": "one-name", "generation": 7}
     own.run(begin, shared_aggregator.address, **named)
     for generation in (7, 8):
-        for rank in (0, 1):
-            with pytest.raises(racksum.Refused, match="does not show that it is of the same job"):
-                other._pools[rank].submit(
-                    begin_alone, shared_aggregator.address, rank, generation
-                ).result(timeout=100)
+        for why in other.run(refusal, shared_aggregator.address, generation):
+            assert "does not show that it is of the same job" in why
     assert own.run(reduced) == [[2.0, 2.0]] * 2
     own.run(begin, shared_aggregator.address, **{**named, "generation": 8})
     assert own.run(reduced) == [[2.0, 2.0]] * 2
@@ -74,19 +71,21 @@ def test_only_the_next_life_of_the_same_job_ends_one(shared_aggregator, launches
         assert "has ended generation 7" in why
 
 
-def begin_alone(address: str, rank: int, generation: int) -> None:
-    """Tries to be a rank of a job of the name that another has."""
+def refusal(address: str, generation: int) -> str:
+    """Why a rank cannot be of a job whose name another has."""
     drawn = drawn_in(dist.distributed_c10d._get_default_store())
     options = racksum.ConnectOptions.resolve(
         drawn=drawn,
         aggregator=address,
         job="one-name",
         generation=generation,
-        rank=rank,
-        world=2,
+        rank=dist.get_rank(),
+        world=dist.get_world_size(),
         join_timeout=TIMEOUT,
     )
-    racksum.Session(options).close()
+    with pytest.raises(racksum.Refused) as refused:
+        racksum.Session(options)
+    return str(refused.value)
 
 
 def test_a_store_keeps_what_the_first_rank_has_drawn():

@@ -67,7 +67,7 @@ impl State {
         &mut self,
         start: impl FnOnce(&mut Engine) -> Result<OpId, SubmitError>,
     ) -> Result<OpId, SubmitError> {
-        self.run(start).unwrap_or(Err(SubmitError::Ended { why: PANICKED.into() }))
+        self.run(start).unwrap_or_else(|| Err(SubmitError::Ended { why: PANICKED.into() }))
     }
 
     pub(super) fn is_idle(&self) -> bool {

@@ -25,7 +25,6 @@ use crate::client::{Connecting, GiveUp, span};
 use crate::engine::Stats;
 use crate::error::Error;
 use crate::options::ConnectOptions;
-use crate::supervisor::superseded;
 
 /// For what ends by itself: ranks give up when they have waited for long enough, and folds end.
 const FOR_EVER: Duration = Duration::from_secs(1 << 20);
@@ -38,7 +37,7 @@ pub(super) struct Job {
     pub(super) generation: Generation,
     pub(super) secret: Option<Key>,
     /// The process of the rank that joined first.
-    begun_by: i32,
+    pub(super) begun_by: i32,
     world: u16,
     local_world: u16,
     pub(super) lanes: u8,
@@ -129,25 +128,6 @@ impl Job {
             }),
             changed,
         }
-    }
-
-    /// Why a rank of another job of this name is refused.
-    pub(super) fn is_another(&self, join: &Join, peer: Peer) -> String {
-        format!(
-            "job {:?} here, generation {}, was begun by process {}, and process {}, of generation \
-             {}, is of another job of that name; give each job a name of its own",
-            join.job, self.generation.0, self.begun_by, peer.pid, join.generation.0
-        )
-    }
-
-    /// What the ranks are told whose job goes on in another life.
-    pub(super) fn superseded(&self, join: &Join, peer: Peer) -> FromSidecar {
-        let lives = format!(
-            "generation {} of job {:?}, begun by process {}, has ended generation {}, begun by \
-             process {}",
-            join.generation.0, join.job, peer.pid, self.generation.0, self.begun_by
-        );
-        FromSidecar::Superseded { why: superseded(&lives) }
     }
 
     /// Adds a rank; refused with a sentence. Returns whether it was the last of this host, and

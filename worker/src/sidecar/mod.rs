@@ -16,6 +16,7 @@ mod fold;
 mod hearing;
 mod job;
 mod lent;
+mod lives;
 mod member;
 mod message;
 mod queue;
