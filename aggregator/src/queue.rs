@@ -249,8 +249,8 @@ impl Queue {
     }
 
     /// The names of the jobs, the first first.
-    pub(crate) fn names(&self) -> Vec<String> {
-        self.jobs.values().map(|job| job.key.name.to_string()).collect()
+    pub(crate) fn names(&self) -> Vec<JobName> {
+        self.jobs.values().map(|job| job.key.name.clone()).collect()
     }
 }
 

@@ -1,5 +1,6 @@
 //! Admission: which jobs there are, who has joined them, what they are granted.
 
+mod checks;
 mod ending;
 mod job;
 mod lives;
@@ -9,27 +10,24 @@ mod rejoin;
 mod tree;
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 
 pub(crate) use ending::settle;
-use job::{Job, State, fragmentation_of, group_of};
+use job::{Job, State, group_of};
 use lives::beginner_of;
+use member::Member;
 pub(crate) use member::WORDS;
-use member::{Member, unreached};
-use moving::check_resume;
-use racksum_proto::control::{Absent, CONTROL_VERSION, FromAggregator, Join, Loss, Welcome};
+use racksum_proto::control::{Absent, FromAggregator, Join, Loss, Welcome};
 use racksum_proto::ids::{JobId, Rank};
 use racksum_proto::job_name::JobName;
 use tokio::sync::mpsc::Sender;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use crate::admission::admit;
-use crate::config::{Config, Fanout, MAX_SHARDS};
+use crate::config::{Config, Fanout};
 use crate::locks::Locks;
 use crate::queue::{Place, Queue};
 use crate::shard::{Command, NewJob, ShardHandle, ShardReport};
-use crate::slots::MAX_WORLD;
 use crate::status::{ShardStatus, Status, millis};
 use crate::tenancy::{Refusal, Tally, Tenant, check_room};
 pub(crate) use tree::Call;
@@ -65,6 +63,7 @@ pub(crate) struct Registry {
     queue: Queue,
     /// No more jobs are taken.
     draining: bool,
+    started: Instant,
 }
 
 /// Who wants to join.
@@ -108,7 +107,8 @@ impl Registry {
         last_id: u32,
     ) -> Self {
         let (jobs, queue, draining) = (BTreeMap::new(), Queue::default(), false);
-        Self { config, shards, jobs, last_id, can_multicast, queue, draining }
+        let started = Instant::now();
+        Self { config, shards, jobs, last_id, can_multicast, queue, draining, started }
     }
 
     pub(crate) fn shards(&self) -> &[ShardHandle] {
@@ -188,7 +188,7 @@ impl Registry {
     }
 
     /// What there is to tell but for what the shards know.
-    pub(crate) fn status(&self, addr: SocketAddr, started: Instant) -> Status {
+    pub(crate) fn status(&self, addr: SocketAddr) -> Status {
         let shards = self.shards.iter().map(|shard| {
             let addr = shard.addr.to_string();
             ShardStatus::new(addr, &shard.stats())
@@ -196,7 +196,7 @@ impl Registry {
         Status {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             addr: addr.to_string(),
-            up_ms: millis(started),
+            up_ms: millis(self.started),
             parent: self.config.parent.clone(),
             insecure: self.config.insecure,
             data_auth: self.config.data_auth().name().to_owned(),
@@ -271,107 +271,6 @@ impl Registry {
     fn start_if_complete(&mut self, name: &JobName) -> Result<Joined, String> {
         let missing = self.jobs.get(name).map(Job::missing).unwrap_or_default();
         if missing.is_empty() { self.start(name) } else { Ok(Joined::Waiting(missing)) }
-    }
-
-    /// Checks all of a rank's join that does not depend on what other jobs hold.
-    fn check_caller(&self, join: &Join, caller: &Caller) -> Result<(), Refusal> {
-        self.admit(join, caller.identity.as_deref(), caller.addr.ip())?;
-        self.check_data(join)?;
-        self.check_hears(join, caller.addr.ip())?;
-        Ok(())
-    }
-
-    /// Checks all that can be known before anything is said that depends on a job.
-    fn admit(&self, join: &Join, identity: Option<&str>, addr: IpAddr) -> Result<(), Refusal> {
-        if join.version != CONTROL_VERSION {
-            return Err(Refusal::WrongVersion(join.version));
-        }
-        self.check(join, addr)?;
-        self.check_relay(join)?;
-        if self.draining {
-            return Err(Refusal::Draining);
-        }
-        Ok(admit(&self.config.admit, identity, &join.job.name)?)
-    }
-
-    /// Checks what does not depend on the job.
-    fn check(&self, join: &Join, addr: IpAddr) -> Result<(), String> {
-        let (rank, world) = (join.rank, join.world);
-        if world == 0 || world > MAX_WORLD {
-            return Err(format!("a job has 1 to {MAX_WORLD} ranks, not {world}"));
-        }
-        if rank >= world {
-            return Err(format!("rank {rank} is not below the world of {world}"));
-        }
-        if join.lanes == 0 || join.lanes > MAX_LANES {
-            return Err(format!("a job has 1 to {MAX_LANES} lanes, not {}", join.lanes));
-        }
-        let (place, aggregators) = join.stripe;
-        if place >= aggregators {
-            return Err(format!("aggregator {place} is not one of {aggregators}"));
-        }
-        let mine = self.shards.len();
-        if mine * usize::from(aggregators) > usize::from(u8::MAX) {
-            return Err(format!(
-                "{aggregators} aggregators of {mine} shards are more shards than {}",
-                u8::MAX
-            ));
-        }
-        self.check_auth(join)?;
-        join.job.check()?;
-        check_resume(join)?;
-        if join.pool_slots == 1 {
-            return Err("a stream has 2 slots or more, not 1".into());
-        }
-        if let IpAddr::V6(v6) = addr
-            && v6.to_ipv4_mapped().is_some()
-        {
-            // The control socket takes both, the data sockets take one, so that a peer has one
-            // address.
-            return Err("this aggregator serves IPv6, and the worker came by IPv4; call it by an \
-                        IPv6 address, or start it with an IPv4 address to --bind"
-                .into());
-        }
-        Ok(())
-    }
-
-    /// Checks that data is authenticated as a rank wants it.
-    fn check_auth(&self, join: &Join) -> Result<(), String> {
-        let own = self.config.data_auth();
-        match join.data_auth {
-            Some(wanted) if wanted != own => Err(format!(
-                "this aggregator authenticates data with {:?}, and rank {} asks for {:?}; give \
-                 `data_auth` as the aggregator has it",
-                own.name(),
-                join.rank,
-                wanted.name()
-            )),
-            _ => Ok(()),
-        }
-    }
-
-    /// Checks how a rank's data comes. A rank that only looks does not say that.
-    fn check_data(&self, join: &Join) -> Result<(), String> {
-        let (ports, datagram) = (&join.data_ports, join.max_datagram);
-        if ports.is_empty() || ports.len() > usize::from(MAX_SHARDS) || ports.contains(&0) {
-            return Err("a rank needs a UDP port for its data, and 0 is none".into());
-        }
-        if fragmentation_of(datagram.into()).is_none() {
-            return Err(format!(
-                "datagrams of {datagram} bytes, as rank {} can have, are too small; the MTU must \
-                 be 1280 or more",
-                join.rank
-            ));
-        }
-        Ok(())
-    }
-
-    /// Checks that a rank at `ip` listens to a group where results come by multicast only.
-    fn check_hears(&self, join: &Join, ip: IpAddr) -> Result<(), String> {
-        match self.config.fanout {
-            Fanout::Multicast if !join.multicast => Err(unreached(join, ip)),
-            _ => Ok(()),
-        }
     }
 
     /// Opens a job for its first rank, in the place of its earlier life if there is one.

@@ -1,5 +1,6 @@
 //! The control server: one QUIC connection a rank, for as long as the rank lives.
 
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -8,17 +9,20 @@ use racksum_net::quic::lifeline::{Lifeline, dead};
 use racksum_net::quic::{Certificate, Role, frames, not_connected, quinn};
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Loss};
 use racksum_proto::ids::OpId;
+use racksum_proto::peer_text::Unshown;
 use tokio::sync::mpsc::{Receiver, channel};
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
+use crate::admission::admit;
 use crate::door::{self, Door, PLACES, PLACES_OF_ONE};
 use crate::handshake::{Known, NOT_CONNECTED, NOT_JOINED, answer, shake_hands};
 use crate::lifelines::Lifelines;
 use crate::parent::call;
 use crate::queue;
 use crate::registry::{Caller, Joined, Registry, Seat, WORDS, settle};
+use crate::status::status;
 use crate::tenancy::Refusal;
 
 /// Connections at a time that are no rank's: they have not joined yet, or are about to end. Twice
@@ -56,6 +60,7 @@ pub(crate) async fn serve(
 ) {
     let lifelines = Lifelines::serve(&endpoint, strangers).await;
     let (door, known) = (Door::new(PLACES, PLACES_OF_ONE), Known::default());
+    let addr = endpoint.local_addr().ok();
     loop {
         let incoming = tokio::select! {
             incoming = endpoint.accept() => incoming,
@@ -74,7 +79,7 @@ pub(crate) async fn serve(
         tokio::spawn(async move {
             match shake_hands(connecting, place).await {
                 Some(Ok((connection, place))) => {
-                    serve_caller(connection, (place, known), registry, lifelines).await;
+                    serve_caller(connection, (place, known), registry, lifelines, addr).await;
                 }
                 Some(Err(cause)) => NOT_CONNECTED.note(|left_out| {
                     tracing::warn!(left_out, "refused: {}", not_connected(from, cause));
@@ -93,6 +98,7 @@ async fn serve_caller(
     (mut place, known): (door::Place, Known),
     registry: Shared,
     lifelines: Lifelines,
+    addr: Option<SocketAddr>,
 ) {
     let first = tokio::select! {
         first = timeout(JOIN_TIMEOUT, hear_first(&connection)) => first,
@@ -119,8 +125,44 @@ async fn serve_caller(
                 end(&connection, send).await;
             }
         }
+        FromWorker::AskStatus { version } => {
+            let told = match addr.filter(|_| version == CONTROL_VERSION) {
+                Some(addr) => tell_status(&connection, &registry, addr, &mut send).await,
+                None => {
+                    say(&mut send, &FromAggregator::WrongVersion { speaks: CONTROL_VERSION }).await
+                }
+            };
+            if told {
+                end(&connection, send).await;
+            }
+        }
         _ => {}
     }
+}
+
+/// Tells a caller what the aggregator does: an aggregator's identity of all jobs, others of the
+/// jobs that the rules let them join. Returns false if the caller is gone.
+async fn tell_status(
+    connection: &quinn::Connection,
+    registry: &Shared,
+    addr: SocketAddr,
+    send: &mut quinn::SendStream,
+) -> bool {
+    let (_, certificate) = identify(registry, connection);
+    let mut told = status(registry, addr).await;
+    if certificate.as_ref().is_none_or(|it| it.role != Role::Aggregator) {
+        let rules = lock(registry).config().admit.clone();
+        let identity = certificate.as_ref().map(|it| &*it.name);
+        told.keep_only(|job| admit(&rules, identity, job).is_ok());
+    }
+    let mut parts = told.parts().into_iter().peekable();
+    while let Some(part) = parts.next() {
+        let more = parts.peek().is_some();
+        if !say(send, &FromAggregator::Status { part: Unshown(part), more }).await {
+            return false;
+        }
+    }
+    true
 }
 
 /// Whether somebody vouches for callers, and for what of this one.
@@ -509,7 +551,13 @@ async fn attend(
                     pursue(registry, seat, joined);
                 }
                 Some(FromWorker::Move) => break Parting::Moved,
-                Some(FromWorker::Join(_) | FromWorker::Look(_) | FromWorker::Stop) | None => {
+                Some(
+                    FromWorker::Join(_)
+                    | FromWorker::Look(_)
+                    | FromWorker::AskStatus { .. }
+                    | FromWorker::Stop,
+                )
+                | None => {
                     break Parting::Lost(Loss::Broke);
                 }
             },

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use racksum_proto::ids::JobId;
+use racksum_proto::job_name::JobName;
 use racksum_proto::peer_text::PeerText;
 use serde::{Deserialize, Serialize};
 use tokio::io::AsyncWriteExt;
@@ -49,8 +50,7 @@ pub struct Status {
     /// The jobs, by name.
     pub jobs: Vec<JobStatus>,
     /// Jobs that wait for room, the first first.
-    #[serde(deserialize_with = "PeerText::list")]
-    pub queued: Vec<String>,
+    pub queued: Vec<JobName>,
     /// The shards.
     pub shards: Vec<ShardStatus>,
 }
@@ -148,6 +148,30 @@ impl ShardStatus {
     }
 }
 
+impl Status {
+    /// Leaves out the jobs of which somebody is not to know.
+    pub(crate) fn keep_only(&mut self, may_know: impl Fn(&str) -> bool) {
+        self.jobs.retain(|job| may_know(&job.job));
+        self.queued.retain(|job| may_know(&job.name));
+    }
+
+    /// Its JSON, in parts that each fit a message.
+    pub(crate) fn parts(&self) -> Vec<String> {
+        let json = serde_json::to_string(self).unwrap_or_default();
+        let mut parts = Vec::new();
+        let mut rest = &*json;
+        while !rest.is_empty() {
+            let (part, others) = rest.split_at(rest.floor_char_boundary(MAX_PART));
+            parts.push(part.to_owned());
+            rest = others;
+        }
+        parts
+    }
+}
+
+/// Bytes of a part: written as JSON once more, it has at most six times as many.
+const MAX_PART: usize = 8 << 10;
+
 impl JobStatus {
     /// Adds what the shards say of the job's progress.
     pub(crate) fn merge(&mut self, reports: &[ShardReport]) {
@@ -202,7 +226,6 @@ impl StatusSocket {
 
     /// Tells everyone who opens the socket.
     pub(crate) async fn serve(self, registry: Shared, addr: SocketAddr) {
-        let started = Instant::now();
         loop {
             // What goes wrong with one caller, as with too many open files, is no reason to end.
             let Ok((mut stream, _)) = self.listener.accept().await else {
@@ -211,8 +234,7 @@ impl StatusSocket {
             };
             let registry = Shared::clone(&registry);
             tokio::spawn(async move {
-                let json =
-                    serde_json::to_vec(&status(&registry, addr, started).await).unwrap_or_default();
+                let json = serde_json::to_vec(&status(&registry, addr).await).unwrap_or_default();
                 // A reader that is gone, or does not read, is told nothing.
                 drop(timeout(PATIENCE, stream.write_all(&json)).await);
             });
@@ -228,10 +250,10 @@ impl Drop for StatusSocket {
 }
 
 /// Gathers what is to be told.
-async fn status(registry: &Shared, addr: SocketAddr, started: Instant) -> Status {
+pub(crate) async fn status(registry: &Shared, addr: SocketAddr) -> Status {
     let (mut status, asked) = {
         let registry = lock(registry);
-        (registry.status(addr, started), registry.ask_shards())
+        (registry.status(addr), registry.ask_shards())
     };
     let mut reports = Vec::new();
     for report in asked {

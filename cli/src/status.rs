@@ -13,8 +13,11 @@ use std::time::Duration;
 use racksum_aggregator::{JobStatus, ShardStatus, Status};
 use racksum_net::clock::Clock;
 use racksum_net::local::Peer;
+use racksum_net::quic::{Caller, Credentials, Ended, ask_status};
+use racksum_net::resolve::resolve_blocking;
 use racksum_proto::job_name::JobName;
 use racksum_proto::peer_text::PeerText;
+use racksum_proto::time::Span;
 
 use crate::args::{self, Format};
 use crate::exit::{Failure, say};
@@ -22,9 +25,17 @@ use crate::exit::{Failure, say};
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = args::EXIT_CODES)]
 pub(crate) struct Args {
-    /// The aggregator's status socket, or unix:PATH, a sidecar; without it, all aggregators of this
-    /// user here.
+    /// The aggregator's HOST:PORT, or its status socket, or unix:PATH, a sidecar; without it, all
+    /// aggregators of this user here, and for root those of all users.
+    #[arg(value_name = "WHICH")]
     socket: Option<PathBuf>,
+    /// The identity file to ask an aggregator at HOST:PORT with: an aggregator's is told of all
+    /// jobs, a worker's of those that it may join.
+    #[arg(long, value_name = "FILE", env = "RACKSUM_IDENTITY", conflicts_with = "insecure")]
+    identity: Option<PathBuf>,
+    /// Ask beyond loopback without an identity.
+    #[arg(long)]
+    insecure: bool,
     /// How to print.
     #[arg(long, value_enum, default_value_t = Format::Text)]
     format: Format,
@@ -35,20 +46,26 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     if let Some(path) = named.and_then(|named| named.strip_prefix("unix:")) {
         return sidecar::print(Path::new(path), args.format);
     }
+    if let Some(addr) = named.filter(|named| is_addr(named)) {
+        return print(&ask_at(addr, args)?, args.format);
+    }
     let sockets = match &args.socket {
-        Some(socket) => vec![socket.clone()],
+        Some(socket) => vec![(socket.clone(), own_uid())],
         None => sockets()?,
     };
     let mut told = false;
-    for socket in sockets {
-        match ask(&socket) {
+    for (socket, owner) in sockets {
+        match ask(&socket, owner) {
             Ok(status) => {
                 told = true;
                 print(&status, args.format)?;
             }
             // One that a killed aggregator left behind is of no use to anybody.
             Err(error) if args.socket.is_none() && is_dead(&error) => {
-                drop(fs::remove_file(&socket));
+                // What another user has in a folder, root does not remove.
+                if socket.starts_with(folder()) {
+                    drop(fs::remove_file(&socket));
+                }
             }
             Err(error) => {
                 return Err(Failure::unavailable(format!(
@@ -64,7 +81,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     }
     Err(Failure::unavailable(format!(
         "no aggregator of this user has its status socket in {}; start one, or name its \
-         --status-socket",
+         --status-socket or its HOST:PORT",
         folder().display()
     )))
 }
@@ -98,32 +115,93 @@ fn folder() -> PathBuf {
     }
 }
 
-/// The sockets in the usual place, which must be this user's or root's: in /tmp anybody may make a
-/// folder of this name.
-fn sockets() -> Result<Vec<PathBuf>, Failure> {
+/// The sockets in the usual place, and for root also those of other users, each with the user who
+/// must be behind it. The place must be this user's or root's: in /tmp anybody may make a folder of
+/// this name.
+fn sockets() -> Result<Vec<(PathBuf, u32)>, Failure> {
+    let mut folders = Vec::new();
     let folder = folder();
-    let Ok(found) = fs::symlink_metadata(&folder) else { return Ok(Vec::new()) };
-    let others_write = found.mode() & 0o022 != 0;
-    if !found.is_dir() || !is_trusted(found.uid()) || others_write {
-        return Err(Failure::unavailable(format!(
-            "{} is not a folder that only this user or root can write to (user {}, mode {:o}), so \
-             what it holds is not asked; remove it, or name a --status-socket",
-            folder.display(),
-            found.uid(),
-            found.mode() & 0o7777
-        )));
+    if let Ok(found) = fs::symlink_metadata(&folder) {
+        let others_write = found.mode() & 0o022 != 0;
+        if !found.is_dir() || !is_trusted(found.uid(), own_uid()) || others_write {
+            return Err(Failure::unavailable(format!(
+                "{} is not a folder that only this user or root can write to (user {}, mode \
+                 {:o}), so what it holds is not asked; remove it, or name a --status-socket",
+                folder.display(),
+                found.uid(),
+                found.mode() & 0o7777
+            )));
+        }
+        folders.push((folder, own_uid()));
     }
-    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-    let paths = entries.map(|entry| entry.path());
-    let mut sockets: Vec<_> =
-        paths.filter(|path| path.extension().is_some_and(|end| end == "sock")).collect();
+    if own_uid() == 0 {
+        folders.extend(folders_of_others(Path::new("/run/user"), Path::new("/tmp")));
+    }
+    let mut sockets = Vec::new();
+    for (folder, owner) in folders {
+        let paths = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+        let found = paths.filter(|path| path.extension().is_some_and(|end| end == "sock"));
+        sockets.extend(found.map(|path| (path, owner)));
+    }
     sockets.sort();
     Ok(sockets)
 }
 
-/// Whether a user's files and processes are believed.
-fn is_trusted(uid: u32) -> bool {
-    uid == 0 || uid == own_uid()
+/// Whether what belongs to a user is believed where `owner`'s is asked for.
+fn is_trusted(uid: u32, owner: u32) -> bool {
+    uid == 0 || uid == owner
+}
+
+/// Where users other than root have their sockets: below the folders that hold each user's own, and
+/// those in a shared one. A folder counts only if it belongs to the user that it is named after.
+fn folders_of_others(each: &Path, shared: &Path) -> Vec<(PathBuf, u32)> {
+    let list = |folder: &Path| fs::read_dir(folder).into_iter().flatten().flatten();
+    let own = list(each).filter_map(|entry| {
+        let uid: u32 = entry.file_name().to_str()?.parse().ok()?;
+        Some((uid, entry.path().join("racksum")))
+    });
+    let in_shared = list(shared).filter_map(|entry| {
+        let uid: u32 = entry.file_name().to_str()?.strip_prefix("racksum-")?.parse().ok()?;
+        Some((uid, entry.path()))
+    });
+    let is_theirs = |(uid, path): &(u32, PathBuf)| {
+        fs::symlink_metadata(path).is_ok_and(|it| it.is_dir() && it.uid() == *uid)
+    };
+    let swapped = |(uid, path)| (path, uid);
+    own.chain(in_shared).filter(is_theirs).map(swapped).collect()
+}
+
+/// Whether a text is HOST:PORT, and not a path.
+fn is_addr(text: &str) -> bool {
+    let port = text.rsplit_once(':').filter(|(host, _)| !host.is_empty() && !host.contains('/'));
+    port.is_some_and(|(_, port)| port.parse::<u16>().is_ok_and(|port| port > 0))
+}
+
+/// Asks an aggregator, which may be on another host.
+fn ask_at(addr: &str, args: &Args) -> Result<Status, Failure> {
+    let unknown = |why: &dyn std::fmt::Display| {
+        Failure::unavailable(format!("{addr} cannot be asked: {why}"))
+    };
+    let found = resolve_blocking(addr).map_err(|error| unknown(&error))?.into_iter().next();
+    let to = found.ok_or_else(|| unknown(&"the name has no address"))?;
+    let credentials = Credentials::read_blocking(args.identity.clone(), args.insecure)?;
+    let patience = Span(u64::try_from(PATIENCE.as_nanos()).unwrap_or(u64::MAX));
+    let caller = Caller { from: None, credentials, patience };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(|error| unknown(&error))?;
+    let told = runtime.block_on(ask_status(to, &caller)).map_err(|ended| match ended {
+        Ended::Unconnected(error) => error.into(),
+        other => unknown(&other),
+    })?;
+    parse(told.as_bytes()).map_err(|why| unknown(&why))
+}
+
+/// Reads what an aggregator has answered.
+fn parse(told: &[u8]) -> Result<Status, String> {
+    serde_json::from_slice(told).map_err(|error| {
+        let error = PeerText::of(error);
+        format!("its answer cannot be read ({error}), so it may be of another release")
+    })
 }
 
 fn is_dead(error: &io::Error) -> bool {
@@ -132,20 +210,15 @@ fn is_dead(error: &io::Error) -> bool {
 
 /// Asks who listens at a socket, which must be a process of this user or of root; root may ask
 /// everybody.
-fn ask(socket: &Path) -> io::Result<Status> {
+fn ask(socket: &Path, owner: u32) -> io::Result<Status> {
     let stream = UnixStream::connect(socket)?;
     let peer = Peer::of(&stream)?;
-    if own_uid() != 0 && !is_trusted(peer.uid) {
+    if !is_trusted(peer.uid, owner) {
         let uid = peer.uid;
         return Err(io::Error::other(format!("it is a process of user {uid} that listens there")));
     }
     let told = read(stream, PATIENCE)?;
-    serde_json::from_slice(&told).map_err(|error| {
-        let error = PeerText::of(error);
-        io::Error::other(format!(
-            "its answer cannot be read ({error}), so it may be of another release"
-        ))
-    })
+    parse(&told).map_err(io::Error::other)
 }
 
 /// Reads an answer to its end, which may not come later, nor be longer, than an aggregator's.
@@ -205,7 +278,8 @@ fn text(status: &Status) -> String {
     );
     jobs.iter().for_each(|job| text += &job_text(job));
     if !queued.is_empty() {
-        text += &format!("waiting for room, the first first: {}\n", queued.join(", "));
+        let names: Vec<_> = queued.iter().map(|name| format!("{name:?}")).collect();
+        text += &format!("waiting for room, the first first: {}\n", names.join(", "));
     }
     shards.iter().for_each(|shard| text += &shard_text(shard));
     text

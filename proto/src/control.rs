@@ -17,7 +17,7 @@ use crate::auth::{DataAuth, Key, Keys};
 use crate::geometry::{Fragmentation, WINDOW_BYTES};
 use crate::ids::{Generation, JobId, OpId, Rank};
 use crate::job_name::JobName;
-use crate::peer_text::PeerText;
+use crate::peer_text::{PeerText, Unshown};
 
 /// The control protocol's version: a join of another is refused.
 pub const CONTROL_VERSION: u16 = 1;
@@ -49,6 +49,11 @@ pub enum FromWorker {
     /// It asks which ranks of its job wait for others that it could join with this, as the first
     /// and only message: it waits at another aggregator.
     Look(Join),
+    /// It asks what the aggregator does, as the first and only message.
+    AskStatus {
+        /// [`CONTROL_VERSION`] of who asks.
+        version: u16,
+    },
     /// It would rather be elsewhere, and waits to hear [`FromAggregator::Free`]; in vain if the job
     /// has begun.
     Withdraw,
@@ -231,6 +236,13 @@ pub enum FromAggregator {
     Present {
         /// Which; none if there is no such job, if it has begun, or would not have who asks.
         ranks: Vec<u16>,
+    },
+    /// What the aggregator does: a part of some JSON. The answer to the question.
+    Status {
+        /// The next part.
+        part: Unshown,
+        /// Whether there are more.
+        more: bool,
     },
     /// The rank may leave: the job has not begun, and does not begin with it before it says that it
     /// stays.

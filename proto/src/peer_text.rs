@@ -10,7 +10,8 @@ use alloc::vec::Vec;
 use core::fmt::{self, Write as _};
 use core::ops::Deref;
 
-use serde::de::{Deserialize, Deserializer, Visitor};
+use serde::de::{Deserializer, Visitor};
+use serde::{Deserialize, Serialize};
 
 /// Text of a peer: one line of printable characters, at most [`PeerText::MAX`] bytes of them.
 ///
@@ -79,6 +80,17 @@ impl PeerText {
     pub fn counts<'de, D: Deserializer<'de>>(from: D) -> Result<BTreeMap<String, u64>, D::Error> {
         let counts = BTreeMap::<Self, u64>::deserialize(from)?;
         Ok(counts.into_iter().map(|(what, count)| (what.into(), count)).collect())
+    }
+}
+
+/// Text of a peer that is parsed and never shown. Its `Debug` tells only its length.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Unshown(pub String);
+
+impl fmt::Debug for Unshown {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes", self.0.len())
     }
 }
 

@@ -394,8 +394,8 @@ impl<'a> Joining<'a> {
                 self.missing = missing;
             }
             FromAggregator::Free => self.unanswered = self.unanswered.saturating_sub(1),
-            FromAggregator::Present { .. } => {
-                return Err(ConnectError::Protocol("it answers a look that was none".into()));
+            FromAggregator::Present { .. } | FromAggregator::Status { .. } => {
+                return Err(ConnectError::Protocol("it answers what nobody asked".into()));
             }
             FromAggregator::Welcome(granted) if !granted.is_sound() => {
                 let why = "the aggregator grants what no aggregator may";

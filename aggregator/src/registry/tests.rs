@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use racksum_net::clock::Clock;
 use racksum_proto::auth::DataAuth;
-use racksum_proto::control::{OnRankLoss, Resume};
+use racksum_proto::control::{CONTROL_VERSION, OnRankLoss, Resume};
 use racksum_proto::ids::{Generation, OpId};
 use tokio::sync::mpsc::{Receiver, channel};
 

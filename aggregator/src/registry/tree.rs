@@ -171,6 +171,7 @@ impl Registry {
             | FromAggregator::Ready { .. }
             | FromAggregator::Lifeline { .. }
             | FromAggregator::Present { .. }
+            | FromAggregator::Status { .. }
             | FromAggregator::Free
             | FromAggregator::Without(_) => {}
         }

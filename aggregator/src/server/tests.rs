@@ -14,11 +14,11 @@ fn bounded<T>(test: impl Future<Output = T>) -> T {
 }
 
 /// A served registry without shards; returns where it is called.
-fn serving(strangers: usize) -> (std::net::SocketAddr, Shared, Failure) {
+fn serving(strangers: usize) -> (SocketAddr, Shared, Failure) {
     serving_as(Config::default(), strangers)
 }
 
-fn serving_as(config: Config, strangers: usize) -> (std::net::SocketAddr, Shared, Failure) {
+fn serving_as(config: Config, strangers: usize) -> (SocketAddr, Shared, Failure) {
     let (credentials, failure) = (Credentials::new(None, false).unwrap(), Failure::new());
     let served = endpoint("127.0.0.1:0".parse().unwrap(), &credentials).unwrap();
     let addr = served.local_addr().unwrap();
@@ -27,7 +27,7 @@ fn serving_as(config: Config, strangers: usize) -> (std::net::SocketAddr, Shared
     (addr, registry, failure)
 }
 
-async fn call(addr: std::net::SocketAddr) -> Result<Connection, racksum_net::NetError> {
+async fn call(addr: SocketAddr) -> Result<Connection, racksum_net::NetError> {
     let credentials = Credentials::new(None, false).unwrap();
     connect(addr, &credentials, Span::from_secs(100)).await
 }

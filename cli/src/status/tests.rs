@@ -52,7 +52,7 @@ fn status(text: &str) -> Status {
         max_jobs: 1,
         draining: true,
         jobs: vec![job],
-        queued: vec![name(), name()],
+        queued: vec![JobName { name: name(), group: name() }],
         shards: vec![shard],
     }
 }
@@ -73,7 +73,7 @@ fn asked(name: &str, answer: Vec<u8>) -> io::Result<Status> {
         // Whoever asks may hang up before the end.
         drop(stream.write_all(&answer));
     });
-    let asked = ask(&path);
+    let asked = ask(&path, own_uid());
     answering.join().unwrap();
     fs::remove_file(path).unwrap();
     asked
@@ -88,7 +88,7 @@ fn no_text_of_an_answer_reaches_the_terminal_as_it_came() {
     for shown in [text(&told), serde_json::to_string(&told).unwrap()] {
         let is_plain = |c: char| c == '\n' || PeerText::is_plain(c.encode_utf8(&mut [0; 4]));
         assert!(shown.chars().all(is_plain), "{shown:?}");
-        assert!(shown.len() < 13 * PeerText::MAX, "{} bytes", shown.len());
+        assert!(shown.len() < 16 * PeerText::MAX, "{} bytes", shown.len());
     }
     assert_eq!(text(&told).lines().count(), text(&status("plain")).lines().count());
 }
@@ -112,4 +112,28 @@ fn who_answers_a_little_at_a_time_is_not_waited_for_without_end() {
     let error = read(ours, Duration::from_secs(1)).unwrap_err();
     assert_eq!(error.to_string(), "it did not answer within 1 s");
     drips.join().unwrap();
+}
+
+#[test]
+fn an_address_is_told_from_a_path() {
+    for addr in ["10.0.0.1:7177", "agg-1:7177", "[fd00::1]:7177", "[fe80::1%eth0]:1"] {
+        assert!(is_addr(addr), "{addr}");
+    }
+    for path in ["/run/x.sock", "/tmp/a:1", "./a:7177", "agg:0", "agg:x", "agg", ":7177"] {
+        assert!(!is_addr(path), "{path}");
+    }
+}
+
+#[test]
+fn a_folder_counts_only_if_it_is_of_the_user_that_it_is_named_after() {
+    let at = std::env::temp_dir().join(format!("racksum-folders-{}", std::process::id()));
+    let own = own_uid();
+    let (each, shared) = (at.join("run"), at.join("tmp"));
+    let theirs = [each.join(format!("{own}/racksum")), shared.join(format!("racksum-{own}"))];
+    let others = [each.join("4294967294/racksum"), shared.join("racksum-4294967294")];
+    for folder in theirs.iter().chain(&others).chain([&shared.join("racksum-x")]) {
+        fs::create_dir_all(folder).unwrap();
+    }
+    assert_eq!(folders_of_others(&each, &shared), theirs.map(|path| (path, own)));
+    fs::remove_dir_all(&at).unwrap();
 }

@@ -7,6 +7,8 @@ use std::process::Command;
 use serde_json::Value;
 
 use crate::files::Folder;
+use crate::identity::{authority, issue};
+use crate::ports::own_port;
 use crate::process::{Ended, Process, RACKSUM, Serving, bench_rank, run, signal};
 use crate::waits::await_that;
 
@@ -60,6 +62,38 @@ fn a_job_that_gathers_shows_who_is_not_there() {
     let text = run(&["status", &socket]).ok().out;
     assert!(text.contains("gathering, 3 ranks, ") && text.contains("; not there: 0, 2"), "{text}");
     drop(rank);
+}
+
+#[test]
+fn an_aggregator_is_asked_by_its_address_and_tells_each_what_it_may_know() {
+    let (folder, ours) = authority("status", "rack");
+    let issue = |name, role| issue(&folder, &ours, name, role);
+    let (served, team) = (issue("agg", "aggregator"), issue("team-1", "worker"));
+    let other = issue("other-1", "worker");
+    let config = folder.path("racksum.toml");
+    let rules = ["team", "other"]
+        .map(|who| format!("[[admit]]\nidentity = \"{who}-*\"\njobs = [\"{who}\"]\n"));
+    std::fs::write(&config, rules.concat()).unwrap();
+    let serving = Serving::start(&["--identity", &served, "--config", &config]);
+    let wait = |identity: &str, job: &str| {
+        bench_rank(&serving.addr, 0, 2, &["--identity", identity, "--job", job])
+    };
+    let ranks = [wait(&team, "team"), wait(&other, "other")];
+    let ask = |identity: &str| {
+        let asked = ["status", &serving.addr, "--format", "json", "--identity", identity];
+        let told: Value = serde_json::from_str(&run(&asked).ok().out).unwrap();
+        let jobs = told["jobs"].as_array().unwrap().iter();
+        jobs.map(|job| job["job"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    await_that("both have joined", || ask(&served) == ["other", "team"]);
+    assert_eq!((ask(&team), ask(&other)), (vec!["team".to_owned()], vec!["other".to_owned()]));
+    let text = run(&["status", &serving.addr, "--identity", &team]).ok().out;
+    assert!(text.contains("job \"team\", generation 0") && !text.contains("other"), "{text}");
+    let stranger = run(&["status", &serving.addr]);
+    assert!(stranger.failed(3).contains("does not accept this identity"), "{stranger:?}");
+    let nobody = run(&["status", &format!("127.0.0.1:{}", own_port())]);
+    assert_eq!(nobody.code, Some(3), "{nobody:?}");
+    drop(ranks);
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use quinn::ConnectionError;
-use racksum_proto::control::{FromAggregator, FromWorker, Join};
+use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join};
 use racksum_proto::peer_text::PeerText;
 use racksum_proto::time::Span;
 use tokio::sync::mpsc::UnboundedReceiver;
@@ -173,6 +173,62 @@ pub async fn look(to: SocketAddr, join: Join, caller: &Caller) -> Result<Vec<u16
     connection.close("looked").await;
     answer
 }
+
+/// Asks the aggregator at `to` what it does; returns the JSON that it says.
+///
+/// # Errors
+///
+/// Why there is no answer.
+///
+/// # Panics
+///
+/// Outside of a tokio runtime.
+pub async fn ask_status(to: SocketAddr, caller: &Caller) -> Result<String, Ended> {
+    let connection = connect_from(caller.from, to, &caller.credentials, caller.patience).await?;
+    let answer = async {
+        // An aggregator looks at this side's certificate last, when the connection seems made.
+        let closed = |why: &dyn std::fmt::Display| match connection.quic().close_reason() {
+            Some(cause) => match not_connected(to, cause) {
+                error @ NetError::NotBelieved { .. } => error.into(),
+                _ => Ended::Closed(PeerText::of(why)),
+            },
+            None => Ended::Closed(PeerText::of(why)),
+        };
+        let (mut send, mut recv) =
+            connection.quic().open_bi().await.map_err(|error| closed(&error))?;
+        let question = FromWorker::AskStatus { version: CONTROL_VERSION };
+        frames::send(&mut send, &question).await.map_err(|error| closed(&error))?;
+        let mut json = String::new();
+        loop {
+            match frames::recv(&mut recv).await.map_err(|error| closed(&error))? {
+                Some(FromAggregator::Status { part, more }) => {
+                    json += &part.0;
+                    if !more {
+                        return Ok(json);
+                    }
+                    if json.len() > MAX_STATUS {
+                        return Err(closed(&"it says more than any aggregator has to say"));
+                    }
+                }
+                Some(FromAggregator::Refused { reason }) => return Err(closed(&reason)),
+                Some(FromAggregator::WrongVersion { speaks }) => {
+                    return Err(closed(&format!(
+                        "it speaks version {speaks} of the protocol, and this program version \
+                         {CONTROL_VERSION}; install the same release on both"
+                    )));
+                }
+                said => return Err(closed(&format!("it answers a question with {said:?}"))),
+            }
+        }
+    };
+    let answer = tokio::time::timeout(duration(caller.patience), answer).await;
+    let answer = answer.unwrap_or(Err(Ended::Silent));
+    connection.close("asked").await;
+    answer
+}
+
+/// Bytes of the longest status that is taken: that of 1024 jobs with 256 ranks each.
+const MAX_STATUS: usize = 128 << 20;
 
 /// Hands on what is said until nothing more is; returns why.
 async fn listen(

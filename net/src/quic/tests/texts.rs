@@ -5,7 +5,7 @@ use racksum_proto::control::{
     Absent, FromAggregator, FromWorker, Join, Loss, OnRankLoss, Resume, Welcome,
 };
 use racksum_proto::ids::{Generation, JobId, OpId, Rank};
-use racksum_proto::peer_text::PeerText;
+use racksum_proto::peer_text::{PeerText, Unshown};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -118,6 +118,7 @@ fn no_field_of_what_a_worker_says_is_shown_as_it_came() {
         | Says::Withdraw
         | Says::Stay
         | Says::Move
+        | Says::AskStatus { .. }
         | Says::Stop => 0,
     };
     let all = [
@@ -139,6 +140,7 @@ fn no_field_of_what_an_aggregator_says_is_shown_as_it_came() {
         | Says::RefusedRank { .. }
         | Says::Queued { .. }
         | Says::ParentLost { .. }
+        | Says::Status { .. }
         | Says::Superseded { .. } => 1,
         Says::WrongVersion { .. }
         | Says::Lifeline { .. }
@@ -157,6 +159,7 @@ fn no_field_of_what_an_aggregator_says_is_shown_as_it_came() {
         Says::RefusedRank { rank: 0, reason: text() },
         Says::Queued { before: 0, why: text() },
         Says::ParentLost { reason: text() },
+        Says::Status { part: Unshown(text()), more: false },
         Says::Superseded { by: Generation(1), why: text() },
         Says::Lifeline { port: 1, token: Key([0; Key::LEN]) },
         Says::Welcome(welcome()),

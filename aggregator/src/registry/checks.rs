@@ -1,0 +1,122 @@
+//! What is checked of a rank before it has a place.
+
+use std::net::IpAddr;
+
+use racksum_proto::control::{CONTROL_VERSION, Join};
+
+use super::job::fragmentation_of;
+use super::member::unreached;
+use super::moving::check_resume;
+use super::{Caller, MAX_LANES, Registry};
+use crate::admission::admit;
+use crate::config::{Fanout, MAX_SHARDS};
+use crate::slots::MAX_WORLD;
+use crate::tenancy::Refusal;
+
+impl Registry {
+    /// Checks all of a rank's join that does not depend on what other jobs hold.
+    pub(super) fn check_caller(&self, join: &Join, caller: &Caller) -> Result<(), Refusal> {
+        self.admit(join, caller.identity.as_deref(), caller.addr.ip())?;
+        self.check_data(join)?;
+        self.check_hears(join, caller.addr.ip())?;
+        Ok(())
+    }
+
+    /// Checks all that can be known before anything is said that depends on a job.
+    pub(super) fn admit(
+        &self,
+        join: &Join,
+        identity: Option<&str>,
+        addr: IpAddr,
+    ) -> Result<(), Refusal> {
+        if join.version != CONTROL_VERSION {
+            return Err(Refusal::WrongVersion(join.version));
+        }
+        self.check(join, addr)?;
+        self.check_relay(join)?;
+        if self.draining {
+            return Err(Refusal::Draining);
+        }
+        Ok(admit(&self.config.admit, identity, &join.job.name)?)
+    }
+
+    /// Checks what does not depend on the job.
+    pub(super) fn check(&self, join: &Join, addr: IpAddr) -> Result<(), String> {
+        let (rank, world) = (join.rank, join.world);
+        if world == 0 || world > MAX_WORLD {
+            return Err(format!("a job has 1 to {MAX_WORLD} ranks, not {world}"));
+        }
+        if rank >= world {
+            return Err(format!("rank {rank} is not below the world of {world}"));
+        }
+        if join.lanes == 0 || join.lanes > MAX_LANES {
+            return Err(format!("a job has 1 to {MAX_LANES} lanes, not {}", join.lanes));
+        }
+        let (place, aggregators) = join.stripe;
+        if place >= aggregators {
+            return Err(format!("aggregator {place} is not one of {aggregators}"));
+        }
+        let mine = self.shards.len();
+        if mine * usize::from(aggregators) > usize::from(u8::MAX) {
+            return Err(format!(
+                "{aggregators} aggregators of {mine} shards are more shards than {}",
+                u8::MAX
+            ));
+        }
+        self.check_auth(join)?;
+        join.job.check()?;
+        check_resume(join)?;
+        if join.pool_slots == 1 {
+            return Err("a stream has 2 slots or more, not 1".into());
+        }
+        if let IpAddr::V6(v6) = addr
+            && v6.to_ipv4_mapped().is_some()
+        {
+            // The control socket takes both, the data sockets take one, so that a peer has one
+            // address.
+            return Err("this aggregator serves IPv6, and the worker came by IPv4; call it by an \
+                        IPv6 address, or start it with an IPv4 address to --bind"
+                .into());
+        }
+        Ok(())
+    }
+
+    /// Checks that data is authenticated as a rank wants it.
+    fn check_auth(&self, join: &Join) -> Result<(), String> {
+        let own = self.config.data_auth();
+        match join.data_auth {
+            Some(wanted) if wanted != own => Err(format!(
+                "this aggregator authenticates data with {:?}, and rank {} asks for {:?}; give \
+                 `data_auth` as the aggregator has it",
+                own.name(),
+                join.rank,
+                wanted.name()
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks how a rank's data comes. A rank that only looks does not say that.
+    pub(super) fn check_data(&self, join: &Join) -> Result<(), String> {
+        let (ports, datagram) = (&join.data_ports, join.max_datagram);
+        if ports.is_empty() || ports.len() > usize::from(MAX_SHARDS) || ports.contains(&0) {
+            return Err("a rank needs a UDP port for its data, and 0 is none".into());
+        }
+        if fragmentation_of(datagram.into()).is_none() {
+            return Err(format!(
+                "datagrams of {datagram} bytes, as rank {} can have, are too small; the MTU must \
+                 be 1280 or more",
+                join.rank
+            ));
+        }
+        Ok(())
+    }
+
+    /// Checks that a rank at `ip` listens to a group where results come by multicast only.
+    pub(super) fn check_hears(&self, join: &Join, ip: IpAddr) -> Result<(), String> {
+        match self.config.fanout {
+            Fanout::Multicast if !join.multicast => Err(unreached(join, ip)),
+            _ => Ok(()),
+        }
+    }
+}
