@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What training comes to with racksum: the losses of the examples as they fall, beside Gloo's.
+"""What training comes to with racksum: the losses of `workloads` as they fall, beside Gloo's.
 
     python learning.py --racksum target/release/racksum --out target/learning
 
@@ -25,7 +25,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "python" / "examples"
+WORKLOADS = Path(__file__).resolve().parent / "workloads"
 RANKS = 4
 
 #: Examples, and their flags.
@@ -96,7 +96,7 @@ class Bench:
         """Trains an example."""
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(RANKS), str(EXAMPLES / f"{example}.py")),
+            *("--nproc-per-node", str(RANKS), str(WORKLOADS / f"{example}.py")),
             *(
                 f"--backend={backend}",
                 f"--steps={steps}",

@@ -3,7 +3,7 @@
 
     python training.py words --backend gloo --steps 5
 
-The script is one of python/examples, or one beside this file: `layers`, a dense model of 42 MB, or
+The script is one of ../workloads, or one beside this file: `layers`, a dense model of 42 MB, or
 `gpt`, one of 496 MB on a GPU. It is set up as its users have it, and takes steps when it is told
 `go`; README.md has the contract.
 """
@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "python" / "examples")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "workloads")]
 
-import common  # noqa: E402 - of the examples.
+import common  # noqa: E402 - of the workloads.
 
 import racksum.torch  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""The examples under torchrun, whose ranks and aggregators are killed."""
+"""The workloads of the benches under torchrun, whose ranks and aggregators are killed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 
 from conftest import ROOT, Aggregator
 
-EXAMPLES = ROOT / "python" / "examples"
+WORKLOADS = ROOT / "benches" / "workloads"
 
 
 class Torchrun:
-    """An example with two ranks."""
+    """A workload with two ranks."""
 
     def __init__(
         self, example: str, *arguments: str, restarts: int = 0, **environment: str
@@ -31,7 +31,7 @@ class Torchrun:
                 "--max-restarts",
                 str(restarts),
                 "--standalone",
-                EXAMPLES / example,
+                WORKLOADS / example,
                 *arguments,
             ],
             stdout=subprocess.PIPE,

@@ -184,7 +184,7 @@ impl Way {
 /// A training script that takes some steps at a time, with racksum or with Gloo.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct Training {
-    /// Of `python/examples`, or of the peers.
+    /// Of `benches/workloads`, or of the peers.
     pub(crate) script: &'static str,
     pub(crate) flags: &'static [&'static str],
     pub(crate) racksum: Option<Racksum>,

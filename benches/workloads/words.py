@@ -6,7 +6,7 @@ tensor.
 
     racksum aggregator &
     export RACKSUM_AGGREGATOR=127.0.0.1:7177
-    torchrun --nproc-per-node 4 examples/words.py --backend racksum
+    torchrun --nproc-per-node 4 benches/workloads/words.py --backend racksum
 """
 
 from __future__ import annotations

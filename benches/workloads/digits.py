@@ -2,7 +2,7 @@
 
 racksum aggregator &
 export RACKSUM_AGGREGATOR=127.0.0.1:7177
-torchrun --nproc-per-node 4 examples/digits.py --backend racksum
+torchrun --nproc-per-node 4 benches/workloads/digits.py --backend racksum
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the examples share: their flags, the group of ranks, and the line that each prints."""
+"""What the workloads of the benches share: flags, the group of ranks, and the printed line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COMPRESSORS = {
 
 
 def flags(description: str | None, *, steps: int) -> argparse.ArgumentParser:
-    """The flags that examples have."""
+    """The flags that they have."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -5,7 +5,7 @@ touches few rows of either embedding.
 
     racksum aggregator &
     export RACKSUM_AGGREGATOR=127.0.0.1:7177
-    torchrun --nproc-per-node 4 examples/recommender.py --backend racksum
+    torchrun --nproc-per-node 4 benches/workloads/recommender.py --backend racksum
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ has all of the model, and DDP wraps it.
 
 racksum aggregator &
 export RACKSUM_AGGREGATOR=127.0.0.1:7177
-torchrun --nproc-per-node 4 examples/letters.py --backend racksum
+torchrun --nproc-per-node 4 benches/workloads/letters.py --backend racksum
 """
 
 from __future__ import annotations

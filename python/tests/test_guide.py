@@ -1,0 +1,199 @@
+"""The guide's commands and code are tried: run where that takes no cluster, or parsed."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.run import get_args_parser
+
+import racksum
+import racksum.torch
+from conftest import ROOT, Aggregator, binary
+from racksum.options import _VARIABLES
+from ranks import Ranks, wrapped
+
+GUIDES = ["docs/pytorch.md", "python/README.md"]
+#: What the guide's authority is made of, as it says.
+PKI = "Identities of a PKI that is there"
+
+
+def blocks(path: str, language: str) -> list[tuple[str, str]]:
+    """Blocks of code, each with the heading above it."""
+    found, heading, inside = [], "", None
+    for line in (ROOT / path).read_text().splitlines():
+        if inside is not None:
+            if line == "```":
+                found.append((heading, "\n".join(inside)))
+                inside = None
+            else:
+                inside.append(line)
+        elif line == f"```{language}":
+            inside = []
+        elif line.startswith("#"):
+            heading = line.lstrip("# ")
+    return found
+
+
+def commands() -> list[Any]:
+    """Every command of a guide."""
+    return [
+        pytest.param(command, id=f"{Path(path).stem}-{command[:40]}")
+        for path in GUIDES
+        for heading, block in blocks(path, "sh")
+        if heading != PKI
+        for line in block.splitlines()
+        if (command := line.split(" #")[0].strip())
+    ]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_is_one(command):
+    words = shlex.split(command.removesuffix("&"))
+    CHECKS[words[0]](words[1:])
+
+
+def check_racksum(words: list[str]) -> None:
+    """Its help knows the flags."""
+    told = subprocess.run(
+        [binary(), words[0], "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    for flag in [word for word in words if word.startswith("--")]:
+        assert re.search(rf"{flag}\b", told), flag
+
+
+def check_torchrun(words: list[str]) -> None:
+    """Its parser takes them, and the script is there, but for one that stands for the user's."""
+    parsed = get_args_parser().parse_args(words)
+    assert parsed.training_script == "train.py" or (ROOT / parsed.training_script).exists()
+
+
+def check_export(words: list[str]) -> None:
+    """The package reads the variables."""
+    known = {name for names, _ in _VARIABLES.values() for name in names}
+    assert {word.split("=")[0] for word in words} <= known
+
+
+def check_pip(words: list[str]) -> None:
+    """The extra is one of the package's."""
+    assert words[0] in ("install", "uninstall")
+    text = (ROOT / "python" / "pyproject.toml").read_text()
+    for extra in re.findall(r"\[(\w+)\]", " ".join(words)):
+        assert f"\n{extra} = [" in text
+
+
+def check_python(words: list[str]) -> None:
+    """The file or folder is there."""
+    paths = [word for word in words if "/" in word]
+    assert paths
+    assert all((ROOT / path).exists() for path in paths)
+
+
+def check_cargo(words: list[str]) -> None:
+    """The binary is what it says, and the benches' case is listed."""
+    if words[:3] == ["xtask", "bench", "peers"]:
+        sources = (ROOT / "xtask" / "src" / "bench").glob("*.rs")
+        assert any(f"{words[-1].removesuffix('-w2')}" in path.read_text() for path in sources)
+    else:
+        assert words == ["build", "--release"]
+
+
+CHECKS = {
+    "racksum": check_racksum,
+    "torchrun": check_torchrun,
+    "export": check_export,
+    "pip": check_pip,
+    "python": check_python,
+    "cargo": check_cargo,
+}
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, id=f"{Path(path).stem}-{heading}")
+        for path in GUIDES
+        for heading, block in blocks(path, "python")
+    ],
+)
+def test_code_names_what_there_is(block):
+    for node in ast.walk(ast.parse(block)):
+        name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        if name.startswith("racksum.") and name != "racksum.torch":
+            owner: Any = racksum
+            for part in name.split(".")[1:]:
+                assert hasattr(owner, part), name
+                owner = getattr(owner, part)
+
+
+def test_identities_of_another_authority_serve(tmp_path):
+    [(_, block)] = [found for found in blocks("docs/pytorch.md", "sh") if found[0] == PKI]
+    path = f"{binary().parent}:{os.environ['PATH']}"
+    ran = subprocess.run(
+        ["bash", "-euc", block],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "agg-1" in ran.stdout
+    assert "aggregator" in ran.stdout
+    aggregator = Aggregator("--identity", str(tmp_path / "agg-1.pem"), "--data-auth", "mac")
+    try:
+        with racksum.connect(
+            aggregator.address, job="pki", rank=0, world=1, identity=tmp_path / "node-0.pem"
+        ) as session:
+            assert session.allreduce(torch.ones(3)).tolist() == [1.0] * 3
+    finally:
+        aggregator.stop()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+def trained(block: str, through: str, address: str, job: str) -> list[torch.Tensor]:
+    """Runs the guide's loop over a few batches."""
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    data = torch.Generator().manual_seed(dist.get_rank())
+    batches = torch.randn(8, 16, 12, generator=data)
+    with wrapped(net, through, address, job, {}) as model:
+        names = {
+            "contextlib": contextlib,
+            "torch": torch,
+            "device": "cpu",
+            "model": model,
+            "loader": [(batch[:, :8], batch[:, 8:]) for batch in batches],
+            "loss_of": nn.functional.mse_loss,
+            "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        }
+        exec(block, names)
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("heading", ["Mixed precision", "Gradient accumulation"])
+def test_a_loop_of_the_guide_trains_as_with_gloo(ranks, cluster, heading):
+    [(_, block)] = [found for found in blocks("docs/pytorch.md", "python") if found[0] == heading]
+    gloo = ranks.run(trained, block, "gloo", "", "")
+    ours = ranks.run(trained, block, "hook", cluster.address, cluster.new_job())
+    torch.testing.assert_close(ours, gloo)
