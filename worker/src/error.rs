@@ -134,8 +134,11 @@ pub enum ConnectError {
     /// The aggregator said something out of turn.
     #[error("the aggregator does not keep to the protocol: {0}")]
     Protocol(String),
-    /// A thread or a socket of this host.
-    #[error("{0}")]
+    /// This host gave no socket or thread.
+    #[error(
+        "cannot open a socket or start a thread: {0}; this process may need higher limits on open \
+         files (ulimit -n) and on threads (ulimit -u)"
+    )]
     Io(#[from] io::Error),
 }
 
@@ -241,4 +244,16 @@ pub(crate) fn not_joined(missing: &[u16]) -> String {
     let ranks: Vec<String> = missing.iter().map(u16::to_string).collect();
     let s = if ranks.len() == 1 { "" } else { "s" };
     format!("rank{s} {} had not joined", ranks.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_host_does_not_give_is_named_with_the_limits() {
+        let why = ConnectError::from(io::Error::other("too many open files")).to_string();
+        assert!(why.starts_with("cannot open a socket or start a thread: too many open"), "{why}");
+        assert!(why.contains("(ulimit -n)") && why.contains("(ulimit -u)"), "{why}");
+    }
 }
