@@ -202,7 +202,7 @@ fn a_rank_that_is_refused_has_never_had_a_place() {
         (Join { world: 3, ..right.clone() }, "was opened with world 2, but rank 1 says 3"),
         (Join { data_ports: vec![0], ..right.clone() }, "0 is none"),
         (Join { pool_slots: 1, ..right.clone() }, "2 slots or more, not 1"),
-        (Join { on_rank_loss: OnRankLoss::Continue, ..right.clone() }, "--on-rank-loss abort"),
+        (Join { on_rank_loss: OnRankLoss::Continue, ..right.clone() }, "`on_rank_loss` abort"),
     ] {
         let (first, _, mut inbox) = join(&mut registry, wish("job", 0, 2)).unwrap();
         let told_to_it = join(&mut registry, wrong).unwrap_err();
