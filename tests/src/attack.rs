@@ -2,6 +2,7 @@
 //! line of figures: bytes that the attacker has sent and was sent, and how the other tenant's ops
 //! went before and during the attack. `RACKSUM_ATTACK_S` says for how many seconds each lasts.
 
+use std::net::UdpSocket;
 use std::sync::Barrier;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
@@ -37,7 +38,10 @@ struct Attacker {
     impostor: Impostor,
     welcome: Welcome,
     sealer: Option<Sealer>,
-    /// Bytes that it has sent.
+    /// Where all that it says goes instead of the shard, if anywhere. Nobody listens there: the
+    /// host has the same work, and the aggregator none.
+    aside: Option<UdpSocket>,
+    /// Bytes that it has sent to the shard.
     sent: u64,
 }
 
@@ -48,7 +52,7 @@ impl Attacker {
         let welcome = impostor.join(Join { receive_buffer: 8 << 20, max_datagram: 65_507, ..wish });
         let sealer =
             welcome.keys.and_then(|keys| Sealer::of_rank(welcome.data_auth, &keys, Rank(0), 0));
-        Self { impostor, welcome, sealer, sent: 0 }
+        Self { impostor, welcome, sealer, aside: None, sent: 0 }
     }
 
     fn say(&mut self, header: &Header, body: &[u8]) {
@@ -59,8 +63,14 @@ impl Attacker {
             sealer.seal(&Transmit::new(nowhere, &plain, plain.len()), &mut sealed);
         }
         let bytes = if self.sealer.is_some() { &sealed } else { &plain };
-        self.impostor.send(0, bytes);
-        self.sent += bytes.len() as u64;
+        match &self.aside {
+            // Its receive buffer is full soon, which is an error of nobody's.
+            Some(nobody) => drop(nobody.send(bytes)),
+            None => {
+                self.impostor.send(0, bytes);
+                self.sent += bytes.len() as u64;
+            }
+        }
     }
 
     fn header(&self, kind: Kind, index: u32) -> Header {
@@ -96,6 +106,16 @@ impl Attacker {
         let len = AskEntries::encode(all.into_iter(), &mut body);
         self.say(&self.header(Kind::Ask, 0), &body[..len]);
     }
+}
+
+/// A socket towards one that takes nothing from its buffer.
+fn nobody() -> UdpSocket {
+    let bound = || UdpSocket::bind("127.0.0.1:0").unwrap();
+    let (from, to) = (bound(), bound());
+    from.connect(to.local_addr().unwrap()).unwrap();
+    // Open for as long as the process lives: to a closed port, sends would fail.
+    Box::leak(Box::new(to));
+    from
 }
 
 /// How the ops of the other tenant went.
@@ -145,13 +165,16 @@ struct Figures {
 }
 
 /// Runs an attack: with the other tenant at rest, whose bytes would be counted, and then with its
-/// ops. `attack` is called again and again, `rate` times a second or as often as can be.
+/// ops. `attack` is called again and again, `rate` times a second or as often as can be. While the
+/// other tenant is quiet the attacker does the same work and sends it to nobody, so that the two
+/// differ by what the aggregator does, and not by who has the cores.
 fn run(name: &str, rate: Option<u64>, attack: impl Fn(&mut Attacker) + Sync) -> Figures {
     let lasts = std::env::var("RACKSUM_ATTACK_S").map_or(LASTS, |text| text.parse().unwrap());
     let lasts = Span::from_secs(lasts);
     let rig = Rig::start(|config| config.data_auth = Some(DataAuth::Mac));
     let mut attacker = Attacker::join(&rig);
-    let (phases, stop) = (Barrier::new(usize::from(WORLD) + 1), AtomicBool::new(false));
+    let phases = Barrier::new(usize::from(WORLD) + 1);
+    let (rested, stop) = (AtomicBool::new(false), AtomicBool::new(false));
     let (mut ranks, bytes) = std::thread::scope(|scope| {
         let ranks = scope.spawn(|| {
             rig.ranks(
@@ -160,6 +183,7 @@ fn run(name: &str, rate: Option<u64>, attack: impl Fn(&mut Attacker) + Sync) -> 
                 |_| {},
                 |client, rank| {
                     let quiet = Ops::run(client, rank, lasts);
+                    rested.store(true, SeqCst);
                     phases.wait();
                     phases.wait();
                     let attacked = Ops::run(client, rank, lasts);
@@ -168,34 +192,36 @@ fn run(name: &str, rate: Option<u64>, attack: impl Fn(&mut Attacker) + Sync) -> 
                 },
             )
         });
-        phases.wait();
-        let sent = || rig.aggregator.stats().iter().map(|shard| shard.bytes[1]).sum::<u64>();
-        // What was sent before is shown a moment later.
-        std::thread::sleep(Duration::from_millis(300));
-        let before = sent();
-        attacker.work();
         let clock = Clock::start();
-        let mut attack_until = |over: &dyn Fn(Span) -> bool| {
+        let attack_until = |attacker: &mut Attacker, over: &dyn Fn(Span) -> bool| {
             let (start, mut calls) = (clock.now(), 0);
             while !over(clock.now().since(start)) {
                 let due = rate.map_or(calls + 64, |rate| {
                     clock.now().since(start).0 * rate / Span::from_secs(1).0
                 });
                 while calls < due {
-                    attack(&mut attacker);
+                    attack(attacker);
                     calls += 1;
                 }
                 if rate.is_some() {
                     std::thread::sleep(Duration::from_millis(1));
                 }
             }
-            attacker.sent
         };
-        let heard = attack_until(&|since| since > lasts);
-        std::thread::sleep(Duration::from_millis(300));
-        let bytes = [heard, sent() - before];
+        attacker.aside = Some(nobody());
+        attack_until(&mut attacker, &|_| rested.load(SeqCst));
+        attacker.aside = None;
         phases.wait();
-        attack_until(&|_| stop.load(SeqCst));
+        let sent = || rig.aggregator.stats().iter().map(|shard| shard.bytes[1]).sum::<u64>();
+        // What was sent before is shown a moment later.
+        std::thread::sleep(Duration::from_millis(300));
+        let before = sent();
+        attacker.work();
+        attack_until(&mut attacker, &|since| since > lasts);
+        std::thread::sleep(Duration::from_millis(300));
+        let bytes = [attacker.sent, sent() - before];
+        phases.wait();
+        attack_until(&mut attacker, &|_| stop.load(SeqCst));
         (ranks.join().unwrap(), bytes)
     });
     let (quiet, attacked) = ranks.swap_remove(0);

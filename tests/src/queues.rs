@@ -6,6 +6,7 @@ use std::thread::JoinHandle;
 
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
+use racksum_test_report::time;
 use racksum_worker::{Client, ConnectOptions};
 use tokio::sync::oneshot;
 
@@ -13,10 +14,10 @@ use crate::inputs::floats;
 use crate::ports::own_port;
 use crate::rig::{Rig, in_a_process_of_its_own};
 use crate::waiters::gather;
-use crate::waits::await_that;
+use crate::waits::{await_that, timed};
 
-/// More than the connections that may be of no rank.
-const CROWD: usize = 600;
+/// More than the connections that may be of no rank, and about as many as one address may have.
+const CROWD: usize = 1000;
 
 fn reduce(client: &Client) {
     let mut tensor = floats([1.0, 2.0]);
@@ -41,12 +42,14 @@ fn a_crowd_that_waits_keeps_out_nobody_for_whom_there_is_room() {
         reduce(&moving);
         // Room for one rank is none for jobs of two.
         let crowd = Crowd::gather(crowded.aggregator.addr());
-        let small = Client::connect(&crowded.options("small", 0, 1)).unwrap();
+        let (small, ms) = timed(|| Client::connect(&crowded.options("small", 0, 1)).unwrap());
+        time("a rank joins beside a crowd that waits", ms, 2_000);
         reduce(&small);
         drop(small);
         await_that("the small job is gone", || crowded.aggregator.jobs() == 2);
         drop(first);
-        reduce(&moving);
+        let ((), ms) = timed(|| reduce(&moving));
+        time("a job fails over beside a crowd that waits", ms, 3_000);
         // Then there is room for two.
         drop((moving, there));
         await_that("one of the crowd has its turn", || crowded.aggregator.jobs() == 1);

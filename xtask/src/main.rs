@@ -7,6 +7,7 @@
 //! of [`steps::Step`].
 
 mod arrows;
+mod attack;
 mod bench;
 mod deadline;
 mod interrupt;
@@ -25,6 +26,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{Args, Parser, Subcommand};
 
+use crate::attack::AttackArgs;
 use crate::bench::BenchArgs;
 use crate::soak::SoakArgs;
 use crate::steps::Step;
@@ -48,6 +50,8 @@ enum Chore {
     Tidy,
     /// Measure racksum beside other programs and beside its bounds.
     Bench(BenchArgs),
+    /// Attack aggregators on this host as a tenant or a stranger could: what do others notice?
+    Attack(AttackArgs),
     /// Let jobs come and go for a while, and kill ranks and aggregators.
     Soak(SoakArgs),
 }
@@ -70,6 +74,7 @@ fn run(chore: &Chore) -> Result<ExitCode> {
         Chore::Test(args) | Chore::Ci(args) => steps::run(root(), &args.only)?,
         Chore::Tidy => tidy::report(root())?,
         Chore::Bench(args) => bench::run(root(), args)?,
+        Chore::Attack(args) => attack::run(root(), args)?,
         Chore::Soak(args) => soak::run(root(), args)?,
     };
     Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })

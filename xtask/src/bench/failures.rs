@@ -43,17 +43,23 @@ struct Times {
 /// Runs the tests and prints the times; `true` if every median keeps its bound.
 pub(crate) fn run(root: &Path, args: &FailuresArgs) -> Result<bool> {
     interrupt::listen()?;
+    judge(root, &args.test, args.rounds)
+}
+
+/// Runs the tests whose path contains `test` and prints the times that they record; `true` if every
+/// median keeps its bound.
+pub(crate) fn judge(root: &Path, test: &str, rounds: u32) -> Result<bool> {
     let file = target(root).join("failures.jsonl");
     let mut tests = Vec::new();
     for binary in BINARIES {
         let program = build(root, binary)?;
         let listed = Cmd::new(path(&program)?, &["--list", "--format", "terse"]).output(root)?;
         let names = listed.lines().filter_map(|line| line.strip_suffix(": test"));
-        let chosen = names.filter(|name| name.contains(&args.test));
+        let chosen = names.filter(|name| name.contains(test));
         tests.extend(chosen.map(|name| (program.clone(), name.to_owned())));
     }
     let mut times: BTreeMap<String, Times> = BTreeMap::new();
-    for round in 1..=args.rounds {
+    for round in 1..=rounds {
         let mut timed = Vec::new();
         for (nth, (program, name)) in tests.iter().enumerate() {
             interrupt::check()?;
@@ -67,7 +73,7 @@ pub(crate) fn run(root: &Path, args: &FailuresArgs) -> Result<bool> {
     }
     super::tell("");
     if times.is_empty() {
-        bail!("no test whose path contains {:?} records a time", args.test);
+        bail!("no test whose path contains {test:?} records a time");
     }
     print!("{}", table(&times));
     Ok(times.values().all(Times::is_kept))

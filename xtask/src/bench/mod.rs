@@ -9,7 +9,7 @@
 mod case;
 mod cases;
 mod crew;
-mod failures;
+pub(crate) mod failures;
 mod host;
 mod learning;
 mod memory;
