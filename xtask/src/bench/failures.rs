@@ -84,14 +84,21 @@ fn build(root: &Path, binary: &[&str]) -> Result<PathBuf> {
     /// The part of cargo's messages that names what was built.
     #[derive(Deserialize)]
     struct Message {
-        #[serde(default)]
-        executable: Option<PathBuf>,
+        executable: PathBuf,
+        profile: Profile,
+    }
+    #[derive(Deserialize)]
+    struct Profile {
+        test: bool,
     }
     let args = [&["test", "--locked", "--no-run", "--message-format", "json"], binary].concat();
     let said = Cmd::cargo(&args).output(root)?;
     let messages = said.lines().filter_map(|line| serde_json::from_str::<Message>(line).ok());
-    let built = messages.filter_map(|message| message.executable).last();
-    built.with_context(|| format!("cargo built no test program of {}", binary.join(" ")))
+    // The program that the tests start is built as well.
+    let built = messages.filter(|message| message.profile.test).last();
+    built
+        .map(|message| message.executable)
+        .with_context(|| format!("cargo built no test program of {}", binary.join(" ")))
 }
 
 /// Runs a test by itself; returns what it has recorded.
