@@ -1,6 +1,7 @@
 //! Bytes read as a script: numbers, descriptors and datagrams. A script that is at its end reads
 //! as zeros.
 
+use racksum_proto::call::Call;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};
 use racksum_proto::geometry::{Fragmentation, Geometry};
@@ -62,6 +63,13 @@ impl Script<'_> {
         let block = 32 << self.below(6);
         let lane = u8::try_from(self.below(2)).unwrap_or(0);
         let descriptor = Descriptor { wire, reduction, lane, ..Descriptor::sum(elements, dtype) };
+        // A few ranks refuse their call, or mean another.
+        let call = Call { number: u32::from(lane), ..Call::NONE };
+        let descriptor = match self.byte() {
+            255 => return Descriptor::refused(call),
+            254 => Descriptor { call, ..descriptor },
+            _ => descriptor,
+        };
         descriptor.with_block(block).expect("32 to 1024, a power of two")
     }
 

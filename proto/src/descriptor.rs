@@ -2,6 +2,7 @@
 
 use core::fmt;
 
+use crate::call::{Call, Collective};
 use crate::dtype::{DType, Reduction, WireType};
 use crate::error::{DescriptorError, Reject};
 
@@ -22,6 +23,8 @@ pub struct Descriptor {
     pub block_log2: u8,
     /// The lane the op runs in.
     pub lane: u8,
+    /// The call that the op is part of.
+    pub call: Call,
 }
 
 impl Descriptor {
@@ -36,7 +39,7 @@ impl Descriptor {
     }
 
     /// Bytes of an encoded descriptor.
-    pub const LEN: usize = 24;
+    pub const LEN: usize = 28;
     /// Elements of a block unless a caller says otherwise.
     pub const DEFAULT_BLOCK: usize = 256;
     /// The most elements of an op: windows are numbered with 32 bits and hold 32 elements or more.
@@ -53,7 +56,21 @@ impl Descriptor {
             reduction: Reduction::Sum,
             block_log2: 8,
             lane: 0,
+            call: Call::NONE,
         }
+    }
+
+    /// What a rank opens in the place of a call that it refused: all ranks then number their later
+    /// ops alike, and those that did not refuse the call hear that this one did.
+    #[must_use]
+    pub const fn refused(call: Call) -> Self {
+        Self { call: call.refused(), ..Self::sum(0, DType::F32) }
+    }
+
+    /// Whether a rank refused the call that the op is part of.
+    #[must_use]
+    pub fn is_refused(&self) -> bool {
+        self.call.collective == Collective::Refused
     }
 
     /// The same with blocks of `elements` elements.
@@ -91,6 +108,13 @@ impl Descriptor {
         if self.elements > Self::MAX_ELEMENTS {
             return Err(DescriptorError::TooLarge(self.elements));
         }
+        let Call { collective, root, .. } = self.call;
+        if root != 0 && !collective.has_root() {
+            return Err(DescriptorError::Root(collective.name()));
+        }
+        if self.is_refused() && self.elements != 0 {
+            return Err(DescriptorError::Refused(self.elements));
+        }
         Ok(())
     }
 
@@ -103,19 +127,23 @@ impl Descriptor {
         out[18] = self.reduction as u8;
         out[19] = self.block_log2;
         out[20] = self.lane;
-        out[21..24].fill(0);
+        out[21] = self.call.collective as u8;
+        out[22..24].copy_from_slice(&self.call.root.to_be_bytes());
+        out[24..28].copy_from_slice(&self.call.number.to_be_bytes());
     }
 
     /// Reads a descriptor.
     ///
     /// # Errors
-    /// [`Reject::Reserved`] or [`Reject::Descriptor`].
+    /// [`Reject::Descriptor`].
     pub fn decode(bytes: &[u8; Self::LEN]) -> Result<Self, Reject> {
-        // wire: W-13
-        if bytes[21..24] != [0, 0, 0] {
-            return Err(Reject::Reserved);
-        }
         let [e0, e1, e2, e3, e4, e5, e6, e7, t0, t1, t2, t3, t4, t5, t6, t7, ..] = *bytes;
+        let [.., r0, r1, n0, n1, n2, n3] = *bytes;
+        let call = Call {
+            number: u32::from_be_bytes([n0, n1, n2, n3]),
+            collective: Collective::from_code(bytes[21]).ok_or(Reject::Descriptor)?,
+            root: u16::from_be_bytes([r0, r1]),
+        };
         let descriptor = Self {
             elements: u64::from_be_bytes([e0, e1, e2, e3, e4, e5, e6, e7]),
             tag: u64::from_be_bytes([t0, t1, t2, t3, t4, t5, t6, t7]),
@@ -124,8 +152,9 @@ impl Descriptor {
             reduction: Reduction::from_code(bytes[18]).ok_or(Reject::Descriptor)?,
             block_log2: bytes[19],
             lane: bytes[20],
+            call,
         };
-        // wire: W-12
+        // wire: W-12, W-13
         descriptor.validate().map_err(|_| Reject::Descriptor)?;
         Ok(descriptor)
     }
@@ -133,6 +162,12 @@ impl Descriptor {
 
 impl fmt::Display for Descriptor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.is_refused() {
+            return write!(f, "a call that it refused (its own error says why)");
+        }
+        if self.call != Call::NONE {
+            write!(f, "{}: ", self.call)?;
+        }
         write!(
             f,
             "{} of {} x {}, wire {}, block {}, lane {}, tag {:#x}",

@@ -162,12 +162,6 @@ pub enum SubmitError {
         /// Ops the job may have in flight.
         max: usize,
     },
-    /// Its tensor lies in memory of an op that has not ended, or was not waited for.
-    #[error("op {} has some of the same memory; wait for it first", op.0)]
-    InUse {
-        /// The op in flight.
-        op: OpId,
-    },
     /// No such lane.
     #[error("lane {lane} does not exist: the job joined with {lanes} lanes, 0 to {}", lanes - 1)]
     NoSuchLane {
@@ -195,6 +189,14 @@ pub enum SubmitError {
     OpsExhausted,
 }
 
+impl SubmitError {
+    /// Whether the call itself cannot be, whatever the state of the session.
+    #[must_use]
+    pub const fn is_refusal(&self) -> bool {
+        matches!(self, Self::Descriptor(_) | Self::NoSuchLane { .. })
+    }
+}
+
 /// Why a descriptor cannot be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum DescriptorError {
@@ -215,6 +217,12 @@ pub enum DescriptorError {
     /// More elements than windows can be numbered for.
     #[error("a tensor of {0} elements is too large for one op; split it")]
     TooLarge(u64),
+    /// A root where the collective has none.
+    #[error("{0} has no root")]
+    Root(&'static str),
+    /// A refused call with elements.
+    #[error("a refused call has no elements, and not {0}")]
+    Refused(u64),
 }
 
 /// How an op ended without a result. Every variant names the cause.

@@ -18,6 +18,7 @@ extern crate std;
 pub mod aggregator;
 pub mod arith;
 pub mod auth;
+pub mod call;
 pub mod congestion;
 pub mod control;
 mod density;

@@ -1,7 +1,9 @@
 //! A rank of a job, whichever way its tensors go.
 
+use std::ops::Range;
 use std::time::Duration;
 
+use racksum_proto::call::Call;
 use racksum_proto::control::MAX_OPS;
 use racksum_proto::descriptor::Descriptor;
 use racksum_worker::{
@@ -48,6 +50,24 @@ impl Client {
             }
             (_, Operand::Tensor(_)) => unreachable!("tensors of Python stay where they are"),
         })
+    }
+
+    /// Has an op of nothing in the place of a call that is refused.
+    pub(crate) fn refuse(&self, call: Call) -> Result<(), Error> {
+        match self {
+            Self::Direct(client) => client.refuse(call),
+            Self::Beside(client) => client.refuse(call),
+        }
+    }
+
+    /// Waits until an op at these addresses would not wait for others, but not longer than this.
+    /// Returns whether it would not.
+    pub(crate) fn is_free_within(&self, memory: &Range<usize>, limit: Duration) -> bool {
+        match self {
+            // There the op itself waits.
+            Self::Direct(_) => true,
+            Self::Beside(client) => client.is_free_within(memory, limit),
+        }
     }
 
     pub(crate) fn has_room_within(&self, lane: u8, limit: Duration) -> bool {

@@ -43,9 +43,7 @@ pub(crate) fn of_connect(py: Python<'_>, error: &ConnectError) -> PyErr {
 pub(crate) fn of_op(py: Python<'_>, error: &Error) -> PyErr {
     let text = error.to_string();
     match error {
-        Error::Submit(
-            SubmitError::Descriptor(_) | SubmitError::NoSuchLane { .. } | SubmitError::InUse { .. },
-        )
+        Error::Submit(SubmitError::Descriptor(_) | SubmitError::NoSuchLane { .. })
         | Error::Length { .. }
         | Error::Blocks(_)
         | Error::OtherClient => raise(py, "BadArgument", text),

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use racksum_proto::call::{self, Collective};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::SubmitError;
 use racksum_worker::{Blocks, ConnectError, ConnectOptions, Connecting, Error, Operand, sidecar};
@@ -135,11 +136,30 @@ pub(crate) struct Call {
     block: usize,
     lane: u8,
     tag: u64,
+    part_of: PartOf,
+}
+
+/// Which call of a collective an op is part of.
+#[derive(Debug, Clone, FromPyObject)]
+pub(crate) struct PartOf {
+    collective: String,
+    root: u16,
+    number: u32,
+}
+
+impl PartOf {
+    fn call(&self, py: Python<'_>) -> PyResult<call::Call> {
+        let Self { root, number, .. } = *self;
+        let unknown = || raise(py, "BadArgument", format!("{} is no collective", self.collective));
+        let collective = Collective::from_name(&self.collective).ok_or_else(unknown)?;
+        Ok(call::Call { number, collective, root })
+    }
 }
 
 impl Call {
     fn descriptor(&self, py: Python<'_>) -> PyResult<Descriptor> {
         let descriptor = Descriptor {
+            call: self.part_of.call(py)?,
             tag: self.tag,
             wire: read(py, &self.wire)?,
             reduction: read(py, &self.op)?,
@@ -193,17 +213,40 @@ impl Session {
         operand: impl Fn(Python<'_>) -> T,
     ) -> PyResult<Op> {
         let client = self.client.get(py)?;
-        let descriptor = call.descriptor(py)?;
-        loop {
-            let operand = operand(py);
-            match py.detach(|| client.submit(operand, descriptor)) {
-                Ok(running) => return Ok(Op::new(self.client.clone(), running)),
-                Err(Error::Submit(SubmitError::TooManyOps { .. })) => {
-                    let has_room = |slice| client.has_room_within(call.lane, slice).then_some(());
-                    wait_in_slices(py, None, has_room)?;
-                }
-                Err(error) => return Err(of_op(py, &error)),
+        let descriptor = match call.descriptor(py) {
+            Ok(descriptor) => descriptor,
+            Err(error) => {
+                self.refuse(py, call.part_of.clone())?;
+                return Err(error);
             }
+        };
+        once_there_is_room(py, client, call.lane, || {
+            let operand = operand(py).into();
+            let memory = operand.extent();
+            // The wait for memory that earlier ops have can be interrupted here.
+            let is_free = |slice| client.is_free_within(&memory, slice).then_some(());
+            wait_in_slices(py, None, is_free)?;
+            Ok(py.detach(|| client.submit(operand, descriptor)))
+        })
+        .map(|running| Op::new(self.client.clone(), running))
+    }
+}
+
+/// Does what starts an op, again and again while as many are in flight as the job was granted.
+fn once_there_is_room<T>(
+    py: Python<'_>,
+    client: &Client,
+    lane: u8,
+    start: impl Fn() -> PyResult<Result<T, Error>>,
+) -> PyResult<T> {
+    loop {
+        match start()? {
+            Ok(started) => return Ok(started),
+            Err(Error::Submit(SubmitError::TooManyOps { .. })) => {
+                let has_room = |slice| client.has_room_within(lane, slice).then_some(());
+                wait_in_slices(py, None, has_room)?;
+            }
+            Err(error) => return Err(of_op(py, &error)),
         }
     }
 }
@@ -276,15 +319,26 @@ impl Session {
             };
             places.as_chunks().0.iter().map(place).collect::<Result<Vec<u32>, i64>>()
         });
-        let places = places.map_err(|index| {
-            let why =
-                format!("a tensor has no block {index}: they are numbered from 0 to 2**32 - 1");
-            raise(py, "BadArgument", why)
-        })?;
+        let places = match places {
+            Ok(places) => places,
+            Err(index) => {
+                self.refuse(py, call.part_of)?;
+                let why =
+                    format!("a tensor has no block {index}: they are numbered from 0 to 2**32 - 1");
+                return Err(raise(py, "BadArgument", why));
+            }
+        };
         let blocks = |py: Python<'_>| {
             py.detach(|| Blocks { indices: places.clone(), values: read_from(values, nbytes) })
         };
         self.start(py, &call, blocks)
+    }
+
+    /// Has an op of nothing in the place of a call that the package refuses, so that the ops of all
+    /// ranks stay in step.
+    fn refuse(&self, py: Python<'_>, part_of: PartOf) -> PyResult<()> {
+        let (client, call) = (self.client.get(py)?, part_of.call(py)?);
+        once_there_is_room(py, client, 0, || Ok(py.detach(|| client.refuse(call))))
     }
 
     /// Memory of so many bytes that the sidecar has too; none without a sidecar.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -85,14 +84,24 @@ def test_what_cannot_be_reduced_is_refused_and_the_session_goes_on(place, what):
         assert session.allreduce(np.ones(4, np.float32)).tolist() == [1.0] * 4
 
 
-def test_a_refusal_is_of_its_rank_alone_and_numbers_no_op(place):
+def test_a_refusal_is_told_to_the_ranks_that_made_the_call(place):
     def work(session):
-        x = np.ones(10, np.float32)
-        if session.rank == 0:
-            with pytest.raises(racksum.BadArgument):
-                session.allreduce(np.ones((10, 2), np.float32)[:, 0])
-            with pytest.raises(racksum.BadArgument):
-                session.allreduce(x, lane=7)
+        x, blocks = np.ones(10, np.float32), np.ones(64, np.float32)
+        refused = [
+            lambda: session.allreduce(np.ones((10, 2), np.float32)[:, 0]),
+            lambda: session.allreduce(x, lane=7),
+            lambda: session.allreduce(x, lane=1),
+            lambda: session.allreduce(x, wire="no such type"),
+            lambda: session.allreduce_blocks(np.array([0, -1]), blocks, 64, block=32),
+            lambda: session.allreduce_blocks(np.array([0]), blocks, 64, block=32),
+        ]
+        for call in refused:
+            if session.rank == 0:
+                with pytest.raises(racksum.BadArgument):
+                    call()
+            else:
+                with pytest.raises(racksum.Mismatch, match="rank 0 has a call that it refused"):
+                    session.allreduce(x.copy())
         return session.allreduce(x).sum()
 
     assert place.run(2, work) == [20, 20]
@@ -134,24 +143,22 @@ def test_ranks_that_call_an_op_differently_all_hear_of_it(place, one, other):
     assert place.run(2, work) == [6, 6]
 
 
-def test_a_tensor_that_an_op_has_is_not_taken_for_another(place):
-    refused = threading.Event()
+def test_ops_on_the_same_memory_take_turns(place):
+    called = threading.Event()
 
     def work(session):
-        x = session.empty(8)
+        x = session.empty(8) if session.rank else np.empty(8, np.float32)
         x[:] = 1
         if session.rank == 1:
-            assert refused.wait(30)
-        handle = session.allreduce(x, async_op=True)
-        if session.rank == 0:
-            for again in (x, x[:4], x[7:]):
-                with pytest.raises(racksum.BadArgument, match=r"op 0 has some of the same memory"):
-                    session.allreduce(again)
-            refused.set()
-        handle.wait()
-        return session.allreduce(x[4:]).tolist()
+            assert called.wait(30)
+        handles = [session.allreduce(x, async_op=True)]
+        called.set()
+        handles += [session.allreduce(again, async_op=True) for again in (x, x[:4], x[3:])]
+        for handle in reversed(handles):
+            handle.wait()
+        return x.tolist()
 
-    assert place.run(2, work) == [[4.0] * 4] * 2
+    assert place.run(2, work) == [[8.0] * 3 + [16.0] + [8.0] * 4] * 2
 
 
 @pytest.fixture
@@ -164,62 +171,46 @@ def racks() -> Iterator[list[Cluster]]:
         aggregator.stop()
 
 
-def test_a_tensor_that_ranks_agree_on_exponents_of_is_not_taken_for_another(racks):
+def test_ops_on_the_same_memory_take_turns_where_ranks_agree_on_exponents(racks):
     job = racks[0].new_job()
-    agreeing = threading.Event()
+    called = threading.Event()
 
     def be(rank):
         x = np.ones(300, np.float32)
         with racks[rank].connect(job=job, rank=rank, world=2) as session:
             if rank == 1:
-                assert agreeing.wait(30)
-                session.allreduce(x, wire="fixed32")
-                return session.allreduce(x).tolist()
-            with ThreadPoolExecutor(1) as pool:
-                sent = session.stats()["tx_datagrams"]
-                first = pool.submit(session.allreduce, x, wire="fixed32", async_op=True)
-                while session.stats()["tx_datagrams"] == sent:
-                    time.sleep(0.001)
-                # Until the other rank comes, this waits for its turn. It is refused, unless the
-                # first has ended already, and the other rank calls such an op next.
-                threading.Timer(0.3, agreeing.set).start()
-                try:
-                    session.allreduce(x)
-                except racksum.BadArgument:
-                    first.result().wait()
-                    session.allreduce(x)
+                assert called.wait(30)
+            first = session.allreduce(x, async_op=True)
+            called.set()
+            session.allreduce(x, wire="fixed32")
+            session.allreduce(x[:200])
+            first.wait()
             return x.tolist()
 
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(be, range(2))) == [[4.0] * 300] * 2
+        assert list(pool.map(be, range(2))) == [[8.0] * 200 + [4.0] * 100] * 2
 
 
-def test_a_tensor_that_an_op_has_is_refused_before_other_ranks_agree(racks):
+def test_agreeing_on_exponents_takes_the_last_place_of_an_op_and_keeps_it(racks):
     job = racks[0].new_job()
-    refused = threading.Event()
+    full = threading.Event()
 
     def be(rank):
-        x, y = np.ones(300, np.float32), np.ones(300, np.float32)
         with racks[rank].connect(job=job, rank=rank, world=2) as session:
             if rank == 1:
-                assert refused.wait(30)
-            handle = session.allreduce(x, async_op=True)
-            if rank == 1:
-                session.allreduce(y, wire="fixed32")
-                return handle.wait().tolist()
-            with ThreadPoolExecutor(1) as pool:
-                sent = session.stats()["tx_datagrams"]
-                other = pool.submit(session.allreduce, y, wire="fixed32")
-                while session.stats()["tx_datagrams"] == sent:
-                    time.sleep(0.001)
-                with pytest.raises(racksum.BadArgument, match="op 0 has some of the same memory"):
-                    session.allreduce(x)
-                refused.set()
-                other.result()
-            return handle.wait().tolist()
+                assert full.wait(30)
+            tensors = [np.ones(300, np.float32) for _ in range(session.max_ops + 2)]
+            handles = [session.allreduce(x, async_op=True) for x in tensors[: session.max_ops - 1]]
+            full.set()
+            # The exponents are the last op that may be in flight: the sum waits for room.
+            for x in tensors[session.max_ops - 1 :]:
+                session.allreduce(x, wire="fixed32")
+            for handle in handles:
+                handle.wait()
+            return {x.sum() for x in tensors}
 
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(be, range(2))) == [[2.0] * 300] * 2
+        assert list(pool.map(be, range(2))) == [{600.0}] * 2
 
 
 @pytest.mark.parametrize("how", ["data", "set_"])

@@ -90,10 +90,10 @@ REFUSALS: dict[str, tuple[Callable[[Group], Any], type[Exception], str]] = {
         "0 to 0, and not 1",
     ),
     "reduce_of_a_tensor_beyond": (on("reduce", [ONE], rootTensor=-1), BAD, "0 to 0, and not -1"),
-    "broadcast_of_a_transposed_tensor": (
-        lambda group: dist.broadcast(torch.ones(3, 2).t(), 0, group=group),
+    "broadcast_of_an_expanded_tensor": (
+        lambda group: dist.broadcast(torch.ones(3, 1).expand(3, 2), 0, group=group),
         BAD,
-        "not dense and contiguous",
+        "several of its elements have one place",
     ),
     "reduce_to_no_rank": (on("reduce", [ONE], rootRank=-1), BAD, "0 to 1, and not -1"),
     "reduce_to_beyond": (on("reduce", [ONE], rootRank=2), BAD, "0 to 1, and not 2"),
@@ -114,8 +114,8 @@ REFUSALS: dict[str, tuple[Callable[[Group], Any], type[Exception], str]] = {
         RuntimeError,
         "Could not run .*allreduce_coalesced_",
     ),
-    "all_reduce_of_a_transposed_tensor": (
-        lambda group: dist.all_reduce(torch.ones(3, 2).t(), group=group),
+    "all_reduce_of_an_expanded_tensor": (
+        lambda group: dist.all_reduce(torch.ones(3, 1).expand(3, 2), group=group),
         BAD,
         r"pass x\.contiguous\(\)",
     ),

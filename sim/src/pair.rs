@@ -12,6 +12,7 @@ use racksum_proto::worker;
 use crate::node::{Datagram, Endpoint, ShardNode, WorkerNode};
 use crate::random::Random;
 
+mod calls;
 mod failover;
 mod loss;
 mod rejoin;

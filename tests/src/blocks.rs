@@ -231,7 +231,7 @@ fn a_listed_block_of_zeros_is_like_one_that_is_not_listed() {
 }
 
 #[test]
-fn a_list_that_cannot_be_is_refused_and_costs_no_op() {
+fn a_list_that_cannot_be_is_refused_and_the_session_goes_on() {
     bounded(30, || {
         let descriptor = Descriptor::sum(300, DType::F32);
         let rig = Rig::start(|_| {});

@@ -267,6 +267,42 @@ fn what_cancels_on_a_host_has_the_bits_that_it_has_without_sidecars() {
 }
 
 #[test]
+fn a_call_that_a_rank_refuses_is_a_mismatch_on_every_host_and_the_job_goes_on() {
+    // wire: W-70
+    bounded(60, || {
+        let rig = Rig::start(|_| {});
+        let options = rig.options("refused", 0, WORLD);
+        let hosts = ["refuses-one", "refuses-two"].map(|name| Host::start(name, options.clone()));
+        let sum = Descriptor::sum(9, DType::F32);
+        // One beside others, the one that has no sidecar, and all of a host.
+        let refusing: [&[u16]; 3] = [&[1], &[3], &[4, 5]];
+        let rank = |rank: u16| {
+            let member = Member::connect(rank, &hosts, &options);
+            for refusing in refusing {
+                if refusing.contains(&rank) {
+                    let refused = member.reduce(vec![(vec![0; 3].into(), sum)]);
+                    assert!(matches!(refused, Err(Error::Length { .. })), "{refused:?}");
+                } else {
+                    let failed = member.reduce(vec![(vec![0; 36].into(), sum)]).unwrap_err();
+                    let is_mismatch = matches!(failed, Error::Op(OpError::Mismatch { .. }));
+                    assert!(is_mismatch, "rank {rank}: {failed}");
+                    assert!(failed.to_string().contains("a call that it refused"), "{failed}");
+                }
+                let ones = 1f32.to_le_bytes().repeat(9);
+                let summed = member.reduce(vec![(ones.into(), sum)]).unwrap();
+                let summed = summed.into_iter().map(bytes).collect::<Vec<_>>().concat();
+                assert_eq!(summed, f32::from(WORLD).to_le_bytes().repeat(9));
+            }
+        };
+        std::thread::scope(|scope| {
+            let rank = &rank;
+            let ranks: Vec<_> = (0..WORLD).map(|it| scope.spawn(move || rank(it))).collect();
+            ranks.into_iter().for_each(|rank| rank.join().unwrap());
+        });
+    });
+}
+
+#[test]
 fn whom_a_host_loses_after_a_move_is_named_on_the_other() {
     bounded(60, || {
         let rigs = [(); 2].map(|()| Rig::start(|_| {}));

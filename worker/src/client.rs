@@ -8,6 +8,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
+use racksum_proto::call::Call;
 use racksum_proto::control::{Absent, Loss, Welcome};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::SubmitError;
@@ -135,7 +136,11 @@ impl Client {
     }
 
     /// Starts reducing a tensor, or some blocks of one as if all others, and those of them that are
-    /// zero, were zero in it. The op has what is given until it is waited for.
+    /// zero, were zero in it. The op owns what is given until `wait` returns it. Ops on the same
+    /// memory take turns in the order of the calls: each begins when those before it have ended.
+    ///
+    /// A call that this rank refuses has its number all the same, and the ranks that did not refuse
+    /// it hear of a mismatch.
     ///
     /// Where aggregators sum in a tree, an op with [`WireType::Fixed32`] starts once all ranks have
     /// called it, since they must agree on its exponents first: until then this waits, and what
@@ -173,8 +178,54 @@ impl Client {
         Ok(self.handle(op))
     }
 
-    /// Starts an op that may take so long.
+    /// Opens an op of nothing in the place of a call that the caller refuses, so that the ops of all
+    /// ranks stay in step: ranks that made the call hear [`OpError::Mismatch`] of it.
+    ///
+    /// [`OpError::Mismatch`]: racksum_proto::error::OpError::Mismatch
+    ///
+    /// # Errors
+    /// Why the op was not taken, as [`submit`](Self::submit).
+    pub fn refuse(&self, call: Call) -> Result<(), Error> {
+        let _turn = self.take_turn();
+        self.refuse_in_turn(call)
+    }
+
+    fn refuse_in_turn(&self, call: Call) -> Result<(), Error> {
+        // wire: W-70
+        let mut state = self.shared.lock();
+        let payload = state.engine.payload(Descriptor::refused(call), Data::Owned(Vec::new()));
+        let op = state.submit(|engine| engine.submit(payload, self.op_timeout))?;
+        state.engine.abandon(op);
+        self.shared.set_off(state);
+        Ok(())
+    }
+
+    /// All ranks number their ops alike: in a tree none comes between an op and the one before it
+    /// that finds its exponents.
+    fn take_turn(&self) -> Option<MutexGuard<'_, ()>> {
+        let turn = || self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        self.welcome.in_tree.then(turn)
+    }
+
+    /// Starts an op that may take so long. One that this rank refuses is numbered all the same.
     fn start(
+        &self,
+        descriptor: Descriptor,
+        operand: Operand,
+        timeout: Span,
+        prepare: impl FnOnce(&mut Payload),
+    ) -> Result<(MutexGuard<'_, State>, OpId), Error> {
+        let _turn = self.take_turn();
+        match self.start_in_turn(descriptor, operand, timeout, prepare) {
+            Err(error) if error.is_refusal() => {
+                self.refuse_in_turn(descriptor.call)?;
+                Err(error)
+            }
+            started => started,
+        }
+    }
+
+    fn start_in_turn(
         &self,
         descriptor: Descriptor,
         operand: Operand,
@@ -183,25 +234,22 @@ impl Client {
     ) -> Result<(MutexGuard<'_, State>, OpId), Error> {
         descriptor.validate().map_err(SubmitError::from)?;
         let data = operand.into_data(&descriptor)?;
-        if self.welcome.in_tree {
-            // Sooner than its turn comes.
-            self.shared.lock().engine.check_free(&data)?;
-        }
-        // All ranks number their ops alike: none comes between an op and the one before it that
-        // finds its exponents, nor takes its tensor meanwhile.
-        let turn = || self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        let _turn = self.welcome.in_tree.then(turn);
         let mut state = self.shared.lock();
-        let mut payload = state.engine.payload(descriptor, data)?;
+        let mut payload = state.engine.payload(descriptor, data);
         prepare(&mut payload);
         if self.welcome.in_tree && exponents::are_due(&descriptor) {
-            drop(state);
-            let clock = Clock::start();
+            let (clock, lane) = (Clock::start(), descriptor.lane);
             let began = clock.now();
+            // The exponents are those of what earlier ops leave in the tensor.
+            let is_free = |state: &mut State| state.engine.users_of(&payload.data).is_empty();
+            drop(self.shared.await_that(state, is_free));
             let agreed = self.agree(&descriptor, payload.exponents(), timeout)?;
             payload.agree(agreed);
             timeout = Span(timeout.0.saturating_sub(clock.now().since(began).0));
-            state = self.shared.lock();
+            // The exponents have a number already, so the op is not refused for want of room.
+            let has_room = |state: &mut State| state.run(|engine| engine.has_room(lane));
+            let room = |state: &mut State| has_room(state).unwrap_or(true);
+            state = self.shared.await_that(self.shared.lock(), room);
         }
         let op = state.submit(|engine| engine.submit(payload, timeout))?;
         Ok((state, op))
@@ -210,7 +258,7 @@ impl Client {
     /// Finds the greatest exponents of all ranks.
     fn agree(&self, of: &Descriptor, own: Exponents, timeout: Span) -> Result<Exponents, Error> {
         let mut state = self.shared.lock();
-        let agreement = state.engine.payload(agreement(of), Data::Owned(own.into_bytes()))?;
+        let agreement = state.engine.payload(agreement(of), Data::Owned(own.into_bytes()));
         let op = state.submit(|engine| engine.submit(agreement, timeout))?;
         let mut state = self.shared.await_that(state, |state| !state.engine.is_in_flight(op));
         let Finished { result, payload, .. } = state.engine.take(op).ok_or(GONE)?;

@@ -224,6 +224,18 @@ pub enum Error {
     Op(#[from] OpError),
 }
 
+impl Error {
+    /// Whether this rank refused the call, which the other ranks may have made.
+    #[must_use]
+    pub const fn is_refusal(&self) -> bool {
+        match self {
+            Self::Submit(error) => error.is_refusal(),
+            Self::Length { .. } | Self::Memory(_) | Self::Blocks(_) => true,
+            Self::OtherClient | Self::Op(_) => false,
+        }
+    }
+}
+
 fn lost(ranks: &[Rank], why: Loss) -> OpError {
     OpError::PeerLost { ranks: ranks.to_vec(), why }
 }

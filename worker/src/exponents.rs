@@ -15,24 +15,26 @@ use racksum_proto::error::OpError;
 /// disagrees can be told what each has meant.
 pub(crate) fn agreement(of: &Descriptor) -> Descriptor {
     let blocks = of.elements.div_ceil(of.block_elements() as u64);
-    let Descriptor { lane, dtype, reduction, block_log2, elements, .. } = *of;
+    let Descriptor { lane, dtype, reduction, block_log2, elements, call, .. } = *of;
     let dtype = DType::ALL.iter().position(|other| *other == dtype).unwrap_or(0) as u64;
     let reductions = Reduction::ALL;
     let reduction = reductions.iter().position(|other| *other == reduction).unwrap_or(0) as u64;
     let kind = u64::from(block_log2) << 8 | dtype << 4 | reduction;
     let tag = MARK << 56 | kind << 40 | elements & ELEMENTS;
-    Descriptor { reduction: Reduction::Max, lane, tag, ..Descriptor::sum(blocks, DType::I32) }
+    let of_blocks = Descriptor::sum(blocks, DType::I32);
+    Descriptor { reduction: Reduction::Max, lane, tag, call, ..of_blocks }
 }
 
 /// The op whose exponents an op finds, but for its tag; the op itself if it finds none.
 fn meant_by(agreement: Descriptor) -> Descriptor {
-    let Descriptor { lane, tag, .. } = agreement;
+    let Descriptor { lane, tag, call, .. } = agreement;
     let nibble = |at: u32| usize::try_from(tag >> at & 0xf).unwrap_or(0);
     let (dtype, reduction) = (DType::ALL.get(nibble(44)), Reduction::ALL.get(nibble(40)));
     let (Some(dtype), Some(reduction)) = (dtype, reduction) else { return agreement };
     let block_log2 = u8::try_from(tag >> 48 & 0xff).unwrap_or(0);
     let of = Descriptor::sum(tag & ELEMENTS, *dtype);
-    let of = Descriptor { reduction: *reduction, wire: WireType::Fixed32, lane, block_log2, ..of };
+    let (reduction, wire) = (*reduction, WireType::Fixed32);
+    let of = Descriptor { reduction, wire, lane, block_log2, call, ..of };
     let is_one = of.validate().is_ok() && self::agreement(&of) == agreement;
     if is_one { of } else { agreement }
 }
@@ -98,6 +100,8 @@ const ELEMENTS: u64 = (1 << 40) - 1;
 
 #[cfg(test)]
 mod tests {
+    use racksum_proto::call::{Call, Collective};
+
     use super::*;
 
     #[test]
@@ -105,8 +109,9 @@ mod tests {
         for dtype in [DType::F32, DType::F64] {
             for reduction in Reduction::ALL {
                 let wire = WireType::Fixed32;
-                let of =
-                    Descriptor { wire, reduction, lane: 3, ..Descriptor::sum(1_000_001, dtype) };
+                let call = Call { number: 7, collective: Collective::AllReduce, root: 0 };
+                let of = Descriptor::sum(1_000_001, dtype);
+                let of = Descriptor { wire, reduction, lane: 3, call, ..of };
                 let of = of.with_block(64).unwrap();
                 assert_eq!(meant_by(agreement(&of)), of);
                 let blocks = usize::try_from(agreement(&of).elements).unwrap();

@@ -1,5 +1,7 @@
 //! What an op is started on, and gives back once it has ended.
 
+use std::ops::Range;
+
 use racksum_proto::descriptor::Descriptor;
 
 use crate::blocks::{BlockSet, Blocks};
@@ -65,6 +67,12 @@ impl Operand {
             Self::Region(region) => Some(region),
             Self::Tensor(_) | Self::Blocks(_) => None,
         }
+    }
+
+    /// The addresses of a tensor that stays where it is; of anything else none.
+    #[must_use]
+    pub fn extent(&self) -> Range<usize> {
+        self.region().map(Region::extent).unwrap_or_default()
     }
 
     /// The bytes of a tensor; of a list there are none.

@@ -136,6 +136,9 @@ impl Payload {
     /// Finds the non-zero blocks of a window. A block of zeros becomes +0.0 throughout: no rank
     /// will write it, and all must end with the same bits.
     pub(crate) fn scan(&mut self, index: u32) -> u64 {
+        if let Some(sent) = &self.sent {
+            return sent[index as usize];
+        }
         let Descriptor { dtype, .. } = self.descriptor;
         let range = self.bytes_of(self.geometry.elements_of(index));
         let block_elements = self.geometry.block_elements();

@@ -87,7 +87,8 @@ pub(crate) fn meet(one: &Range<usize>, other: &Range<usize>) -> bool {
     !one.is_empty() && !other.is_empty() && one.start < other.end && other.start < one.end
 }
 
-// SAFETY: a region is a unique borrow of its bytes; whoever holds it may use it on any thread.
+// SAFETY: a region is a borrow of its bytes that is unique but for ops that have yet to begin;
+// whoever holds it may use it on any thread.
 unsafe impl Send for Region {}
 
 impl Region {
@@ -96,7 +97,8 @@ impl Region {
     ///
     /// # Safety
     /// As long as `owner` is kept, the bytes are in one allocation that stays where it is, may be
-    /// read and written from any thread, and are read and written by nobody else.
+    /// read and written from any thread, and are read and written by nobody else but ops of the same
+    /// client, which take turns.
     #[must_use]
     pub unsafe fn new(start: NonNull<u8>, len: usize, owner: impl Send + 'static) -> Self {
         Self { start, len, _owner: Box::new(owner) }
@@ -140,7 +142,7 @@ pub(crate) mod tests {
         unsafe { Region::new(start, len, (bytes, owner)) }
     }
 
-    /// Regions of the same memory, of which only those that do not overlap may be used.
+    /// Regions of the same memory. Those that overlap may be used one after the other.
     pub(crate) fn regions_of<const N: usize>(
         mut bytes: Vec<u8>,
         ranges: [Range<usize>; N],
@@ -149,8 +151,8 @@ pub(crate) mod tests {
         let bytes = Arc::new(bytes);
         ranges.map(|range| {
             assert!(range.end <= bytes.len(), "beyond the memory");
-            // SAFETY: within the vector, which is kept, stays where it is, and nobody looks at; of
-            // regions that overlap one is used.
+            // SAFETY: within the vector, which is kept, stays where it is, and nobody looks at; those
+            // that overlap are used one after the other.
             unsafe { Region::new(start.add(range.start), range.len(), Arc::clone(&bytes)) }
         })
     }

@@ -360,12 +360,14 @@ mod tests {
         assert_eq!(broken(17, 99), Err(Reject::Descriptor), "wire");
         assert_eq!(broken(18, 0), Err(Reject::Descriptor), "reduction");
         assert_eq!(broken(19, 11), Err(Reject::Descriptor), "block");
-        assert_eq!(broken(21, 1), Err(Reject::Reserved), "reserved");
-        assert_eq!(broken(31, 0), Err(Reject::Body), "no windows");
-        assert_eq!(broken(30, 0xff), Err(Reject::Body), "too many windows");
-        assert_eq!(broken(39, 9), Err(Reject::Body), "encoding");
-        assert_eq!(broken(39, 3), Err(Reject::Body), "not zstd");
-        assert_eq!(broken(40, 0xff), Err(Reject::Body), "stray bits");
+        assert_eq!(broken(21, 99), Err(Reject::Descriptor), "collective");
+        assert_eq!(broken(21, 1), Err(Reject::Descriptor), "a refused call with elements");
+        assert_eq!(broken(23, 1), Err(Reject::Descriptor), "the root of an op");
+        assert_eq!(broken(35, 0), Err(Reject::Body), "no windows");
+        assert_eq!(broken(34, 0xff), Err(Reject::Body), "too many windows");
+        assert_eq!(broken(43, 9), Err(Reject::Body), "encoding");
+        assert_eq!(broken(43, 3), Err(Reject::Body), "not zstd");
+        assert_eq!(broken(44, 0xff), Err(Reject::Body), "stray bits");
     }
 
     /// The body of an open of `windows` windows with `frame` as its occupancy.
@@ -378,8 +380,8 @@ mod tests {
             false,
             &mut head,
         );
-        head[28..32].copy_from_slice(&windows.to_be_bytes());
-        head[32..40].copy_from_slice(&(Encoding::Zstd as u64).to_be_bytes());
+        head[32..36].copy_from_slice(&windows.to_be_bytes());
+        head[36..44].copy_from_slice(&(Encoding::Zstd as u64).to_be_bytes());
         [&head[..], frame].concat()
     }
 

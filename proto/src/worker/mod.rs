@@ -266,11 +266,10 @@ impl Worker {
         Ok(Geometry::new(descriptor).windows())
     }
 
-    /// Whether one more op of a lane may be in flight; of a lane that there is not, none.
+    /// Whether one more op of a lane may be in flight. For an unknown lane it is that of lane 0, where
+    /// refused calls go.
     pub fn has_room(&mut self, lane: u8) -> bool {
-        if lane >= self.config.lanes {
-            return false;
-        }
+        let lane = if lane < self.config.lanes { lane } else { 0 };
         // wire: W-43
         // An op whose outcome has not been polled is in flight as well.
         let running = self.ops.iter().filter(|op| !op.ended).count();

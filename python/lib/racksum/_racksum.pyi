@@ -1,7 +1,7 @@
 """The Rust extension: the worker in Python's terms. Users see the package around it."""
 
 from racksum.options import ConnectOptions
-from racksum.session import Call
+from racksum.session import Call, PartOf
 
 VERSION: str
 
@@ -16,6 +16,7 @@ class Session:
     def submit_blocks(
         self, call: Call, indices: int, count: int, values: int, nbytes: int
     ) -> Op: ...
+    def refuse(self, part_of: PartOf) -> None: ...
     def lend(self, nbytes: int) -> Lent | None: ...
     def close(self) -> None: ...
     def stats(self) -> dict[str, int]: ...

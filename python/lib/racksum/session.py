@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import math
 import sys
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 from racksum import _racksum
 from racksum.eager import eager_methods
-from racksum.errors import BadArgument, SessionClosed
+from racksum.errors import BadArgument, Error, SessionClosed
 from racksum.log import logger
 from racksum.options import MAX_ELEMENTS, MAX_LANES, ConnectOptions, text, whole_from
 from racksum.shared import tensor_in
@@ -23,13 +24,13 @@ from racksum.tensor import check_unmoved, empty_like, memory_of, tag_of
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from types import TracebackType
 
     from torch.futures import Future
     from typing_extensions import Self
 
-__all__ = ["Handle", "Session", "checked_session", "connect"]
+__all__ = ["Handle", "PartOf", "Session", "checked_session", "connect"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -119,6 +120,7 @@ class Session:
             joined.set()
             _pass_on_logs()
         self._closed = False
+        self._copied = 0
         #: Called at the beginning of every op, so that those of a GPU, which another thread starts,
         #: may be started before it.
         self._before_op: Callable[[], None] | None = None
@@ -185,11 +187,16 @@ class Session:
         lane: int = 0,
         tag: int | str | None = None,
         async_op: bool = False,
+        part_of: PartOf | None = None,
     ) -> Any:
         """Reduces a numpy array or a torch tensor in place with those of all other ranks.
 
+        Ops on the same memory take turns, in the order of the calls. A call that fails at this rank
+        is a :class:`racksum.Mismatch` at those that have made it too, and pairs with no other.
+
         :param x: A contiguous tensor in this host's memory, of float32, float64, float16, bfloat16,
-            int32 or int64. Nobody else may use it until the op has ended, nor resize its storage.
+            int32 or int64. Only ops may use it until this one has ended, and nobody may resize its
+            storage.
         :param op: ``"sum"``, ``"avg"``, ``"min"`` or ``"max"``.
         :param wire: How elements travel, if not unchanged: ``"bf16"``, ``"f16"``, ``"int8"`` (with
             a scale a block) or ``"fixed32"``.
@@ -197,21 +204,24 @@ class Session:
         :param lane: The lane; one of a lower number goes first.
         :param tag: What all ranks must give alike, a number or a name; by default the shape.
         :param async_op: Return a :class:`Handle` at once, rather than ``x`` once it is reduced.
+        :param part_of: The call of a collective that the op is part of, alike at all ranks.
         :raises racksum.Mismatch: The ranks called it differently; all of them hear of it.
         :raises racksum.PeerLost: A rank is gone. The session is over.
         :raises racksum.OpTimeout: It took longer than the session's ``timeout``.
         """
+        with self.telling_refusals(part_of):
+            memory = memory_of(x)
+            call = _call(
+                elements=memory.elements,
+                dtype=memory.dtype,
+                wire=wire,
+                op=op,
+                block=block,
+                lane=lane,
+                tag=memory.tag if tag is None else tag,
+                part_of=part_of,
+            )
         self._take_turn()
-        memory = memory_of(x)
-        call = _call(
-            elements=memory.elements,
-            dtype=memory.dtype,
-            wire=wire,
-            op=op,
-            block=block,
-            lane=lane,
-            tag=memory.tag if tag is None else tag,
-        )
         started = self._session.submit(call, memory.address, memory.nbytes, memory.owner)
 
         def make() -> _Outcome[T]:
@@ -234,6 +244,7 @@ class Session:
         lane: int = 0,
         tag: int | str = 0,
         async_op: bool = False,
+        part_of: PartOf | None = None,
     ) -> Any:
         """Reduces a tensor of which only some blocks are given, as if all others were zero in it.
 
@@ -245,19 +256,21 @@ class Session:
         :return: The indices of the blocks that some rank has given and that are not all zeros,
             sorted, and their reduced values, flat; or a :class:`Handle` of both.
         """
+        with self.telling_refusals(part_of):
+            places, memory = memory_of(indices), memory_of(values)
+            if places.dtype != "i64":
+                raise BadArgument(f"the indices of blocks are int64, and not {indices.dtype}")  # type: ignore[attr-defined]
+            call = _call(
+                elements=elements,
+                dtype=memory.dtype,
+                wire=wire,
+                op=op,
+                block=block,
+                lane=lane,
+                tag=tag,
+                part_of=part_of,
+            )
         self._take_turn()
-        places, memory = memory_of(indices), memory_of(values)
-        if places.dtype != "i64":
-            raise BadArgument(f"the indices of blocks are int64, and not {indices.dtype}")  # type: ignore[attr-defined]
-        call = _call(
-            elements=elements,
-            dtype=memory.dtype,
-            wire=wire,
-            op=op,
-            block=block,
-            lane=lane,
-            tag=tag,
-        )
         started = self._session.submit_blocks(
             call, places.address, places.elements, memory.address, memory.nbytes
         )
@@ -272,6 +285,26 @@ class Session:
 
         handle = Handle(started.wait, make)
         return handle if async_op else handle.wait()
+
+    def refuse(self, part_of: PartOf | None = None) -> None:
+        """Has an op of nothing in the place of a call that this rank does not make.
+
+        All ranks number their ops alike, so a rank that leaves one out would pair its next with
+        what others have called before. Those that did make the call hear :class:`racksum.Mismatch`.
+        """
+        self._take_turn()
+        self._session.refuse(part_of or PartOf())
+
+    @contextlib.contextmanager
+    def telling_refusals(self, part_of: PartOf | None = None) -> Iterator[None]:
+        """Tells the other ranks if a call fails here, before its op has begun."""
+        try:
+            yield
+        except Exception:
+            # A session that is over has no ops to keep in step.
+            with contextlib.suppress(Error):
+                self.refuse(part_of)
+            raise
 
     def _take_turn(self) -> None:
         if self._before_op is not None:
@@ -294,13 +327,18 @@ class Session:
     def stats(self) -> dict[str, int]:
         """Bytes, datagrams and repairs so far, in UDP payload.
 
-        Without a sidecar they are this rank's. Beside one they are those of the stream that leaves
-        the host for all its ranks, zeros if the job has no others, and this rank has
+        ``copied_bytes`` are those of tensors that were copied, there and back, to be contiguous.
+        Without a sidecar all others are this rank's. Beside one they are those of the stream that
+        leaves the host for all its ranks, zeros if the job has no others, and this rank has
         ``sidecar_ops`` that it started, ``sidecar_shared_bytes`` of tensors that were reduced where
         they lie, and ``sidecar_copied_bytes`` that were copied to shared memory and from it. If the
         sidecar does not answer for ten seconds, or is gone, they are what it has said last.
         """
-        return self._session.stats()
+        return {**self._session.stats(), "copied_bytes": self._copied}
+
+    def note_copied(self, nbytes: int) -> None:
+        """Counts bytes that were copied since a tensor could not be reduced where it lies."""
+        self._copied += nbytes
 
     def close(self) -> None:
         """Leaves the job: what is in flight fails, but for what a sidecar has of all its ranks.
@@ -343,6 +381,17 @@ def checked_session(session: Any) -> Session:
     )
 
 
+class PartOf(NamedTuple):
+    """The call of a collective that an op is part of: ops of different calls never pair."""
+
+    #: As of docs/wire.md.
+    collective: str = "op"
+    #: The rank that it is to or from.
+    root: int = 0
+    #: Its number among the calls of its group.
+    number: int = 0
+
+
 class Call(NamedTuple):
     """What all ranks must call an op with."""
 
@@ -353,6 +402,7 @@ class Call(NamedTuple):
     block: int
     lane: int
     tag: int
+    part_of: PartOf
 
 
 #: How each argument of an op is read.
@@ -366,11 +416,14 @@ _CHECKS = {
 }
 
 
-def _call(*, dtype: str, wire: str | None, tag: int | str, **given: Any) -> Call:
+def _call(
+    *, dtype: str, wire: str | None, tag: int | str, part_of: PartOf | None, **given: Any
+) -> Call:
     """What an op is called with, if it can be."""
     given["wire"] = dtype if wire is None else wire
     given["tag"] = tag_of(text("tag", tag)) if isinstance(tag, str) else tag
-    return Call(dtype=dtype, **{name: _CHECKS[name](name, value) for name, value in given.items()})
+    checked = {name: _CHECKS[name](name, value) for name, value in given.items()}
+    return Call(dtype=dtype, part_of=part_of or PartOf(), **checked)
 
 
 def _sides(shape: Any) -> tuple[int, ...]:

@@ -1,20 +1,34 @@
 use std::net::{Ipv4Addr, SocketAddr};
 
 use racksum_net::udp::UdpSocket;
-use racksum_proto::dtype::DType;
+use racksum_proto::call::{Call, Collective};
+use racksum_proto::dtype::{DType, WireType};
 use racksum_proto::error::OpError;
+use racksum_proto::wire::{Header, Kind, OpenDecoder};
 
 use super::*;
-use crate::engine::tests::{Bench, fail, send};
+use crate::engine::tests::{Bench, arrived, fail, send};
 use crate::join::tests::welcome;
 use crate::tensor::tests::{region_of, regions_of};
 
 /// A client whose shard never answers.
 fn client() -> Client {
-    let Bench { engine, .. } = Bench::new(1, 1, Ipv4Addr::LOCALHOST);
+    rig().client
+}
+
+/// A client of two lanes whose shard says only what a test says.
+struct Rig {
+    client: Client,
+    /// Where the client hears.
+    socket: SocketAddr,
+    shard: UdpSocket,
+}
+
+fn rig() -> Rig {
+    let Bench { engine, socket, mut shards, .. } = Bench::new(1, 2, Ipv4Addr::LOCALHOST);
     let shared = Arc::new(Shared::new(engine).unwrap());
     let driver = Arc::clone(&shared);
-    Client {
+    let client = Client {
         shared,
         welcome: welcome(),
         shards: 1,
@@ -24,7 +38,18 @@ fn client() -> Client {
         voices: Voices::default(),
         stop: Mailbox::new().sender(),
         threads: vec![spawn("drive", move || driver.drive_in_background()).unwrap()],
-    }
+    };
+    Rig { client, socket: socket.local_addr(), shard: shards.remove(0) }
+}
+
+/// The ops that have been opened at a shard meanwhile, and what they are.
+fn opens(shard: &UdpSocket) -> Vec<(OpId, Descriptor)> {
+    let opens = arrived(shard).into_iter().filter(|(header, _)| header.kind == Kind::Open);
+    let mut decoder = OpenDecoder::new();
+    let mut opened = |(header, body): (Header, Vec<u8>)| {
+        (header.window.op, decoder.decode(&body, false).unwrap().descriptor)
+    };
+    opens.map(&mut opened).collect()
 }
 
 const ELEMENTS: u64 = 1000;
@@ -231,15 +256,66 @@ fn an_attempt_to_connect_can_be_given_up() {
 }
 
 #[test]
-fn memory_of_an_op_in_flight_is_not_taken_for_another() {
-    let client = client();
+fn a_call_that_is_refused_is_opened_as_such_and_has_a_number() {
+    // wire: W-70
+    let Rig { client, socket, shard } = rig();
+    let call = Call { number: 5, collective: Collective::Broadcast, root: 1 };
+    let broadcast = Descriptor { call, ..descriptor() };
+    let refusals = [
+        client.submit(vec![0; 5], broadcast).unwrap_err(),
+        client.submit(tensor(), Descriptor { lane: 7, ..broadcast }).unwrap_err(),
+        client.submit(tensor(), Descriptor { wire: WireType::I64, ..broadcast }).unwrap_err(),
+    ];
+    assert!(refusals.iter().all(Error::is_refusal), "{refusals:?}");
+    client.refuse(call).unwrap();
+    let fifth = client.submit(tensor(), broadcast).unwrap();
+    assert_eq!(fifth.op, OpId(4));
+    let mut opened = Vec::new();
+    while opened.len() < 5 {
+        opened.extend(opens(&shard));
+    }
+    let refused = Descriptor::refused(call);
+    assert_eq!(refused.to_string(), "a call that it refused (its own error says why)");
+    let of = |op| if op < 4 { refused } else { broadcast };
+    let expected: Vec<_> = (0..5).map(|op| (OpId(op), of(op))).collect();
+    assert_eq!(opened, expected);
+    // Nobody waits for one that is refused, whatever comes of it.
+    send(&shard, socket, &fail(OpId(0), 0));
+    client.shared.tell(|engine| engine.end("the test is over"));
+    assert!((0..4).all(|op| client.shared.lock().engine.take(OpId(op)).is_none()));
+}
+
+#[test]
+fn ops_on_the_same_memory_take_turns_whatever_lanes_they_are_in() {
+    let Rig { client, socket, shard } = rig();
     let len = tensor().len();
-    let parts = regions_of([tensor(), tensor()].concat(), [0..len, 4..len + 4, len..2 * len]);
-    let [one, overlapping, beside] = parts;
-    let first = client.submit(one, descriptor()).unwrap();
-    let refused = client.submit(overlapping, descriptor()).unwrap_err();
-    assert_eq!(refused, SubmitError::InUse { op: first.op }.into());
-    drop(client.submit(beside, descriptor()).unwrap());
+    let ranges = [0..len, 4..len + 4, 8..len + 8, len + 8..2 * len];
+    let parts = regions_of([tensor(), tensor()].concat(), ranges);
+    let lanes = [1, 0, 1, 1];
+    let elements = [1000, 1000, 1000, 998];
+    let handles: Vec<_> = parts
+        .into_iter()
+        .zip(lanes)
+        .zip(elements)
+        .map(|((part, lane), elements)| {
+            let descriptor = Descriptor { lane, ..Descriptor::sum(elements, DType::F32) };
+            client.submit(part, descriptor).unwrap()
+        })
+        .collect();
+    let mut opened = Vec::new();
+    let mut begun = |upto: usize| {
+        while opened.len() < upto {
+            opened.extend(opens(&shard).into_iter().map(|(op, _)| op.0));
+        }
+        // What is not to begin yet has had the time of a few exchanges to do so.
+        opened.clone()
+    };
+    assert_eq!(begun(1), [0]);
+    send(&shard, socket, &fail(OpId(0), 0));
+    assert_eq!(begun(2), [0, 1]);
+    drop(handles);
+    send(&shard, socket, &fail(OpId(1), 0));
+    assert_eq!(begun(4), [0, 1, 2, 3], "the last only lies behind another in its lane");
 }
 
 #[test]

@@ -19,7 +19,7 @@ use racksum_proto::control::Loss;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::time::{Span, Time};
-use racksum_proto::worker::{Config, Outcome, Worker};
+use racksum_proto::worker::{Config, Outcome, Scan, Worker};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -122,6 +122,8 @@ pub(crate) struct Engine {
     moving: Option<String>,
     /// Ops in flight that nobody will wait for.
     abandoned: BTreeSet<OpId>,
+    /// Ops that have not begun, and the earlier ones on the same memory that they wait for.
+    held: BTreeMap<OpId, Vec<OpId>>,
     /// Of the rank's own socket, and of those of multicast groups.
     inboxes: [Inbox; 2],
     /// The last result was a large piece of a tensor, so that the next may be one.
@@ -163,6 +165,7 @@ impl Engine {
             kept: BTreeMap::new(),
             moving: None,
             abandoned: BTreeSet::new(),
+            held: BTreeMap::new(),
             inboxes: [Inbox::new(), Inbox::new()],
             in_place: false,
             staging: Staging::new(config.lanes),
@@ -172,29 +175,23 @@ impl Engine {
         }
     }
 
-    /// What an op on some data is to have in flight; refused if one in flight has some of it.
-    pub(crate) fn payload(
-        &self,
-        descriptor: Descriptor,
-        data: Data,
-    ) -> Result<Payload, SubmitError> {
-        self.check_free(&data)?;
-        Ok(Payload::new(descriptor, data, self.world, self.machine.config().may_move))
+    /// What an op on some data is to have in flight.
+    pub(crate) fn payload(&self, descriptor: Descriptor, data: Data) -> Payload {
+        Payload::new(descriptor, data, self.world, self.machine.config().may_move)
     }
 
-    /// Checks that no op in flight has some of a tensor's memory.
-    pub(crate) fn check_free(&self, data: &Data) -> Result<(), SubmitError> {
-        let Some(tensor) = data.region().map(Region::extent) else { return Ok(()) };
+    /// The ops in flight that have some of a tensor's memory.
+    pub(crate) fn users_of(&self, data: &Data) -> Vec<OpId> {
+        let Some(tensor) = data.region().map(Region::extent) else { return Vec::new() };
         let has_some = |other: &Payload| {
             other.data.region().is_some_and(|other| meet(&other.extent(), &tensor))
         };
-        match self.payloads.iter().find(|(_, other)| has_some(other)) {
-            Some((&op, _)) => Err(SubmitError::InUse { op }),
-            None => Ok(()),
-        }
+        let users = self.payloads.iter().filter(|(_, other)| has_some(other));
+        users.map(|(op, _)| *op).collect()
     }
 
-    /// Starts an op.
+    /// Starts an op, or numbers it and holds it until those before it on the same memory have ended:
+    /// nothing of an op is sent before it is scanned, so one that is not scanned only waits.
     pub(crate) fn submit(
         &mut self,
         mut payload: Payload,
@@ -204,11 +201,16 @@ impl Engine {
         if let Data::Blocks(blocks) = &mut payload.data {
             blocks.reuse(self.spare.pop().unwrap_or_default());
         }
-        let op = match payload.masks() {
+        let before = self.users_of(&payload.data);
+        // The blocks of a held op may be known, but not sent: the scan names them when it begins.
+        let op = match payload.masks().filter(|_| before.is_empty()) {
             Some(masks) => self.machine.submit_scanned(now, descriptor, masks, timeout),
             None => self.machine.submit(now, descriptor, timeout),
         }?;
         self.payloads.insert(op, payload);
+        if !before.is_empty() {
+            self.held.insert(op, before);
+        }
         Ok(op)
     }
 
@@ -252,7 +254,7 @@ impl Engine {
     fn scan(&mut self) -> bool {
         let mut any = false;
         for _ in 0..SCAN_BATCH {
-            let Some(scan) = self.machine.poll_scan() else { break };
+            let Some(scan) = self.next_scan() else { break };
             let Some(payload) = self.payloads.get_mut(&scan.op) else { break };
             let mask = payload.scan(scan.index);
             self.machine.handle_scanned(scan, mask);
@@ -261,12 +263,25 @@ impl Engine {
         any
     }
 
+    /// The next window to scan, lanes in priority order. A lane waits for its first op that is not
+    /// scanned, which may wait for one of another lane.
+    fn next_scan(&self) -> Option<Scan> {
+        let may_begin = |scan: &Scan| !self.held.contains_key(&scan.op);
+        let lanes = 0..self.machine.config().lanes;
+        lanes.into_iter().find_map(|lane| self.machine.poll_scan_of(lane).filter(may_begin))
+    }
+
     /// Sets aside the ops that have ended. Returns whether any had.
     fn collect(&mut self) -> bool {
         let mut any = false;
         while let Some(outcome) = self.machine.poll_outcome() {
             any = true;
             let Outcome { op, result, absent } = outcome;
+            self.held.remove(&op);
+            self.held.retain(|_, before| {
+                before.retain(|earlier| *earlier != op);
+                !before.is_empty()
+            });
             if let Some(mut payload) = self.payloads.remove(&op) {
                 if self.machine.config().may_move {
                     let windows: Vec<_> = self.machine.windows_to_keep(op).collect();

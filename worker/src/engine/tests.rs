@@ -32,7 +32,7 @@ impl Engine {
         timeout: Span,
     ) -> Result<OpId, SubmitError> {
         let payload = self.payload(descriptor, data);
-        self.submit(payload?, timeout)
+        self.submit(payload, timeout)
     }
 }
 
@@ -263,7 +263,7 @@ fn what_is_sent_bears_the_mark_of_its_lane() {
         bench.engine.step();
         bench.engine.step();
         let mut kinds = 0;
-        for (header, tos) in arrived(&bench.shards[0]) {
+        for (header, tos) in marked(&bench.shards[0]) {
             assert_eq!(Some(tos), tos_of_lane(header.lane, 4), "{:?}", header.kind);
             assert_eq!(tos & 0b11, ECT0, "queues may mark it");
             kinds |= 1 << header.lane | u32::from(header.kind == Kind::Open) << 8;
@@ -272,8 +272,17 @@ fn what_is_sent_bears_the_mark_of_its_lane() {
     }
 }
 
-/// The messages that have arrived, and the TOS of each.
-fn arrived(socket: &UdpSocket) -> Vec<(Header, u8)> {
+/// The messages that have arrived.
+pub(crate) fn arrived(socket: &UdpSocket) -> Vec<(Header, Vec<u8>)> {
+    received(socket).into_iter().map(|(header, body, _)| (header, body)).collect()
+}
+
+/// The headers of the messages that have arrived, and the TOS of each.
+fn marked(socket: &UdpSocket) -> Vec<(Header, u8)> {
+    received(socket).into_iter().map(|(header, _, tos)| (header, tos)).collect()
+}
+
+fn received(socket: &UdpSocket) -> Vec<(Header, Vec<u8>, u8)> {
     let mut ring = RecvRing::new();
     let mut buffers: Vec<_> =
         (0..RECV_BATCH).map(|_| BytesMut::with_capacity(RECV_CAPACITY)).collect();
@@ -283,7 +292,7 @@ fn arrived(socket: &UdpSocket) -> Vec<(Header, u8)> {
         for (meta, buffer) in ring.received().iter().zip(&buffers[..count]) {
             let datagrams = buffer.chunks(meta.stride);
             let messages = datagrams.flat_map(wire::messages).map(|message| message.unwrap());
-            all.extend(messages.map(|(header, _)| (header, meta.tos)));
+            all.extend(messages.map(|(header, body)| (header, body.to_vec(), meta.tos)));
         }
     }
     all

@@ -4,13 +4,15 @@ mod shared;
 
 use std::io;
 use std::marker::PhantomData;
+use std::ops::Range;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
 use racksum_net::local::Line;
+use racksum_proto::call::Call;
 use racksum_proto::control::MAX_OPS;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::SubmitError;
@@ -190,6 +192,10 @@ impl Client {
     /// of one as if all others, and those of them that are zero, were zero in it. What does not lie
     /// in memory that was [lent](Self::lend) is copied.
     ///
+    /// A tensor that ops in flight have some of is waited for, so that ops on the same memory take
+    /// turns in the order of the calls. A call that this rank refuses has its number all the same,
+    /// and the ranks that did not refuse it hear of a mismatch.
+    ///
     /// # Errors
     /// Why the op was not taken: [`SubmitError::TooManyOps`] until
     /// [`has_room_within`](Self::has_room_within) says otherwise.
@@ -198,19 +204,66 @@ impl Client {
         operand: T,
         descriptor: Descriptor,
     ) -> Result<Handle<T>, Error> {
+        let _order = self.take_order();
+        match self.submit_in_order(operand.into(), &descriptor) {
+            Ok(op) => Ok(Handle { op, client: Arc::downgrade(&self.shared), result: PhantomData }),
+            Err(error) if error.is_refusal() => {
+                self.refuse_in_order(descriptor.call)?;
+                Err(error)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Calls an op of nothing in the place of a call that the caller refuses, so that the ops of all
+    /// ranks stay in step: ranks that made the call hear [`OpError::Mismatch`] of it.
+    ///
+    /// [`OpError::Mismatch`]: racksum_proto::error::OpError::Mismatch
+    ///
+    /// # Errors
+    /// Why the op was not taken, as [`submit`](Self::submit).
+    pub fn refuse(&self, call: Call) -> Result<(), Error> {
+        let _order = self.take_order();
+        self.refuse_in_order(call)
+    }
+
+    fn refuse_in_order(&self, call: Call) -> Result<(), Error> {
+        // wire: W-70
+        let nothing = Flight::new(Operand::Tensor(Vec::new()), None);
+        let op = self.shared.lock().take_off(nothing, 0)?;
+        let Called { descriptor, .. } = Called::new(0, &Descriptor::refused(call));
+        // The ear hears of a line that fails.
+        drop(self.line.send(&FromRank::Refuse { descriptor }, None));
+        self.shared.abandon(op);
+        Ok(())
+    }
+
+    fn take_order(&self) -> MutexGuard<'_, ()> {
+        self.order.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn submit_in_order(&self, mut operand: Operand, descriptor: &Descriptor) -> Result<u32, Error> {
         descriptor.validate().map_err(SubmitError::from)?;
         if descriptor.lane >= self.lanes {
             let (lane, lanes) = (descriptor.lane, self.lanes);
             return Err(SubmitError::NoSuchLane { lane, lanes }.into());
         }
-        let mut operand = operand.into();
-        self.shared.lock().check(&operand)?;
+        self.shared.lock().check()?;
+        self.is_free_within(&operand.extent(), Duration::MAX);
         let handed = match &mut operand {
-            Operand::Blocks(blocks) => self.hand_blocks(std::mem::take(blocks), &descriptor)?,
-            tensor => self.hand_tensor(tensor.bytes(), &descriptor)?,
+            Operand::Blocks(blocks) => self.hand_blocks(std::mem::take(blocks), descriptor)?,
+            tensor => self.hand_tensor(tensor.bytes(), descriptor)?,
         };
-        let op = self.start(operand, handed, &descriptor)?;
-        Ok(Handle { op, client: Arc::downgrade(&self.shared), result: PhantomData })
+        self.start(operand, handed, descriptor)
+    }
+
+    /// Waits until no op in flight has some of the memory at these addresses, but not longer than
+    /// this. Returns whether none has.
+    pub fn is_free_within(&self, extent: &Range<usize>, limit: Duration) -> bool {
+        let mut state = self.shared.wait(limit, |state| state.is_working_on(extent));
+        // The sums of what was copied lie where the next op does not read them.
+        state.deliver_to(extent);
+        !state.is_working_on(extent)
     }
 
     /// Finds where a tensor lies in memory that was lent, or copies it there.
@@ -265,15 +318,10 @@ impl Client {
         descriptor: &Descriptor,
     ) -> Result<u32, Error> {
         let Handed { copy, memory, at, list, len } = handed;
-        let _order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut state = self.shared.lock();
-        // Another thread may have taken the last place, or the tensor.
-        state.check(&operand)?;
+        let op = self.shared.lock().take_off(Flight::new(operand, copy), len)?;
         let Called { descriptor, .. } = Called::new(0, descriptor);
-        let op = state.take_off(Flight::new(operand, copy), len);
-        // Others may go on while this waits for a sidecar that does not read.
-        drop(state);
-        // The ear hears of a line that fails.
+        // Others may go on while this waits for a sidecar that does not read. The ear hears of a
+        // line that fails.
         drop(self.line.send(&FromRank::Submit { descriptor, memory, at, list }, None));
         Ok(op)
     }

@@ -48,6 +48,12 @@ impl<'a> Hearing<'a> {
                         .ok_or_else(|| broken("a tensor beyond its memory"))?;
                     self.submit(descriptor, handed, memory)?;
                 }
+                FromRank::Refuse { descriptor } => {
+                    let descriptor = Descriptor::decode(&descriptor).ok();
+                    let refused = descriptor.filter(Descriptor::is_refused);
+                    let refused = refused.ok_or_else(|| broken("an op that is not refused"))?;
+                    self.job.refuse_op(self.rank, refused);
+                }
                 FromRank::AskStats => {
                     self.line.send_now(&FromSidecar::Stats(self.job.stats()), None)?;
                 }

@@ -86,7 +86,8 @@ struct State {
 #[derive(Debug)]
 struct Gathering {
     since: Time,
-    called: BTreeMap<u16, (Descriptor, Handed)>,
+    /// With what each has handed, unless it refused the call.
+    called: BTreeMap<u16, (Descriptor, Option<Handed>)>,
     memories: Vec<Arc<Memory>>,
 }
 
@@ -242,40 +243,52 @@ impl Job {
         memory: &Arc<Memory>,
     ) -> Option<(u32, Fold)> {
         let mut state = self.lock();
-        if !state.left.is_empty() {
-            let ranks = state.left.iter().copied().collect();
-            state.end(FromSidecar::Lost { ranks, why: Loss::Left });
-        }
-        if state.over.is_some() {
+        if state.is_over() {
             return None;
         }
-        let in_flight = state.gathering.len() + state.folding.len();
         let Some(op) = state.members.get_mut(&rank)?.call(&handed) else {
             state.break_with(rank, "has handed memory that an op in flight has");
             return None;
         };
-        if in_flight >= MAX_OPS.into() && !state.gathering.contains_key(&op) {
-            state.break_with(rank, "has called more ops than its client may have in flight");
-            return None;
-        }
-        let gathering = state.gathering.entry(op).or_insert_with(Gathering::begin);
-        gathering.called.insert(rank, (descriptor, handed));
+        let gathering = state.gather(rank, op)?;
+        gathering.called.insert(rank, (descriptor, Some(handed)));
         gathering.memories.push(Arc::clone(memory));
-        if gathering.called.len() < usize::from(self.local_world) {
+        self.gathered(&mut state, op)
+    }
+
+    /// Takes that a rank refuses its next op.
+    pub(super) fn refuse_op(&self, rank: u16, refused: Descriptor) {
+        let mut state = self.lock();
+        if state.is_over() {
+            return;
+        }
+        let Some(op) = state.members.get_mut(&rank).map(Member::refuse) else { return };
+        let Some(gathering) = state.gather(rank, op) else { return };
+        gathering.called.insert(rank, (refused, None));
+        let fold = self.gathered(&mut state, op);
+        debug_assert!(fold.is_none(), "a rank has handed nothing");
+    }
+
+    /// What is to be folded for an op, once all ranks have called it, and mean the same.
+    fn gathered(&self, state: &mut State, op: u32) -> Option<(u32, Fold)> {
+        if state.gathering.get(&op)?.called.len() < usize::from(self.local_world) {
             return None;
         }
         let Gathering { since, called, memories } = state.gathering.remove(&op)?;
-        if let Some(outcome) = disagreement(&called) {
+        let (descriptor, outcome) = (called.first_key_value()?.1.0, disagreement(&called));
+        let share = |(rank, (_, handed)): (u16, (_, Option<Handed>))| {
+            handed.map(|handed| Share { rank, handed })
+        };
+        let shares: Option<Vec<_>> = called.into_iter().map(share).collect();
+        let (None, Some(shares)) = (&outcome, shares) else {
             state.let_go(op);
+            // What all refused ends with nothing.
+            let outcome = outcome.unwrap_or(Outcome::Reduced);
             state.tell_all(&FromSidecar::Ended { op, outcome });
-            if self.local_world < self.world {
-                // Ranks of other hosts have called the op, and wait for this one's.
-                let why = "its ranks on this host disagree about an op".into();
-                state.end(FromSidecar::CutOff { why });
-            }
+            // Ranks of other hosts may have called the op, and wait for this host.
+            state.upstream.iter().for_each(|upstream| upstream.refuse(op, descriptor.call));
             return None;
-        }
-        let shares = called.into_iter().map(|(rank, (_, handed))| Share { rank, handed }).collect();
+        };
         let fold = Fold::new(descriptor, shares, self.world.into());
         state.folding.insert(op, Folding { since, is_passed: false, _memories: memories });
         Some((op, fold))
@@ -507,6 +520,25 @@ impl Job {
 }
 
 impl State {
+    /// Whether the job is over, as it is for any op once a rank has left.
+    fn is_over(&mut self) -> bool {
+        if !self.left.is_empty() {
+            let ranks = self.left.iter().copied().collect();
+            self.end(FromSidecar::Lost { ranks, why: Loss::Left });
+        }
+        self.over.is_some()
+    }
+
+    /// The op that a rank has called, unless it has too many in flight.
+    fn gather(&mut self, rank: u16, op: u32) -> Option<&mut Gathering> {
+        let in_flight = self.gathering.len() + self.folding.len();
+        if in_flight >= MAX_OPS.into() && !self.gathering.contains_key(&op) {
+            self.break_with(rank, "has called more ops than its client may have in flight");
+            return None;
+        }
+        Some(self.gathering.entry(op).or_insert_with(Gathering::begin))
+    }
+
     /// Whether something works on what a rank has handed for an op that is such.
     fn works_for(&self, rank: u16, is_such: impl Fn(&Folding) -> bool) -> bool {
         let has =

@@ -33,10 +33,16 @@ impl Member {
         if self.in_flight.values().any(|other| handed.overlaps(other)) {
             return None;
         }
-        let op = self.next_op;
-        self.next_op += 1;
+        let op = self.refuse();
         self.in_flight.insert(op, handed.clone());
         Some(op)
+    }
+
+    /// Numbers its next op, for which it hands nothing.
+    pub(super) const fn refuse(&mut self) -> u32 {
+        let op = self.next_op;
+        self.next_op += 1;
+        op
     }
 
     /// Lets go of what it has handed for an op: nothing works on it any more.

@@ -33,6 +33,8 @@ pub(super) enum FromRank {
     /// It starts its next op, on a tensor in some memory from `at` on, or on a list of blocks whose
     /// indices are there.
     Submit { descriptor: [u8; Descriptor::LEN], memory: u32, at: u64, list: Option<ListAt> },
+    /// It refuses its next op: a descriptor that says so.
+    Refuse { descriptor: [u8; Descriptor::LEN] },
     /// It wants to know what has left the host.
     AskStats,
     /// It leaves the job.

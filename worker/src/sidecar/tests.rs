@@ -13,6 +13,7 @@ use proptest::prelude::*;
 use racksum_net::clock::Clock;
 use racksum_net::local::Listener;
 use racksum_proto::arith;
+use racksum_proto::call::{Call, Collective};
 use racksum_proto::control::{Loss, MAX_OPS};
 use racksum_proto::dtype::{DType, Reduction};
 use racksum_proto::ids::Generation;
@@ -20,7 +21,7 @@ use racksum_proto::time::Span;
 
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::{OpError, SubmitError};
-use racksum_proto::ids::{OpId, Rank};
+use racksum_proto::ids::Rank;
 
 use super::message::FromRank;
 use super::server::spawn;
@@ -386,32 +387,50 @@ fn what_a_rank_says_out_of_turn_ends_that_rank() {
 }
 
 #[test]
-fn memory_of_an_op_in_flight_is_not_taken_for_another() {
+fn ops_on_the_same_memory_take_turns() {
     let rig = Rig::start();
     let ranks = rig.job("job", 2);
     let memory = ranks[0].lend(16).unwrap();
-    let first = ranks[0].submit(memory.region(8), sum_of(2)).unwrap();
-    let refused = ranks[0].submit(memory.region(16), sum_of(4)).unwrap_err();
-    assert_eq!(refused, SubmitError::InUse { op: OpId(0) }.into());
-    // Of rank 1 some is copied, and written to once it is waited for.
-    let [tensor, again] = regions_of(floats(1.0, 2), [0..8, 0..8]);
-    let other = ranks[1].submit(tensor, sum_of(2)).unwrap();
-    assert!(ranks[1].ends_within(&other, PATIENCE).unwrap());
-    let refused = ranks[1].submit(again, sum_of(2)).unwrap_err();
-    assert_eq!(refused, SubmitError::InUse { op: OpId(0) }.into());
-    ranks[0].wait(first).unwrap();
-    ranks[1].wait(other).unwrap();
-    // What has ended is free at once, at the sidecar too.
-    for _ in 0..100 {
-        let handles: Vec<_> = ranks
-            .iter()
-            .zip([memory.region(16), own(floats(1.0, 4))])
-            .map(|(rank, tensor)| rank.submit(tensor, sum_of(4)).unwrap())
-            .collect();
-        for (rank, handle) in ranks.iter().zip(handles) {
-            rank.wait(handle).unwrap();
-        }
-    }
+    memory.write(0, &floats(1.0, 4));
+    // Of rank 1 all is copied, and written to once it is waited for, or another op needs it.
+    let tensors = regions_of(floats(2.0, 4), [0..16, 0..8, 4..16]);
+    let shared = [16, 8, 16].map(|len| memory.region(len));
+    let counts = [4, 2];
+    std::thread::scope(|scope| {
+        let start = |rank: &'static str, of: usize, regions: [Region; 3]| {
+            let ranks = &ranks;
+            scope.spawn(move || {
+                let [whole, part, _] = regions;
+                let handles: Vec<_> = [whole, part]
+                    .into_iter()
+                    .zip(counts)
+                    .map(|(region, count)| ranks[of].submit(region, sum_of(count)).expect(rank))
+                    .collect();
+                // The later one first.
+                handles.into_iter().rev().for_each(|handle| drop(ranks[of].wait(handle).unwrap()));
+            })
+        };
+        start("rank 0", 0, shared);
+        start("rank 1", 1, tensors);
+    });
+    let bytes = memory.region(16).bytes(0..16).to_vec();
+    assert_eq!(bytes, [floats(6.0, 2), floats(3.0, 2)].concat());
+}
+
+#[test]
+fn a_call_that_a_rank_refuses_pairs_with_no_other() {
+    // wire: W-70
+    let rig = Rig::start();
+    let ranks = rig.job("job", 2);
+    let call = Call { number: 5, collective: Collective::AllReduce, root: 0 };
+    let called = Descriptor { call, ..sum_of(2) };
+    let refused = ranks[0].submit(own(floats(1.0, 3)), called).unwrap_err();
+    assert!(matches!(refused, Error::Length { .. }), "{refused}");
+    let error = failure(&ranks[1], own(floats(1.0, 2)), called);
+    assert!(error.contains("rank 0 has a call that it refused"), "{error}");
+    // What all refuse fails nowhere else, and what comes after it is summed.
+    ranks.iter().for_each(|rank| rank.refuse(call).unwrap());
+    assert_eq!(reduce(&ranks, sum_of(2), vec![floats(1.0, 2), floats(2.0, 2)]), floats(3.0, 2));
 }
 
 #[test]

@@ -7,6 +7,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
+use racksum_proto::call::Call;
 use racksum_proto::control::Loss;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::time::Time;
@@ -37,6 +38,8 @@ pub(super) struct Upstream {
 enum Passed {
     /// An op that is folded.
     Folded(Folded),
+    /// An op that a rank of the host refused, or that its ranks disagree about.
+    Refused(u32, Call),
     /// Some op could not be folded, which the others wait for: there are no more.
     Spoilt,
 }
@@ -79,6 +82,11 @@ impl Upstream {
         self.tell(Passed::Folded(folded));
     }
 
+    /// Refuses an op for this host: the other hosts hear of a mismatch.
+    pub(super) fn refuse(&self, op: u32, call: Call) {
+        self.tell(Passed::Refused(op, call));
+    }
+
     /// Sends no more sums: one is missing.
     pub(super) fn spoil(&self) {
         self.tell(Passed::Spoilt);
@@ -116,11 +124,20 @@ fn pass_up(
     let (mut next, mut early, mut is_spoilt) = (0, BTreeMap::new(), false);
     for passed in passed {
         match passed {
-            Passed::Folded(folded) => drop(early.insert(folded.op, folded)),
+            Passed::Folded(folded) => drop(early.insert(folded.op, Ok(folded))),
+            Passed::Refused(op, call) => drop(early.insert(op, Err(call))),
             Passed::Spoilt => is_spoilt = true,
         }
         while !is_spoilt && let Some(due) = early.remove(&next) {
             next += 1;
+            let due = match due {
+                Ok(folded) => folded,
+                Err(call) => {
+                    // Its ranks know already; a session that is over numbers no more ops.
+                    drop(once_there_is_room(client, 0, || client.refuse(call)));
+                    continue;
+                }
+            };
             match submit(client, &due) {
                 // The other thread ends only after this one.
                 Ok(flight) => drop(flights.send((due, flight))),
@@ -132,7 +149,7 @@ fn pass_up(
             }
         }
         if is_spoilt {
-            for late in std::mem::take(&mut early).into_values() {
+            for late in std::mem::take(&mut early).into_values().flatten() {
                 let why = "an op before it could not be folded";
                 tell(job, &late, Err(OpError::Ended { why: why.into() }.into()));
             }
@@ -155,12 +172,21 @@ fn submit(client: &Client, due: &Folded) -> Result<Flight, Error> {
             Ok(Flight::Blocks(client.submit_folded(sums, descriptor, blocks, spent())?))
         }
     };
+    once_there_is_room(client, descriptor.lane, start)
+}
+
+/// Starts an op of a lane as soon as one more may be in flight.
+fn once_there_is_room<T>(
+    client: &Client,
+    lane: u8,
+    start: impl Fn() -> Result<T, Error>,
+) -> Result<T, Error> {
     loop {
         match start() {
             Err(Error::Submit(SubmitError::TooManyOps { .. })) => {
                 // What has ended meanwhile, the next try finds out.
-                if !client.has_room_within(descriptor.lane, ROOM) {
-                    tracing::debug!(op = due.op, "an op waits for room");
+                if !client.has_room_within(lane, ROOM) {
+                    tracing::debug!(lane, "an op waits for room");
                 }
             }
             started => return started,

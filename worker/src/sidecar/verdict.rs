@@ -104,7 +104,9 @@ pub(super) fn said(error: Error) -> (Option<Outcome>, Option<FromSidecar>) {
 }
 
 /// Two ranks that have called an op differently.
-pub(super) fn disagreement(called: &BTreeMap<u16, (Descriptor, Handed)>) -> Option<Outcome> {
+pub(super) fn disagreement(
+    called: &BTreeMap<u16, (Descriptor, Option<Handed>)>,
+) -> Option<Outcome> {
     let mut called = called.iter().map(|(rank, (descriptor, _))| (*rank, descriptor));
     let (first, descriptor) = called.next()?;
     let (other, differs) = called.find(|(_, other)| *other != descriptor)?;

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
+from contextlib import suppress
+from itertools import combinations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +22,11 @@ from torch._C._distributed_c10d import Backend, PrefixStore, ProcessGroupGloo
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from racksum.eager import eager_methods
-from racksum.errors import BadArgument
+from racksum.errors import BadArgument, Error
 from racksum.log import logger
 from racksum.options import OPTIONS, ConnectOptions
-from racksum.session import DEFAULT_BLOCK, Session
+from racksum.session import DEFAULT_BLOCK, PartOf, Session
+from racksum.torch.calls import Call, Chain, extents_of, meet, numbered
 from racksum.torch.compress import block_of, checked_wire, wire_for
 from racksum.torch.gathering import broadcast, gather_into
 from racksum.torch.groups import (
@@ -32,6 +35,16 @@ from racksum.torch.groups import (
     is_generation_given,
     new_generation,
     of_group,
+)
+from racksum.torch.reducible import (
+    OF_BOOLEANS,
+    OPERATORS,
+    check_contiguous,
+    check_dense,
+    check_fits,
+    check_operator,
+    check_reducible,
+    is_ours,
 )
 from racksum.torch.several import alike, check_root_tensor, combined, copying_to
 from racksum.torch.sparse import allreduce_sparse
@@ -49,22 +62,6 @@ __all__ = ["Options", "register"]
 _Op: Any = dist.ReduceOp.RedOpType
 
 _log = logger("racksum.torch")
-
-#: The operators that racksum has.
-_OPERATORS = {_Op.SUM: "sum", _Op.AVG: "avg", _Op.MIN: "min", _Op.MAX: "max"}
-_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_INTEGERS = (torch.int32, torch.int64)
-#: The other elements that Gloo has.
-_BYTES = (torch.int8, torch.uint8, torch.bool)
-#: What operators do to booleans, as operators on bytes.
-_OF_BOOLEANS = {
-    _Op.SUM: _Op.MAX,
-    _Op.MAX: _Op.MAX,
-    _Op.BOR: _Op.MAX,
-    _Op.PRODUCT: _Op.MIN,
-    _Op.MIN: _Op.MIN,
-    _Op.BAND: _Op.MIN,
-}
 
 
 class Options(Backend.Options):
@@ -117,8 +114,11 @@ class RacksumBackend(Backend):
         self._store = group.store
         self._session: Session | None = None
         self._staging = Staging()
-        self._in_flight: dict[Work, None] = {}
+        self._chain = Chain()
+        self._in_flight: dict[Work, Any] = {}
         self._sequence = 0
+        # Ops that the rank has refused, and nobody could be told of before it joined.
+        self._unsaid: list[PartOf] = []
         # Ranks that torchrun 2.15 starts again find the store as it was, with old addresses in it.
         life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"racksum/gloo/{life}", group.store)
@@ -151,9 +151,18 @@ class RacksumBackend(Backend):
                 self._staging.drain()
                 agreed = self._agreed(new_generation())
                 options = dataclasses.replace(options, generation=agreed)
-            self._session = Session(of_group(options, self._name))
-            staging_of(self._session, self._staging)
+            self._session = session = Session(of_group(options, self._name))
+            staging_of(session, self._staging)
+            session._before_op = self._start_earlier
+            for part_of in self._unsaid:
+                session.refuse(part_of)
+            self._unsaid.clear()
         return self._session
+
+    def _start_earlier(self) -> None:
+        """Has the ops started that were called before one on the host."""
+        self._chain.drain()
+        self._staging.drain()
 
     def split(self, store: Any, ranks: Sequence[int], opts: Any) -> RacksumBackend:
         """A group of some of the ranks, for ``split_group``."""
@@ -178,138 +187,203 @@ class RacksumBackend(Backend):
     def perform_nocolor_split(self, device: torch.device) -> None:
         """Nothing: what ranks do that are in no group which others split off."""
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+    @numbered("all_reduce")
+    def allreduce(self, call: Call, tensors: Sequence[Tensor], opts: Any) -> Work:
         """Reduces a tensor, dense or sparse, in place; several become what all come to together."""
-        if len(alike(tensors)) == 1:
-            return self._started([self._reduced(tensors[0], opts)], [tensors[0]])
-        whole = combined(tensors, opts.reduceOp.op)
-        copy = copying_to(tensors)
-        return self._started(
-            [self._reduced(whole, opts).then(lambda _: copy(whole))], list(tensors)
-        )
+        for x in alike(tensors):
+            check_reducible(x, opts)
+
+        def begin() -> list[Ends]:
+            if len(tensors) == 1:
+                return [self._reduced(call, tensors[0], opts)]
+            whole = combined(tensors, opts.reduceOp.op)
+            # Of dense tensors autograd does not count what Gloo writes.
+            copy = copying_to([x if x.is_sparse else x.data for x in tensors])
+            return [self._reduced(call, whole, opts).then(lambda _: copy(whole))]
+
+        work = self._run(call, tensors, begin, list(tensors))
+        # Gloo divides the first only.
+        _count_division(tensors[0], opts)
+        return work
 
     allreduce_sparse = allreduce
 
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+    @numbered("all_reduce_coalesced", ops=lambda tensors, _: len(tensors))
+    def allreduce_coalesced(self, call: Call, tensors: Sequence[Tensor], opts: Any) -> Work:
         """Reduces tensors, each with those of its place at other ranks."""
-        return self._started([self._reduced(x, opts) for x in tensors], list(tensors))
+        for x in tensors:
+            check_reducible(x, opts)
 
-    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        def begin() -> list[Ends]:
+            if not _share_memory(tensors):
+                return [self._reduced(call, x, opts) for x in tensors]
+            # As with Gloo, each is reduced as it is now, and the last writes last.
+            copies = [x.detach().clone(memory_format=torch.contiguous_format) for x in tensors]
+            self.session.note_copied(2 * sum(copy.nbytes for copy in copies))
+            return [
+                self._reduced(call, copy, opts).then(_copying(copy, x))
+                for x, copy in zip(tensors, copies, strict=True)
+            ]
+
+        work = self._run(call, tensors, begin, list(tensors))
+        _count_writes(tensors)
+        return work
+
+    @numbered("reduce")
+    def reduce(self, call: Call, tensors: Sequence[Tensor], opts: Any) -> Work:
         """Reduces a tensor in place at the root; those of other ranks stay as they are."""
         x = _only(tensors)
         self._check_root(opts.rootRank)
         check_root_tensor(opts.rootTensor, tensors)
-        reduced = x if self.rank() == opts.rootRank else x.clone()
-        return self._started([self._reduced(reduced, opts)], [reduced])
+        check_reducible(x, opts)
+        call.root = opts.rootRank
 
+        def begin() -> list[Ends]:
+            own = x if self.rank() == opts.rootRank else x.clone()
+            return [self._reduced(call, own, opts)]
+
+        work = self._run(call, [x], begin, [x])
+        _count_division(x, opts)
+        return work
+
+    @numbered("reduce_scatter")
     def reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
+        self, call: Call, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
     ) -> Work:
         """Reduces tensors, one for each rank, and gives each its own."""
         output, parts = _only(outputs), _only(inputs)
         self._check_one_each(parts)
-        _check_fits(output, parts[self.rank()].numel(), output.dtype)
+        check_fits(output, parts[self.rank()].numel(), output.dtype)
         for part in parts:
-            _check_fits(part, part.numel(), output.dtype)
-        begin = sum(part.numel() for part in parts[: self.rank()])
-        whole = torch.cat([part.reshape(-1) for part in parts])
-        return self._started([self._scattered(output, whole, begin, opts)], [output])
+            check_fits(part, part.numel(), output.dtype)
+            check_operator(part, opts)
+        first = sum(part.numel() for part in parts[: self.rank()])
+
+        def begin() -> list[Ends]:
+            whole = torch.cat([part.reshape(-1) for part in parts])
+            return [self._scattered(call, output, whole, first, opts)]
+
+        work = self._run(call, [output, *parts], begin, [output])
+        _count_division(output, opts)
+        return work
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:  # noqa: A002
         """Reduces a tensor, and gives each rank a part of it."""
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
+        work: Work = self.reduce_scatter_single_coalesced([output], [input], opts)
+        return work
 
+    @numbered("reduce_scatter", ops=lambda outputs, *_: len(outputs))
     def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
+        self, call: Call, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
     ) -> Work:
         """Reduces tensors, and gives each rank a part of each."""
         pairs = list(zip(outputs, inputs, strict=True))
         for output, whole in pairs:
-            _check_fits(whole, self.size() * output.numel(), output.dtype)
-        parts = [
-            self._scattered(output, whole.reshape(-1).clone(), self.rank() * output.numel(), opts)
-            for output, whole in pairs
-        ]
-        return self._started(parts, list(outputs))
+            check_fits(whole, self.size() * output.numel(), output.dtype)
+            check_operator(whole, opts)
 
-    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        def begin() -> list[Ends]:
+            own = self.rank()
+            return [
+                self._scattered(call, output, whole.reshape(-1).clone(), own * output.numel(), opts)
+                for output, whole in pairs
+            ]
+
+        return self._run(call, [*outputs, *inputs], begin, list(outputs))
+
+    @numbered("broadcast")
+    def broadcast(self, call: Call, tensors: Sequence[Tensor], opts: Any) -> Work:
         """Gives all ranks the root's tensor; several all become the one of them that is named."""
         self._check_root(opts.rootRank)
         check_root_tensor(opts.rootTensor, alike(tensors))
         for x in tensors:
-            _check_dense(x)
-        x = tensors[opts.rootTensor]
-        op = broadcast(self.session, x, opts.rootRank)
-        if len(tensors) > 1:
-            copy = copying_to([other for other in tensors if other is not x])
-            op = op.then(lambda _: copy(x))
-        return self._started([op], list(tensors))
+            check_dense(x)
+        call.root = opts.rootRank
+        named = tensors[opts.rootTensor]
+        others = [x for x in tensors if x is not named]
 
+        def begin() -> list[Ends]:
+            op = self._in_one_piece(named, lambda it: broadcast(self.session, it, call.part()))
+            copy = copying_to(others)
+            return [op.then(lambda _: copy(named)) if others else op]
+
+        return self._run(call, tensors, begin, list(tensors))
+
+    @numbered("all_gather")
     def allgather(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
+        self,
+        call: Call,
+        outputs: Sequence[Sequence[Tensor]],
+        inputs: Sequence[Tensor],
+        opts: Any,
     ) -> Work:
         """Gives all ranks the tensors of all, in a list; several give each list all of them."""
         if len(outputs) != len(alike(inputs)):
             raise BadArgument(f"there are {len(outputs)} lists of outputs for {len(inputs)} inputs")
-        if len(inputs) == 1:
-            return self._started([self._gathered(outputs[0], inputs[0])], list(outputs[0]))
-        for parts in outputs:
-            self._check_one_each(parts, len(inputs))
-        for part in tree_leaves(outputs):
-            _check_fits(part, inputs[0].numel(), inputs[0].dtype)
-        # One after the other they are what a list is to have.
-        whole = inputs[0].new_empty((self.size() * len(inputs), *inputs[0].shape))
-        op = gather_into(self.session, whole, torch.stack(list(inputs)))
-        lists = [copying_to(of_place) for of_place in zip(*outputs, strict=True)]
+        self._check_gathered(outputs, inputs)
+        result = tree_leaves(outputs)
+        begin = lambda: [self._gathered(call, outputs, inputs)]  # noqa: E731
+        return self._run(call, [*inputs, *result], begin, result)
 
-        def copy_out(_: object) -> None:
-            for copy, part in zip(lists, whole, strict=True):
-                copy(part)
-
-        return self._started([op.then(copy_out)], tree_leaves(outputs))
-
+    @numbered("all_gather", ops=lambda _, inputs, *__: len(inputs))
     def allgather_coalesced(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
+        self,
+        call: Call,
+        outputs: Sequence[Sequence[Tensor]],
+        inputs: Sequence[Tensor],
+        opts: Any,
     ) -> Work:
         """Gives all ranks the tensors of all, several of each rank."""
         self._check_one_each(outputs)
-        gathered = [
-            self._gathered(parts, x)
-            for parts, x in zip(zip(*outputs, strict=True), inputs, strict=True)
-        ]
-        return self._started(gathered, [part for of_rank in outputs for part in of_rank])
+        gathered = list(zip(zip(*outputs, strict=True), inputs, strict=True))
+        for parts, x in gathered:
+            self._check_gathered([parts], [x])
+        result = [part for of_rank in outputs for part in of_rank]
+        begin = lambda: [self._gathered(call, [parts], [x]) for parts, x in gathered]  # noqa: E731
+        return self._run(call, [*inputs, *result], begin, result)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:  # noqa: A002
         """Gives all ranks the tensors of all, in one."""
-        return self.all_gather_single_coalesced([output], [input], opts)
+        work: Work = self.all_gather_single_coalesced([output], [input], opts)
+        return work
 
+    @numbered("all_gather", ops=lambda outputs, *_: len(outputs))
     def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
+        self, call: Call, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
     ) -> Work:
         """Gives all ranks the tensors of all, several times."""
         pairs = list(zip(outputs, inputs, strict=True))
         for output, x in pairs:
-            _check_dense(output)
-            _check_fits(output, self.size() * x.numel(), x.dtype)
-        return self._started([gather_into(self.session, *pair) for pair in pairs], list(outputs))
+            check_contiguous(output)
+            check_fits(output, self.size() * x.numel(), x.dtype)
 
-    def barrier(self, opts: Any) -> Work:
+        def begin() -> list[Ends]:
+            return [gather_into(self.session, *pair, call.part()) for pair in pairs]
+
+        work = self._run(call, [*outputs, *inputs], begin, list(outputs))
+        # Gloo writes the part of each rank apart.
+        _count_writes([output for output in outputs for _ in range(self.size())])
+        return work
+
+    @numbered("barrier")
+    def barrier(self, call: Call, opts: Any) -> Work:
         """Ends once all ranks have called it, and what this rank has started before has ended."""
         session, nothing = self.session, torch.zeros(1, dtype=torch.int32, device="cpu")
         # Of devices it may say the kind only.
         device = torch.empty(0, device=opts.device or "cpu").device
 
         def start() -> Ends:
-            handle: Ends = session.allreduce(nothing, tag="barrier", async_op=True)
+            handle: Ends = session.allreduce(nothing, part_of=call.part(), async_op=True)
             return handle
 
+        def begin() -> list[Waits]:
+            staged = self._staging.takes(device)
+            met = self._staging.stage(device, start, lambda _: None) if staged else start()
+            return [*before, met]
+
         before = [Before(work) for work in list(self._in_flight)]
-        if self._staging.takes(device):
-            met: Waits = self._staging.stage(device, start, lambda _: None)
-        else:
-            met = start()
         seconds = opts.timeout.total_seconds()
-        return self._started([*before, met], [], seconds if seconds > 0 else None)
+        return self._run(call, [], begin, [], seconds if seconds > 0 else None)
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool) -> None:
         """Gloo's."""
@@ -327,21 +401,25 @@ class RacksumBackend(Backend):
         """Gloo's."""
         return _with_future(self._gloo.recv_anysource(self._of_host(tensors), *args), tensors)
 
-    def gather(self, outputs: Any, *args: Any) -> Any:
+    @numbered("op", ops=lambda *_: 0)
+    def gather(self, call: Call, outputs: Any, *args: Any) -> Any:
         """Gloo's."""
-        return self._through_gloo(self._gloo.gather, outputs, *args)
+        return self._through_gloo(call, self._gloo.gather, outputs, *args)
 
-    def scatter(self, outputs: Any, *args: Any) -> Any:
+    @numbered("op", ops=lambda *_: 0)
+    def scatter(self, call: Call, outputs: Any, *args: Any) -> Any:
         """Gloo's."""
-        return self._through_gloo(self._gloo.scatter, outputs, *args)
+        return self._through_gloo(call, self._gloo.scatter, outputs, *args)
 
-    def alltoall(self, outputs: Any, *args: Any) -> Any:
+    @numbered("op", ops=lambda *_: 0)
+    def alltoall(self, call: Call, outputs: Any, *args: Any) -> Any:
         """Gloo's."""
-        return self._through_gloo(self._gloo.alltoall, outputs, *args)
+        return self._through_gloo(call, self._gloo.alltoall, outputs, *args)
 
-    def all_to_all_single(self, output: Any, *args: Any) -> Any:
+    @numbered("op", ops=lambda *_: 0)
+    def all_to_all_single(self, call: Call, output: Any, *args: Any) -> Any:
         """Gloo's."""
-        return self._through_gloo(self._gloo.all_to_all_single, output, *args)
+        return self._through_gloo(call, self._gloo.all_to_all_single, output, *args)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Limits collectives, if nothing was reduced yet: the limit is the session's."""
@@ -376,16 +454,57 @@ class RacksumBackend(Backend):
         self._gloo.broadcast(agreed, 0).wait()
         return int(agreed)
 
-    def _started(
-        self, parts: Sequence[Waits], result: list[Tensor], seconds: float | None = None
-    ) -> Work:
-        """A collective in flight, for which later barriers wait."""
+    def _new_call(self, collective: str, ops: int) -> Call:
         self._sequence += 1
+        return Call(collective, self._sequence, ops)
+
+    def _refuse(self, call: Call) -> None:
+        """Tells the other ranks of the ops of a call that this one does not begin."""
+        for part_of in call.rest():
+            if self._session is None:
+                # They have joined by then, or will.
+                self._unsaid.append(part_of)
+            else:
+                # One that is over has no ops to keep in step.
+                with suppress(Error):
+                    self._session.refuse(part_of)
+
+    def _run(
+        self,
+        call: Call,
+        touched: Sequence[Tensor],
+        begin: Callable[[], Sequence[Waits]],
+        result: list[Tensor],
+        seconds: float | None = None,
+    ) -> Work:
+        """A collective in flight, for which later barriers wait.
+
+        :param touched: The tensors that it reads and writes. One that reads what an earlier one
+            writes, or the like, begins when that has ended.
+        """
         # Those that have ended are let go, so that nothing piles up where nobody waits.
         for work in list(self._in_flight):
             if not work.has_ended():
                 break
-        return Work(parts, result, self._in_flight, seconds)
+        extents = extents_of(touched)
+        earlier = [
+            work
+            for work, theirs in list(self._in_flight.items())
+            if meet(theirs, extents) and not work.has_ended()
+        ]
+        if not earlier and not self._chain.is_behind():
+            parts = begin()
+        else:
+
+            def begin_or_refuse() -> Sequence[Waits]:
+                try:
+                    return begin()
+                except Exception:
+                    self._refuse(call)
+                    raise
+
+            parts = [self._chain.defer(earlier, begin_or_refuse, touched)]
+        return Work(parts, result, self._in_flight, seconds, extents)
 
     def _check_root(self, root: int) -> None:
         if not 0 <= root < self.size():
@@ -398,18 +517,29 @@ class RacksumBackend(Backend):
                 f"{f' and {each} inputs' if each > 1 else ''}, and not {len(parts)}"
             )
 
-    def _gathered(self, parts: Sequence[Tensor], x: Tensor) -> Ends:
-        """Starts gathering the tensors of all ranks in a list."""
-        self._check_one_each(parts)
-        for part in (x, *parts):
-            _check_fits(part, x.numel(), x.dtype)
-        whole = x.new_empty((self.size(), *x.shape))
+    def _check_gathered(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]
+    ) -> None:
+        x = inputs[0]
+        for parts in outputs:
+            self._check_one_each(parts, len(inputs))
+        for part in (x, *tree_leaves(outputs)):
+            check_fits(part, x.numel(), x.dtype)
+
+    def _gathered(
+        self, call: Call, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]
+    ) -> Ends:
+        """Starts gathering the tensors of all ranks in lists."""
+        # One after the other they are what a list is to have.
+        whole = inputs[0].new_empty((self.size() * len(inputs), *inputs[0].shape))
+        own = inputs[0] if len(inputs) == 1 else torch.stack(list(inputs))
+        copies = [copying_to(of_place) for of_place in zip(*outputs, strict=True)]
 
         def copy_out(_: object) -> None:
-            for part, of_rank in zip(parts, whole, strict=True):
-                part.copy_(of_rank.view_as(part))
+            for copy, part in zip(copies, whole, strict=True):
+                copy(part)
 
-        return gather_into(self.session, whole, x).then(writing(copy_out))
+        return gather_into(self.session, whole, own, call.part()).then(copy_out)
 
     def _of_host(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Tensors for Gloo to send or receive."""
@@ -422,9 +552,11 @@ class RacksumBackend(Backend):
                 )
         return tensors
 
-    def _through_gloo(self, call: Callable[..., Any], outputs: Any, *args: Any) -> Work:
+    def _through_gloo(self, call: Call, gloo: Callable[..., Any], outputs: Any, *args: Any) -> Work:
         """A collective of Gloo's, which writes to ``outputs``."""
-        return self._started([self._delegated(call, outputs, *args)], tree_leaves(outputs))
+        touched = [x for x in tree_leaves((outputs, args)) if isinstance(x, Tensor)]
+        begin = lambda: [self._delegated(gloo, outputs, *args)]  # noqa: E731
+        return self._run(call, touched, begin, tree_leaves(outputs))
 
     def _delegated(self, call: Callable[..., Any], outputs: Any, *args: Any) -> Ends:
         """Has Gloo do something, which writes to ``outputs``."""
@@ -443,42 +575,52 @@ class RacksumBackend(Backend):
 
         return self._staging.stage(device, start, writing(copy_out))
 
-    def _reduced(self, x: Tensor, opts: Any) -> Ends:
+    def _in_one_piece(self, x: Tensor, start: Callable[[Tensor], Ends]) -> Ends:
+        """Starts something on a tensor, or on a contiguous copy of it that is copied back."""
+        if x.is_contiguous():
+            return start(x)
+        copy = x.detach().contiguous()
+        self.session.note_copied(2 * copy.nbytes)
+        return start(copy).then(_copying(copy, x))
+
+    def _reduced(self, call: Call, x: Tensor, opts: Any) -> Ends:
         """Starts reducing a tensor in place, whoever can."""
-        by = opts.reduceOp.op
-        if x.is_sparse and by not in (_Op.SUM, _Op.AVG, _Op.PREMUL_SUM):
-            raise BadArgument(f"sparse tensors can be summed and averaged, and not {by.name}")
-        if not x.is_sparse:
-            _check_dense(x)
+        if x.is_sparse:
+            return self._reduced_here(call, x, opts)
+        return self._in_one_piece(x, lambda it: self._reduced_here(call, it, opts))
+
+    def _reduced_here(self, call: Call, x: Tensor, opts: Any) -> Ends:
+        by, options = opts.reduceOp.op, self._options
         if by == _Op.PREMUL_SUM:
             with torch.inference_mode():
                 x.mul_(opts.reduceOp.factor)
             by = _Op.SUM
         if x.is_complex() and by in (_Op.SUM, _Op.AVG):
             x = torch.view_as_real(x)
-        if by in _OPERATORS and x.dtype in (*_FLOATS, *_INTEGERS):
-            return self._reduced_here(x, _OPERATORS[by])
-        if by == _Op.AVG or x.dtype not in (*_FLOATS, *_INTEGERS, *_BYTES):
-            raise BadArgument(f"{by.name} is not defined for {x.dtype}")
+        if not is_ours(x, by):
+            # The op is Gloo's.
+            call.part()
+            return self._reduced_by_gloo(x, by)
+        wire = wire_for(options.wire, x.dtype) if by in (_Op.SUM, _Op.AVG) else None
+        named: dict[str, Any] = {"wire": wire, "part_of": call.part()}
+        if x.is_sparse:
+            reduced = allreduce_sparse(self.session, x, OPERATORS[by], **named)
+            return reduced.then(writing(x.copy_))
+        return allreduce(self.session, x, OPERATORS[by], block=options.block, **named)
+
+    def _reduced_by_gloo(self, x: Tensor, by: Any) -> Ends:
         delegated = dist.AllreduceOptions()
         delegated.reduceOp = by
-        if x.dtype is torch.bool and by in _OF_BOOLEANS:
+        if x.dtype is torch.bool and by in OF_BOOLEANS:
             x = x.view(torch.uint8)
-            delegated.reduceOp = _OF_BOOLEANS[by]
+            delegated.reduceOp = OF_BOOLEANS[by]
         return self._delegated(self._gloo.allreduce, [x], delegated)
 
-    def _reduced_here(self, x: Tensor, by: str) -> Ends:
-        options = self._options
-        wire = wire_for(options.wire, x.dtype) if by in ("sum", "avg") else None
-        if x.is_sparse:
-            return allreduce_sparse(self.session, x, by, wire=wire).then(writing(x.copy_))
-        return allreduce(self.session, x, by, wire=wire, block=options.block)
-
-    def _scattered(self, output: Tensor, whole: Tensor, begin: int, opts: Any) -> Ends:
+    def _scattered(self, call: Call, output: Tensor, whole: Tensor, begin: int, opts: Any) -> Ends:
         """Reduces ``whole``, which is of this call alone, and takes this rank's part of it."""
         own = whole[begin : begin + output.numel()]
         take = writing(lambda _: output.copy_(own.view_as(output)))
-        return self._reduced(whole, opts).then(take)
+        return self._reduced(call, whole, opts).then(take)
 
 
 #: What torch wraps for TORCH_DISTRIBUTED_DEBUG it does not keep.
@@ -525,21 +667,23 @@ def _only(tensors: Sequence[Any]) -> Any:
     return tensors[0]
 
 
-def _check_dense(x: Tensor) -> None:
-    if x.layout is not torch.strided or not x.is_contiguous():
-        raise BadArgument(
-            f"the tensor of shape {tuple(x.shape)} is not dense and contiguous; pass x.contiguous()"
-        )
-    if x.is_conj() or x.is_neg():
-        raise BadArgument(
-            f"the tensor of shape {tuple(x.shape)} is a lazy view; pass "
-            "x.resolve_conj().resolve_neg()"
-        )
+def _share_memory(tensors: Sequence[Tensor]) -> bool:
+    extents = [extents_of(x) for x in tensors]
+    return any(meet(one, other) for one, other in combinations(extents, 2))
 
 
-def _check_fits(x: Tensor, elements: int, dtype: torch.dtype) -> None:
-    if (x.layout, x.numel(), x.dtype) != (torch.strided, elements, dtype):
-        raise BadArgument(
-            f"a dense tensor of {elements} x {dtype} belongs where one of {x.numel()} x {x.dtype} "
-            f"and layout {x.layout} is given"
-        )
+def _copying(copy: Tensor, x: Tensor) -> Callable[[object], object]:
+    """Copies to a tensor, which autograd does not count: it does not count what Gloo writes."""
+    return writing(lambda _: x.data.copy_(copy))
+
+
+def _count_writes(tensors: Sequence[Tensor]) -> None:
+    """Has autograd count a write to each, where it counts one of Gloo's."""
+    counted = [x for x in tensors if not x.is_inference()]
+    torch.autograd.graph.increment_version(counted)
+
+
+def _count_division(x: Tensor, opts: Any) -> None:
+    """The same of an average: Gloo divides with an operator of torch's."""
+    if opts.reduceOp.op == _Op.AVG and not x.is_sparse:
+        _count_writes([x])

@@ -16,7 +16,7 @@ from racksum.torch.work import writing
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from racksum.session import Session
+    from racksum.session import PartOf, Session
     from racksum.torch.work import Ends
 
 __all__ = ["broadcast", "gather_into"]
@@ -25,25 +25,34 @@ _WORD = 4
 
 
 @torch.inference_mode()
-def broadcast(session: Session, x: torch.Tensor, root: int) -> Ends:
-    """Gives all ranks what the tensor of one rank has."""
-    if session.rank != root:
-        x.zero_()
-    words, finish = _words_of(x)
-    # Ranks that call something else are told so.
-    return allreduce(session, words, tag=f"broadcast from {root}").then(finish)
+def broadcast(session: Session, x: torch.Tensor, part_of: PartOf) -> Ends:
+    """Gives all ranks what the contiguous tensor of one rank has."""
+    with session.telling_refusals(part_of):
+        # Writes to the tensor as Gloo does: autograd does not count them.
+        x = x.data
+        if session.rank != part_of.root:
+            x.zero_()
+        words, finish = _words_of(x)
+    return allreduce(session, words, tag=_tag_of(x), part_of=part_of).then(finish)
 
 
 @torch.inference_mode()
-def gather_into(session: Session, output: torch.Tensor, own: torch.Tensor) -> Ends:
+def gather_into(session: Session, output: torch.Tensor, own: torch.Tensor, part_of: PartOf) -> Ends:
     """Fills ``output``, contiguous, with what all ranks have, rank by rank."""
-    parts = output.view(-1).view(session.world, -1)
-    # What is its own may lie in its place already.
-    parts[session.rank].copy_(own.reshape(-1))
-    parts[: session.rank].zero_()
-    parts[session.rank + 1 :].zero_()
-    words, finish = _words_of(output)
-    return allreduce(session, words, tag="gather").then(finish)
+    with session.telling_refusals(part_of):
+        output = output.data
+        parts = output.view(-1).view(session.world, -1)
+        # What is its own may lie in its place already.
+        parts[session.rank].copy_(own.reshape(-1))
+        parts[: session.rank].zero_()
+        parts[session.rank + 1 :].zero_()
+        words, finish = _words_of(output)
+    return allreduce(session, words, tag=_tag_of(output), part_of=part_of).then(finish)
+
+
+def _tag_of(x: torch.Tensor) -> str:
+    """What ranks must have alike and the integers do not show."""
+    return f"{x.numel()} x {x.dtype}"
 
 
 def _words_of(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[object], object]]:

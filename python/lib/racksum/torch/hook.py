@@ -2,6 +2,7 @@
 
 # DDP looks at the annotations of a hook themselves, so that they are not put off here.
 from collections.abc import Callable, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -266,8 +267,9 @@ class _Part(NamedTuple):
         if state.memory is not None:
             _note_places(state, bucket)
         if memory is not None:
-            _check_layout(state, bucket, name)
-            gradients = memory.compensate(gradients, name)
+            with _telling_refusals(state):
+                _check_layout(state, bucket, name)
+                gradients = memory.compensate(gradients, name)
         return cls(state, name, gradients, compressor, memory, _lane(state, bucket))
 
     def start(self, session: Session) -> Ends:
@@ -277,7 +279,8 @@ class _Part(NamedTuple):
         if gradients.is_sparse:
             return allreduce_sparse(session, gradients, "avg", wire=wire, lane=self.lane)
         if self.compressor is not None:
-            gradients = self._compressed(self.compressor)
+            with session.telling_refusals():
+                gradients = self._compressed(self.compressor)
             if isinstance(self.compressor, Rounded):
                 wire = wire_for(self.compressor.wire, gradients.dtype)
         return allreduce(session, gradients, "avg", wire=wire, block=state.block, lane=self.lane)
@@ -300,6 +303,13 @@ class _Part(NamedTuple):
         gradients = self.gradients / dist.get_world_size(group)
         dist.all_reduce(gradients, group=group)
         return gradients
+
+
+def _telling_refusals(state: State) -> AbstractContextManager[None]:
+    """Tells the other ranks if a bucket is refused here, unless they do not use the session."""
+    if state.session is None or state._by_group:
+        return nullcontext()
+    return state.session.telling_refusals()
 
 
 def _started(state: State, part: _Part) -> Callable[[], torch.Tensor]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from racksum.eager import eager
 from racksum.errors import BadArgument
-from racksum.session import DEFAULT_BLOCK, Session, checked_session
+from racksum.session import DEFAULT_BLOCK, PartOf, Session, checked_session
 from racksum.torch.staging import staging_of, to_host
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def allreduce_sparse(
     *,
     wire: str | None = None,
     lane: int = 0,
+    part_of: PartOf | None = None,
 ) -> Handle[torch.Tensor] | Staged[torch.Tensor]:
     """Starts reducing a sparse COO tensor with those of all other ranks.
 
@@ -42,30 +43,40 @@ def allreduce_sparse(
     :return: Of a new tensor, coalesced, with the entries that are not zeros at all ranks.
     """
     session = checked_session(session)
-    if op not in ("sum", "avg"):
-        raise BadArgument(f"sparse tensors can be summed and averaged, and not {op!r}")
-    if x.layout is not torch.sparse_coo or x.sparse_dim() == 0:
-        raise BadArgument(
-            f"the tensor of shape {tuple(x.shape)} and layout {x.layout} is not sparse COO in any "
-            "dimension; Session.allreduce takes dense ones"
-        )
+    with session.telling_refusals(part_of):
+        if op not in ("sum", "avg"):
+            raise BadArgument(f"sparse tensors can be summed and averaged, and not {op!r}")
+        if x.layout is not torch.sparse_coo or x.sparse_dim() == 0:
+            raise BadArgument(
+                f"the tensor of shape {tuple(x.shape)} and layout {x.layout} is not sparse COO in "
+                "any dimension; Session.allreduce takes dense ones"
+            )
     staging = staging_of(session)
+    how: dict[str, Any] = {"wire": wire, "lane": lane, "part_of": part_of}
     if not staging.takes(x.device):
-        return _started(session, x, op, wire, lane)
+        return _started(session, x, op, **how)
 
     def start() -> Handle[torch.Tensor]:
-        indices, values = to_host(x._indices(), x._values())
-        entries = torch.sparse_coo_tensor(indices, values, x.shape, check_invariants=False)
-        return _started(session, entries, op, wire, lane)
+        with session.telling_refusals(part_of):
+            indices, values = to_host(x._indices(), x._values())
+            entries = torch.sparse_coo_tensor(indices, values, x.shape, check_invariants=False)
+        return _started(session, entries, op, **how)
 
     return staging.stage(x.device, start, lambda sums: sums.to(x.device, non_blocking=True))
 
 
 def _started(
-    session: Session, x: torch.Tensor, op: str, wire: str | None, lane: int
+    session: Session,
+    x: torch.Tensor,
+    op: str,
+    *,
+    wire: str | None,
+    lane: int,
+    part_of: PartOf | None,
 ) -> Handle[torch.Tensor]:
-    layout = _Layout.of(x)
-    indices, values, unpack = layout.pack(x)
+    with session.telling_refusals(part_of):
+        layout = _Layout.of(x)
+        indices, values, unpack = layout.pack(x)
     handle: Handle[tuple[torch.Tensor, torch.Tensor]] = session.allreduce_blocks(
         indices,
         values,
@@ -77,6 +88,7 @@ def _started(
         # Ranks that have another shape, or none of it sparse, are told so.
         tag=f"sparse {tuple(x.shape)} {layout.sparse_dim}",
         async_op=True,
+        part_of=part_of,
     )
     return handle.then(lambda sums: layout.sparse(*unpack(*sums)))
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from racksum.errors import BadArgument
-from racksum.session import DEFAULT_BLOCK, Session
+from racksum.session import DEFAULT_BLOCK, PartOf, Session
 from racksum.tensor import tag_of_shape
 from racksum.torch.work import Ends, InOrder, future_of
 
@@ -28,7 +28,17 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.futures import Future
 
-__all__ = ["Staged", "Staging", "allreduce", "find", "pack", "staging_of", "to_host", "unpack"]
+__all__ = [
+    "Staged",
+    "Staging",
+    "allreduce",
+    "find",
+    "pack",
+    "so_far",
+    "staging_of",
+    "to_host",
+    "unpack",
+]
 
 T = TypeVar("T")
 
@@ -46,32 +56,41 @@ def allreduce(
     block: int = DEFAULT_BLOCK,
     lane: int = 0,
     tag: int | str | None = None,
+    part_of: PartOf | None = None,
 ) -> Ends:
     """Starts reducing a dense tensor in place, be it of the host or of a GPU.
 
     The arguments are those of :meth:`racksum.Session.allreduce`.
     """
     staging = staging_of(session)
-    options: dict[str, Any] = {"wire": wire, "block": block, "lane": lane, "async_op": True}
+    options: dict[str, Any] = {
+        "wire": wire,
+        "block": block,
+        "lane": lane,
+        "async_op": True,
+        "part_of": part_of,
+    }
     if not staging.takes(x.device):
         handle: Ends = session.allreduce(x, op, tag=tag, **options)
         return handle
-    if not x.is_contiguous():
-        raise BadArgument(
-            f"the tensor of shape {tuple(x.shape)} is not contiguous; pass x.contiguous()"
-        )
+    with session.telling_refusals(part_of):
+        if not x.is_contiguous():
+            raise BadArgument(
+                f"the tensor of shape {tuple(x.shape)} is not contiguous; pass x.contiguous()"
+            )
     flat = x.detach().view(-1)
     options["tag"] = tag_of_shape(x.shape) if tag is None else tag
 
     def start() -> Ends:
         """Ranks that give a list of blocks, and those that give all, may meet in an op."""
-        indices = find(flat, block)
-        if len(indices) * block > _MOST_PACKED * len(flat):
-            [whole] = to_host(flat)
-            handle: Ends = session.allreduce(whole, op, **options)
+        with session.telling_refusals(part_of):
+            indices = find(flat, block)
+            is_whole = len(indices) * block > _MOST_PACKED * len(flat)
+            first, *rest = to_host(flat) if is_whole else to_host(*pack(flat, block, indices))
+        if is_whole:
+            handle: Ends = session.allreduce(first, op, **options)
         else:
-            where, values = to_host(*pack(flat, block, indices))
-            handle = session.allreduce_blocks(where, values, len(flat), op, **options)
+            handle = session.allreduce_blocks(first, rest[0], len(flat), op, **options)
         return handle
 
     def finish(sums: Any) -> Tensor:
@@ -133,7 +152,7 @@ def to_host(*tensors: Tensor) -> list[Tensor]:
         pinned = x.device.type != "cpu"
         copy = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=pinned)
         copies.append(copy.copy_(x, non_blocking=True))
-    _so_far(tensors[0].device).synchronize()
+    so_far(tensors[0].device).synchronize()
     return copies
 
 
@@ -164,7 +183,7 @@ class Staging:
         up, down = self._streams[device]
         # Tensors that were made in it cannot be written to outside.
         inference = torch.is_inference_mode_enabled()
-        ready = _so_far(device)
+        ready = so_far(device)
         staged: Staged[T] = Staged(self, device)
 
         @contextlib.contextmanager
@@ -185,7 +204,7 @@ class Staging:
             with staged.told_of_errors():
                 with there(down):
                     result = finish(op.wait())
-                    done = _so_far(device)
+                    done = so_far(device)
                 staged.end(result, done)
                 # Until then this holds what the stream reads and writes.
                 done.synchronize()
@@ -250,7 +269,7 @@ class Staged(Generic[T]):
             self._ended.set()
 
 
-def _so_far(device: torch.device) -> Any:
+def so_far(device: torch.device) -> Any:
     """What the device's current stream was given so far, to be waited for without spinning."""
     module = torch.get_device_module(device)
     event = module.Event() if device.type == "cpu" else module.Event(blocking=True)

@@ -31,6 +31,7 @@ __all__ = [
     "at_end_of_backward",
     "future_of",
     "new_future",
+    "own_streams_on",
     "writing",
 ]
 
@@ -119,7 +120,7 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
     Users have torch's own object in front of it, which asks it for no more than this: they find out
     whether it has ended from its future.
 
-    :param in_flight: Where it is until somebody has noticed its end.
+    :param in_flight: Where it is until somebody has noticed its end, with what it works on.
     :param seconds: How long to wait if nobody says so.
     """
 
@@ -127,15 +128,16 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
         self,
         parts: Sequence[Waits],
         result: list[torch.Tensor],
-        in_flight: dict[Work, None],
+        in_flight: dict[Work, Any],
         seconds: float | None = None,
+        works_on: Any = None,
     ) -> None:
         super().__init__()
         self._parts = parts
         self._result = result
         self._in_flight = in_flight
         self._seconds = seconds
-        in_flight[self] = None
+        in_flight[self] = works_on
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits for all of it; a limit of zero is none.
@@ -172,7 +174,7 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
 
         def complete() -> None:
             try:
-                with _own_streams_on(devices):
+                with own_streams_on(devices):
                     self.wait()
             finally:
                 ended.set_result(None)
@@ -221,7 +223,7 @@ def future_of(op: Ends, devices: Iterable[torch.device] = ()) -> Future[Any]:
     future = new_future(devices)
 
     def complete() -> None:
-        with _own_streams_on(devices):
+        with own_streams_on(devices):
             try:
                 future.set_result(op.wait())
             except Exception as error:
@@ -232,7 +234,7 @@ def future_of(op: Ends, devices: Iterable[torch.device] = ()) -> Future[Any]:
 
 
 @contextlib.contextmanager
-def _own_streams_on(devices: Iterable[torch.device]) -> Iterator[None]:
+def own_streams_on(devices: Iterable[torch.device]) -> Iterator[None]:
     """Has what comes wait on streams of its own, and not on those that GPUs train on."""
     with contextlib.ExitStack() as stack:
         for device in _with_streams(devices):
@@ -272,9 +274,13 @@ class InOrder:
                 weakref.finalize(self, self._things.put, None).atexit = False
         self._things.put(thing)
 
+    def is_current(self) -> bool:
+        """Whether this is the thread."""
+        return self._thread is threading.current_thread()
+
     def drain(self) -> None:
         """Waits until all that the thread was given is done, unless it is this one."""
-        if self._pid == os.getpid() and self._thread is not threading.current_thread():
+        if self._pid == os.getpid() and not self.is_current():
             drained = threading.Event()
             self.do(drained.set)
             drained.wait()

@@ -24,7 +24,7 @@ use crate::operand::Operand;
 use crate::sidecar::lent::{AllLent, Lent};
 use crate::sidecar::message::{Called, FromRank, FromSidecar, Outcome, VERSION};
 use crate::sidecar::sums::Sums;
-use crate::tensor::{Region, meet};
+use crate::tensor::meet;
 
 /// How often ops are looked for that the sidecar has not ended.
 pub(super) const LOOK: Duration = Duration::from_millis(500);
@@ -95,7 +95,7 @@ type Landed = Result<Option<Sums>, OpError>;
 
 impl Flight {
     pub(super) fn new(operand: Operand, copy: Option<Arc<Lent>>) -> Self {
-        let extent = operand.region().map(Region::extent).unwrap_or_default();
+        let extent = operand.extent();
         let (is_copied, since) = (copy.is_some(), Clock::start().now());
         let operand = Some(operand);
         Self { operand, extent, copy, is_copied, outcome: None, abandoned: false, since }
@@ -111,6 +111,11 @@ impl Flight {
             }
             _ => 0,
         }
+    }
+
+    /// Whether somebody writes the sums to the tensor, for whom this is kept until they are there.
+    const fn is_landing(&self) -> bool {
+        self.is_copied && self.operand.is_none()
     }
 
     /// Takes what an op that has ended was started on, what that was copied to, and what came of
@@ -153,6 +158,8 @@ impl Shared {
             let copied = flight.deliver();
             state.traffic.copied_bytes += copied;
             drop(Self::take(state, op));
+            // Another op may wait for the tensor.
+            self.changed.notify_all();
         }
     }
 
@@ -280,28 +287,40 @@ impl State {
         oldest.is_some_and(|oldest| Duration::from_nanos(now.since(oldest.since).0) > limit)
     }
 
-    /// Checks that one more op may be in flight, and that none has some of its tensor's memory:
-    /// those that are copied write to it when they are waited for.
-    pub(super) fn check(&self, operand: &Operand) -> Result<(), Error> {
+    /// Checks that one more op may be in flight.
+    pub(super) fn check(&self) -> Result<(), Error> {
         if let Some(over) = &self.over {
             return Err(over.refused.clone());
         }
         if self.in_flight >= MAX_OPS {
             return Err(SubmitError::TooManyOps { max: MAX_OPS as usize }.into());
         }
-        let Some(tensor) = operand.region().map(Region::extent) else { return Ok(()) };
-        let has_some = |flight: &Flight| {
-            let is_due = flight.outcome.is_none() || flight.is_copied;
-            is_due && meet(&flight.extent, &tensor)
-        };
-        match self.flights.iter().find(|(_, flight)| has_some(flight)) {
-            Some((&op, _)) => Err(SubmitError::InUse { op: OpId(op) }.into()),
-            None => Ok(()),
+        Ok(())
+    }
+
+    /// Whether an op in flight has some of this memory.
+    pub(super) fn is_working_on(&self, extent: &Range<usize>) -> bool {
+        let works = |flight: &Flight| flight.outcome.is_none() || flight.is_landing();
+        self.flights.values().any(|flight| works(flight) && meet(&flight.extent, extent))
+    }
+
+    /// Writes the sums of ops that have ended, and were not waited for, to tensors in this memory.
+    pub(super) fn deliver_to(&mut self, extent: &Range<usize>) {
+        let meets = |flight: &&mut Flight| meet(&flight.extent, extent);
+        for flight in self.flights.values_mut().filter(meets) {
+            self.traffic.copied_bytes += flight.deliver();
+            if flight.outcome.is_some() {
+                self.spare.extend(flight.copy.take());
+            }
         }
     }
 
-    /// Notes an op that was started with so many bytes, and numbers it.
-    pub(super) fn take_off(&mut self, flight: Flight, len: usize) -> u32 {
+    /// Notes an op that is started with so many bytes, and numbers it.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check): another thread may have taken the last place.
+    pub(super) fn take_off(&mut self, flight: Flight, len: usize) -> Result<u32, Error> {
+        self.check()?;
         let moved = match flight.is_copied {
             true => &mut self.traffic.copied_bytes,
             false => &mut self.traffic.shared_bytes,
@@ -312,7 +331,7 @@ impl State {
         self.next_op += 1;
         self.in_flight += 1;
         self.flights.insert(op, flight);
-        op
+        Ok(op)
     }
 
     /// Notes what came of an op. Returns it if nobody waits for it.

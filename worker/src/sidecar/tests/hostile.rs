@@ -350,7 +350,7 @@ fn a_sidecar_that_does_not_run_ends_the_session_of_its_rank() {
     stopped.send(&FromSidecar::Lent { memory: 0, refused: None }, None).unwrap();
     let lent = rank.lend(4).unwrap();
     // More than there is room for on the line, of which nobody reads any more.
-    let submit = || rank.submit(lent.region(4), sum_of(1));
+    let submit = || rank.submit(lent.region(0), sum_of(0));
     let first = submit().unwrap();
     while submit().is_ok() {}
     let error = rank.wait(first).unwrap_err();

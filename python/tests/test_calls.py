@@ -1,0 +1,429 @@
+"""What becomes of calls that a rank refuses, that differ, or that share memory; docs/c10d.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+import racksum
+import racksum.torch
+from conftest import Cluster
+from racksum.session import PartOf
+from ranks import Ranks, group_on_backend, in_group
+
+WORLD = 2
+
+Group = dist.ProcessGroup
+OP = dist.ReduceOp
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(WORLD)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def job(shared_aggregator: Any) -> tuple[str, str]:
+    return shared_aggregator.address, Cluster.new_job()
+
+
+def overlapping() -> Tensor:
+    """A tensor of which several elements have one place."""
+    return torch.ones(4, 1).expand(4, 3)
+
+
+def reduce_scatter_wrongly(x: Tensor, group: Group) -> None:
+    dist.reduce_scatter_tensor(torch.ones(5), x, group=group)
+
+
+#: Calls that are refused of tensors that are alike elsewhere.
+REFUSED: dict[str, Callable[[Group], Any]] = {
+    "all_reduce": lambda group: dist.all_reduce(overlapping(), group=group),
+    "all_reduce_of_int16": lambda group: dist.all_reduce(
+        torch.ones(12, dtype=torch.int16), group=group
+    ),
+    "reduce": lambda group: dist.reduce(overlapping(), group_dst=0, group=group),
+    "broadcast": lambda group: dist.broadcast(overlapping(), group_src=0, group=group),
+    "all_gather": lambda group: dist.all_gather([torch.ones(12)], torch.ones(12), group=group),
+    "reduce_scatter": lambda group: reduce_scatter_wrongly(torch.ones(12), group),
+    "coalesced": lambda group: dist.all_reduce_coalesced(
+        [torch.ones(12), overlapping(), torch.ones(12)], group=group
+    ),
+}
+
+#: The same as they are called elsewhere.
+MADE: dict[str, Callable[[Group], Any]] = {
+    "all_reduce": lambda group: dist.all_reduce(torch.ones(4, 3), group=group),
+    "all_reduce_of_int16": lambda group: dist.all_reduce(torch.ones(12), group=group),
+    "reduce": lambda group: dist.reduce(torch.ones(4, 3), group_dst=0, group=group),
+    "broadcast": lambda group: dist.broadcast(torch.ones(4, 3), group_src=0, group=group),
+    "all_gather": lambda group: dist.all_gather(
+        [torch.ones(12), torch.ones(12)], torch.ones(12), group=group
+    ),
+    "reduce_scatter": lambda group: dist.reduce_scatter_tensor(
+        torch.ones(6), torch.ones(12), group=group
+    ),
+    "coalesced": lambda group: dist.all_reduce_coalesced(
+        [torch.ones(12), torch.ones(4, 3), torch.ones(12)], group=group
+    ),
+}
+
+
+def refused_at_first(name: str, group: Group) -> None:
+    if group.rank() == 0:
+        with pytest.raises(racksum.BadArgument):
+            REFUSED[name](group)
+    else:
+        with pytest.raises(racksum.Mismatch, match="rank 0 has a call that it refused"):
+            MADE[name](group)
+
+
+def refused_at_all(name: str, group: Group) -> None:
+    with pytest.raises(racksum.BadArgument):
+        REFUSED[name](group)
+
+
+@pytest.mark.parametrize("where", [refused_at_first, refused_at_all])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_rank_refuses_pairs_with_no_other_call(
+    ranks: Ranks, job: tuple[str, str], name: str, where: Callable[..., None]
+) -> None:
+    ranks.run(refuse, where, name, *job)
+
+
+def refuse(where: Callable[..., None], name: str, address: str, job: str) -> None:
+    in_group(lambda group: where(name, group), address, job)
+
+
+def test_what_is_refused_before_a_rank_has_joined_pairs_with_no_other(
+    ranks: Ranks, cluster: Cluster
+) -> None:
+    ranks.run(refuse, refused_at_first, "all_reduce", cluster.address, cluster.new_job())
+
+
+@pytest.mark.parametrize(
+    "differs",
+    [
+        {"part_of": [PartOf("broadcast", 0, 3), PartOf("all_reduce", 0, 3)]},
+        {"part_of": [PartOf("broadcast", 0, 3), PartOf("broadcast", 1, 3)]},
+        {"part_of": [PartOf("all_reduce", 0, 3), PartOf("all_reduce", 0, 4)]},
+        {"wire": ["f32", "no such type"]},
+        {"block": [256, 33]},
+        {"tag": ["one", "other"]},
+        {"lane": [0, 1]},
+    ],
+)
+def test_calls_that_differ_in_anything_are_a_mismatch_and_never_a_sum(
+    place: Cluster, differs: dict[str, list[Any]]
+) -> None:
+    def work(session: racksum.Session) -> list[float]:
+        named = {name: values[session.rank] for name, values in differs.items()}
+        with pytest.raises((racksum.Mismatch, racksum.BadArgument)) as error:
+            session.allreduce(torch.ones(8), **named)
+        if session.rank == 0:
+            assert error.type is racksum.Mismatch
+        return list(session.allreduce(torch.ones(8) + session.rank))
+
+    assert place.run(2, work) == [[3.0] * 8] * 2
+
+
+#: Collectives in flight, and what they come to.
+InFlight = tuple[list[Any], Callable[[], Tensor]]
+
+
+def all_reduced(group: Group, *tensors: Tensor) -> list[Any]:
+    return [dist.all_reduce(x, group=group, async_op=True) for x in tensors]
+
+
+def twice(group: Group) -> InFlight:
+    t = torch.ones(5000)
+    return all_reduced(group, t, t, t), lambda: t / 8
+
+
+def views(group: Group) -> InFlight:
+    t = torch.ones(9000)
+    expected = torch.tensor([2.0, 4.0, 8.0]).repeat_interleave(3000)
+    return all_reduced(group, t, t[3000:], t[6000:]), lambda: t / expected
+
+
+def columns(group: Group) -> InFlight:
+    t = torch.ones(60, 50).t()
+    expected = torch.tensor([8.0, 4.0]).repeat(25).view(50, 1)
+    return all_reduced(group, t, t[::2], t), lambda: t / expected
+
+
+def several_collectives(group: Group) -> InFlight:
+    t, parts = torch.ones(3000) + group.rank(), torch.zeros(2, 3000)
+    scattered, options = torch.zeros(1500), {"group": group, "async_op": True}
+    works = [
+        dist.all_reduce(t, **options),  # 3
+        dist.broadcast(t, group_src=1, **options),
+        dist.all_gather_into_tensor(parts.view(-1), t, **options),  # 3 and 3
+        dist.all_reduce(t, OP.PRODUCT, **options),  # 9, by Gloo
+        dist.reduce_scatter_tensor(scattered, t, **options),  # 18
+        dist.all_reduce(t, OP.AVG, **options),  # 9
+        dist.all_reduce(torch.ones(3), **options),
+        dist.all_reduce(parts, **options),  # 6 and 6
+    ]
+    return works, lambda: torch.cat([t / 9, parts.view(-1) / 6, scattered / 18])
+
+
+def sparse(group: Group) -> InFlight:
+    t = torch.sparse_coo_tensor([[0, 7]], torch.ones(2, 64), (9, 64), check_invariants=True)
+    return all_reduced(group, t, t), lambda: t.to_dense()[[0, 7]] / 4
+
+
+@pytest.mark.parametrize("chain", [twice, views, columns, several_collectives, sparse])
+def test_collectives_on_the_same_memory_take_turns(
+    ranks: Ranks, job: tuple[str, str], chain: Callable[[Group], InFlight]
+) -> None:
+    for late in range(WORLD):
+        for x in ranks.run(chained, chain, late, *job):
+            torch.testing.assert_close(x, torch.ones_like(x))
+
+
+_rounds = count()
+
+
+def chained(chain: Callable[[Group], InFlight], late: int, address: str, job: str) -> Tensor:
+    """What a chain comes to where one rank has made all its calls before the other begins."""
+    group, key = group_on_backend(address, job), f"called-{next(_rounds)}"
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == late:
+        store.wait([key])
+    works, result = chain(group)
+    # Nothing that was called has waited for the other rank.
+    store.set(key, "1")
+    for work in works:
+        work.wait()
+    return result()
+
+
+def of_one_tensor_twice(group: Group | None) -> list[Tensor]:
+    t, u = torch.arange(6.0), torch.arange(6.0)
+    dist.all_reduce_coalesced([t, t], group=group)
+    dist.all_reduce_coalesced([u[:4], u[2:]], group=group)
+    return [t, u]
+
+
+#: As `memory_format`s and views have them.
+SHAPED: dict[str, Callable[[], Tensor]] = {
+    "transposed": lambda: torch.arange(12.0).view(3, 4).t(),
+    "channels_last": lambda: (
+        torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    ),
+    "columns": lambda: torch.arange(24.0).view(4, 6)[:, ::2],
+    "complex": lambda: torch.arange(12.0).to(torch.complex64).view(3, 4).t(),
+}
+
+
+def reduced(group: Group | None, shaped: str) -> list[Tensor]:
+    made = []
+    for call in (
+        lambda x: dist.all_reduce(x, group=group),
+        lambda x: dist.all_reduce_coalesced([x], group=group),
+        lambda x: dist.broadcast(x, group_src=1, group=group),
+        lambda x: dist.reduce(x, group_dst=1, group=group),
+    ):
+        x = SHAPED[shaped]() + dist.get_rank()
+        before = x.stride()
+        call(x)
+        assert x.stride() == before
+        made.append(x)
+    # Gloo leaves at other ranks what it came to on the way.
+    return made[: 3 + dist.get_rank()]
+
+
+def both(call: Callable[..., Any], address: str, job: str, *arguments: Any) -> tuple[Any, Any]:
+    """What a call comes to on the backend, and with Gloo."""
+    return call(group_on_backend(address, job), *arguments), call(None, *arguments)
+
+
+def test_tensors_that_share_memory_are_reduced_together_as_with_gloo(
+    ranks: Ranks, job: tuple[str, str]
+) -> None:
+    for ours, gloos in ranks.run(both, of_one_tensor_twice, *job):
+        torch.testing.assert_close(ours, gloos)
+
+
+def of_columns(group: Group) -> None:
+    """Gloo writes beside tensors with gaps, and reduces what lies there."""
+    session = group._get_backend(torch.device("cpu")).session
+    before = session.stats()["copied_bytes"]
+    whole = torch.ones(4, 6)
+    x = whole[:, ::2]
+    dist.all_reduce(x, group=group)
+    assert torch.equal(whole, torch.tensor([2.0, 1.0]).repeat(3).expand(4, 6))
+    assert session.stats()["copied_bytes"] == before + 2 * x.nbytes
+
+
+def test_a_tensor_with_gaps_is_reduced_through_a_copy_that_is_counted(
+    ranks: Ranks, job: tuple[str, str]
+) -> None:
+    ranks.run(in_group, of_columns, *job)
+
+
+@pytest.mark.parametrize("shaped", ["transposed", "channels_last", "complex"])
+def test_dense_tensors_that_are_not_contiguous_are_reduced_as_with_gloo(
+    ranks: Ranks, job: tuple[str, str], shaped: str
+) -> None:
+    for ours, gloos in ranks.run(both, reduced, *job, shaped):
+        torch.testing.assert_close(ours, gloos)
+
+
+def numbers(how_many: int = 4) -> Tensor:
+    return torch.arange(float(how_many))
+
+
+def versions(group: Group | None, name: str) -> list[int]:
+    """How often autograd counts a write to each tensor of a collective."""
+    tensors, before = [], []
+
+    def given(*made: Tensor) -> tuple[Tensor, ...]:
+        tensors.extend(made)
+        before.extend(x._version for x in made)
+        return made
+
+    CALLS[name](group, given)
+    return [x._version - was for x, was in zip(tensors, before, strict=True)]
+
+
+def by(op: Any, make: Callable[[], Tensor] = numbers) -> Callable[..., Any]:
+    return lambda group, given: dist.all_reduce(*given(make()), op, group=group)
+
+
+def lists(how_many: int) -> list[Tensor]:
+    return [numbers() for _ in range(how_many)]
+
+
+def to_root(group: Group | None, given: Any, call: Callable[..., Any]) -> Any:
+    x, *parts = given(*lists(3))
+    return call(x, parts if dist.get_rank() == 0 else None, group=group)
+
+
+def gathered(group: Group | None, given: Any) -> None:
+    x, *parts = given(*lists(3))
+    dist.all_gather(parts, x, group=group)
+
+
+def scattered(op: Any) -> Callable[..., Any]:
+    def call(group: Group | None, given: Any) -> None:
+        x, *parts = given(*lists(3))
+        dist.reduce_scatter(x, parts, op, group=group)
+
+    return call
+
+
+def reduced_together(op: Any, make: Callable[[], Tensor] = numbers) -> Callable[..., Any]:
+    def call(group: Group | None, given: Any) -> None:
+        opts = c10d.AllreduceOptions()
+        opts.reduceOp = op
+        tensors = list(given(make(), make(), make()))
+        (group or dist.group.WORLD).allreduce(tensors, opts).wait()
+
+    return call
+
+
+def broadcast_together(group: Group | None, given: Any) -> None:
+    opts = c10d.BroadcastOptions()
+    opts.rootRank, opts.rootTensor = 0, 1
+    (group or dist.group.WORLD).broadcast(list(given(*lists(3))), opts).wait()
+
+
+def gathered_together(group: Group | None, given: Any) -> None:
+    first, second, *parts = given(*lists(2 + 4 * WORLD))
+    outputs = [parts[: 2 * WORLD], parts[2 * WORLD :]]
+    opts = c10d.AllgatherOptions()
+    (group or dist.group.WORLD).allgather(outputs, [first, second], opts).wait()
+
+
+def exchanged(group: Group | None, given: Any) -> None:
+    tensors = given(*lists(4))
+    dist.all_to_all(list(tensors[:2]), list(tensors[2:]), group=group)
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "all_reduce": by(OP.SUM),
+    "all_reduce_avg": by(OP.AVG),
+    "all_reduce_max": by(OP.MAX),
+    "all_reduce_product": by(OP.PRODUCT),
+    "all_reduce_of_integers": by(OP.SUM, lambda: numbers().to(torch.int64)),
+    "all_reduce_of_bytes": by(OP.SUM, lambda: numbers().to(torch.uint8)),
+    "all_reduce_of_booleans": by(OP.MAX, lambda: numbers().to(torch.bool)),
+    "all_reduce_of_complex": by(OP.SUM, lambda: numbers().to(torch.complex64)),
+    "all_reduce_transposed": by(OP.SUM, lambda: numbers(12).view(3, 4).t()),
+    "all_reduce_sparse": by(OP.SUM, lambda: numbers().to_sparse()),
+    "all_reduce_of_several": reduced_together(OP.SUM),
+    "all_reduce_of_several_avg": reduced_together(OP.AVG),
+    "all_reduce_of_several_sparse": reduced_together(OP.SUM, lambda: numbers().to_sparse()),
+    "all_reduce_async": lambda group, given: dist.all_reduce(
+        *given(numbers()), group=group, async_op=True
+    ).wait(),
+    "all_reduce_coalesced": lambda group, given: dist.all_reduce_coalesced(
+        list(given(numbers(), numbers(5))), group=group
+    ),
+    "reduce": lambda group, given: dist.reduce(*given(numbers()), group_dst=0, group=group),
+    "reduce_avg": lambda group, given: dist.reduce(
+        *given(numbers()), group_dst=0, op=OP.AVG, group=group
+    ),
+    "broadcast": lambda group, given: dist.broadcast(*given(numbers()), group_src=0, group=group),
+    "broadcast_of_an_odd_size": lambda group, given: dist.broadcast(
+        *given(numbers(3).to(torch.uint8)), group_src=0, group=group
+    ),
+    "broadcast_transposed": lambda group, given: dist.broadcast(
+        *given(numbers(12).view(3, 4).t()), group_src=0, group=group
+    ),
+    "broadcast_of_several": broadcast_together,
+    "all_gather": gathered,
+    "all_gather_of_several": gathered_together,
+    "all_gather_into_tensor": lambda group, given: dist.all_gather_into_tensor(
+        *given(numbers(8), numbers()), group=group
+    ),
+    "reduce_scatter": scattered(OP.SUM),
+    "reduce_scatter_avg": scattered(OP.AVG),
+    "reduce_scatter_tensor": lambda group, given: dist.reduce_scatter_tensor(
+        *given(numbers(), numbers(8)), group=group
+    ),
+    "gather": lambda group, given: to_root(
+        group, given, lambda x, parts, group: dist.gather(x, parts, group_dst=0, group=group)
+    ),
+    "scatter": lambda group, given: to_root(
+        group, given, lambda x, parts, group: dist.scatter(x, parts, group_src=0, group=group)
+    ),
+    "all_to_all": exchanged,
+    "all_to_all_single": lambda group, given: dist.all_to_all_single(
+        *given(numbers(), numbers()), group=group
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_autograd_counts_writes_as_it_does_with_gloo(
+    ranks: Ranks, job: tuple[str, str], name: str
+) -> None:
+    for ours, gloos in ranks.run(both, versions, *job, name):
+        assert ours == gloos
+
+
+def backward_through_a_broadcast(group: Group) -> None:
+    """As tensor parallelism does it: what is broadcast was saved for backward."""
+    weight = torch.ones(4, requires_grad=True)
+    x = torch.ones(4)
+    product = weight * x
+    dist.broadcast(x, group_src=0, group=group)
+    product.sum().backward()
+
+
+def test_what_is_broadcast_may_have_been_saved_for_backward(
+    ranks: Ranks, job: tuple[str, str]
+) -> None:
+    ranks.run(in_group, backward_through_a_broadcast, *job)
