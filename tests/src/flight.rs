@@ -146,7 +146,7 @@ fn no_more_ops_are_taken_than_were_granted() {
                     full.clone().send(()).unwrap();
                     assert!(client.has_room_within(0, Duration::from_secs(200)));
                 }
-                // The op that there was no room for took no number: both ranks number the next alike.
+                // What there was no room for took no number: both ranks number the next alike.
                 let last = handles.split_off(1);
                 for (i, handle) in handles {
                     check(client, i, handle, 2);

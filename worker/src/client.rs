@@ -178,8 +178,8 @@ impl Client {
         Ok(self.handle(op))
     }
 
-    /// Opens an op of nothing in the place of a call that the caller refuses, so that the ops of all
-    /// ranks stay in step: ranks that made the call hear [`OpError::Mismatch`] of it.
+    /// Opens an op of nothing in the place of a call that the caller refuses, so that the ops of
+    /// all ranks stay in step: ranks that made the call hear [`OpError::Mismatch`] of it.
     ///
     /// [`OpError::Mismatch`]: racksum_proto::error::OpError::Mismatch
     ///

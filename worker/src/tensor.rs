@@ -97,8 +97,8 @@ impl Region {
     ///
     /// # Safety
     /// As long as `owner` is kept, the bytes are in one allocation that stays where it is, may be
-    /// read and written from any thread, and are read and written by nobody else but ops of the same
-    /// client, which take turns.
+    /// read and written from any thread, and are read and written by nobody else but ops of the
+    /// same client, which take turns.
     #[must_use]
     pub unsafe fn new(start: NonNull<u8>, len: usize, owner: impl Send + 'static) -> Self {
         Self { start, len, _owner: Box::new(owner) }
@@ -151,8 +151,8 @@ pub(crate) mod tests {
         let bytes = Arc::new(bytes);
         ranges.map(|range| {
             assert!(range.end <= bytes.len(), "beyond the memory");
-            // SAFETY: within the vector, which is kept, stays where it is, and nobody looks at; those
-            // that overlap are used one after the other.
+            // SAFETY: within the vector, which is kept, stays where it is, and nobody looks at;
+            // those that overlap are used one after the other.
             unsafe { Region::new(start.add(range.start), range.len(), Arc::clone(&bytes)) }
         })
     }

@@ -266,8 +266,8 @@ impl Worker {
         Ok(Geometry::new(descriptor).windows())
     }
 
-    /// Whether one more op of a lane may be in flight. For an unknown lane it is that of lane 0, where
-    /// refused calls go.
+    /// Whether one more op of a lane may be in flight. For an unknown lane it is that of lane 0,
+    /// where refused calls go.
     pub fn has_room(&mut self, lane: u8) -> bool {
         let lane = if lane < self.config.lanes { lane } else { 0 };
         // wire: W-43

@@ -190,8 +190,8 @@ impl Engine {
         users.map(|(op, _)| *op).collect()
     }
 
-    /// Starts an op, or numbers it and holds it until those before it on the same memory have ended:
-    /// nothing of an op is sent before it is scanned, so one that is not scanned only waits.
+    /// Starts an op, or numbers it and holds it until those before it on the same memory have
+    /// ended: nothing of an op is sent before it is scanned, so one that is not scanned only waits.
     pub(crate) fn submit(
         &mut self,
         mut payload: Payload,

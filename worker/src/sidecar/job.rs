@@ -14,6 +14,7 @@ use racksum_proto::ids::Generation;
 use racksum_proto::job_name::JobName;
 use racksum_proto::time::{Span, Time};
 
+use super::calls::{Folding, Gathering};
 use super::fold::{Fold, Handed, Memory, Share, Spoilt};
 use super::member::Member;
 use super::message::{FromSidecar, Join, Outcome};
@@ -80,32 +81,6 @@ struct State {
     told: bool,
     /// Of the job's.
     changed: Arc<Condvar>,
-}
-
-/// An op that not all ranks have called.
-#[derive(Debug)]
-struct Gathering {
-    since: Time,
-    /// With what each has handed, unless it refused the call.
-    called: BTreeMap<u16, (Descriptor, Option<Handed>)>,
-    memories: Vec<Arc<Memory>>,
-}
-
-/// An op that is being folded.
-#[derive(Debug)]
-struct Folding {
-    /// When some rank called it.
-    since: Time,
-    /// It is folded, and on its way to other hosts.
-    is_passed: bool,
-    /// What its ranks have handed is in these.
-    _memories: Vec<Arc<Memory>>,
-}
-
-impl Gathering {
-    fn begin() -> Self {
-        Self { since: Clock::start().now(), called: BTreeMap::new(), memories: Vec::new() }
-    }
 }
 
 impl Job {

@@ -10,6 +10,7 @@
 //! sums depend on that. Whatever is used as a place or a length is read once, and checked then.
 
 mod budget;
+mod calls;
 mod chunks;
 mod client;
 mod fold;
