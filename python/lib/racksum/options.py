@@ -13,7 +13,16 @@ from typing import Any, NamedTuple
 
 from racksum.errors import BadArgument
 
-__all__ = ["MAX_ELEMENTS", "MAX_LANES", "OPTIONS", "ConnectOptions", "Drawn", "text", "whole_from"]
+__all__ = [
+    "MAX_ELEMENTS",
+    "MAX_LANES",
+    "OPTIONS",
+    "ConnectOptions",
+    "Drawn",
+    "limits_of_group",
+    "text",
+    "whole_from",
+]
 
 #: The limits of docs/wire.md that are known before an aggregator is asked.
 MAX_JOB_BYTES = 128
@@ -118,6 +127,15 @@ class ConnectOptions:
     def is_beside(self) -> bool:
         """Whether it is a sidecar that the session connects to."""
         return self.aggregator.startswith("unix:")
+
+
+def limits_of_group(
+    seconds: float | None, environment: Mapping[str, str] = os.environ
+) -> dict[str, float]:
+    """The limits that a process group with this one has a session take, where no variable does."""
+    names = ("timeout", "join_timeout")
+    unset = (name for name in names if not environment.get(f"RACKSUM_{name.upper()}", "").strip())
+    return {} if seconds is None else dict.fromkeys(unset, seconds)
 
 
 def whole_from(least: int, most: int) -> Check:

@@ -18,7 +18,14 @@ from racksum import _racksum
 from racksum.eager import eager_methods
 from racksum.errors import BadArgument, Error, SessionClosed
 from racksum.log import logger
-from racksum.options import MAX_ELEMENTS, MAX_LANES, ConnectOptions, text, whole_from
+from racksum.options import (
+    MAX_ELEMENTS,
+    MAX_LANES,
+    ConnectOptions,
+    limits_of_group,
+    text,
+    whole_from,
+)
 from racksum.shared import tensor_in
 from racksum.tensor import check_unmoved, empty_like, memory_of, tag_of
 
@@ -87,8 +94,11 @@ def connect(
     :param on_rank_loss: ``"abort"`` ends the job when a rank is lost; ``"continue"`` goes on
         without it. All ranks say the same.
     :param join_timeout: Seconds to wait for an aggregator that answers, for room and for the other
-        ranks.
-    :param timeout: Seconds that an op may take.
+        ranks; by default the timeout of torch's default process group, where there is one, and 300
+        elsewhere.
+    :param timeout: Seconds that an op may take, and a rank that is busy with other things is waited
+        for; by default the timeout of torch's default process group, where there is one, and 60
+        elsewhere.
     :param mtu: The path's MTU; by default the interface's.
     :param interface: Which of this host's interfaces to use, in the grammar of
         ``NCCL_SOCKET_IFNAME``; by default that variable's, and then ``GLOO_SOCKET_IFNAME``'s.
@@ -96,8 +106,8 @@ def connect(
         torchrun's ``LOCAL_WORLD_SIZE``, or all.
     :raises racksum.Error: One of :mod:`racksum.errors`, which says why.
     """
-    given = dict(locals())
-    return Session(ConnectOptions.resolve(**given))
+    given = {name: value for name, value in locals().items() if value is not None}
+    return Session(ConnectOptions.resolve(**{**limits_of_group(_seconds_of_group()), **given}))
 
 
 class Session:
@@ -524,6 +534,15 @@ def _leave_alone() -> None:
 
 
 _left_alone: set[type] = set()
+
+
+def _seconds_of_group() -> float | None:
+    """How long collectives of torch's default process group may take, if there is one."""
+    if "torch.distributed" not in sys.modules:
+        return None
+    from racksum.torch.groups import timeout_of  # noqa: PLC0415 - only who has torch has groups.
+
+    return timeout_of(None)
 
 
 def _pass_on_logs() -> None:

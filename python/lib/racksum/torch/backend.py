@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from racksum.eager import eager_methods
 from racksum.errors import BadArgument, Error
 from racksum.log import logger
-from racksum.options import OPTIONS, ConnectOptions
+from racksum.options import OPTIONS, ConnectOptions, limits_of_group
 from racksum.session import DEFAULT_BLOCK, PartOf, Session
 from racksum.torch.calls import Call, Chain, extents_of, meet, numbered
 from racksum.torch.compress import block_of, checked_wire, wire_for
@@ -138,9 +138,7 @@ class RacksumBackend(Backend):
     def session(self) -> Session:
         """The session of the group's ranks."""
         if self._session is None:
-            seconds = self._timeout.total_seconds()
-            names = ("timeout", "join_timeout")
-            limits = {n: seconds for n in names if not os.environ.get(f"RACKSUM_{n.upper()}")}
+            limits = limits_of_group(self._timeout.total_seconds())
             options = ConnectOptions.resolve(
                 drawn=drawn_in(default_store() or self._store),
                 **{**limits, **self._options.connect},

@@ -6,19 +6,19 @@ import dataclasses
 import os
 import secrets
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 
 from racksum.errors import BadArgument
-from racksum.options import ConnectOptions, Drawn
+from racksum.options import ConnectOptions, Drawn, limits_of_group
 from racksum.session import Session
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
-__all__ = ["connect"]
+__all__ = ["connect", "timeout_of"]
 
 
 def connect(
@@ -35,7 +35,8 @@ def connect(
 
     :param group: The group; by default that of all ranks. A smaller one sums by itself, under the
         name of the job and its own.
-    :param options: As of :func:`racksum.connect`, but for ``rank`` and ``world``.
+    :param options: As of :func:`racksum.connect`, but for ``rank`` and ``world``. The timeouts are
+        by default that of the group.
     :raises racksum.Error: As :func:`racksum.connect`.
     """
     for name in ("rank", "world"):
@@ -50,8 +51,10 @@ def connect(
         begun = [new_generation()]
         dist.broadcast_object_list(begun, group_src=0, group=group)
         options["generation"] = begun[0]
-    drawn = drawn_in(default_store())
-    found = ConnectOptions.resolve(drawn=drawn, aggregator=aggregator, **options, **own)
+    given = {name: value for name, value in options.items() if value is not None}
+    limits = limits_of_group(timeout_of(group))
+    options = {**limits, **given, **own, "aggregator": aggregator}
+    found = ConnectOptions.resolve(drawn=drawn_in(default_store()), **options)
     if group is not None and group is not dist.group.WORLD:
         found = of_group(found, group.group_name)
     return Session(found)
@@ -80,6 +83,26 @@ def drawn_in(store: Store | None) -> Drawn | None:
 
 #: Where a store keeps what was drawn.
 _KEY = "racksum/job"
+
+
+def timeout_of(group: ProcessGroup | None) -> float | None:
+    """Seconds that collectives of a group may take, by default the default one, if there is one."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    group = cast("ProcessGroup", group or dist.group.WORLD)
+    limits = [_timeout_of_backend(group._get_backend(device)) for device in group._device_types]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _timeout_of_backend(backend: Any) -> float | None:
+    # Debugging wraps backends of PyTorch's own.
+    backend = getattr(backend, "wrapped_pg", backend)
+    try:
+        # Those of Python have their own, and no options in torch before 2.16.
+        limit = backend._timeout if hasattr(backend, "_timeout") else backend.options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return float(limit.total_seconds())
 
 
 def is_generation_given(options: dict[str, Any]) -> bool:
