@@ -55,10 +55,6 @@ impl Script<'_> {
     pub fn descriptor(&mut self, most_log2: usize) -> Descriptor {
         let (dtype, wire) = TYPES[self.below(TYPES.len())];
         let reduction = Reduction::ALL[self.below(4)];
-        let reduction = match reduction {
-            Reduction::Avg if !dtype.is_float() => Reduction::Sum,
-            reduction => reduction,
-        };
         let elements = u64::from(self.byte()) << self.below(most_log2.saturating_sub(7).max(1));
         let block = 32 << self.below(6);
         let lane = u8::try_from(self.below(2)).unwrap_or(0);

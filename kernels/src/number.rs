@@ -8,7 +8,8 @@ pub(crate) trait Number: Copy {
     /// The sum; of integers, wrapped.
     fn add(self, other: Self) -> Self;
 
-    /// This divided by `divisor`. Integers are not divided: they stay what they are.
+    /// This divided by `divisor`. Integers stay what they are: no vector divides them, so their
+    /// averages are made of the sums of a run.
     fn divide(self, divisor: Self) -> Self;
 
     /// The lesser value; a NaN if either is one.
@@ -103,8 +104,9 @@ macro_rules! integer_number {
             }
 
             #[inline(always)]
-            fn of_world(_world: u32) -> Self {
-                1
+            fn of_world(world: u32) -> Self {
+                // check_fold refuses a world so large.
+                Self::try_from(world).unwrap_or(Self::MAX)
             }
         }
     };

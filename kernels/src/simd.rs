@@ -35,7 +35,7 @@ pub(crate) trait Lanes<N>: Copy {
     /// The greater values; a NaN if either is one.
     fn greatest(self, x: Self::Vector, y: Self::Vector) -> Self::Vector;
 
-    /// The quotients. Integers are not divided: they stay what they are.
+    /// The quotients. Integers stay what they are, as [`Number::divide`] says.
     #[inline(always)]
     fn divide(self, x: Self::Vector, _y: Self::Vector) -> Self::Vector {
         x

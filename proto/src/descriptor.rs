@@ -102,9 +102,6 @@ impl Descriptor {
         if !self.wire.carries(self.dtype) {
             return Err(DescriptorError::Wire { dtype: self.dtype.name(), wire: self.wire.name() });
         }
-        if self.reduction == Reduction::Avg && !self.dtype.is_float() {
-            return Err(DescriptorError::IntegerAverage(self.dtype.name()));
-        }
         if self.elements > Self::MAX_ELEMENTS {
             return Err(DescriptorError::TooLarge(self.elements));
         }

@@ -52,7 +52,7 @@ pub enum WireType {
 pub enum Reduction {
     /// The sum, in rank order.
     Sum = 1,
-    /// The sum divided once by the world; floating-point dtypes only.
+    /// The sum divided once by the world; of integers, rounded toward zero.
     Avg = 2,
     /// The least value; a NaN anywhere gives NaN.
     Min = 3,

@@ -211,9 +211,6 @@ pub enum DescriptorError {
         /// The wire type, by name.
         wire: &'static str,
     },
-    /// An average of integers would be rounded silently.
-    #[error("avg is not defined for {0}: take the sum and divide as you need")]
-    IntegerAverage(&'static str),
     /// More elements than windows can be numbered for.
     #[error("a tensor of {0} elements is too large for one op; split it")]
     TooLarge(u64),

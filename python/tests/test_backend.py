@@ -119,16 +119,25 @@ def check_booleans_and_complex_numbers() -> None:
     assert z.tolist() == [complex(3, 3)] * 3
 
 
-def test_the_average_of_integers_is_refused(ranks: Ranks) -> None:
+def test_the_average_of_integers_is_rounded_toward_zero(ranks: Ranks) -> None:
     ranks.run(check_average_of_integers)
 
 
 def check_average_of_integers() -> None:
-    with pytest.raises(racksum.BadArgument, match="not defined for i32"):
-        dist.all_reduce(
-            torch.ones(3, dtype=torch.int32), dist.ReduceOp.AVG, group=_groups["racksum"]
-        )
-    same(allreduced, dist.ReduceOp.SUM, torch.float32, (10,))
+    group = _groups["racksum"]
+    torch.manual_seed(dist.get_rank())
+    for dtype in (torch.int32, torch.int64):
+        x = numbers((7, 40), dtype) * 1000 + numbers((7, 40), dtype)
+        part, whole = numbers((4,), dtype), numbers((4 * WORLD,), dtype)
+        sums = [x.clone(), whole.clone()]
+        for total in sums:
+            dist.all_reduce(total, group=group)
+        averages = [torch.div(total, WORLD, rounding_mode="trunc") for total in sums]
+        dist.all_reduce(x, dist.ReduceOp.AVG, group=group)
+        assert torch.equal(x, averages[0])
+        assert not torch.equal(x, sums[0] // WORLD), "some are not whole, and negative"
+        dist.reduce_scatter_tensor(part, whole, dist.ReduceOp.AVG, group=group)
+        assert torch.equal(part, averages[1].view(WORLD, 4)[dist.get_rank()])
 
 
 def broadcasted(group: Any, dtype: torch.dtype, shape: tuple[int, ...], src: int) -> torch.Tensor:

@@ -38,7 +38,6 @@ def refusals():
         "numpy's scalar": (one.mean(), {}, "is a scalar, which has no place to reduce in"),
         "masked array": (np.ma.masked_array(one, one == 1), {}, r"is masked; pass x\.filled"),
         "what only looks like an array": (LooksLikeAnArray(), {}, "and not LooksLikeAnArray"),
-        "integer average": (np.ones(4, np.int32), {"op": "avg"}, "avg is not defined for i32"),
         "unknown op": (np.ones(4, np.float32), {"op": "prod"}, 'no reduction "prod"'),
         "unknown wire": (np.ones(4, np.float32), {"wire": "f8"}, 'no wire type "f8"'),
         "wide wire": (np.ones(4, np.float16), {"wire": "f32"}, "cannot carry a tensor of f16"),

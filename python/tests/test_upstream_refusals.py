@@ -119,11 +119,6 @@ REFUSALS: dict[str, tuple[Callable[[Group], Any], type[Exception], str]] = {
         BAD,
         r"pass x\.contiguous\(\)",
     ),
-    "the_average_of_integers": (
-        lambda group: reduce_by("AVG")(group, INT.clone()),
-        BAD,
-        "avg is not defined for i32",
-    ),
     "the_average_of_bytes": (
         lambda group: reduce_by("AVG")(group, INT.to(torch.uint8)),
         BAD,

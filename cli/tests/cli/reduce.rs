@@ -140,8 +140,6 @@ fn every_dtype_and_shape_is_reduced() {
     }
     reduce(&files[..1], &out, &[]).ok();
     assert_eq!(read(&out), read(&files[0]), "the sum of one");
-    let why = reduce(&files, &out, &["--op", "avg"]);
-    assert!(why.failed(2).contains("avg is not defined for i64"), "{why:?}");
     let why = reduce(&files, &out, &["--wire", "bf16"]);
     assert!(why.failed(2).contains("wire type bf16 cannot carry a tensor of "), "{why:?}");
 }

@@ -312,7 +312,6 @@ fn a_benchmark_that_cannot_be_is_refused_before_it_starts() {
         (&["-b", "0"][..], "-b is 0"),
         (&["-i", "0"], "-i is 0"),
         (&["--block", "100"], "a block has 32 to 1024 elements, a power of two; 100 is not"),
-        (&["-d", "i32", "-o", "avg"], "avg is not defined for i32"),
         (&["-d", "i32", "--wire", "int8"], "wire type int8 cannot carry a tensor of i32"),
         (&["--mtu", "1279"], "an MTU of 1279 is too small"),
         (&["--overlap", "none", "--density", "0.3"], "at most 0.250 of the blocks, not 0.3"),

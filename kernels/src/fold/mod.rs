@@ -54,19 +54,43 @@ impl Level {
         inputs: &[&[u8]],
         out: &mut [u8],
     ) -> Result<(), ArithError> {
-        check_fold(wire, reduction, fold, inputs, out.len())?;
+        check_fold(wire, fold, inputs, out.len())?;
         if !wire.is_scaled() && out.len() < level::MIN_LEN {
             // Less than any vector: a few elements at the end of a fragment.
             return arith::fold_run(wire, reduction, fold, inputs, out);
         }
-        let job = Job { level: self, wire, fold, inputs, out };
+        let job = Job { level: self, wire, fold, inputs, out: &mut *out };
         match reduction {
             Reduction::Sum => job.run::<Add>(false),
             Reduction::Avg => job.run::<Add>(true),
             Reduction::Min => job.run::<Least>(false),
             Reduction::Max => job.run::<Greatest>(false),
         }
+        if reduction == Reduction::Avg {
+            divide_integers(wire, out, fold.world);
+        }
         Ok(())
+    }
+}
+
+/// Makes averages of sums of integers, which no vectors divide. Other sums are divided as they are
+/// made.
+fn divide_integers(wire: WireType, sums: &mut [u8], world: u32) {
+    match wire {
+        WireType::I32 => {
+            each(sums, |sum| (i32::from_le_bytes(sum) / i32::of_world(world)).to_le_bytes());
+        }
+        WireType::I64 => {
+            each(sums, |sum| (i64::from_le_bytes(sum) / i64::of_world(world)).to_le_bytes());
+        }
+        _ => {}
+    }
+}
+
+/// Changes each element of so many bytes.
+fn each<const SIZE: usize>(bytes: &mut [u8], change: impl Fn([u8; SIZE]) -> [u8; SIZE]) {
+    for element in bytes.as_chunks_mut().0 {
+        *element = change(*element);
     }
 }
 

@@ -13,7 +13,7 @@ pub(super) trait Accumulator: Copy {
     /// The sum; of integers, wrapped.
     fn add(self, other: Self) -> Self;
 
-    /// This divided by the number of ranks.
+    /// This divided by the number of ranks; of integers, rounded toward zero.
     fn divide(self, world: u32) -> Self;
 
     /// The lesser value; NaN if either is.
@@ -96,8 +96,8 @@ macro_rules! integer_accumulator {
                 self.wrapping_add(other)
             }
 
-            fn divide(self, _world: u32) -> Self {
-                unreachable!("check_fold refuses an average of integers")
+            fn divide(self, world: u32) -> Self {
+                self / $int::try_from(world).expect("check_fold refuses a world so large")
             }
 
             fn minimum(self, other: Self) -> Self {

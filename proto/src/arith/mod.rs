@@ -13,8 +13,8 @@
 //!   widened to f32, folded there and rounded once at the end, to nearest, ties to even.
 //!   Integers wrap.
 //! - [`Reduction::Avg`] divides the sum once by the world, in the precision of the fold and
-//!   before the rounding. It does not multiply by a reciprocal, which would round twice. There
-//!   is no average of integers.
+//!   before the rounding. It does not multiply by a reciprocal, which would round twice. The
+//!   quotient of integers is rounded toward zero.
 //! - [`Reduction::Min`] and [`Reduction::Max`] are `minimum` and `maximum` of IEEE 754-2019: a
 //!   NaN anywhere gives NaN, and -0 is less than +0.
 //! - A rank that sent nothing holds zeros. Sums leave it out; for a least or greatest value one
@@ -83,12 +83,6 @@ pub enum ArithError {
         /// How many there are.
         len: usize,
     },
-    /// Integers are not averaged.
-    #[error("{} has no average", wire.name())]
-    IntegerAverage {
-        /// The integer wire type.
-        wire: WireType,
-    },
     /// The dtype cannot travel as the wire type, or not in this form.
     #[error("{} does not travel as {} here", dtype.name(), wire.name())]
     Conversion {
@@ -120,7 +114,7 @@ pub fn fold_run(
     inputs: &[&[u8]],
     out: &mut [u8],
 ) -> Result<(), ArithError> {
-    check_fold(wire, reduction, fold, inputs, out.len())?;
+    check_fold(wire, fold, inputs, out.len())?;
     // wire: W-47, W-49
     match wire {
         WireType::F32 => fold_elements(reduction, fold, inputs, out, f32_load, f32_store),
@@ -238,11 +232,10 @@ pub fn decode_block(
 /// # Errors
 ///
 /// If there is no input, an input is not as long as the output, the length is not that of whole
-/// elements (of one block, for a scaled wire type), integers are to be averaged, or the world is
-/// out of range or smaller than the number of inputs.
+/// elements (of one block, for a scaled wire type), or the world is out of range or smaller than
+/// the number of inputs.
 pub fn check_fold(
     wire: WireType,
-    reduction: Reduction,
     fold: Fold,
     inputs: &[&[u8]],
     out_len: usize,
@@ -254,9 +247,6 @@ pub fn check_fold(
         return Err(ArithError::Length { expected: out_len, actual: input.len() });
     }
     elements_of(wire, out_len)?;
-    if reduction == Reduction::Avg && matches!(wire, WireType::I32 | WireType::I64) {
-        return Err(ArithError::IntegerAverage { wire });
-    }
     check_world(fold.world)?;
     if inputs.len() > fold.world as usize {
         return Err(ArithError::World { world: fold.world });

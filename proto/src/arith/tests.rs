@@ -69,6 +69,23 @@ fn averages_divide_and_do_not_multiply_by_a_reciprocal() {
 }
 
 #[test]
+fn averages_of_integers_are_quotients_of_the_wrapped_sum_rounded_toward_zero() {
+    let average = |world, inputs: &[[i32; 6]]| {
+        let words = |input: &[i32; 6]| u32s(&input.map(i32::cast_unsigned));
+        let inputs: Vec<_> = inputs.iter().map(words).collect();
+        folded(WireType::I32, Reduction::Avg, full(world), &inputs)
+    };
+    let of = |values: [i32; 6]| u32s(&values.map(i32::cast_unsigned));
+    let (one, other) = ([7, -7, 1, -1, i32::MAX, i32::MIN], [0, 0, 1, 0, 1, -1]);
+    assert_eq!(average(2, &[one, other]), of([3, -3, 1, 0, i32::MIN / 2, i32::MAX / 2]));
+    assert_eq!(average(3, &[one, other]), of([2, -2, 0, 0, i32::MIN / 3, i32::MAX / 3]));
+    assert_eq!(average(1, &[one]), of(one));
+    let halves = [(-3i64).to_le_bytes().to_vec(), (1i64 << 40).to_le_bytes().to_vec()];
+    let average = folded(WireType::I64, Reduction::Avg, full(2), &halves);
+    assert_eq!(average, (((1i64 << 40) - 3) / 2).to_le_bytes());
+}
+
+#[test]
 fn bf16_sums_are_rounded_once() {
     // 256, 1, 1: two units make a step of bf16 there, one alone is lost.
     let inputs = [u16s(&[0x4380]), u16s(&[0x3f80]), u16s(&[0x3f80])];
@@ -447,8 +464,6 @@ fn folds_refuse_what_they_cannot_fold() {
     assert_eq!(fold(WireType::Int8, SUM, 1, &[&[0; 3]], 3), Err(ragged));
     let ragged = ArithError::Ragged { wire: WireType::Int8, len: 1029 };
     assert_eq!(fold(WireType::Int8, SUM, 1, &[&[0; 1029]], 1029), Err(ragged));
-    let average = ArithError::IntegerAverage { wire: WireType::I32 };
-    assert_eq!(fold(WireType::I32, Reduction::Avg, 1, &[four], 4), Err(average));
     for world in [0, 1, MAX_WORLD + 1] {
         assert_eq!(fold(f32, SUM, world, &[four, four], 4), Err(ArithError::World { world }));
     }

@@ -207,7 +207,8 @@ class Session:
         :param x: A contiguous tensor in this host's memory, of float32, float64, float16, bfloat16,
             int32 or int64. Only ops may use it until this one has ended, and nobody may resize its
             storage.
-        :param op: ``"sum"``, ``"avg"``, ``"min"`` or ``"max"``.
+        :param op: ``"sum"``, ``"avg"``, ``"min"`` or ``"max"``. The average of integers is rounded
+            toward zero.
         :param wire: How elements travel, if not unchanged: ``"bf16"``, ``"f16"``, ``"int8"`` (with
             a scale a block) or ``"fixed32"``.
         :param block: Elements of a block, 32 to 1024, a power of two: blocks of zeros are not sent.

@@ -145,10 +145,7 @@ fn descriptor(random: &mut Random, job: &JobPlan) -> Descriptor {
     let dtype = if random.once_in(2) { DType::F32 } else { random.pick(&DType::ALL) };
     let wires: Vec<_> = WireType::ALL.into_iter().filter(|wire| wire.carries(dtype)).collect();
     let wire = if random.once_in(2) { dtype.native_wire() } else { random.pick(&wires) };
-    let reduction = match random.pick(&Reduction::ALL) {
-        Reduction::Avg if !dtype.is_float() => Reduction::Sum,
-        reduction => reduction,
-    };
+    let reduction = random.pick(&Reduction::ALL);
     let lane = u8::try_from(random.below(u64::from(job.lanes))).expect("a lane");
     let block_log2 = random.pick(&[5, 5, 6, 7, 8, 8, 10]);
     let mut descriptor =
