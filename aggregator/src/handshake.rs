@@ -17,8 +17,8 @@ use crate::server::JOIN_TIMEOUT;
 /// How long a caller may send nothing in the middle of a handshake.
 const SILENCE: Span = Span::from_secs(2);
 
-/// Callers that were not answered.
-static REFUSED: LogLimit = LogLimit::new(1);
+/// Callers that were not answered, or found no place to prove their data paths.
+pub(crate) static REFUSED: LogLimit = LogLimit::new(1);
 /// Handshakes that failed: the ranks of a host may hold identities of another authority.
 pub(crate) static NOT_CONNECTED: LogLimit = LogLimit::new(4);
 /// Joins that were refused: the ranks of a large job may all be told the same at once.

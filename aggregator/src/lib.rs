@@ -16,6 +16,7 @@ mod lifelines;
 mod locks;
 mod outbox;
 mod parent;
+mod paths;
 mod queue;
 mod registry;
 mod server;

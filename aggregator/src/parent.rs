@@ -4,11 +4,12 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use racksum_net::interface::{interface_of, local_addr_towards, max_datagram};
-use racksum_net::quic::{self, Caller, Connection, Credentials, talk};
-use racksum_proto::control::{FromAggregator, Join};
+use racksum_net::quic::{self, Caller, Credentials, Line, talk};
+use racksum_proto::control::{FromAggregator, FromWorker, Join};
 use racksum_proto::time::Span;
 use tokio::sync::mpsc::{Receiver, channel};
 
+use crate::paths::prove;
 use crate::registry::{Call, Joined, Seat, WORDS, settle};
 use crate::server::{Shared, lock, probe};
 
@@ -23,17 +24,19 @@ pub(crate) async fn call(registry: Shared, seat: Seat) {
     loop {
         let called = lock(&registry).call(&seat);
         let Some(Call { join, words, over }) = called else { return };
-        // Nothing has been said yet that would have to be taken back.
+        // Nothing has been said yet that would have to be taken back: of a data path that is not
+        // proven to its end nothing is left.
         let answered = tokio::select! {
             answered = reach(&registry, &parent, join) => answered,
             _ = over => return,
         };
         let why = match answered {
-            Ok(Answered { connection, to, join }) => {
+            Ok(Answered { line, to, join }) => {
                 let (tell, heard) = channel(WORDS);
                 let hear = move |message| tell.try_send(message).is_ok();
                 let heeded = heed(&registry, &seat, to, heard);
-                let (ended, ()) = tokio::join!(talk(connection, to, join, words, hear), heeded);
+                let spoken = talk(line, FromWorker::Join(join), words, hear);
+                let (ended, ()) = tokio::join!(spoken, heeded);
                 ended.to_string()
             }
             Err(why) => why,
@@ -79,14 +82,14 @@ pub(crate) async fn find(bind: IpAddr, parent: &str) -> Result<SocketAddr, Unfou
     Ok(*to)
 }
 
-/// A parent that has answered, and what it is told first.
+/// A parent to which the data path is proven, and what it is told then.
 struct Answered {
-    connection: Connection,
+    line: Line,
     to: SocketAddr,
     join: Join,
 }
 
-/// Calls the parent; the error says why it cannot be had.
+/// Calls the parent, and proves the data path to it; the error says why it cannot be had.
 async fn reach(registry: &Shared, parent: &str, mut join: Join) -> Result<Answered, String> {
     let (bind, identity, insecure) = {
         let registry = lock(registry);
@@ -100,8 +103,9 @@ async fn reach(registry: &Shared, parent: &str, mut join: Join) -> Result<Answer
     let from = Some(bind).filter(|bind: &IpAddr| !bind.is_unspecified());
     join.max_datagram = join.max_datagram.min(largest_datagram(from, to)?);
     let caller = Caller { from, credentials, patience: PATIENCE };
-    let connection = quic::call(to, &caller).await.map_err(|why| why.to_string())?;
-    Ok(Answered { connection, to, join })
+    let mut line = quic::call(to, &caller).await.map_err(|why| why.to_string())?;
+    join.max_datagram = prove(registry, &mut line, to, join.max_datagram).await?;
+    Ok(Answered { line, to, join })
 }
 
 /// Does what the parent says, until it says no more.

@@ -12,6 +12,7 @@ mod tree;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 
+pub(crate) use checks::other_ip_version;
 pub(crate) use ending::settle;
 use job::{Job, State, group_of};
 use lives::beginner_of;

@@ -20,6 +20,7 @@ use crate::door::{self, Door, PLACES, PLACES_OF_ONE};
 use crate::handshake::{Known, NOT_CONNECTED, NOT_JOINED, answer, shake_hands};
 use crate::lifelines::Lifelines;
 use crate::parent::call;
+use crate::paths::{PROOFS, PROOFS_OF_ONE, serve_proof};
 use crate::queue;
 use crate::registry::{Caller, Joined, Registry, Seat, WORDS, settle};
 use crate::status::status;
@@ -60,6 +61,7 @@ pub(crate) async fn serve(
 ) {
     let lifelines = Lifelines::serve(&endpoint, strangers).await;
     let (door, known) = (Door::new(PLACES, PLACES_OF_ONE), Known::default());
+    let proofs = Door::new(PROOFS, PROOFS_OF_ONE);
     let addr = endpoint.local_addr().ok();
     loop {
         let incoming = tokio::select! {
@@ -75,11 +77,11 @@ pub(crate) async fn serve(
         let most = lock(&registry).connections() + strangers;
         let Some((connecting, place)) = answer(incoming, &door, &known, most) else { continue };
         let (registry, lifelines) = (Arc::clone(&registry), lifelines.clone());
-        let known = known.clone();
+        let counts = (known.clone(), proofs.clone());
         tokio::spawn(async move {
             match shake_hands(connecting, place).await {
                 Some(Ok((connection, place))) => {
-                    serve_caller(connection, (place, known), registry, lifelines, addr).await;
+                    serve_caller(connection, place, counts, registry, lifelines, addr).await;
                 }
                 Some(Err(cause)) => NOT_CONNECTED.note(|left_out| {
                     tracing::warn!(left_out, "refused: {}", not_connected(from, cause));
@@ -95,7 +97,8 @@ pub(crate) async fn serve(
 /// Serves whoever calls.
 async fn serve_caller(
     connection: quinn::Connection,
-    (mut place, known): (door::Place, Known),
+    mut place: door::Place,
+    (known, proofs): (Known, Door),
     registry: Shared,
     lifelines: Lifelines,
     addr: Option<SocketAddr>,
@@ -104,9 +107,16 @@ async fn serve_caller(
         first = timeout(JOIN_TIMEOUT, hear_first(&connection)) => first,
         () = place.needed() => return,
     };
-    let Ok(Some((word, mut send, recv))) = first else { return };
+    let Ok(Some((word, send, recv))) = first else { return };
     let _one = known.one_more();
     drop(place);
+    let said = match word {
+        FromWorker::Prove { version } => {
+            serve_proof(&connection, &registry, &proofs, version, (send, recv)).await
+        }
+        word => Some((word, send, recv)),
+    };
+    let Some((word, mut send, recv)) = said else { return };
     match word {
         FromWorker::Join(join) => {
             serve_rank(&connection, join, (send, recv), registry, lifelines).await;
@@ -456,7 +466,10 @@ async fn come_back(
 
 /// Why a rank would not know the shards' datagrams for theirs: an aggregator on all addresses
 /// sends from the one that the routing table names, which need not be the one that was called.
-fn answers_elsewhere(registry: &Shared, connection: &quinn::Connection) -> Option<String> {
+pub(crate) fn answers_elsewhere(
+    registry: &Shared,
+    connection: &quinn::Connection,
+) -> Option<String> {
     let on_all = lock(registry).shards().iter().any(|shard| shard.addr.ip().is_unspecified());
     let called = connection.local_ip().filter(|_| on_all)?.to_canonical();
     let from = local_addr_towards(connection.remote_address()).ok()?.to_canonical();
@@ -477,13 +490,13 @@ async fn hear_first(
 }
 
 /// Ends a conversation so that its last words still arrive.
-async fn end(connection: &quinn::Connection, mut send: quinn::SendStream) {
+pub(crate) async fn end(connection: &quinn::Connection, mut send: quinn::SendStream) {
     drop(send.finish());
     drop(timeout(JOIN_TIMEOUT, connection.closed()).await);
 }
 
 /// Tells the rank something; returns false if it is gone or does not read.
-async fn say(send: &mut quinn::SendStream, message: &FromAggregator) -> bool {
+pub(crate) async fn say(send: &mut quinn::SendStream, message: &FromAggregator) -> bool {
     matches!(timeout(READ_TIMEOUT, frames::send(send, message)).await, Ok(Ok(())))
 }
 
@@ -552,7 +565,9 @@ async fn attend(
                 }
                 Some(FromWorker::Move) => break Parting::Moved,
                 Some(
-                    FromWorker::Join(_)
+                    FromWorker::Prove { .. }
+                    | FromWorker::Arrived
+                    | FromWorker::Join(_)
                     | FromWorker::Look(_)
                     | FromWorker::AskStatus { .. }
                     | FromWorker::Stop,

@@ -1,6 +1,7 @@
 //! A shard: one thread, one socket, and the halves of all jobs that are there.
 
 mod handle;
+mod proof;
 mod receive;
 mod relay;
 
@@ -15,6 +16,7 @@ use racksum_net::auth::{Opener, Sealer};
 use racksum_net::clock::Clock;
 use racksum_net::udp::{self, Gather, RECV_BATCH, RecvRing, UdpSocket, Waker};
 use racksum_proto::aggregator::{Aggregation, Config, Failed, RankProgress, Transmit};
+use racksum_proto::auth::Key;
 use racksum_proto::error::Rejects;
 use racksum_proto::geometry::WINDOW_BYTES;
 use racksum_proto::ids::{JobId, Rank};
@@ -32,6 +34,8 @@ use crate::ways::{To, Ways};
 
 use handle::Siblings;
 pub(crate) use handle::{ShardHandle, make_siblings};
+pub(crate) use proof::Proof;
+use proof::Proofs;
 use relay::Above;
 pub(crate) use relay::NewAbove;
 
@@ -77,6 +81,13 @@ pub(crate) enum Command {
     Remove(JobId),
     /// Say how far the jobs are.
     Report(oneshot::Sender<ShardReport>),
+    /// A caller proves its data path with probes that show this token, or this aggregator does at
+    /// its parent.
+    Prove(Key, Proof),
+    /// Send a probe of so many bytes to the parent.
+    SendProbe { to: SocketAddr, token: Key, size: u16 },
+    /// The proof is over.
+    Proven(Key),
     /// The aggregator stops.
     Stop,
     /// The shard is to fail, as a bug would make it.
@@ -164,6 +175,8 @@ struct Shard {
     jobs: BTreeMap<JobId, Job>,
     /// The jobs whose sums go to a parent, by their numbers there and the addresses of its shards.
     risen: BTreeMap<(JobId, SocketAddr), JobId>,
+    /// Proofs of data paths that are under way, by their tokens.
+    proofs: Proofs,
     /// This and the other shards.
     siblings: Siblings,
     arena: Arena,
@@ -318,6 +331,11 @@ impl Shard {
                 // Whoever asked may have lost patience.
                 drop(tell.send(ShardReport { jobs }));
             }
+            Command::Prove(token, proof) => self.proofs.begin(token, proof),
+            Command::SendProbe { to, token, size } => {
+                self.proofs.send(&self.socket, to, token, size);
+            }
+            Command::Proven(token) => self.proofs.end(token),
             Command::Stop => return false,
             #[cfg(test)]
             Command::Panic => panic!("the test said so"),

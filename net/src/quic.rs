@@ -20,7 +20,9 @@ mod trust;
 
 pub use authority::{Authority, Subject};
 pub use certificate::{Certificate, Role};
-pub use conversation::{Caller, Ended, LEAVE, SILENT, ask_status, call, converse, look, talk};
+pub use conversation::{
+    Caller, Ended, LEAVE, Line, SILENT, ask_status, call, converse, look, talk,
+};
 pub use endpoint::{Connection, change_credentials, connect, not_connected, server};
 pub use identity::Identity;
 /// The QUIC implementation, whose connections and streams appear in this interface.

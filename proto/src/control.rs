@@ -1,7 +1,8 @@
 //! The messages of the control plane: how a rank joins and leaves a job.
 //!
 //! They travel as JSON frames on one QUIC stream that lives as long as the rank does. A worker
-//! says [`FromWorker::Join`] and hears [`FromAggregator::Waiting`] until all ranks are there,
+//! says [`FromWorker::Prove`] and proves its data path with what [`FromAggregator::Prove`] says
+//! (see [`path`](crate::path)). Then it says [`FromWorker::Join`] and hears [`FromAggregator::Waiting`] until all ranks are there,
 //! then [`FromAggregator::Welcome`]. With a multicast group it says [`FromWorker::Heard`] once a
 //! probe arrives. [`FromAggregator::Ready`] starts the ops.
 
@@ -30,7 +31,14 @@ pub const MAX_OPS: u16 = 64;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FromWorker {
-    /// It wants to be a rank of a job. The first message.
+    /// It wants to prove its data path before it joins. The first message.
+    Prove {
+        /// [`CONTROL_VERSION`] of the worker.
+        version: u16,
+    },
+    /// It asks how large the probes are that arrived, since not all were answered.
+    Arrived,
+    /// It wants to be a rank of a job.
     Join(Join),
     /// Another rank has joined the aggregator that speaks, whose job this is the parent of.
     Also(Join),
@@ -97,7 +105,7 @@ pub struct Join {
     pub data_ports: Vec<u16>,
     /// Bytes that its receive buffer holds.
     pub receive_buffer: u32,
-    /// Bytes of the largest datagram that its interface takes.
+    /// Bytes of the largest datagram that passes to every shard and back.
     pub max_datagram: u16,
     /// Whether it would listen to a multicast group.
     pub multicast: bool,
@@ -209,6 +217,20 @@ pub enum FromAggregator {
         /// A sentence for the user.
         #[serde(deserialize_with = "PeerText::string")]
         reason: String,
+    },
+    /// What the worker proves its data path with.
+    Prove {
+        /// The UDP port of each shard, at the aggregator's address.
+        data_ports: Vec<u16>,
+        /// What its probes show.
+        token: Key,
+        /// The address that the worker calls from, as the aggregator sees it.
+        ip: IpAddr,
+    },
+    /// Bytes of the largest probe of the worker that arrived at each shard; 0 for none.
+    Arrived {
+        /// By shard.
+        sizes: Vec<u16>,
     },
     /// Where the rank may lay a lifeline, by which its death, and the aggregator's, is known soon.
     Lifeline {

@@ -31,6 +31,7 @@ pub mod ids;
 pub mod job_name;
 pub mod names;
 pub mod observer;
+pub mod path;
 pub mod peer_text;
 mod recovery;
 pub mod rtt;

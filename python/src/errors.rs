@@ -26,6 +26,7 @@ pub(crate) fn of_connect(py: Python<'_>, error: &ConnectError) -> PyErr {
         ConnectError::Arguments(_)
         | ConnectError::NoAddress { .. }
         | ConnectError::Unresolved { .. }
+        | ConnectError::Blocked(_)
         | ConnectError::NoWay { .. }
         | ConnectError::Version { .. }
         | ConnectError::SidecarVersion { .. }

@@ -28,6 +28,10 @@ struct Cluster {
     steps: u64,
     now: Time,
     faults: Faults,
+    /// Bytes of the largest datagrams that pass to a shard, and to a worker.
+    largest: [usize; 2],
+    /// Those that were larger.
+    too_large: u64,
 }
 
 #[derive(Clone, Copy, Default)]
@@ -106,11 +110,18 @@ impl Cluster {
             steps: 0,
             now: Time(0),
             faults,
+            largest: [usize::MAX; 2],
+            too_large: 0,
         }
     }
 
     fn post(&mut self, datagrams: Vec<Datagram>) {
         for datagram in datagrams {
+            let way = usize::from(!matches!(datagram.to, Endpoint::Shard(_)));
+            if datagram.bytes.len() > self.largest[way] {
+                self.too_large += 1;
+                continue;
+            }
             let copies = if self.dice.below(100) < self.faults.double { 2 } else { 1 };
             for _ in 0..copies {
                 if self.dice.below(100) < self.faults.drop {
@@ -343,5 +354,25 @@ fn fixed32_overflow_fails_at_every_rank_and_the_job_goes_on() {
         assert!(worker.done[0].1.as_ref() == Err(&error));
         let twos: Vec<u8> = (0..600).flat_map(|_| 2f32.to_le_bytes()).collect();
         assert!(worker.done[1].1.as_ref() == Ok(&twos));
+    }
+}
+
+#[test]
+fn what_never_arrives_is_sent_again_more_and_more_rarely() {
+    // wire: W-77
+    for largest in [[1200, usize::MAX], [usize::MAX, 1200]] {
+        let mut cluster = Cluster::new(2, 1, 1, 1, Faults::default());
+        cluster.largest = largest;
+        let elements = 60 * 256 * 12;
+        let descriptor = Descriptor::sum(elements as u64, DType::I32);
+        for worker in &mut cluster.workers {
+            let timeout = Span::from_secs(15);
+            worker.submit(Time(0), descriptor, bytes(&vec![1; elements]), timeout).unwrap();
+        }
+        cluster.run(1);
+        assert!(cluster.workers.iter().all(|worker| worker.done[0].1.is_err()));
+        // A rank, and the shard, has the 44 fragments of 8 windows in flight, and sends them 25 times.
+        let sent = cluster.too_large;
+        assert!((44..2 * 25 * 8 * 44).contains(&sent), "{largest:?}: {sent} datagrams for nothing");
     }
 }

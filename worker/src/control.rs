@@ -152,24 +152,25 @@ pub(crate) struct Control {
 }
 
 impl Control {
-    /// Connects and joins, as the aggregator that comes `place`th of the mailbox's session, which
-    /// hears what is said.
+    /// Connects, and asks to prove the data path, as the aggregator that comes `place`th of the
+    /// mailbox's session, which hears what is said. The rank is one that joins like `wish`.
     pub(crate) fn start(
         route: &Route,
-        join: Join,
+        wish: &Join,
         options: &ConnectOptions,
         mailbox: &Mailbox,
     ) -> Result<Self, ConnectError> {
         let credentials = Credentials::read_blocking(options.identity.clone(), options.insecure)?;
-        let moves = join.resume.is_some();
+        let moves = wish.resume.is_some();
         // Until all that takes part in a session is there, it is as if nothing had begun.
-        let parting = match (moves, join.rejoin) {
+        let parting = match (moves, wish.rejoin) {
             (true, _) => FromWorker::Move,
             (_, true) => FromWorker::Retreat,
             _ => LEAVE,
         };
         let patience = patience(options, moves);
-        let (tell, session, place) = (mailbox.sender(), mailbox.session, join.stripe.0);
+        let (tell, session, place) = (mailbox.sender(), mailbox.session, wish.stripe.0);
+        let first = FromWorker::Prove { version: wish.version };
         let events = Events { tell, session, place };
         let (to, from) = (route.to, route.caller());
         let (say, words) = unbounded_channel();
@@ -179,7 +180,7 @@ impl Control {
                 let hear = events.clone();
                 let hear = move |message| hear.send(Event::Said(message));
                 let caller = Caller { from, credentials, patience };
-                let ended = converse(to, join, &caller, words, hear).await;
+                let ended = converse(to, first, &caller, words, hear).await;
                 // Nobody listens any more once the worker is gone.
                 events.send(Event::Closed(match ended {
                     Ended::Unconnected(error) => error.into(),

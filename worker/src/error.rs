@@ -43,6 +43,10 @@ pub enum ConnectError {
         /// What the kernel said.
         why: String,
     },
+    /// The control port answers, and datagrams to or from a data port do not pass: a sentence that
+    /// names the port, the direction and the size.
+    #[error("{0}")]
+    Blocked(String),
     /// A socket could not be had, or nobody is there.
     #[error("{0}")]
     Net(#[from] NetError),

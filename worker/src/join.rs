@@ -22,6 +22,7 @@ use crate::control::{Control, Event, Mailbox};
 use crate::error::{ConnectError, not_joined};
 use crate::lookout::{Lookout, Standing};
 use crate::options::ConnectOptions;
+use crate::proof::Proof;
 use crate::route::{Route, data_addr, find_routes};
 use crate::supervisor::superseded;
 
@@ -91,20 +92,25 @@ pub(crate) fn join(
         tracing::warn!("{shortfall}");
     }
     let stripes = u8::try_from(routes.len()).unwrap_or(u8::MAX);
-    let mut controls = Vec::new();
-    for (place, route) in (0..).zip(&routes) {
+    let wishes: Vec<Join> =
+        (0..).map(|place| wish(options, (place, stripes), resume)).take(routes.len()).collect();
+    let each = routes.iter().zip(&wishes);
+    let started = each.map(|(route, wish)| Control::start(route, wish, options, mailbox));
+    let controls = started.collect::<Result<Vec<_>, _>>()?;
+    let proof = Proof { options, routes: &routes, controls: &controls, socket: &socket };
+    let max_datagram = proof.run(datagram, mailbox)?;
+    for ((route, wish), control) in routes.iter().zip(wishes).zip(&controls) {
         let join = Join {
             data_ports: vec![socket.local_addr().port()],
             receive_buffer: u32::try_from(socket.report().got_receive).unwrap_or(u32::MAX),
-            max_datagram: u16::try_from(datagram).unwrap_or(u16::MAX),
+            max_datagram,
             multicast: options.multicast && route.interface.is_some(),
-            ..wish(options, (place, stripes), resume)
+            ..wish
         };
-        let control = Control::start(route, join.clone(), options, mailbox)?;
+        control.say(FromWorker::Join(join.clone()));
         for rank in &options.also {
             control.say(FromWorker::Also(Join { rank: *rank, ..join.clone() }));
         }
-        controls.push(control);
     }
     let (groups, welcomes, early) = Default::default();
     let mut session = Session { controls, early, socket, groups, welcomes };
@@ -376,8 +382,10 @@ impl<'a> Joining<'a> {
             FromAggregator::WrongVersion { speaks } => {
                 return Err(ConnectError::Version { speaks, own: CONTROL_VERSION });
             }
-            // The conversation takes it.
-            FromAggregator::Lifeline { .. } => {}
+            // The conversation takes the first, and of a proof nothing more is of use.
+            FromAggregator::Lifeline { .. }
+            | FromAggregator::Prove { .. }
+            | FromAggregator::Arrived { .. } => {}
             FromAggregator::Queued { before, why } => {
                 if self.queued.as_ref() != Some(&why) {
                     tracing::warn!(before, "waiting for room: {why}");

@@ -18,6 +18,7 @@ mod lookout;
 mod operand;
 mod options;
 mod payload;
+mod proof;
 mod route;
 mod scan;
 mod search;

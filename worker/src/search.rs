@@ -207,6 +207,8 @@ impl<'a> Search<'a> {
 
     /// Keeps why the set whose turn it is could not be joined, and says so unless that is said.
     fn keep(&mut self, error: ConnectError) {
+        // What ends the search is returned, and said by whoever called.
+        let is_final = self.sets.len() == 1 && !error.may_pass();
         let left = self.limit.map(|limit| limit.saturating_sub(self.waited()).as_secs());
         let set = &mut self.sets[self.at];
         if set.error.as_ref().is_some_and(|before| says_more(before, &error)) {
@@ -214,7 +216,7 @@ impl<'a> Search<'a> {
             return;
         }
         let why = error.to_string();
-        if set.said.as_ref() != Some(&why) {
+        if set.said.as_ref() != Some(&why) && !is_final {
             let next = match left {
                 Some(left) if error.may_pass() && left > 0 => {
                     format!("; trying again for up to {left} s")

@@ -69,16 +69,7 @@ impl Registry {
         if join.pool_slots == 1 {
             return Err("a stream has 2 slots or more, not 1".into());
         }
-        if let IpAddr::V6(v6) = addr
-            && v6.to_ipv4_mapped().is_some()
-        {
-            // The control socket takes both, the data sockets take one, so that a peer has one
-            // address.
-            return Err("this aggregator serves IPv6, and the worker came by IPv4; call it by an \
-                        IPv6 address, or start it with an IPv4 address to --bind"
-                .into());
-        }
-        Ok(())
+        other_ip_version(addr).map_or(Ok(()), Err)
     }
 
     /// Checks that data is authenticated as a rank wants it.
@@ -119,4 +110,15 @@ impl Registry {
             _ => Ok(()),
         }
     }
+}
+
+/// Why data would not come from an address that a call has come from, if so: the control socket
+/// takes both IP versions, the data sockets take one, so that a peer has one address.
+pub(crate) fn other_ip_version(addr: IpAddr) -> Option<String> {
+    let is_mapped = matches!(addr, IpAddr::V6(v6) if v6.to_ipv4_mapped().is_some());
+    is_mapped.then(|| {
+        "this aggregator serves IPv6, and the worker came by IPv4; call it by an IPv6 address, or \
+         start it with an IPv4 address to --bind"
+            .into()
+    })
 }

@@ -170,6 +170,8 @@ impl Registry {
             FromAggregator::Drain
             | FromAggregator::Ready { .. }
             | FromAggregator::Lifeline { .. }
+            | FromAggregator::Prove { .. }
+            | FromAggregator::Arrived { .. }
             | FromAggregator::Present { .. }
             | FromAggregator::Status { .. }
             | FromAggregator::Free

@@ -13,6 +13,7 @@ use racksum_net::udp::{Gather, RECV_BATCH, RECV_CAPACITY, RecvRing, UdpConfig, U
 use racksum_proto::time::Time;
 use tokio::sync::oneshot;
 
+use super::proof::Proofs;
 use super::{Command, LONGEST_PAUSE, MULTICAST_TTL, Shard, ShardReport, ShardStats};
 use crate::StartError;
 use crate::arena::Arena;
@@ -103,6 +104,7 @@ impl ShardHandle {
             gather: Gather::new(receive_buffer, LONGEST_PAUSE),
             jobs: BTreeMap::new(),
             risen: BTreeMap::new(),
+            proofs: Proofs::default(),
             siblings: Siblings { number, all: Arc::clone(&siblings) },
             arena,
             incoming: Vec::with_capacity(RECV_BATCH),

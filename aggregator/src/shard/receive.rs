@@ -6,6 +6,7 @@ use racksum_net::udp::{self, Received};
 use racksum_proto::aggregator::{Place, Verdict};
 use racksum_proto::error::{Reject, Rejects};
 use racksum_proto::ids::{JobId, Rank};
+use racksum_proto::path;
 use racksum_proto::time::Time;
 use racksum_proto::wire::{self, Header, Kind};
 
@@ -16,7 +17,7 @@ use crate::turn::{MESSAGE_COST, OPEN_COST};
 impl Shard {
     /// Takes what the kernel handed over as one: datagrams of one sender, `stride` apart.
     pub(super) fn take_datagrams(&mut self, now: Time, i: usize, meta: &Received) {
-        let Self { jobs, risen, stats, incoming, arena, .. } = self;
+        let Self { jobs, risen, stats, incoming, arena, proofs, socket, .. } = self;
         let buffer = &mut incoming[i];
         // The kernel joins only what has one sender.
         let below = |origin: Option<(JobId, Rank)>| {
@@ -33,6 +34,10 @@ impl Shard {
         let trailer = first.map_or(0, |job| job.machine.config().cut.trailer());
         let whole = count <= stores.len() && may_be_whole(buffer, meta.stride, trailer);
         for (n, datagram) in buffer.chunks_mut(meta.stride.max(1)).enumerate() {
+            if path::Datagram::is_one(datagram) {
+                proofs.take(socket, meta.from, datagram, stats);
+                continue;
+            }
             let origin = Header::origin(datagram);
             let below = below(origin);
             let opened = match below.and_then(|id| jobs.get_mut(&id)) {

@@ -8,6 +8,7 @@ use racksum_proto::dtype::DType;
 use racksum_proto::error::Reject;
 use racksum_proto::geometry::Fragmentation;
 use racksum_proto::ids::{Generation, OpId, WindowId};
+use racksum_proto::path::Datagram;
 use racksum_proto::wire::{AskEntries, AskEntry, Kind, OpenEncoder, Opening};
 
 use super::*;
@@ -25,6 +26,7 @@ fn shard() -> (Shard, Sender<Command>) {
         gather: Gather::new(0, LONGEST_PAUSE),
         jobs: BTreeMap::new(),
         risen: BTreeMap::new(),
+        proofs: Proofs::default(),
         siblings: Siblings::default(),
         arena: Arena::new(2 * RECV_BATCH + 4 * usize::try_from(WINDOWS).unwrap()).unwrap(),
         incoming: Vec::with_capacity(RECV_BATCH),
@@ -70,6 +72,42 @@ fn a_shard_that_is_never_idle_shows_its_counters_all_the_same() {
     assert_eq!(shard.shared.lock().unwrap().datagrams[0], 1);
     commands.send(Command::Stop).unwrap();
     assert_eq!(shard.turn(), None);
+}
+
+#[test]
+fn a_probe_is_answered_alike_where_its_token_is_known_and_not_for_ever() {
+    // wire: W-75
+    let (mut shard, _commands) = shard();
+    let caller = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+    caller.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    let (token, stranger) = (Key([1; Key::LEN]), Key([2; Key::LEN]));
+    let arrived = Arc::default();
+    assert!(shard.obey(Command::Prove(token, Proof::OfCaller(Arc::clone(&arrived)))));
+    let at = shard.socket.local_addr();
+    let mut ask = |token, size| {
+        let (mut bytes, before) = (Vec::new(), shard.stats.datagrams);
+        Datagram { token, seen: None, size }.encode(&mut bytes);
+        caller.send_to(&bytes, at).unwrap();
+        let answers = |shard: &Shard| shard.stats.datagrams[1] - before[1];
+        while shard.stats.datagrams[0] == before[0] {
+            shard.turn().unwrap();
+        }
+        let mut heard = [0; 2000];
+        let heard = (answers(&shard) > 0).then(|| {
+            let len = caller.recv(&mut heard).unwrap();
+            Datagram::decode(&heard[..len]).unwrap()
+        });
+        (heard, shard.stats.rejects.total())
+    };
+    let seen = Some(caller.local_addr().unwrap());
+    for size in [200, 1472, 900] {
+        assert_eq!(ask(token, size), (Some(Datagram { token, seen, size }), 0));
+    }
+    assert_eq!(arrived.load(std::sync::atomic::Ordering::Relaxed), 1472);
+    assert_eq!(ask(stranger, 900), (None, 1));
+    let answers = (0..200).filter(|_| ask(token, 200).0.is_some()).count();
+    assert_eq!(answers, 125, "and three before");
+    assert!(shard.obey(Command::Proven(token)));
 }
 
 /// Windows of the op of each job below.

@@ -33,6 +33,8 @@ mod namespaces;
 #[cfg(test)]
 mod noise;
 #[cfg(test)]
+mod paths;
+#[cfg(test)]
 mod racks;
 #[cfg(test)]
 mod reduce;

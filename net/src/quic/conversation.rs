@@ -1,6 +1,7 @@
 //! What a rank says to an aggregator and hears of it, on a connection for as long as it is one: a
 //! worker's conversation, or that of an aggregator with its parent.
 
+use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
@@ -43,13 +44,71 @@ pub enum Ended {
     Parted,
 }
 
+impl Ended {
+    /// An end for a reason that may quote the aggregator.
+    fn of(why: impl fmt::Display) -> Self {
+        Self::Closed(PeerText::of(why))
+    }
+}
+
 /// What is said of an aggregator of which nothing was heard for [`IDLE_TIMEOUT`].
 ///
 /// [`IDLE_TIMEOUT`]: super::IDLE_TIMEOUT
 pub const SILENT: &str = "nothing is heard of the aggregator; it is stopped, down or cut off, or \
                           this process was stopped itself";
 
-/// Calls the aggregator at `to`, and joins; hands on what it says by
+/// A connection to an aggregator, and the stream by which both talk.
+#[derive(Debug)]
+pub struct Line {
+    connection: Connection,
+    to: SocketAddr,
+    send: quinn::SendStream,
+    recv: quinn::RecvStream,
+}
+
+impl Line {
+    /// Says something.
+    ///
+    /// # Errors
+    ///
+    /// How the conversation has ended.
+    pub async fn say(&mut self, word: &FromWorker) -> Result<(), Ended> {
+        let said = frames::send(&mut self.send, word).await;
+        said.map_err(|error| self.ended(&error))
+    }
+
+    /// Returns what the aggregator says next. Whoever stops waiting for that must hang up.
+    ///
+    /// # Errors
+    ///
+    /// How the conversation has ended.
+    pub async fn hear(&mut self) -> Result<FromAggregator, Ended> {
+        match frames::recv(&mut self.recv).await {
+            Ok(Some(message)) => Ok(message),
+            Ok(None) => Err(self.ended(&HUNG_UP)),
+            Err(error) => Err(self.ended(&error)),
+        }
+    }
+
+    fn ended(&self, why: &dyn fmt::Display) -> Ended {
+        ended(&self.connection, self.to, why)
+    }
+}
+
+/// How a conversation has ended, of which `why` is the sign.
+fn ended(connection: &Connection, to: SocketAddr, why: &dyn fmt::Display) -> Ended {
+    // An aggregator looks at this side's certificate last, when the connection seems made.
+    match connection.quic().close_reason() {
+        Some(ConnectionError::TimedOut) => Ended::Silent,
+        Some(cause) => match not_connected(to, cause) {
+            error @ NetError::NotBelieved { .. } => error.into(),
+            _ => Ended::of(why),
+        },
+        None => Ended::of(why),
+    }
+}
+
+/// Calls the aggregator at `to`, and says the `first` word; hands on what it says by
 /// `hear`, which returns false once nobody listens any more, and says to it what comes of `words`:
 /// up to a last word, which is [`LEAVE`] if they end without one. Returns once the conversation is
 /// over.
@@ -59,14 +118,14 @@ pub const SILENT: &str = "nothing is heard of the aggregator; it is stopped, dow
 /// Outside of a tokio runtime.
 pub async fn converse(
     to: SocketAddr,
-    join: Join,
+    first: FromWorker,
     caller: &Caller,
     words: UnboundedReceiver<FromWorker>,
     hear: impl Fn(FromAggregator) -> bool + Send + 'static,
 ) -> Ended {
     match call(to, caller).await {
-        Ok(connection) => talk(connection, to, join, words, hear).await,
-        Err(error) => error.into(),
+        Ok(line) => talk(line, first, words, hear).await,
+        Err(ended) => ended,
     }
 }
 
@@ -79,38 +138,29 @@ pub async fn converse(
 /// # Panics
 ///
 /// Outside of a tokio runtime.
-pub async fn call(to: SocketAddr, caller: &Caller) -> Result<Connection, NetError> {
-    connect_from(caller.from, to, &caller.credentials, caller.patience).await
+pub async fn call(to: SocketAddr, caller: &Caller) -> Result<Line, Ended> {
+    let connection = connect_from(caller.from, to, &caller.credentials, caller.patience).await?;
+    match connection.quic().open_bi().await {
+        Ok((send, recv)) => Ok(Line { connection, to, send, recv }),
+        Err(error) => Err(ended(&connection, to, &error)),
+    }
 }
 
-/// Joins by a connection to the aggregator at `to`, and goes on as [`converse`] does.
+/// Says the `first` word by a line, and goes on as [`converse`] does.
 ///
 /// # Panics
 ///
 /// Outside of a tokio runtime.
 pub async fn talk(
-    connection: Connection,
-    to: SocketAddr,
-    join: Join,
+    mut line: Line,
+    first: FromWorker,
     mut words: UnboundedReceiver<FromWorker>,
     hear: impl Fn(FromAggregator) -> bool + Send + 'static,
 ) -> Ended {
-    // An aggregator looks at this side's certificate last, when the connection seems made.
-    let closed = |why: PeerText| match connection.quic().close_reason() {
-        Some(ConnectionError::TimedOut) => Ended::Silent,
-        Some(cause) => match not_connected(to, cause) {
-            error @ NetError::NotBelieved { .. } => error.into(),
-            _ => Ended::Closed(why),
-        },
-        None => Ended::Closed(why),
-    };
-    let (mut send, recv) = match connection.quic().open_bi().await {
-        Ok(streams) => streams,
-        Err(error) => return closed(PeerText::of(error)),
-    };
-    if let Err(error) = frames::send(&mut send, &FromWorker::Join(join)).await {
-        return closed(PeerText::of(error));
+    if let Err(ended) = line.say(&first).await {
+        return ended;
     }
+    let Line { connection, to, mut send, recv } = line;
     let (offered, lifeline) = oneshot::channel();
     let quic = connection.quic().clone();
     let lifeline = lifeline::lay_offered(&quic, to, async { lifeline.await.ok() });
@@ -121,13 +171,13 @@ pub async fn talk(
         tokio::select! {
             why = &mut reader => {
                 let why = why.unwrap_or_else(|error| error.to_string());
-                return closed(PeerText::of(why));
+                return ended(&connection, to, &why);
             }
             () = &mut dead => {
                 reader.abort();
                 // Should it live, this lies behind what it has yet to read, and undoes it.
                 connection.close("gone").await;
-                return Ended::Closed(PeerText::of(DEAD));
+                return Ended::of(DEAD);
             }
             word = words.recv() => {
                 let word = word.unwrap_or(LEAVE);
@@ -157,20 +207,17 @@ pub async fn talk(
 ///
 /// Outside of a tokio runtime.
 pub async fn look(to: SocketAddr, join: Join, caller: &Caller) -> Result<Vec<u16>, Ended> {
-    let connection = connect_from(caller.from, to, &caller.credentials, caller.patience).await?;
+    let mut line = call(to, caller).await?;
     let answer = async {
-        let closed = |why: &dyn std::fmt::Display| Ended::Closed(PeerText::of(why));
-        let (mut send, mut recv) =
-            connection.quic().open_bi().await.map_err(|error| closed(&error))?;
-        frames::send(&mut send, &FromWorker::Look(join)).await.map_err(|error| closed(&error))?;
-        match frames::recv(&mut recv).await.map_err(|error| closed(&error))? {
-            Some(FromAggregator::Present { ranks }) => Ok(ranks),
-            said => Err(closed(&format!("it answers a look with {said:?}"))),
+        line.say(&FromWorker::Look(join)).await?;
+        match line.hear().await? {
+            FromAggregator::Present { ranks } => Ok(ranks),
+            said => Err(Ended::of(format!("it answers a look with {said:?}"))),
         }
     };
     let answer = tokio::time::timeout(duration(caller.patience), answer).await;
     let answer = answer.unwrap_or(Err(Ended::Silent));
-    connection.close("looked").await;
+    line.connection.close("looked").await;
     answer
 }
 
@@ -184,46 +231,35 @@ pub async fn look(to: SocketAddr, join: Join, caller: &Caller) -> Result<Vec<u16
 ///
 /// Outside of a tokio runtime.
 pub async fn ask_status(to: SocketAddr, caller: &Caller) -> Result<String, Ended> {
-    let connection = connect_from(caller.from, to, &caller.credentials, caller.patience).await?;
+    let mut line = call(to, caller).await?;
     let answer = async {
-        // An aggregator looks at this side's certificate last, when the connection seems made.
-        let closed = |why: &dyn std::fmt::Display| match connection.quic().close_reason() {
-            Some(cause) => match not_connected(to, cause) {
-                error @ NetError::NotBelieved { .. } => error.into(),
-                _ => Ended::Closed(PeerText::of(why)),
-            },
-            None => Ended::Closed(PeerText::of(why)),
-        };
-        let (mut send, mut recv) =
-            connection.quic().open_bi().await.map_err(|error| closed(&error))?;
-        let question = FromWorker::AskStatus { version: CONTROL_VERSION };
-        frames::send(&mut send, &question).await.map_err(|error| closed(&error))?;
+        line.say(&FromWorker::AskStatus { version: CONTROL_VERSION }).await?;
         let mut json = String::new();
         loop {
-            match frames::recv(&mut recv).await.map_err(|error| closed(&error))? {
-                Some(FromAggregator::Status { part, more }) => {
+            match line.hear().await? {
+                FromAggregator::Status { part, more } => {
                     json += &part.0;
                     if !more {
                         return Ok(json);
                     }
                     if json.len() > MAX_STATUS {
-                        return Err(closed(&"it says more than any aggregator has to say"));
+                        return Err(Ended::of("it says more than any aggregator has to say"));
                     }
                 }
-                Some(FromAggregator::Refused { reason }) => return Err(closed(&reason)),
-                Some(FromAggregator::WrongVersion { speaks }) => {
-                    return Err(closed(&format!(
+                FromAggregator::Refused { reason } => return Err(Ended::of(reason)),
+                FromAggregator::WrongVersion { speaks } => {
+                    return Err(Ended::of(format!(
                         "it speaks version {speaks} of the protocol, and this program version \
                          {CONTROL_VERSION}; install the same release on both"
                     )));
                 }
-                said => return Err(closed(&format!("it answers a question with {said:?}"))),
+                said => return Err(Ended::of(format!("it answers a question with {said:?}"))),
             }
         }
     };
     let answer = tokio::time::timeout(duration(caller.patience), answer).await;
     let answer = answer.unwrap_or(Err(Ended::Silent));
-    connection.close("asked").await;
+    line.connection.close("asked").await;
     answer
 }
 
@@ -246,13 +282,19 @@ async fn listen(
                 }
             }
             Ok(Some(message)) => {
-                // It would have come first.
-                offered = None;
+                // It would have come first after the proof of the data path.
+                let of_proof = matches!(
+                    message,
+                    FromAggregator::Prove { .. } | FromAggregator::Arrived { .. }
+                );
+                if !of_proof {
+                    offered = None;
+                }
                 if !hear(message) {
                     return "nobody listens any more".to_owned();
                 }
             }
-            Ok(None) => return "it ended the conversation".to_owned(),
+            Ok(None) => return HUNG_UP.to_owned(),
             Err(error) => return error.to_string(),
         }
     }
@@ -260,6 +302,8 @@ async fn listen(
 
 /// A rank's last word, unless it may come back or goes on elsewhere.
 pub const LEAVE: FromWorker = FromWorker::Leave { next_op: None };
+/// Why a conversation ends that the aggregator has ended without a word.
+const HUNG_UP: &str = "it ended the conversation";
 /// Why a conversation ends when the aggregator's host says that it serves no more.
 const DEAD: &str = "its process has ended, as its host says";
 /// How long the aggregator may take to read the last word.
@@ -298,7 +342,7 @@ mod tests {
         let (_words, words) = tokio::sync::mpsc::unbounded_channel();
         let caller =
             Caller { from: None, credentials: credentials(), patience: Span::from_secs(5) };
-        let join = serde_json::from_str(JOIN).unwrap();
+        let join = FromWorker::Join(serde_json::from_str(JOIN).unwrap());
         let ended = own.block_on(converse(to, join, &caller, words, |_| true));
         assert_eq!(ended.to_string(), DEAD);
         own.shutdown_background();

@@ -1,5 +1,6 @@
 //! A UDP socket, set up for batches before its first datagram can arrive.
 
+use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -163,6 +164,16 @@ impl UdpSocket {
     pub fn set_multicast_sender(&self, interface: &Interface, ttl: u8) -> Result<(), NetError> {
         multicast::prepare_sender(&self.inner, self.local.is_ipv6(), interface, ttl)
             .map_err(|cause| NetError::Multicast { interface: interface.name.clone(), cause })
+    }
+
+    /// Sends one datagram outside of any batch; it is lost if there is no room for it now.
+    ///
+    /// # Errors
+    ///
+    /// The kernel's: the datagram is larger than the interface takes, or a firewall of this host
+    /// forbids it.
+    pub fn send_one(&self, to: SocketAddr, datagram: &[u8]) -> io::Result<()> {
+        self.inner.send_to(datagram, &SockAddr::from(to)).map(drop)
     }
 
     /// Switches segmentation on or off, by what sending found out.

@@ -225,7 +225,7 @@ impl Worker {
         let new = arrival.have & bit == 0;
         if new {
             stream.quiet_since = now;
-            stream.probes = 0;
+            (stream.probes, stream.fruitless, stream.is_told) = (0, 0, false);
             self.heard = now;
         }
         arrival.have |= bit;
@@ -362,6 +362,7 @@ impl Worker {
         }
         let stream = &mut self.streams[at];
         let path: &mut Path = &mut self.paths[usize::from(stream.shard)];
+        let mut fruitless: Option<u32> = None;
         for entry in entries.iter() {
             // wire: W-36
             if entry.fragments == 0 {
@@ -378,7 +379,9 @@ impl Worker {
             let op = stream.sequence.at(position);
             let cut = op.map_or(self.config.cut, |op| op.geometry.cut(self.config.cut, len));
             let sent = &mut stream.in_flight[i];
-            let wanted = entry.fragments & cut.all(len) & !sent.again;
+            let lacked = sent.note_lacked(entry.fragments & cut.all(len));
+            fruitless = Some(fruitless.map_or(lacked, |least| least.min(lacked)));
+            let wanted = sent.lacked & !sent.again;
             stream.repeats += usize::from(sent.again == 0 && wanted != 0);
             sent.again |= wanted;
             stream.quiet_since = now;
@@ -392,6 +395,8 @@ impl Worker {
             path.congestion.on_sent(lost);
             sent.on_path += lost;
         }
+        // wire: W-77
+        stream.fruitless = fruitless.unwrap_or(stream.fruitless);
         Ok(Verdict::Control)
     }
 

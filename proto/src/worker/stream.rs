@@ -27,6 +27,20 @@ pub(super) struct Sent {
     pub(super) again: u64,
     /// Whether any was ever sent again, so that its round trip says nothing (Karn).
     pub(super) repeated: bool,
+    /// What the aggregator lacked when it asked last.
+    pub(super) lacked: u64,
+    /// How often it has lacked just the same since, so that all that was sent again was lost.
+    pub(super) fruitless: u32,
+}
+
+impl Sent {
+    /// Notes what the aggregator lacks; returns how often that has been so.
+    pub(super) const fn note_lacked(&mut self, fragments: u64) -> u32 {
+        let is_same = self.repeated && self.lacked == fragments;
+        self.lacked = fragments;
+        self.fruitless = if is_same { self.fruitless.saturating_add(1) } else { 0 };
+        self.fruitless
+    }
 }
 
 /// A window of which some of the result has arrived.
@@ -114,6 +128,13 @@ pub(super) struct Stream {
     pub(super) probes: u32,
     /// The last of them, until an answer.
     pub(super) probe: Option<Probe>,
+    /// How often nothing has come of all that was sent or asked for again: the path may take small
+    /// datagrams and no others.
+    pub(super) fruitless: u32,
+    /// When results were last asked for, and whether the aggregator has said since that it has sent
+    /// them.
+    asked_at: Time,
+    pub(super) is_told: bool,
     /// Results since the last acknowledgement.
     pub(super) unacked: Unacked,
     /// Bytes of the results of windows.
@@ -198,6 +219,9 @@ impl Stream {
             quiet_since: now,
             probes: 0,
             probe: None,
+            fruitless: 0,
+            asked_at: Time(0),
+            is_told: false,
             unacked: Unacked::default(),
             density: Density::default(),
             waited: Waited::new(),
@@ -342,7 +366,7 @@ impl Stream {
             self.unacked.bytes += first.len;
             self.unacked.since.get_or_insert(now);
             self.quiet_since = now;
-            self.probes = 0;
+            (self.probes, self.fruitless) = (0, 0);
             let entry = self.sequence.at(first.position).copied();
             self.density.note(first.position + 1 - self.cursor, first.len);
             self.cursor = first.position + 1;
@@ -420,8 +444,17 @@ impl Stream {
                 Span(patience.0.max(longer))
             }
         };
+        let patience = patience.max(self.fruitless_pause());
         let most = self.quiet_since + patience + patience;
         self.quiet_since.max(heard.min(most)) + patience
+    }
+
+    /// How long the next repetition is put off, after several of which nothing came.
+    fn fruitless_pause(&self) -> Span {
+        match self.fruitless.checked_sub(Self::FRUITLESS) {
+            None => Span::ZERO,
+            Some(more) => Span(Self::FRUITLESS_PATIENCE.0 << more.min(5)),
+        }
     }
 
     pub(super) fn timeout(&self, path: &Path, heard: Time) -> Time {
@@ -495,6 +528,11 @@ impl Stream {
         let mut room = AskEntries::MAX;
         let mut expected = self.cursor;
         let tail = self.lack_of_tail(now, asks);
+        if self.lacking(now, asks).any(|lack| lack.entries() > 0) || tail.entries() > 0 {
+            // wire: W-77
+            self.fruitless += u32::from(core::mem::take(&mut self.is_told));
+            self.asked_at = now;
+        }
         for at in 0..self.arrivals.len() {
             let arrival = self.arrivals[at];
             let lack = self.lack(&arrival, expected..arrival.start, now, asks);
@@ -535,6 +573,7 @@ impl Stream {
         let start = self.tail_start();
         let Tail { to, asked } = self.tail;
         let again = asked.due(u64::MAX, start, self.answered, now, asks) != 0;
+        let again = again && !self.is_held_back(now);
         let start = if again { start } else { start.max(to) };
         Lack { position: start, gap: start..self.results_sent.max(start), fragments: 0 }
     }
@@ -542,12 +581,20 @@ impl Stream {
     /// What to ask for of a window and of the gap before it.
     fn lack(&self, arrival: &Arrival, gap: Range<u64>, now: Time, asks: &Rtt) -> Lack {
         let Arrival { position, all, have, sent, asked, gap_asked, .. } = *arrival;
+        if self.is_held_back(now) {
+            return Lack { position, gap: 0..0, fragments: 0 };
+        }
         let missing = all & !have;
         let lost = if position < self.results_sent { missing } else { missing & sent };
         let fragments = asked.due(lost, position, self.answered, now, asks);
         let lost = if position <= self.results_sent { u64::MAX } else { 0 };
         let due = gap_asked.due(lost, gap.start, self.answered, now, asks) != 0;
         Lack { position, gap: if due { gap } else { 0..0 }, fragments }
+    }
+
+    /// Whether nothing is asked for again yet, since nothing came of it several times.
+    fn is_held_back(&self, now: Time) -> bool {
+        now.since(self.asked_at) < self.fruitless_pause()
     }
 
     /// Notes that a probe was answered, behind all results of windows before `end`. Returns whether
@@ -564,6 +611,7 @@ impl Stream {
         // What is lost waits for nobody. But the answer to another probe may still come, so the
         // next is not the first.
         self.probes = 1;
+        self.is_told = true;
         if self.is_to_ask(now, asks) {
             self.ask.get_or_insert(Stalled(false));
         }
@@ -584,6 +632,10 @@ impl Stream {
     /// what it has; that doubles so often, to a second or more.
     const REST_PATIENCE: Span = Span::from_millis(8);
     const REST_STEPS: u32 = 7;
+    /// From so many fruitless repetitions on the next is waited for this long, which doubles up to
+    /// a second: chance alone seldom loses all of a window again and again.
+    const FRUITLESS: u32 = 3;
+    const FRUITLESS_PATIENCE: Span = Span::from_millis(32);
     /// This many probes without an answer double the patience once.
     const PROBES_A_STEP: u32 = 4;
     /// Windows sent at first in an op; stretches double up to [`Self::MAX_STRETCH`].

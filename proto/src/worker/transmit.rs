@@ -182,7 +182,16 @@ impl Worker {
         };
         let position = self.pass(at, window);
         let stream = &mut self.streams[at];
-        let sent = Sent { position, len, on_path: len, at: now, again: 0, repeated: false };
+        let sent = Sent {
+            position,
+            len,
+            on_path: len,
+            at: now,
+            again: 0,
+            repeated: false,
+            lacked: 0,
+            fruitless: 0,
+        };
         stream.in_flight.push_back(sent);
         self.paths[usize::from(stream.shard)].congestion.on_sent(len);
         self.turn = (stream.shard + 1) % self.config.shards;

@@ -3,6 +3,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use racksum_net::quic::{Credentials, frames, quinn, server};
+use racksum_proto::auth::Key;
 use racksum_proto::control::{FromAggregator, FromWorker};
 
 use super::*;
@@ -42,7 +43,21 @@ impl Fake {
     async fn serve(connection: quinn::Connection, answer: Answer, hear: Sender<FromWorker>) {
         let (mut send, mut recv) = connection.accept_bi().await.unwrap();
         while let Ok(Some(word)) = frames::recv::<FromWorker>(&mut recv).await {
-            for message in answer(&word) {
+            let answers = match word {
+                // It has no shards to which a path could be proven.
+                FromWorker::Prove { .. } => {
+                    let (token, ip) = (Key([0; Key::LEN]), "127.0.0.1".parse().unwrap());
+                    frames::send(
+                        &mut send,
+                        &FromAggregator::Prove { data_ports: vec![], token, ip },
+                    )
+                    .await
+                    .unwrap();
+                    continue;
+                }
+                ref word => answer(word),
+            };
+            for message in answers {
                 frames::send(&mut send, &message).await.unwrap();
             }
             hear.send(word).unwrap();

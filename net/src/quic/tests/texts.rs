@@ -119,6 +119,8 @@ fn no_field_of_what_a_worker_says_is_shown_as_it_came() {
         | Says::Stay
         | Says::Move
         | Says::AskStatus { .. }
+        | Says::Prove { .. }
+        | Says::Arrived
         | Says::Stop => 0,
     };
     let all = [
@@ -127,6 +129,8 @@ fn no_field_of_what_a_worker_says_is_shown_as_it_came() {
         Says::Look(join()),
         Says::Parted(ABSENT),
         Says::Heard,
+        Says::Prove { version: 1 },
+        Says::Arrived,
         Says::Leave { next_op: Some(OpId(1)) },
     ];
     all.iter().for_each(|message| assert_eq!(feed(message), texts(message), "{message:?}"));
@@ -144,6 +148,8 @@ fn no_field_of_what_an_aggregator_says_is_shown_as_it_came() {
         | Says::Superseded { .. } => 1,
         Says::WrongVersion { .. }
         | Says::Lifeline { .. }
+        | Says::Prove { .. }
+        | Says::Arrived { .. }
         | Says::Waiting { .. }
         | Says::Present { .. }
         | Says::Free
@@ -162,6 +168,12 @@ fn no_field_of_what_an_aggregator_says_is_shown_as_it_came() {
         Says::Status { part: Unshown(text()), more: false },
         Says::Superseded { by: Generation(1), why: text() },
         Says::Lifeline { port: 1, token: Key([0; Key::LEN]) },
+        Says::Prove {
+            data_ports: vec![1],
+            token: Key([0; Key::LEN]),
+            ip: "192.0.2.1".parse().unwrap(),
+        },
+        Says::Arrived { sizes: vec![1] },
         Says::Welcome(welcome()),
         Says::Without(ABSENT),
         Says::PeerLost { ranks: Vec::new(), why: Loss::Died },

@@ -1,0 +1,229 @@
+//! The proof of data paths before a rank joins: of callers at this aggregator, and of this one at
+//! its parent. What is sent when is decided in `racksum_proto::path`.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU16;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+use racksum_net::auth::new_key;
+use racksum_net::clock::Clock;
+use racksum_net::interface::max_datagram;
+use racksum_net::quic::{Line, SILENT, frames, quinn};
+use racksum_proto::auth::Key;
+use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker};
+use racksum_proto::path::{Blocked, COMMON_MTUS, Prover, SMALL};
+use tokio::sync::mpsc::unbounded_channel;
+use tokio::time::timeout;
+
+use crate::door::Door;
+use crate::handshake::REFUSED;
+use crate::registry::other_ip_version;
+use crate::server::{MAX_STRANGERS, Shared, answers_elsewhere, end, lock, say};
+use crate::shard::{Command, Proof};
+
+/// Callers that prove a data path at a time, of all addresses together.
+pub(crate) const PROOFS: usize = MAX_STRANGERS;
+/// Those of one address: more ranks than most hosts have. Who is not let in calls again.
+pub(crate) const PROOFS_OF_ONE: usize = 128;
+/// How long a caller may take to prove its data path, and to join then.
+const PROOF_TIMEOUT: Duration = Duration::from_secs(15);
+/// How long the parent may take to have the path proven.
+const PROVE_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long the parent may take to say which probes arrived.
+const ARRIVED_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// A proof under way, which the shards forget when it is dropped.
+struct Proving {
+    registry: Shared,
+    token: Key,
+}
+
+impl Proving {
+    /// Begins a proof at all shards; `proof` says what each is to do.
+    fn begin(registry: &Shared, token: Key, proof: impl Fn(usize) -> Proof) -> Self {
+        for (number, shard) in lock(registry).shards().iter().enumerate() {
+            shard.tell(Command::Prove(token, proof(number)));
+        }
+        Self { registry: Arc::clone(registry), token }
+    }
+}
+
+impl Drop for Proving {
+    fn drop(&mut self) {
+        for shard in lock(&self.registry).shards() {
+            shard.tell(Command::Proven(self.token));
+        }
+    }
+}
+
+/// Has a caller prove its data path; returns what it says then, if it goes on.
+pub(crate) async fn serve_proof(
+    connection: &quinn::Connection,
+    registry: &Shared,
+    door: &Door,
+    version: u16,
+    streams: (quinn::SendStream, quinn::RecvStream),
+) -> Option<(FromWorker, quinn::SendStream, quinn::RecvStream)> {
+    let from = connection.remote_address();
+    let Some(mut place) = door.enter(from.ip()) else {
+        REFUSED.note(|left_out| {
+            let why = "too many callers of its address prove their data paths";
+            tracing::warn!(%from, left_out, "closed: {why}");
+        });
+        connection.close(1u32.into(), BUSY);
+        return None;
+    };
+    tokio::select! {
+        said = hear_proof(connection, registry, version, streams) => said,
+        () = place.needed() => {
+            connection.close(1u32.into(), BUSY);
+            None
+        }
+    }
+}
+
+/// Why a caller is to call again later.
+const BUSY: &[u8] = b"too many callers prove their data paths";
+
+/// The same of a caller that has a place.
+async fn hear_proof(
+    connection: &quinn::Connection,
+    registry: &Shared,
+    version: u16,
+    (mut send, mut recv): (quinn::SendStream, quinn::RecvStream),
+) -> Option<(FromWorker, quinn::SendStream, quinn::RecvStream)> {
+    let elsewhere = other_ip_version(connection.remote_address().ip())
+        .or_else(|| answers_elsewhere(registry, connection));
+    let refused = match elsewhere {
+        _ if version != CONTROL_VERSION => {
+            Some(FromAggregator::WrongVersion { speaks: CONTROL_VERSION })
+        }
+        elsewhere => elsewhere.map(|reason| FromAggregator::Refused { reason }),
+    };
+    if let Some(refused) = refused {
+        if say(&mut send, &refused).await {
+            end(connection, send).await;
+        }
+        return None;
+    }
+    let token = new_key().ok()?;
+    let data_ports: Vec<u16> =
+        lock(registry).shards().iter().map(|shard| shard.addr.port()).collect();
+    let arrived: Vec<Arc<AtomicU16>> = data_ports.iter().map(|_| Arc::default()).collect();
+    let _proving = Proving::begin(registry, token, |shard| {
+        Proof::OfCaller(arrived.get(shard).map(Arc::clone).unwrap_or_default())
+    });
+    let ip = connection.remote_address().ip().to_canonical();
+    if !say(&mut send, &FromAggregator::Prove { data_ports, token, ip }).await {
+        return None;
+    }
+    let answer = async {
+        let word = frames::recv::<FromWorker>(&mut recv).await.ok()??;
+        if word != FromWorker::Arrived {
+            return Some(word);
+        }
+        let sizes = arrived.iter().map(|size| size.load(Relaxed)).collect();
+        if !say(&mut send, &FromAggregator::Arrived { sizes }).await {
+            return None;
+        }
+        frames::recv(&mut recv).await.ok()?
+    };
+    let word = timeout(PROOF_TIMEOUT, answer).await.ok()??;
+    Some((word, send, recv))
+}
+
+/// Proves the path of every shard to the parent's shard of the same number. Returns bytes of the
+/// largest datagrams that pass, at most `wanted`, or why none of use do.
+pub(crate) async fn prove(
+    registry: &Shared,
+    line: &mut Line,
+    parent: SocketAddr,
+    wanted: u16,
+) -> Result<u16, String> {
+    let (data_ports, token, ip) = ask(line).await?;
+    let (tell, mut answers) = unbounded_channel();
+    let _proving =
+        Proving::begin(registry, token, |shard| Proof::AtParent { shard, tell: tell.clone() });
+    // Where they differ in number, the parent says so when this aggregator joins.
+    let own: Vec<u16> = lock(registry).shards().iter().map(|shard| shard.addr.port()).collect();
+    let paths: Vec<(u16, SocketAddr)> =
+        own.iter().copied().zip(data_ports.iter().map(|port| with_port(parent, *port))).collect();
+    let size = |mtu| {
+        let size = max_datagram(mtu, parent.is_ipv6()).map_err(|error| error.to_string())?;
+        Ok::<_, String>(u16::try_from(size).unwrap_or(u16::MAX))
+    };
+    let least = size(COMMON_MTUS[COMMON_MTUS.len() - 1])?;
+    let mut ladder = vec![SMALL];
+    for mtu in COMMON_MTUS {
+        ladder.push(size(mtu)?);
+    }
+    // Of this host nothing is narrower than its interface.
+    let probed = if parent.ip().is_loopback() { least } else { wanted };
+    let clock = Clock::start();
+    let mut prover = Prover::new(clock.now(), paths.len(), probed, least, &ladder);
+    while !prover.is_over(clock.now()) {
+        while let Some((shard, size)) = prover.poll_transmit(clock.now()) {
+            let (_, to) = paths[shard];
+            if let Some(shard) = lock(registry).shards().get(shard) {
+                shard.tell(Command::SendProbe { to, token, size });
+            }
+        }
+        let left = Duration::from_nanos(prover.poll_timeout().since(clock.now()).0);
+        if let Ok(Some(answer)) = timeout(left, answers.recv()).await
+            && paths.get(answer.shard).is_some_and(|(_, to)| *to == answer.from)
+        {
+            prover.handle_answer(answer.shard, answer.size, answer.seen);
+        }
+    }
+    let passed = prover.passed().to_vec();
+    let blocked = |arrived: &[u16]| {
+        let mut each = paths.iter().zip(&passed).zip(arrived.iter().chain(std::iter::repeat(&0)));
+        each.find_map(|(((port, to), passed), arrived)| {
+            Blocked::find(*to, SocketAddr::new(ip, *port), *passed, least, *arrived)
+        })
+    };
+    if blocked(&[]).is_some() {
+        line.say(&FromWorker::Arrived).await.map_err(|ended| ended.to_string())?;
+        let sizes = match timeout(ARRIVED_TIMEOUT, line.hear()).await {
+            Ok(Ok(FromAggregator::Arrived { sizes })) => sizes,
+            _ => Vec::new(),
+        };
+        if let Some(why) = blocked(&sizes) {
+            return Err(why.to_string());
+        }
+    }
+    if probed < wanted {
+        return Ok(wanted);
+    }
+    let narrowest = passed.iter().map(|passed| passed.size).min().unwrap_or(wanted);
+    if narrowest < wanted {
+        tracing::warn!(%parent, "the path takes datagrams of {narrowest} bytes, not of {wanted}");
+    }
+    Ok(narrowest)
+}
+
+/// Asks the parent to have the path proven; returns its shards' ports, what probes show, and where
+/// the parent sees calls of this aggregator come from.
+async fn ask(line: &mut Line) -> Result<(Vec<u16>, Key, IpAddr), String> {
+    let heard = async {
+        line.say(&FromWorker::Prove { version: CONTROL_VERSION }).await?;
+        line.hear().await
+    };
+    let heard = timeout(PROVE_TIMEOUT, heard).await;
+    match heard.map_err(|_late| SILENT)?.map_err(|ended| ended.to_string())? {
+        FromAggregator::Prove { data_ports, token, ip } => Ok((data_ports, token, ip)),
+        FromAggregator::Refused { reason } => Err(format!("it refused: {reason}")),
+        FromAggregator::WrongVersion { speaks } => Err(format!(
+            "it speaks version {speaks} of the protocol, and this aggregator version \
+             {CONTROL_VERSION}; install the same release on both"
+        )),
+        other => Err(format!("it says {other:?} where a data path is to be proven")),
+    }
+}
+
+fn with_port(mut addr: SocketAddr, port: u16) -> SocketAddr {
+    addr.set_port(port);
+    addr
+}

@@ -1,0 +1,104 @@
+//! Proofs of data paths at a shard: probes of callers are answered, and answers of a parent are
+//! passed on.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU16;
+use std::sync::atomic::Ordering::Relaxed;
+
+use racksum_net::udp::UdpSocket;
+use racksum_proto::auth::Key;
+use racksum_proto::error::Reject;
+use racksum_proto::path::Datagram;
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::ShardStats;
+
+/// A proof that is under way.
+#[derive(Debug)]
+pub(crate) enum Proof {
+    /// Of a caller: bytes of its largest probe that arrived.
+    OfCaller(Arc<AtomicU16>),
+    /// Of this aggregator at its parent, as this shard of it.
+    AtParent {
+        /// The shard's number.
+        shard: usize,
+        /// Hears the answers.
+        tell: UnboundedSender<Answer>,
+    },
+}
+
+/// What a parent's shard answers.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Answer {
+    /// Which shard asked.
+    pub(crate) shard: usize,
+    /// Bytes of the probe.
+    pub(crate) size: u16,
+    /// Where the answer comes from.
+    pub(crate) from: SocketAddr,
+    /// Where the parent sees this shard.
+    pub(crate) seen: SocketAddr,
+}
+
+/// All of a shard.
+#[derive(Debug, Default)]
+pub(super) struct Proofs {
+    /// With the answers that may still be sent.
+    by_token: BTreeMap<[u8; Key::LEN], (Proof, u32)>,
+    datagram: Vec<u8>,
+}
+
+impl Proofs {
+    pub(super) fn begin(&mut self, token: Key, proof: Proof) {
+        self.by_token.insert(token.0, (proof, MOST_ANSWERS));
+    }
+
+    pub(super) fn end(&mut self, token: Key) {
+        self.by_token.remove(&token.0);
+    }
+
+    /// Sends a probe; one that cannot be sent is as good as lost.
+    pub(super) fn send(&mut self, socket: &UdpSocket, to: SocketAddr, token: Key, size: u16) {
+        Datagram { token, seen: None, size }.encode(&mut self.datagram);
+        if let Err(error) = socket.send_one(to, &self.datagram) {
+            tracing::debug!(%to, size, %error, "probe not sent");
+        }
+    }
+
+    /// Takes what looks like a probe or an answer.
+    pub(super) fn take(
+        &mut self,
+        socket: &UdpSocket,
+        from: SocketAddr,
+        datagram: &[u8],
+        stats: &mut ShardStats,
+    ) {
+        let Some(probe) = Datagram::decode(datagram) else {
+            return stats.rejects.count(Reject::Truncated);
+        };
+        // wire: W-75
+        match (self.by_token.get_mut(&probe.token.0), probe.seen) {
+            (Some((Proof::OfCaller(arrived), left @ 1..)), None) => {
+                *left -= 1;
+                arrived.fetch_max(probe.size, Relaxed);
+                Datagram { seen: Some(from), ..probe }.encode(&mut self.datagram);
+                stats.datagrams[1] += 1;
+                stats.bytes[1] += self.datagram.len() as u64;
+                if let Err(error) = socket.send_one(from, &self.datagram) {
+                    tracing::debug!(%from, size = probe.size, %error, "probe not answered");
+                }
+            }
+            (Some((Proof::AtParent { shard, tell }, _)), Some(seen)) => {
+                // Whoever asked may have lost patience.
+                let answer = Answer { shard: *shard, size: probe.size, from, seen };
+                tell.send(answer).unwrap_or_default();
+            }
+            _ => stats.rejects.count(Reject::Sender),
+        }
+    }
+}
+
+/// Probes of one caller that a shard answers: more than a prover sends.
+const MOST_ANSWERS: u32 = 128;

@@ -1,0 +1,248 @@
+//! The proof of the data path, before a rank joins: datagrams of full size go to every shard and
+//! back. What is sent when is decided in `racksum_proto::path`.
+
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use bytes::BytesMut;
+use racksum_net::clock::Clock;
+use racksum_net::interface::max_datagram;
+use racksum_net::udp::{self, RECV_BATCH, RECV_CAPACITY, RecvRing, UdpSocket};
+use racksum_proto::auth::Key;
+use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker};
+use racksum_proto::path::{Blocked, COMMON_MTUS, Datagram, Obstacle, Passed, Prover, SMALL};
+use racksum_proto::time::Span;
+
+use crate::control::{Control, Event, Mailbox};
+use crate::error::ConnectError;
+use crate::options::ConnectOptions;
+use crate::route::Route;
+
+/// How often it is looked whether an attempt is given up.
+const LOOK: Duration = Duration::from_millis(100);
+/// How long an aggregator may take to say which probes arrived.
+const ARRIVED_PATIENCE: Duration = Duration::from_secs(1);
+
+/// A proof of the paths to all aggregators of a job.
+pub(crate) struct Proof<'a> {
+    pub(crate) options: &'a ConnectOptions,
+    pub(crate) routes: &'a [Route],
+    pub(crate) controls: &'a [Control],
+    pub(crate) socket: &'a UdpSocket,
+}
+
+/// The path to a shard.
+struct Path {
+    /// Which of the aggregators has it.
+    place: usize,
+    shard: SocketAddr,
+    token: Key,
+    /// Where the aggregator sees calls of this host come from.
+    ip: IpAddr,
+    /// Why the last probe could not be sent, if so.
+    refused: Option<String>,
+}
+
+impl Proof<'_> {
+    /// Returns bytes of the largest datagrams, of `wanted` at most, that pass to every shard and
+    /// back.
+    ///
+    /// # Errors
+    /// [`ConnectError::Blocked`], and why the aggregators do not let it be proven.
+    pub(crate) fn run(&self, wanted: usize, mailbox: &mut Mailbox) -> Result<u16, ConnectError> {
+        let mut paths = self.paths(mailbox)?;
+        let wanted = u16::try_from(wanted).unwrap_or(u16::MAX);
+        let is_ipv6 = self.socket.local_addr().is_ipv6();
+        let size =
+            |mtu| max_datagram(mtu, is_ipv6).map(|size| u16::try_from(size).unwrap_or(u16::MAX));
+        let mut ladder = vec![SMALL];
+        for mtu in COMMON_MTUS {
+            ladder.push(size(mtu)?);
+        }
+        let lowest = size(COMMON_MTUS[COMMON_MTUS.len() - 1])?;
+        // What the user asks for is never changed silently.
+        let least = if self.options.mtu.is_some() { wanted } else { lowest };
+        let is_here = |route: &Route| route.to.ip().is_loopback();
+        // Of this host nothing is narrower than its interface.
+        let here = self.routes.iter().all(is_here);
+        let (probed, least) = if here { (lowest, lowest) } else { (wanted, least) };
+        let clock = Clock::start();
+        let mut prover = Prover::new(clock.now(), paths.len(), probed, least, &ladder);
+        let mut heard = Heard::new();
+        while !prover.is_over(clock.now()) {
+            while let Some((shard, size)) = prover.poll_transmit(clock.now()) {
+                paths[shard].send(self.socket, size);
+            }
+            let left = prover.poll_timeout().since(clock.now());
+            heard.wait(self.socket, left, &paths, &mut prover);
+            self.look(mailbox)?;
+        }
+        // wire: W-76
+        self.check(prover.passed(), &paths, least, mailbox)?;
+        let narrowest = prover.passed().iter().map(|passed| passed.size).min();
+        let Some(narrowest) = narrowest.filter(|size| *size < probed) else { return Ok(wanted) };
+        let aggregators = self.options.aggregators.join("+");
+        tracing::warn!(
+            "the path to {aggregators} takes datagrams of {narrowest} bytes, and the interface \
+             {wanted}: the job sends none larger"
+        );
+        Ok(narrowest)
+    }
+
+    /// What the aggregators say that probes go to, and show.
+    fn paths(&self, mailbox: &mut Mailbox) -> Result<Vec<Path>, ConnectError> {
+        let (clock, mut of_places) = (Clock::start(), vec![None; self.routes.len()]);
+        let started = clock.now();
+        while of_places.iter().any(Option::is_none) {
+            let waited = Duration::from_nanos(clock.now().since(started).0);
+            if waited > self.options.join_timeout {
+                let (missing, elsewhere) = (Vec::new(), String::new());
+                return Err(ConnectError::Incomplete { missing, waited, elsewhere });
+            }
+            match self.hear(LOOK, mailbox)? {
+                Some((place, FromAggregator::Prove { data_ports, token, ip })) => {
+                    if let Some(of_place) = of_places.get_mut(place) {
+                        *of_place = Some((data_ports, token, ip));
+                    }
+                }
+                Some((_, other)) => return Err(out_of_turn(&other)),
+                None => {}
+            }
+        }
+        let mut paths = Vec::new();
+        for (place, (route, of_place)) in self.routes.iter().zip(of_places).enumerate() {
+            let Some((data_ports, token, ip)) = of_place else { continue };
+            paths.extend(data_ports.into_iter().map(|port| {
+                // Not a new address: the scope of one of a link stays.
+                let mut shard = route.to;
+                shard.set_port(port);
+                Path { place, shard, token, ip, refused: None }
+            }));
+        }
+        Ok(paths)
+    }
+
+    /// Checks that enough passes everywhere; asks the aggregators what has arrived if it does not.
+    fn check(
+        &self,
+        passed: &[Passed],
+        paths: &[Path],
+        least: u16,
+        mailbox: &mut Mailbox,
+    ) -> Result<(), ConnectError> {
+        let port = self.socket.local_addr().port();
+        let find = |arrived: &[u16]| {
+            let arrived = arrived.iter().copied().chain(std::iter::repeat(0));
+            let mut each = paths.iter().zip(passed).zip(arrived);
+            each.find_map(|((path, passed), arrived)| {
+                let caller = SocketAddr::new(path.ip, port);
+                let blocked = Blocked::find(path.shard, caller, *passed, least, arrived)?;
+                Some((blocked, path))
+            })
+        };
+        let Some((_, path)) = find(&[]) else { return Ok(()) };
+        let place = path.place;
+        self.controls[place].say(FromWorker::Arrived);
+        let mut arrived = vec![0; paths.len()];
+        if let Some((_, FromAggregator::Arrived { sizes })) =
+            self.hear(ARRIVED_PATIENCE, mailbox)?
+        {
+            let of_place = paths.iter().zip(&mut arrived).filter(|(path, _)| path.place == place);
+            of_place.zip(sizes).for_each(|((_, arrived), size)| *arrived = size);
+        }
+        match find(&arrived) {
+            Some((Blocked { what: Obstacle::Up, shard, .. }, Path { refused: Some(why), .. })) => {
+                Err(ConnectError::Blocked(format!(
+                    "this host does not send to the aggregator's data port {shard} (UDP): {why}; \
+                     look at its firewall and routes"
+                )))
+            }
+            Some((blocked, _)) => Err(ConnectError::Blocked(blocked.to_string())),
+            None => Ok(()),
+        }
+    }
+
+    /// Waits so long for a message of an aggregator.
+    fn hear(
+        &self,
+        within: Duration,
+        mailbox: &mut Mailbox,
+    ) -> Result<Option<(usize, FromAggregator)>, ConnectError> {
+        let heard = mailbox.hear(Some(within));
+        if mailbox.closed.is_some() {
+            return Err(ConnectError::GivenUp);
+        }
+        match heard {
+            None => Ok(None),
+            Some((_, Event::Closed(error))) => Err(error),
+            Some((place, Event::Said(message))) => match message {
+                FromAggregator::Refused { reason } => Err(ConnectError::Refused(reason)),
+                FromAggregator::WrongVersion { speaks } => {
+                    Err(ConnectError::Version { speaks, own: CONTROL_VERSION })
+                }
+                FromAggregator::Drain => Err(ConnectError::Draining),
+                message => Ok(Some((usize::from(place), message))),
+            },
+        }
+    }
+
+    /// Looks whether the attempt is given up, or an aggregator is gone.
+    fn look(&self, mailbox: &mut Mailbox) -> Result<(), ConnectError> {
+        match self.hear(Duration::ZERO, mailbox)? {
+            Some((_, other)) => Err(out_of_turn(&other)),
+            None => Ok(()),
+        }
+    }
+}
+
+fn out_of_turn(message: &FromAggregator) -> ConnectError {
+    ConnectError::Protocol(format!("it says {message:?} while a data path is proven"))
+}
+
+impl Path {
+    fn send(&mut self, socket: &UdpSocket, size: u16) {
+        let mut datagram = Vec::new();
+        Datagram { token: self.token, seen: None, size }.encode(&mut datagram);
+        self.refused = socket.send_one(self.shard, &datagram).err().map(|error| error.to_string());
+    }
+}
+
+/// What a proof hears by the data socket.
+struct Heard {
+    ring: RecvRing,
+    buffers: [BytesMut; RECV_BATCH],
+}
+
+impl Heard {
+    fn new() -> Self {
+        let buffers = [(); RECV_BATCH].map(|()| BytesMut::with_capacity(RECV_CAPACITY));
+        Self { ring: RecvRing::new(), buffers }
+    }
+
+    /// Waits so long for answers, and takes what has arrived.
+    fn wait(&mut self, socket: &UdpSocket, limit: Span, paths: &[Path], prover: &mut Prover) {
+        let limit = limit.min(Span::from_millis(100));
+        // An error is as good as readiness: the next receive finds out.
+        if udp::wait(&[socket.as_fd()], Some(limit)).unwrap_or(1) == 0 {
+            return;
+        }
+        let Self { ring, buffers } = self;
+        buffers.iter_mut().for_each(BytesMut::clear);
+        let count = socket.recv(ring, buffers).unwrap_or(0);
+        for (meta, buffer) in ring.received().iter().zip(&buffers[..count]) {
+            for datagram in buffer.chunks(meta.stride.max(1)) {
+                let Some(Datagram { token, seen: Some(seen), size }) = Datagram::decode(datagram)
+                else {
+                    continue;
+                };
+                // Sums are taken from these addresses only, so an answer from elsewhere shows
+                // nothing.
+                let is_of = |path: &Path| path.shard == meta.from && path.token == token;
+                if let Some(shard) = paths.iter().position(is_of) {
+                    prover.handle_answer(shard, size, seen);
+                }
+            }
+        }
+    }
+}
