@@ -209,7 +209,7 @@ pub enum Obstacle {
 impl Blocked {
     /// What is in the way to a shard, if anything is: of what `passed` to it and back, at least
     /// `least` bytes are needed; probes of `arrived` bytes arrived there at most. The aggregator
-    /// sees calls of this caller come from `caller`'s IP address, and data is to come from its port.
+    /// sees calls of this caller come from `caller`'s IP address; data is to come from its port.
     #[must_use]
     pub fn find(
         shard: SocketAddr,

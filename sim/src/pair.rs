@@ -371,7 +371,8 @@ fn what_never_arrives_is_sent_again_more_and_more_rarely() {
         }
         cluster.run(1);
         assert!(cluster.workers.iter().all(|worker| worker.done[0].1.is_err()));
-        // A rank, and the shard, has the 44 fragments of 8 windows in flight, and sends them 25 times.
+        // A rank, and the shard, has the 44 fragments of 8 windows in flight, and sends them 25
+        // times.
         let sent = cluster.too_large;
         assert!((44..2 * 25 * 8 * 44).contains(&sent), "{largest:?}: {sent} datagrams for nothing");
     }

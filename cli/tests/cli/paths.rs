@@ -114,7 +114,8 @@ fn a_path_that_is_narrow_in_the_middle_is_used_as_it_is() {
         let port = serving.port().parse::<u16>().unwrap() + 1;
         let data_port = format!("{AGGREGATOR}:{port} (UDP)");
         let told = format!(
-            "datagrams of 1472 bytes do not arrive at the aggregator's data port {data_port}, and those of 1372 bytes do"
+            "datagrams of 1472 bytes do not arrive at the aggregator's data port {data_port}, and \
+             those of 1372 bytes do"
         );
         assert!(why.starts_with(&told), "{why}");
         chain.bench(&serving, &["--mtu", "1400"]).ok();

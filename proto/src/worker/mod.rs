@@ -12,6 +12,7 @@ mod config;
 mod op;
 mod receive;
 mod resume;
+mod sent;
 mod stream;
 mod sum;
 mod transmit;

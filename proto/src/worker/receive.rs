@@ -2,7 +2,8 @@
 
 use alloc::vec::Vec;
 
-use super::stream::{Arrival, Probe, Stalled, Stream};
+use super::sent::{Probe, Stalled};
+use super::stream::{Arrival, Stream};
 use super::{Path, Worker};
 use crate::control::Loss;
 use crate::descriptor::Descriptor;

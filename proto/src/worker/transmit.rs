@@ -1,6 +1,6 @@
 //! What a worker has to say, and to which shard.
 
-use super::stream::{Probe, Sent, Stalled};
+use super::sent::{Probe, Sent, Stalled};
 use super::{Config, Worker, find};
 use crate::geometry::Fragmentation;
 use crate::ids::{OpId, Rank, WindowId};

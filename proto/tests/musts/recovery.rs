@@ -508,3 +508,23 @@ fn a_probe_that_may_be_lost_makes_less_patient_than_one_that_is_answered() {
     rank.take(&datagram(header(Kind::Wait, Rank::AGGREGATOR), &body[..len]));
     assert_eq!(rank.patience(), Span(2 * second.0));
 }
+
+#[test]
+fn what_is_lost_whole_again_and_again_is_waited_for_longer_and_longer() {
+    // wire: W-77
+    let mut rank = Machine::new(*worker(0).config(), 1);
+    rank.says();
+    let mut lose = |lacks: u64| {
+        rank.take(&ask(Rank::AGGREGATOR, window(0, 0), &[entry(0, lacks)]));
+        assert_eq!(rank.says().0, [(0, 0)], "it is sent again all the same");
+        let before = rank.1;
+        rank.probes();
+        rank.1.since(before)
+    };
+    let all = (1 << fragments()) - 1;
+    let pauses: Vec<Span> = (0..12).map(|_| lose(all)).collect();
+    assert!(pauses[..3].iter().all(|pause| *pause < Span::from_millis(32)), "{pauses:?}");
+    assert!(pauses[3..].is_sorted() && pauses[11] >= Span::from_millis(1_000), "{pauses:?}");
+    // Some of it has arrived, so that the path takes what is large.
+    assert!(lose(all >> 1) < Span::from_millis(32));
+}
