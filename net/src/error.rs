@@ -172,10 +172,21 @@ pub enum NetError {
         /// What is wrong with our certificate.
         why: &'static str,
     },
+    /// The other side wants an identity, and we have none.
+    #[error(
+        "{addr} serves only who shows an identity, and this process has none; give it one that the \
+         authority of that aggregator has issued, with --identity FILE (identity=) and without \
+         --insecure"
+    )]
+    NoIdentity {
+        /// Who was called.
+        addr: SocketAddr,
+    },
     /// We do not accept the certificate of the other side.
     #[error(
         "the certificate of {addr} is not accepted: it {why}; both sides need identities of one \
-         authority, and the one that is called that of an aggregator"
+         authority, and the one that is called that of an aggregator; one that was started with \
+         --insecure shows none"
     )]
     Unbelievable {
         /// Who was called.

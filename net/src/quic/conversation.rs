@@ -13,7 +13,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::oneshot;
 
 use super::endpoint::{Connection, connect_from};
-use super::{Credentials, duration, frames, lifeline, not_connected};
+use super::{Credentials, duration, frames, lifeline};
 use crate::NetError;
 
 /// Who calls an aggregator.
@@ -98,13 +98,10 @@ impl Line {
 /// How a conversation has ended, of which `why` is the sign.
 fn ended(connection: &Connection, to: SocketAddr, why: &dyn fmt::Display) -> Ended {
     // An aggregator looks at this side's certificate last, when the connection seems made.
-    match connection.quic().close_reason() {
-        Some(ConnectionError::TimedOut) => Ended::Silent,
-        Some(cause) => match not_connected(to, cause) {
-            error @ NetError::NotBelieved { .. } => error.into(),
-            _ => Ended::of(why),
-        },
-        None => Ended::of(why),
+    match connection.why_ended(to) {
+        Some(NetError::Connect { cause: ConnectionError::TimedOut, .. }) => Ended::Silent,
+        Some(error @ (NetError::NotBelieved { .. } | NetError::NoIdentity { .. })) => error.into(),
+        _ => Ended::of(why),
     }
 }
 

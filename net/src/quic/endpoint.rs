@@ -29,6 +29,7 @@ use crate::NetError;
 pub struct Connection {
     endpoint: Endpoint,
     quic: quinn::Connection,
+    credentials: Credentials,
 }
 
 impl Connection {
@@ -36,6 +37,12 @@ impl Connection {
     #[must_use]
     pub const fn quic(&self) -> &quinn::Connection {
         &self.quic
+    }
+
+    /// Why the connection to `addr` has ended, if it has.
+    pub(super) fn why_ended(&self, addr: SocketAddr) -> Option<NetError> {
+        let cause = self.quic.close_reason()?;
+        Some(self.credentials.explain(not_connected(addr, cause)))
     }
 
     /// Ends the connection, and waits until the other side has been told, or a moment.
@@ -112,7 +119,7 @@ pub(super) async fn connect_from(
     match twice(call, duration(patience)).await {
         Ok(quic) => {
             tasks.leave();
-            Ok(Connection { endpoint, quic })
+            Ok(Connection { endpoint, quic, credentials: credentials.clone() })
         }
         Err(NotAnswered::NotCalled(error)) => Err(error),
         Err(NotAnswered::Ended(ConnectionError::TimedOut)) => {
@@ -121,7 +128,7 @@ pub(super) async fn connect_from(
         Err(NotAnswered::Ended(cause)) if is_other_protocol(&cause) => {
             Err(NetError::WrongProtocol { addr: to })
         }
-        Err(NotAnswered::Ended(cause)) => Err(not_connected(to, cause)),
+        Err(NotAnswered::Ended(cause)) => Err(credentials.explain(not_connected(to, cause))),
     }
 }
 

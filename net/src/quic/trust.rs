@@ -42,6 +42,17 @@ enum Trust {
 }
 
 impl Credentials {
+    /// Why a connection could not be had, for who calls with these: one without an identity is not
+    /// told what is wrong with the certificate that it has made up.
+    pub(super) fn explain(&self, error: NetError) -> NetError {
+        match error {
+            NetError::NotBelieved { addr, .. } if self.trust != Trust::Authorities => {
+                NetError::NoIdentity { addr }
+            }
+            error => error,
+        }
+    }
+
     /// Those of an identity file; without one, those of somebody whom nobody vouches for and who
     /// believes everyone on loopback, or with `insecure` everyone.
     ///
