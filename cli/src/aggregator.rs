@@ -14,8 +14,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::args::{self, Fanout};
 use crate::exit::{Failure, tell};
-use crate::status;
-use crate::stderr;
+use crate::{environment, status, stderr};
 
 /// Flags override the configuration file, which overrides the defaults.
 #[derive(Debug, Clone, clap::Args)]
@@ -40,6 +39,9 @@ pub(crate) struct Args {
     /// Most jobs at a time [default: 8].
     #[arg(long, value_name = "N")]
     max_jobs: Option<u16>,
+    /// Most ranks that all jobs have together [default: 4096].
+    #[arg(long, value_name = "N")]
+    max_ranks: Option<u32>,
     /// Seconds that a job may wait for its last rank [default: 600].
     #[arg(long, value_name = "S")]
     join_timeout_s: Option<u32>,
@@ -47,8 +49,8 @@ pub(crate) struct Args {
     #[arg(long, value_enum)]
     fanout: Option<Fanout>,
     /// The identity file to serve with, as `racksum identity issue` writes it; only identities of
-    /// its authority are served then.
-    #[arg(long, value_name = "FILE", env = "RACKSUM_IDENTITY", conflicts_with = "insecure")]
+    /// its authority are served then [env: RACKSUM_IDENTITY].
+    #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
     identity: Option<PathBuf>,
     /// Serve beyond loopback without identities.
     #[arg(long)]
@@ -76,8 +78,16 @@ impl Args {
                 let text = read(path).map_err(|error| {
                     Failure::usage(format!("cannot read {}: {error}", path.display()))
                 })?;
-                Config::from_toml(&text)
-                    .map_err(|error| Failure::usage(format!("{}: {error}", path.display())))?
+                let config = Config::from_toml(&text)
+                    .map_err(|error| Failure::usage(format!("{}: {error}", path.display())))?;
+                // What a file names lies beside it, wherever this process was started.
+                let folder = path.parent().unwrap_or(Path::new(""));
+                let beside = |named: Option<PathBuf>| named.map(|named| folder.join(named));
+                Config {
+                    identity: beside(config.identity),
+                    status_socket: beside(config.status_socket),
+                    ..config
+                }
             }
         };
         config.bind = self.bind.unwrap_or(config.bind);
@@ -86,10 +96,12 @@ impl Args {
         config.pool_slots = self.pool_slots.unwrap_or(config.pool_slots);
         config.pool_mib = self.pool_mib.unwrap_or(config.pool_mib);
         config.max_jobs = self.max_jobs.unwrap_or(config.max_jobs);
+        config.max_ranks = self.max_ranks.unwrap_or(config.max_ranks);
         config.join_timeout_s = self.join_timeout_s.unwrap_or(config.join_timeout_s);
         config.fanout = self.fanout.map_or(config.fanout, Into::into);
-        config.identity = self.identity.clone().or(config.identity);
         config.insecure |= self.insecure;
+        let identity = self.identity.clone().or(config.identity);
+        config.identity = environment::identity(identity, config.insecure)?;
         config.status_socket = self.status_socket.clone().or(config.status_socket);
         config.parent = self.parent.clone().or(config.parent);
         config.data_auth = self.data_auth.or(config.data_auth);
@@ -306,6 +318,67 @@ mod tests {
         assert_eq!(stop, Stop::Failed("a shard failed".into()));
     }
 
+    /// The keys of a table of the configuration, as it says them of one that it does not have.
+    fn keys_of(table: &str) -> Vec<String> {
+        let why = Config::from_toml(&format!("{table}no_such_key = 1")).unwrap_err().to_string();
+        let (_, keys) = why.split_once("expected one of ").unwrap();
+        keys.split(", ").map(|key| key.trim_matches('`').to_owned()).collect()
+    }
+
+    /// The rows of docs/configuration.md on what a file may say outside of rules.
+    fn rows() -> String {
+        use clap::Args as _;
+        let command = Args::augment_args(clap::Command::new("aggregator"));
+        let row = |key: String| {
+            let argument = command.get_arguments().find(|argument| *argument.get_id() == *key);
+            let help = argument.unwrap_or_else(|| panic!("{key} has no flag")).get_help().unwrap();
+            let (text, default) = match help.to_string().split_once(" [default: ") {
+                Some((text, default)) => {
+                    (text.to_owned(), default.trim_end_matches(']').to_owned())
+                }
+                None => (help.to_string(), "none".to_owned()),
+            };
+            let text = text.split(" [env: ").next().unwrap().to_owned();
+            let flag = key.replace('_', "-");
+            format!("| `{key}` | `--{flag}` | {default} | {text} |\n")
+        };
+        keys_of("").into_iter().filter(|key| key != "admit").map(row).collect()
+    }
+
+    #[test]
+    fn the_document_of_the_configuration_lists_every_key() {
+        let document = include_str!("../../docs/configuration.md");
+        let rows = rows();
+        assert!(document.contains(&rows), "docs/configuration.md lacks these rows:\n{rows}");
+        let (_, rules) = document.split_once("## `[[admit]]`").unwrap();
+        let told = rules.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
+        assert_eq!(told.collect::<Vec<_>>(), keys_of("[[admit]]\n"));
+    }
+
+    #[test]
+    fn what_a_file_names_lies_beside_it() {
+        let folder = std::env::temp_dir().join(format!("racksum-beside-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let file = folder.join("racksum.toml");
+        let config = |text: &str| {
+            std::fs::write(&file, text).unwrap();
+            let parsed =
+                <Cli as clap::Parser>::parse_from(["test", "--config", file.to_str().unwrap()]);
+            parsed.args.config().unwrap()
+        };
+        let beside = config("identity = \"agg.pem\"\nstatus_socket = \"run/status\"");
+        assert_eq!(beside.identity, Some(folder.join("agg.pem")));
+        assert_eq!(beside.status_socket, Some(folder.join("run/status")));
+        assert_eq!(config("identity = \"/agg.pem\"").identity, Some("/agg.pem".into()));
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[derive(clap::Parser)]
+    struct Cli {
+        #[command(flatten)]
+        args: Args,
+    }
+
     #[test]
     fn the_help_names_the_defaults() {
         use clap::Args as _;
@@ -319,6 +392,7 @@ mod tests {
             ("pool_slots", of.pool_slots.to_string()),
             ("pool_mib", of.pool_mib.to_string()),
             ("max_jobs", of.max_jobs.to_string()),
+            ("max_ranks", of.max_ranks.to_string()),
             ("join_timeout_s", of.join_timeout_s.to_string()),
             ("fanout", fanout),
         ] {

@@ -7,10 +7,12 @@ mod aggregator;
 mod args;
 mod bench;
 mod crew;
+mod environment;
 mod exit;
 mod identity;
 mod member;
 mod memory;
+mod progress;
 mod reduce;
 mod sim;
 mod standby;
@@ -28,9 +30,10 @@ use exit::{Exit, Failure};
 struct Cli {
     #[command(subcommand)]
     command: Command,
-    /// What to log, as in RUST_LOG: error, warn, info, debug, or module=level.
-    #[arg(long, global = true, default_value = "warn", env = "RACKSUM_LOG")]
-    log: String,
+    /// What to log, as in RUST_LOG: error, warn, info, debug, or module=level [default: warn]
+    /// [env: RACKSUM_LOG].
+    #[arg(long, global = true)]
+    log: Option<String>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -61,7 +64,12 @@ fn main() -> Exit {
             return code;
         }
     };
-    let filter = tracing_subscriber::EnvFilter::try_new(&cli.log);
+    let (name, log) = match (cli.log, environment::variable(environment::LOG)) {
+        (Some(log), _) => ("--log", log),
+        (None, Some(log)) => (environment::LOG, log),
+        (None, None) => ("--log", "warn".to_owned()),
+    };
+    let filter = tracing_subscriber::EnvFilter::try_new(&log);
     let started = match filter {
         Ok(filter) => {
             tracing_subscriber::fmt()
@@ -71,7 +79,7 @@ fn main() -> Exit {
                 .init();
             Ok(())
         }
-        Err(error) => Err(Failure::usage(format!("--log {:?}: {error}", cli.log))),
+        Err(error) => Err(Failure::usage(format!("{name} {log:?}: {error}"))),
     };
     let done = started.and_then(|()| match cli.command {
         Command::Aggregator(args) => aggregator::run(&args),

@@ -7,49 +7,51 @@ use racksum_proto::auth::DataAuth;
 use racksum_proto::ids::Generation;
 use racksum_worker::{ConnectOptions, Faults, aggregator_sets};
 
-use crate::args;
+use crate::exit::Failure;
+use crate::{args, environment};
 
 /// The flags of a rank of a distributed run.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct MemberArgs {
-    /// Be one rank of a run at this aggregator, HOST:PORT. A+B spreads the job over both; A,B goes
-    /// on at B when A is gone or about to stop, and then at A again.
+    /// Be one rank of a run at this aggregator, HOST:PORT, with --rank and --world. A+B spreads the
+    /// job over both; A,B goes on at B when A is gone or about to stop, and then at A again
+    /// [env, with --rank and --world: RACKSUM_AGGREGATOR].
     #[arg(
         long,
         value_name = "HOST:PORT",
-        env = "RACKSUM_AGGREGATOR",
         value_parser = aggregators,
         requires_all = ["rank", "world"]
     )]
-    pub(crate) aggregator: Option<Aggregators>,
+    aggregator: Option<Aggregators>,
     /// The job's name in a distributed run [default: the subcommand's].
-    #[arg(long, requires = "aggregator")]
+    #[arg(long, requires = "rank")]
     job: Option<String>,
     /// Which life of the job it is: a restart has the next number.
-    #[arg(long, requires = "aggregator", default_value_t = 0)]
+    #[arg(long, requires = "rank", default_value_t = 0)]
     generation: u32,
     /// This rank, from 0.
-    #[arg(long, requires = "aggregator")]
+    #[arg(long, requires = "world")]
     rank: Option<u16>,
     /// How many ranks there are.
-    #[arg(long, requires = "aggregator", value_parser = args::world())]
+    #[arg(long, requires = "rank", value_parser = args::world())]
     pub(crate) world: Option<u16>,
-    /// The identity file to connect with, as `racksum identity issue` writes it.
-    #[arg(long, value_name = "FILE", env = "RACKSUM_IDENTITY", conflicts_with = "insecure")]
+    /// The identity file to connect with, as `racksum identity issue` writes it [env:
+    /// RACKSUM_IDENTITY].
+    #[arg(long, value_name = "FILE", requires = "rank", conflicts_with = "insecure")]
     identity: Option<PathBuf>,
     /// Connect beyond loopback without identities.
-    #[arg(long, requires = "aggregator")]
+    #[arg(long, requires = "rank")]
     insecure: bool,
     /// Wait while the aggregator has no room for the job, rather than be refused; at most as long
     /// as joining may take.
-    #[arg(long, requires = "aggregator")]
+    #[arg(long, requires = "rank")]
     wait: bool,
     /// Seconds that joining may take: until an aggregator answers, has room, and all ranks are
     /// there.
     #[arg(
         long,
         value_name = "S",
-        requires = "aggregator",
+        requires = "rank",
         default_value_t = 60,
         value_parser = clap::value_parser!(u64).range(1..)
     )]
@@ -85,22 +87,41 @@ pub(crate) struct Member {
 }
 
 impl MemberArgs {
+    /// Whether this process is one rank of a distributed run: the command line says so.
+    pub(crate) const fn is_rank(&self) -> bool {
+        self.rank.is_some()
+    }
+
     /// Who this process is in a distributed run, of a job that is called `job` if nobody says
     /// otherwise; `None` for all ranks of a run on this host.
-    pub(crate) fn member(&self, job: &str) -> Option<Member> {
-        let aggregator = self.aggregator.as_ref()?;
-        Some(Member {
-            rank: self.rank?,
-            world: self.world?,
-            aggregators: aggregator.0.clone(),
+    ///
+    /// # Errors
+    /// A sentence, if it is not known where the run is, or a variable says what cannot be.
+    pub(crate) fn member(&self, job: &str) -> Result<Option<Member>, Failure> {
+        let Some((rank, world)) = self.rank.zip(self.world) else { return Ok(None) };
+        let named = match &self.aggregator {
+            Some(named) => Some(named.clone()),
+            None => environment::read(environment::AGGREGATOR, aggregators)?,
+        };
+        let Some(Aggregators(aggregators)) = named else {
+            return Err(Failure::usage(
+                "--rank and --world are of one rank of a run of many; give its aggregator as well, \
+                 with --aggregator HOST:PORT or RACKSUM_AGGREGATOR, or leave them out to run all \
+                 ranks on this host",
+            ));
+        };
+        Ok(Some(Member {
+            rank,
+            world,
+            aggregators,
             job: self.job.clone().unwrap_or_else(|| job.to_owned()),
             generation: Generation(self.generation),
-            identity: self.identity.clone(),
+            identity: environment::identity(self.identity.clone(), self.insecure)?,
             insecure: self.insecure,
             data_auth: self.data_auth,
             wait: self.wait,
             join_timeout: Duration::from_secs(self.join_timeout),
-        })
+        }))
     }
 }
 

@@ -17,7 +17,7 @@ use crate::stderr;
 pub(crate) struct StandbyArgs {
     /// Be an aggregator as well, at this address, for when those before it in --aggregator are
     /// gone; it is named there too.
-    #[arg(long, value_name = "IP:PORT", requires = "aggregator")]
+    #[arg(long, value_name = "IP:PORT", requires = "rank")]
     standby: Option<SocketAddr>,
     /// The identity file of this aggregator, as `racksum identity issue --role aggregator` writes
     /// it.

@@ -12,9 +12,9 @@ use racksum_worker::sidecar::{Limits, Sidecar};
 use racksum_worker::{ConnectOptions, aggregator_sets, check_sidecar};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-use crate::args;
 use crate::exit::{Failure, tell};
 use crate::stderr;
+use crate::{args, environment};
 
 /// The flags of a sidecar.
 #[derive(Debug, clap::Args)]
@@ -39,12 +39,13 @@ pub(crate) struct Args {
     #[arg(long, value_name = "SIZE", value_parser = args::size)]
     memory: Option<u64>,
     /// The aggregator where jobs meet that have ranks on other hosts, HOST:PORT; A,B goes on at B
-    /// when A is gone.
-    #[arg(long, value_name = "HOSTS", env = "RACKSUM_AGGREGATOR")]
+    /// when A is gone. Only the command line says so: RACKSUM_AGGREGATOR is of the ranks, which may
+    /// call this sidecar by it.
+    #[arg(long, value_name = "HOSTS")]
     aggregator: Option<String>,
     /// The identity file to connect with, of an aggregator's role, since it speaks for several
-    /// ranks: `racksum identity issue --role aggregator` writes it.
-    #[arg(long, value_name = "FILE", env = "RACKSUM_IDENTITY", conflicts_with = "insecure")]
+    /// ranks: `racksum identity issue --role aggregator` writes it [env: RACKSUM_IDENTITY].
+    #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
     identity: Option<PathBuf>,
     /// Connect beyond loopback without identities.
     #[arg(long)]
@@ -76,7 +77,7 @@ impl Args {
         let options = ConnectOptions {
             aggregators: sets.next().unwrap_or_default(),
             standbys: sets.collect(),
-            identity: self.identity.clone(),
+            identity: environment::identity(self.identity.clone(), self.insecure)?,
             insecure: self.insecure,
             data_auth: self.data_auth,
             interface: self.interface.clone(),

@@ -6,6 +6,7 @@ mod rank;
 mod report;
 
 use std::io::BufRead;
+use std::sync::Arc;
 
 use clap::ValueEnum;
 use data::{Overlap, Pattern};
@@ -23,6 +24,7 @@ use crate::args::{self, Fanout, Format};
 use crate::crew::end_with_parent;
 use crate::exit::{Failure, say};
 use crate::member::{Member, MemberArgs};
+use crate::progress::{Line, Work};
 
 /// What an op is given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -137,13 +139,13 @@ pub(crate) struct Args {
     raw: bool,
     /// Take cases and iterations from standard input, one a line, as the peers of
     /// `cargo xtask bench peers` do.
-    #[arg(long, hide = true, requires = "aggregator")]
+    #[arg(long, hide = true, requires = "rank")]
     interactive: bool,
 }
 
 /// What `--help` opens with.
 const HELP: &str = "\
-Without --aggregator, an aggregator and the workers run on this host, each worker a process. Without
+Without --rank, an aggregator and the workers run on this host, each worker a process. Without
 any flag, a dense and a 1 % sweep are measured and checked in less than a minute.
 
 The columns are those of nccl-tests: time and p99 are quantiles over the iterations, each as long as
@@ -191,7 +193,7 @@ impl Args {
             ));
         }
         // The parent's flags are handed on to its ranks as they are.
-        if self.member.aggregator.is_none() || self.raw {
+        if !self.member.is_rank() || self.raw {
             return Ok(());
         }
         let local = [
@@ -201,7 +203,7 @@ impl Args {
         ];
         let given = local.iter().find(|(_, given)| *given);
         given.map_or(Ok(()), |(flag, _)| {
-            usage(format!("{flag} is of a run on this host, and cannot be used with --aggregator"))
+            usage(format!("{flag} is of a run on this host, and cannot be used with --rank"))
         })
     }
 
@@ -209,8 +211,7 @@ impl Args {
     /// system, without a word.
     fn check_memory(&self, most: u64) -> Result<(), Failure> {
         let Some(host_mib) = host_mib() else { return Ok(()) };
-        let here =
-            if self.member.aggregator.is_some() { 1 } else { self.workers.unwrap_or(WORKERS) };
+        let here = if self.member.is_rank() { 1 } else { self.workers.unwrap_or(WORKERS) };
         // Each op has a tensor, and all of a rank a copy to begin afresh from.
         let tensors = u64::from(here) * (1 + u64::from(self.ops_in_flight.max(1)));
         let need_mib = (most >> 20).saturating_mul(tensors);
@@ -252,6 +253,15 @@ impl Args {
         self.density.map_or_else(|| vec![1.0, 0.01], |density| vec![density])
     }
 
+    /// All that is to be measured, and a line that says how far it is.
+    fn progress(&self) -> (Arc<Work>, Line) {
+        let each: u64 = self.sizes().map(effort).sum();
+        let work = Work::new(each * self.densities().len() as u64);
+        let shown = Arc::clone(&work);
+        let line = Line::start(move |passed| format!("measuring: {}", shown.text(passed)));
+        (work, line)
+    }
+
     /// The greatest size to measure; none if there is none.
     fn most(&self) -> Option<u64> {
         let Some(step) = self.step_bytes else { return self.sizes().last() };
@@ -272,7 +282,7 @@ impl Args {
 /// Runs the benchmark: as its parent, or as one rank.
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     args.check()?;
-    let Some(member) = args.member.member("bench") else { return parent::run(args) };
+    let Some(member) = args.member.member("bench")? else { return parent::run(args) };
     let Member { rank, world, .. } = member;
     if args.raw {
         end_with_parent();
@@ -281,24 +291,37 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     if args.interactive {
         return interact(args, &mut runner);
     }
+    // The parent of ranks on this host says how far they are.
+    let progress = (!args.raw).then(|| args.progress());
+    let print_alone = |print: &dyn Fn() -> Result<(), Failure>| match &progress {
+        Some((_, line)) => line.print(print),
+        None => print(),
+    };
     let mut wrong = 0;
     for density in args.densities() {
         let pattern = args.pattern(world, density);
         runner.set_pattern(pattern);
         if args.format == Format::Text && !args.raw {
-            say(&Row::head(&pattern, Some(rank)))?;
+            print_alone(&|| say(&Row::head(&pattern, Some(rank))))?;
         }
         for bytes in args.sizes() {
             let measured = runner.measure(bytes, args)?;
             wrong += measured.wrong.unwrap_or(0);
+            progress.iter().for_each(|(work, _)| work.advance(effort(bytes)));
             if args.raw {
                 say(&serde_json::to_string(&measured).unwrap_or_default())?;
             } else if let Some(row) = Row::new(args, &pattern, Some(rank), &[measured]) {
-                print(args.format, &row)?;
+                print_alone(&|| print(args.format, &row))?;
             }
         }
     }
+    drop(progress);
     verdict(wrong)
+}
+
+/// About how long an op of so many bytes takes, in bytes: small ones take as long as 64 KiB.
+const fn effort(bytes: u64) -> u64 {
+    bytes.saturating_add(64 << 10)
 }
 
 fn print(format: Format, row: &Row) -> Result<(), Failure> {

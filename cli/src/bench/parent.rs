@@ -1,13 +1,12 @@
 //! The benchmark on one host: an aggregator in this process, a process for each rank.
 
 use std::collections::VecDeque;
-use std::io::IsTerminal;
 
 use racksum_aggregator::{Aggregator, Config};
 
 use super::rank::Measured;
 use super::report::Row;
-use super::{Args, WORKERS, print, verdict};
+use super::{Args, WORKERS, effort, print, verdict};
 use crate::args::{Fanout, Format};
 use crate::crew::Crew;
 use crate::exit::{Failure, say};
@@ -31,27 +30,23 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     }
     let world = args.workers.unwrap_or(WORKERS);
     let mut workers = Workers::start(world, &aggregator)?;
-    let progress = args.format == Format::Text && std::io::stderr().is_terminal();
+    let (work, line) = args.progress();
     let mut wrong = 0;
     for density in args.densities() {
         let pattern = args.pattern(world, density);
         if args.format == Format::Text {
-            say(&Row::head(&pattern, None))?;
+            line.print(|| say(&Row::head(&pattern, None)))?;
         }
         for bytes in args.sizes() {
-            if progress {
-                stderr::draw(format_args!("\rmeasuring {bytes} bytes …\x1b[K\r"));
-            }
             let measured = workers.measured()?;
+            work.advance(effort(bytes));
             if let Some(row) = Row::new(args, &pattern, None, &measured) {
                 wrong += row.wrong();
-                if progress {
-                    stderr::draw("\x1b[K");
-                }
-                print(args.format, &row)?;
+                line.print(|| print(args.format, &row))?;
             }
         }
     }
+    drop(line);
     for rank in 0..usize::from(world) {
         let status = workers.crew.end(rank)?;
         if !status.success() && wrong == 0 {

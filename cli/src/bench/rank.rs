@@ -11,6 +11,7 @@ use super::{Args, Input};
 use crate::exit::Failure;
 use crate::member::Member;
 use crate::memory;
+use crate::progress;
 
 /// What a rank measured of one size.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
@@ -47,7 +48,7 @@ impl Runner {
             mtu: args.mtu,
             ..member.options(args.timeout, faults)
         };
-        let client = Client::connect(&options)?;
+        let client = progress::connect(&options)?;
         let pattern = args.pattern(member.world, args.density.unwrap_or(1.0));
         Ok(Self { client, clock: Clock::start(), pattern, rank: member.rank })
     }

@@ -20,11 +20,12 @@ use crate::crew::end_with_parent;
 use crate::exit::{Failure, say};
 use crate::member::{Member, MemberArgs};
 use crate::standby::StandbyArgs;
+use crate::stderr;
 
 #[derive(Debug, Clone, clap::Args)]
 #[command(before_long_help = HELP, after_long_help = args::EXIT_CODES)]
 pub(crate) struct Args {
-    /// Gradients, one file a rank, rank 0 first; with --aggregator this rank's alone.
+    /// Gradients, one file a rank, rank 0 first; with --rank this rank's alone.
     #[arg(required = true, value_name = "RANK.safetensors")]
     files: Vec<PathBuf>,
     /// Where the result goes; a file that is there is replaced, be it an input. Without it only the
@@ -47,11 +48,11 @@ pub(crate) struct Args {
         long,
         default_value_t = 1,
         value_parser = args::shards(),
-        conflicts_with = "aggregator"
+        conflicts_with = "rank"
     )]
     shards: u8,
     /// How results reach the ranks on this host.
-    #[arg(long, value_enum, default_value_t = Fanout::Auto, conflicts_with = "aggregator")]
+    #[arg(long, value_enum, default_value_t = Fanout::Auto, conflicts_with = "rank")]
     fanout: Fanout,
     /// Share of datagrams that each rank loses on purpose, each way.
     #[arg(long, value_parser = args::share, default_value = "0")]
@@ -71,13 +72,13 @@ pub(crate) struct Args {
     #[command(flatten)]
     standby: StandbyArgs,
     /// When a rank is lost: abort, or continue with what the others have, and say so.
-    #[arg(long, value_name = "POLICY", default_value = "abort", requires = "aggregator")]
+    #[arg(long, value_name = "POLICY", default_value = "abort", requires = "rank")]
     on_rank_loss: OnRankLoss,
     /// How to print.
     #[arg(long, value_enum, default_value_t = Format::Text)]
     format: Format,
     /// Say what became of it on standard output, for the parent to merge.
-    #[arg(long, hide = true, requires = "aggregator", conflicts_with = "out")]
+    #[arg(long, hide = true, requires = "rank", conflicts_with = "out")]
     raw: bool,
     /// Write the result into this file of the parent's.
     #[arg(long, hide = true, requires = "raw")]
@@ -86,7 +87,7 @@ pub(crate) struct Args {
 
 /// What `--help` opens with.
 const HELP: &str = "\
-Without --aggregator, an aggregator and one worker process for each file run on this host. All files
+Without --rank, an aggregator and one worker process for each file run on this host. All files
 hold the same tensors: of one name, one dtype and one shape. The result holds them too, reduced over
 the files; a file's __metadata__ is left out.
 
@@ -112,7 +113,11 @@ impl Args {
     fn descriptor(&self, tensor: &Tensor) -> Result<Descriptor, Failure> {
         let descriptor = Descriptor {
             tag: tensor.tag(),
-            wire: self.wire.unwrap_or_else(|| tensor.dtype.native_wire()),
+            // A file may hold counters and flags besides gradients.
+            wire: self
+                .wire
+                .filter(|_| !self.travels_as_is(tensor))
+                .unwrap_or(tensor.dtype.native_wire()),
             reduction: self.op,
             ..Descriptor::sum(tensor.elements, tensor.dtype)
         };
@@ -120,6 +125,38 @@ impl Args {
             .with_block(self.block)
             .and_then(|descriptor| descriptor.validate().map(|()| descriptor));
         checked.map_err(|error| Failure::usage(format!("tensor {:?}: {error}", tensor.name)))
+    }
+
+    /// Whether a tensor travels as it is although another wire type is asked for, which cannot
+    /// carry it.
+    fn travels_as_is(&self, tensor: &Tensor) -> bool {
+        self.wire.is_some_and(|wire| !wire.carries(tensor.dtype))
+    }
+
+    /// Says which tensors travel as they are, in one line.
+    ///
+    /// # Errors
+    /// A sentence, if the wire type that is asked for can carry none of the tensors.
+    fn tell_unnarrowed(&self, file: &GradientFile) -> Result<(), Failure> {
+        let Some(wire) = self.wire else { return Ok(()) };
+        let as_is: Vec<&Tensor> =
+            file.tensors.iter().filter(|tensor| self.travels_as_is(tensor)).collect();
+        let Some(first) = as_is.first() else { return Ok(()) };
+        let (wire, name, dtype) = (wire.name(), &first.name, first.dtype.name());
+        if as_is.len() == file.tensors.len() {
+            return Err(Failure::usage(format!(
+                "tensor {name:?}: wire type {wire} cannot carry a tensor of {dtype}, nor any other \
+                 of the file; leave --wire out"
+            )));
+        }
+        let which = match as_is.len() - 1 {
+            0 => "travels as it is".to_owned(),
+            others => format!("and {others} more travel as they are"),
+        };
+        stderr::warn(format_args!(
+            "--wire {wire} cannot carry a tensor of {dtype}: tensor {name:?} {which}"
+        ));
+        Ok(())
     }
 
     /// How each tensor of a file is reduced.
@@ -130,10 +167,10 @@ impl Args {
 
 /// Reduces: as the parent of all ranks, or as one rank.
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
-    let Some(member) = args.member.member("reduce") else { return parent::run(args) };
+    let Some(member) = args.member.member("reduce")? else { return parent::run(args) };
     let [path] = &args.files[..] else {
         return Err(Failure::usage(format!(
-            "with --aggregator give this rank's file alone, not {}",
+            "with --rank give this rank's file alone, not {}",
             args.files.len()
         )));
     };

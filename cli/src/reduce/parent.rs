@@ -26,6 +26,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     for other in others {
         first.check_same(other)?;
     }
+    args.tell_unnarrowed(first)?;
     args.descriptors(first)?;
     let out = args.out.as_deref().map(OutFile::create).transpose()?;
     if let Some(out) = &out {

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::Path;
+use std::sync::Arc;
 
 use racksum_net::clock::Clock;
 use racksum_proto::descriptor::Descriptor;
@@ -20,6 +21,7 @@ use super::survey::{Held, Survey};
 use crate::exit::Failure;
 use crate::member::Member;
 use crate::memory;
+use crate::progress::{self, Line, Work};
 
 /// What a rank has to say once all its tensors are reduced.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -51,6 +53,7 @@ pub(super) enum Said {
 /// Runs one rank of a distributed reduction.
 pub(super) fn run(args: &Args, member: &Member, path: &Path) -> Result<(), Failure> {
     let file = GradientFile::open(path)?;
+    args.tell_unnarrowed(&file)?;
     let mut out = args.out.as_deref().map(OutFile::create).transpose()?;
     if let Some(out) = &out {
         out.remove_at_signal()?;
@@ -91,7 +94,7 @@ fn reduce(
     out: Option<&mut File>,
 ) -> Result<Report, Failure> {
     let descriptors = args.descriptors(file)?;
-    let client = Client::connect(&args.connect_options(member))?;
+    let client = progress::connect(&args.connect_options(member))?;
     let held = agree(&client, member, file, &descriptors)?;
     let (clock, before) = (Clock::start(), client.stats());
     let start = clock.now();
@@ -105,8 +108,15 @@ fn reduce(
         digest: Digest::new(),
         absent: Vec::new(),
         out,
+        work: Work::new(file.tensors.iter().map(|tensor| tensor.len as u64).sum()),
     };
+    // On this host all ranks share a terminal.
+    let speaks = !args.raw || member.rank == 0;
+    let work = Arc::clone(&pipeline.work);
+    let line =
+        speaks.then(|| Line::start(move |passed| format!("reducing: {}", work.text(passed))));
     pipeline.run(&descriptors)?;
+    drop(line);
     let (digest, absent) = (pipeline.digest.value(), pipeline.absent);
     if let Some(out) = pipeline.out {
         out.finish()?;
@@ -208,6 +218,8 @@ struct Pipeline<'a> {
     digest: Digest,
     absent: Vec<Vec<u16>>,
     out: Option<Writer<'a>>,
+    /// Bytes of tensors.
+    work: Arc<Work>,
 }
 
 impl Pipeline<'_> {
@@ -242,6 +254,7 @@ impl Pipeline<'_> {
             self.client.wait(handle).map_err(|error| of_tensor(tensor, error))?;
         self.absent.push(absent.into_iter().map(|rank| rank.0).collect());
         self.bytes -= tensor.len;
+        self.work.advance(tensor.len as u64);
         self.digest.add(&sum);
         if let Some(out) = &mut self.out {
             out.add(&sum)?;

@@ -23,6 +23,8 @@ mod chaos;
 #[cfg(test)]
 mod deaths;
 #[cfg(test)]
+mod environment;
+#[cfg(test)]
 mod failover;
 #[cfg(test)]
 mod host;
@@ -44,3 +46,5 @@ mod refusals;
 mod sidecar;
 #[cfg(test)]
 mod status;
+#[cfg(test)]
+mod terminal;

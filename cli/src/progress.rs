@@ -1,0 +1,135 @@
+//! A line on a terminal that says what a command waits for, or how far it is. Where standard error
+//! is no terminal nothing is said.
+
+use std::io::IsTerminal;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use racksum_net::clock::Clock;
+use racksum_worker::{Client, ConnectError, ConnectOptions, Connecting};
+
+use crate::stderr;
+
+/// What takes less needs no line.
+const SOON: Duration = Duration::from_secs(2);
+/// How often the line is drawn anew.
+const PERIOD: Duration = Duration::from_millis(500);
+
+/// A line that is drawn again and again until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Line {
+    /// Held while it is drawn, and while something else is printed.
+    turn: Arc<Mutex<()>>,
+    end: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Line {
+    /// Draws what `text` says of the time that has passed, once that is more than a moment.
+    pub(crate) fn start(text: impl Fn(Duration) -> String + Send + 'static) -> Self {
+        let turn = Arc::<Mutex<()>>::default();
+        if !std::io::stderr().is_terminal() {
+            return Self { turn, end: None, thread: None };
+        }
+        let (end, ended) = channel::<()>();
+        let drawn = Arc::clone(&turn);
+        let thread = std::thread::spawn(move || {
+            let clock = Clock::start();
+            let began = clock.now();
+            let mut pause = SOON;
+            while ended.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
+                pause = PERIOD;
+                let passed = Duration::from_nanos(clock.now().since(began).0);
+                let _turn = drawn.lock().unwrap_or_else(PoisonError::into_inner);
+                stderr::draw(format_args!("\r{}\x1b[K", text(passed)));
+            }
+        });
+        Self { turn, end: Some(end), thread: Some(thread) }
+    }
+
+    /// Prints something else in its place.
+    pub(crate) fn print<T>(&self, print: impl FnOnce() -> T) -> T {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.thread.is_some() {
+            stderr::draw(CLEAR);
+        }
+        print()
+    }
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        drop(self.end.take());
+        if let Some(thread) = self.thread.take() {
+            // A panic was printed where it happened.
+            drop(thread.join());
+            stderr::draw(CLEAR);
+        }
+    }
+}
+
+/// Empties the present line.
+const CLEAR: &str = "\r\x1b[K";
+
+/// Joins a job; says whom or what it waits for meanwhile.
+pub(crate) fn connect(options: &ConnectOptions) -> Result<Client, ConnectError> {
+    let connecting = Connecting::new();
+    let awaited = connecting.awaited();
+    let (rank, job) = (options.rank, options.job.clone());
+    let _line = Line::start(move |passed| {
+        let awaited = awaited.now();
+        format!("rank {rank} of job {job:?} waits for {awaited} ({} s)", passed.as_secs())
+    });
+    connecting.run(options)
+}
+
+/// How much of some work is done, in any unit.
+#[derive(Debug)]
+pub(crate) struct Work {
+    all: u64,
+    done: AtomicU64,
+}
+
+impl Work {
+    pub(crate) fn new(all: u64) -> Arc<Self> {
+        Arc::new(Self { all, done: AtomicU64::new(0) })
+    }
+
+    pub(crate) fn advance(&self, by: u64) {
+        self.done.fetch_add(by, Relaxed);
+    }
+
+    /// How far it is after so long, and how long the rest takes if it goes on like that.
+    pub(crate) fn text(&self, passed: Duration) -> String {
+        let (all, done) = (self.all.max(1) as f64, self.done.load(Relaxed) as f64);
+        let share = (done / all).min(1.0);
+        let percent = (100.0 * share).floor();
+        if share <= 0.0 {
+            return format!("{percent} % in {} s", passed.as_secs());
+        }
+        let left = passed.as_secs_f64() * (1.0 - share) / share;
+        format!("{percent} % in {} s, about {left:.0} s left", passed.as_secs())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_rest_takes_as_long_as_what_is_done_took() {
+        let work = Work::new(400);
+        let after = |seconds| work.text(Duration::from_secs(seconds));
+        assert_eq!(after(3), "0 % in 3 s");
+        work.advance(100);
+        assert_eq!(after(10), "25 % in 10 s, about 30 s left");
+        work.advance(299);
+        assert_eq!(after(100), "99 % in 100 s, about 0 s left");
+        work.advance(5);
+        assert_eq!(after(100), "100 % in 100 s, about 0 s left");
+    }
+}

@@ -1,0 +1,57 @@
+//! What variables of the environment do, and what they leave alone.
+
+use std::process::Command;
+
+use crate::files::captured;
+use crate::process::{Ended, Process, RACKSUM, Serving};
+
+/// Runs the program with variables set, by a shell: tests do not pass on that of the log.
+fn run(variables: &[(&str, &str)], args: &[&str]) -> Ended {
+    let set = variables.iter().map(|(name, value)| format!("export {name}='{value}'; "));
+    let script = format!("{}exec \"$0\" \"$@\"", set.collect::<String>());
+    Process::spawn(Command::new("sh").args(["-c", &script, RACKSUM]).args(args)).end(60)
+}
+
+/// An aggregator that is not there.
+const NOBODY: (&str, &str) = ("RACKSUM_AGGREGATOR", "127.0.0.1:9");
+
+#[test]
+fn a_variable_makes_no_rank_of_a_command_that_runs_on_this_host() {
+    let small = ["bench", "--workers", "2", "-b", "4K", "-e", "4K", "-n", "2", "-w", "0"];
+    run(&[NOBODY], &small).ok();
+    run(&[NOBODY, ("RACKSUM_IDENTITY", "/nowhere.pem")], &small).ok();
+    let files = captured("digits");
+    let args: Vec<&str> = std::iter::once("reduce").chain(files.iter().map(|it| &it[..])).collect();
+    run(&[NOBODY], &args).ok();
+}
+
+#[test]
+fn a_variable_completes_what_the_command_line_says_of_a_rank() {
+    let serving = Serving::start(&[]);
+    let rank = ["bench", "--rank", "0", "--world", "1", "-b", "4K", "-e", "4K", "-n", "2"];
+    run(&[("RACKSUM_AGGREGATOR", &serving.addr)], &rank).ok();
+    let nowhere = run(&[], &rank);
+    let why = "--rank and --world are of one rank of a run of many; give its aggregator as well, \
+               with --aggregator HOST:PORT or RACKSUM_AGGREGATOR";
+    assert!(nowhere.failed(2).starts_with(why), "{nowhere:?}");
+    // The command line has the last word.
+    let named = [&rank[..], &["--aggregator", &serving.addr]].concat();
+    run(&[NOBODY], &named).ok();
+}
+
+#[test]
+fn an_error_names_the_variable_that_set_the_value() {
+    let rank = ["bench", "--rank", "0", "--world", "1"];
+    let ended = run(&[("RACKSUM_AGGREGATOR", "a:1,")], &rank);
+    let why = "RACKSUM_AGGREGATOR=\"a:1,\": an aggregator between + and , has no name";
+    assert!(ended.failed(2).starts_with(why), "{ended:?}");
+    let insecure = [&rank[..], &["--aggregator", "127.0.0.1:9", "--insecure"]].concat();
+    let aggregator = ["aggregator", "--port", "0", "--insecure"];
+    for args in [&insecure[..], &aggregator] {
+        let ended = run(&[("RACKSUM_IDENTITY", "node.pem")], args);
+        let why = "RACKSUM_IDENTITY=\"node.pem\" names an identity, which is of no use with";
+        assert!(ended.failed(2).starts_with(why), "{ended:?}");
+    }
+    let ended = run(&[("RACKSUM_LOG", "a=b=c")], &["bench", "-e", "4K"]);
+    assert!(ended.failed(2).starts_with("RACKSUM_LOG \"a=b=c\": "), "{ended:?}");
+}
