@@ -81,7 +81,7 @@ impl Args {
                 let config = Config::from_toml(&text)
                     .map_err(|error| Failure::usage(format!("{}: {error}", path.display())))?;
                 // What a file names lies beside it, wherever this process was started.
-                let folder = path.parent().unwrap_or(Path::new(""));
+                let folder = path.parent().unwrap_or_else(|| Path::new(""));
                 let beside = |named: Option<PathBuf>| named.map(|named| folder.join(named));
                 Config {
                     identity: beside(config.identity),

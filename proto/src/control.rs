@@ -3,8 +3,9 @@
 //! They travel as JSON frames on one QUIC stream that lives as long as the rank does. A worker
 //! says [`FromWorker::Prove`] and proves its data path with what [`FromAggregator::Prove`] says
 //! (see [`path`](crate::path)). Then it says [`FromWorker::Join`] and hears
-//! [`FromAggregator::Waiting`] until all ranks are there, then [`FromAggregator::Welcome`]. With a multicast group it says [`FromWorker::Heard`] once a
-//! probe arrives. [`FromAggregator::Ready`] starts the ops.
+//! [`FromAggregator::Waiting`] until all ranks are there, then [`FromAggregator::Welcome`]. With a
+//! multicast group it says [`FromWorker::Heard`] once a probe arrives. [`FromAggregator::Ready`]
+//! starts the ops.
 
 use alloc::string::String;
 use alloc::vec::Vec;

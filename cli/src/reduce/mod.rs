@@ -117,7 +117,7 @@ impl Args {
             wire: self
                 .wire
                 .filter(|_| !self.travels_as_is(tensor))
-                .unwrap_or(tensor.dtype.native_wire()),
+                .unwrap_or_else(|| tensor.dtype.native_wire()),
             reduction: self.op,
             ..Descriptor::sum(tensor.elements, tensor.dtype)
         };

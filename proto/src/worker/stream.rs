@@ -585,8 +585,7 @@ impl Stream {
     /// what it has; that doubles so often, to a second or more.
     const REST_PATIENCE: Span = Span::from_millis(8);
     const REST_STEPS: u32 = 7;
-    /// From so many fruitless repetitions on the next is waited for this long, which doubles up to
-    /// a second: chance alone seldom loses all of a window again and again.
+    /// From so many fruitless repetitions on the next is put off so long, doubling up to a second.
     const FRUITLESS: u32 = 3;
     const FRUITLESS_PATIENCE: Span = Span::from_millis(32);
     /// This many probes without an answer double the patience once.
