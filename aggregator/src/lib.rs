@@ -287,8 +287,8 @@ async fn check_parent(
 ) -> Result<Vec<String>, StartError> {
     let Some(parent) = &config.parent else { return Ok(Vec::new()) };
     match parent::find(config.bind, parent).await {
-        Ok(to) => {
-            credentials.check(to)?;
+        Ok(addrs) => {
+            addrs.into_iter().try_for_each(|to| credentials.check(to))?;
             Ok(Vec::new())
         }
         Err(parent::Unfound::Yet(why)) => {

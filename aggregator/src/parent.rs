@@ -64,22 +64,26 @@ impl Unfound {
     }
 }
 
-/// The address of the parent of an aggregator that is bound to `bind`: one that its shards can send
-/// to.
-pub(crate) async fn find(bind: IpAddr, parent: &str) -> Result<SocketAddr, Unfound> {
+/// The addresses of the parent of an aggregator that is bound to `bind`: those that its shards can
+/// send to, of which there is one at least.
+pub(crate) async fn find(bind: IpAddr, parent: &str) -> Result<Vec<SocketAddr>, Unfound> {
     let unknown = |why| format!("{parent:?} is no address of an aggregator (HOST:PORT): {why}");
     let found = racksum_net::resolve::resolve(parent).await;
     let found = found.map_err(|why| Unfound::Yet(unknown(why.to_string())))?;
-    let to = found.iter().find(|addr| addr.is_ipv6() == bind.is_ipv6());
-    let none = || Unfound::Ever(unknown(format!("{bind} reaches none of {found:?}")));
-    let to = to.ok_or_else(none)?;
-    if bind.is_loopback() && !to.ip().is_loopback() {
+    let mut fitting = found.clone();
+    fitting.retain(|addr| addr.is_ipv6() == bind.is_ipv6());
+    let Some(to) = fitting.first().copied() else {
+        return Err(Unfound::Ever(unknown(format!("{bind} reaches none of {found:?}"))));
+    };
+    fitting.retain(|addr| !bind.is_loopback() || addr.ip().is_loopback());
+    if fitting.is_empty() {
         return Err(Unfound::Ever(format!(
             "this aggregator serves on {bind}, from where nothing reaches {to}; start it with \
              --bind and an address that does"
         )));
     }
-    Ok(*to)
+    fitting.dedup();
+    Ok(fitting)
 }
 
 /// A parent to which the data path is proven, and what it is told then.
@@ -96,16 +100,29 @@ async fn reach(registry: &Shared, parent: &str, mut join: Join) -> Result<Answer
         let config = registry.config();
         (config.bind, config.identity.clone(), config.insecure)
     };
-    let to = find(bind, parent).await.map_err(Unfound::why)?;
+    let addrs = find(bind, parent).await.map_err(Unfound::why)?;
     // Read again for each call: it may have been renewed.
     let credentials = Credentials::read(identity, insecure).await.map_err(|why| why.to_string())?;
     // The parent takes data only from the address that called it.
     let from = Some(bind).filter(|bind: &IpAddr| !bind.is_unspecified());
+    let patience = Span(PATIENCE.0 / addrs.len() as u64);
+    let caller = Caller { from, credentials, patience };
+    let (mut line, to) = call_one(&addrs, &caller).await?;
     join.max_datagram = join.max_datagram.min(largest_datagram(from, to)?);
-    let caller = Caller { from, credentials, patience: PATIENCE };
-    let mut line = quic::call(to, &caller).await.map_err(|why| why.to_string())?;
     join.max_datagram = prove(registry, &mut line, to, join.max_datagram).await?;
     Ok(Answered { line, to, join })
+}
+
+/// Calls the first address that answers; the error says of each why it does not.
+async fn call_one(addrs: &[SocketAddr], caller: &Caller) -> Result<(Line, SocketAddr), String> {
+    let mut tried = Vec::new();
+    for to in addrs {
+        match quic::call(*to, caller).await {
+            Ok(line) => return Ok((line, *to)),
+            Err(why) => tried.push(why.to_string()),
+        }
+    }
+    Err(tried.join("; "))
 }
 
 /// Does what the parent says, until it says no more.

@@ -245,6 +245,22 @@ impl NetError {
         )
     }
 
+    /// Who was called, if the error is about who answered, or that nobody has.
+    #[must_use]
+    pub const fn called(&self) -> Option<SocketAddr> {
+        match *self {
+            Self::Unprotected { addr }
+            | Self::NobodyThere { addr, .. }
+            | Self::WrongProtocol { addr }
+            | Self::Connect { addr, .. }
+            | Self::NotBelieved { addr, .. }
+            | Self::NoIdentity { addr }
+            | Self::Unbelievable { addr, .. }
+            | Self::NotCallable { addr, .. } => Some(addr),
+            _ => None,
+        }
+    }
+
     /// Why `addr` could not be bound, from what `bind` said.
     pub(crate) fn bind(addr: SocketAddr, cause: io::Error) -> Self {
         match cause.kind() {

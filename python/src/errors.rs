@@ -31,6 +31,7 @@ pub(crate) fn of_connect(py: Python<'_>, error: &ConnectError) -> PyErr {
         | ConnectError::Version { .. }
         | ConnectError::SidecarVersion { .. }
         | ConnectError::Net(_)
+        | ConnectError::Named { .. }
         | ConnectError::Silent
         | ConnectError::Closed(_)
         | ConnectError::NoSidecar { .. }

@@ -133,12 +133,13 @@ impl Events {
     }
 }
 
-/// How long an aggregator may take to answer a rank that joins a job, or moves with it.
-pub(crate) fn patience(options: &ConnectOptions, moves: bool) -> Span {
+/// How long an aggregator may take to answer a rank that joins a job, or moves with it, at one of
+/// so many addresses.
+pub(crate) fn patience(options: &ConnectOptions, moves: bool, addresses: usize) -> Span {
     // Less than the time to join: that nobody answers is the better reason. And others may be there
-    // in its place.
-    let sets = 1 + options.standbys.len() as u64;
-    let patience = Span::from_millis(span(options.join_timeout).as_millis() * 9 / 10 / sets);
+    // in its place, or the same at another address.
+    let others = (1 + options.standbys.len() as u64) * addresses.max(1) as u64;
+    let patience = Span::from_millis(span(options.join_timeout).as_millis() * 9 / 10 / others);
     patience.min(if moves { MOVE_PATIENCE } else { CONNECT_PATIENCE })
 }
 
@@ -153,11 +154,11 @@ pub(crate) struct Control {
 
 impl Control {
     /// Connects, and asks to prove the data path, as the aggregator that comes `place`th of the
-    /// mailbox's session, which hears what is said. The rank is one that joins like `wish`.
+    /// mailbox's session, which hears what is said, and answers within `patience`. The rank is one that joins like `wish`.
     pub(crate) fn start(
         route: &Route,
         wish: &Join,
-        options: &ConnectOptions,
+        (options, patience): (&ConnectOptions, Span),
         mailbox: &Mailbox,
     ) -> Result<Self, ConnectError> {
         let credentials = Credentials::read_blocking(options.identity.clone(), options.insecure)?;
@@ -168,7 +169,6 @@ impl Control {
             (_, true) => FromWorker::Retreat,
             _ => LEAVE,
         };
-        let patience = patience(options, moves);
         let (tell, session, place) = (mailbox.sender(), mailbox.session, wish.stripe.0);
         let first = FromWorker::Prove { version: wish.version };
         let events = Events { tell, session, place };

@@ -50,6 +50,14 @@ pub enum ConnectError {
     /// A socket could not be had, or nobody is there.
     #[error("{0}")]
     Net(#[from] NetError),
+    /// The addresses that a name has were called, and none came to anything.
+    #[error("{name}: {}", each(tried))]
+    Named {
+        /// The aggregators as they were given.
+        name: String,
+        /// What became of each address.
+        tried: Vec<Self>,
+    },
     /// The aggregator refused the rank.
     #[error("the aggregator refused: {0}")]
     Refused(String),
@@ -149,10 +157,11 @@ pub enum ConnectError {
 impl ConnectError {
     /// Whether it is about what the caller has said, so that the same will never do.
     #[must_use]
-    pub const fn is_usage(&self) -> bool {
+    pub fn is_usage(&self) -> bool {
         match self {
             Self::Arguments(_) | Self::NoAddress { .. } => true,
             Self::Net(error) => error.is_usage(),
+            Self::Named { tried, .. } => tried.iter().all(Self::is_usage),
             _ => false,
         }
     }
@@ -160,20 +169,45 @@ impl ConnectError {
     /// Whether the same attempt may succeed later: nothing answers yet, or the aggregator was there
     /// and is gone.
     #[must_use]
-    pub const fn may_pass(&self) -> bool {
+    pub fn may_pass(&self) -> bool {
         self.is_unanswered()
             || self.is_gone()
             || matches!(self, Self::NoSidecar { absent: true, .. })
     }
 
     /// Whether no aggregator answered.
-    pub(crate) const fn is_unanswered(&self) -> bool {
-        matches!(
-            self,
+    pub(crate) fn is_unanswered(&self) -> bool {
+        match self {
             Self::Net(NetError::NobodyThere { .. } | NetError::Connect { .. })
-                | Self::Unresolved { .. }
-                | Self::NoWay { .. }
-        )
+            | Self::Unresolved { .. }
+            | Self::NoWay { .. } => true,
+            Self::Named { tried, .. } => tried.iter().any(Self::is_unanswered),
+            _ => false,
+        }
+    }
+
+    /// Whether a call has come to nothing because nobody answered in time.
+    pub(crate) fn is_silence(&self) -> bool {
+        match self {
+            Self::Net(NetError::NobodyThere { .. }) => true,
+            Self::Named { tried, .. } => tried.iter().all(Self::is_silence),
+            _ => false,
+        }
+    }
+
+    /// Whether it is about the call of an address, which it names.
+    pub(crate) const fn is_of_address(&self) -> bool {
+        match self {
+            Self::Net(error) => error.called().is_some(),
+            Self::NoWay { .. } => true,
+            _ => false,
+        }
+    }
+
+    /// Whether an aggregator has answered the call, so that another address of it is no better.
+    pub(crate) const fn is_answered(&self) -> bool {
+        use NetError::{NoIdentity, NotBelieved, Unbelievable};
+        matches!(self, Self::Net(NotBelieved { .. } | NoIdentity { .. } | Unbelievable { .. }))
     }
 
     /// Whether an aggregator was there and is gone, or is about to go.
@@ -183,13 +217,14 @@ impl ConnectError {
 
     /// Whether who answers is of another version, or nothing of racksum at all.
     #[must_use]
-    pub const fn is_other_version(&self) -> bool {
-        matches!(
-            self,
+    pub fn is_other_version(&self) -> bool {
+        match self {
             Self::Version { .. }
-                | Self::SidecarVersion { .. }
-                | Self::Net(NetError::WrongProtocol { .. })
-        )
+            | Self::SidecarVersion { .. }
+            | Self::Net(NetError::WrongProtocol { .. }) => true,
+            Self::Named { tried, .. } => tried.iter().any(Self::is_other_version),
+            _ => false,
+        }
     }
 }
 
@@ -238,6 +273,11 @@ impl Error {
             Self::OtherClient | Self::Op(_) => false,
         }
     }
+}
+
+/// Says of each address what became of it.
+fn each(tried: &[ConnectError]) -> String {
+    tried.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
 }
 
 fn lost(ranks: &[Rank], why: Loss) -> OpError {

@@ -18,12 +18,12 @@ use racksum_proto::peer_text::PeerText;
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::Header;
 
-use crate::control::{Control, Event, Mailbox};
+use crate::control::{Control, Event, Mailbox, patience};
 use crate::error::{ConnectError, not_joined};
 use crate::lookout::{Lookout, Standing};
 use crate::options::ConnectOptions;
 use crate::proof::Proof;
-use crate::route::{Route, data_addr, find_routes};
+use crate::route::{Route, data_addr, find_ways};
 use crate::supervisor::superseded;
 
 /// How often a worker looks for multicast probes while it joins.
@@ -73,9 +73,52 @@ pub(crate) fn join(
     mailbox: &mut Mailbox,
 ) -> Result<Outcome, ConnectError> {
     check(options, aggregators)?;
+    let ways = find_ways(aggregators, options.interface.as_deref())?;
+    join_by(options, aggregators, ways, resume, lookout, mailbox)
+}
+
+/// Joins by the first of several ways at which an aggregator answers.
+pub(crate) fn join_by(
+    options: &ConnectOptions,
+    aggregators: &[String],
+    ways: Vec<Vec<Route>>,
+    resume: Option<&Resume>,
+    lookout: &mut Lookout<'_>,
+    mailbox: &mut Mailbox,
+) -> Result<Outcome, ConnectError> {
+    let clock = Clock::start();
+    let (began, mut tried) = (clock.now(), Vec::new());
+    let is_address = |host: &String| host.parse::<SocketAddr>().is_ok();
+    let is_named = !aggregators.iter().all(is_address);
+    for (at, routes) in ways.iter().enumerate() {
+        let passed = Duration::from_nanos(clock.now().since(began).0);
+        let join_timeout = options.join_timeout.saturating_sub(passed);
+        let options = ConnectOptions { join_timeout, ..options.clone() };
+        let patience = patience(&options, resume.is_some(), ways.len() - at);
+        match join_at((&options, patience), routes, resume, lookout, mailbox) {
+            Err(error) if error.is_of_address() && is_named => {
+                let is_answered = error.is_answered();
+                tried.push(error);
+                if is_answered {
+                    break;
+                }
+            }
+            joined => return joined,
+        }
+    }
+    Err(ConnectError::Named { name: aggregators.join("+"), tried })
+}
+
+/// Joins by these ways, one to each aggregator, all of which answer within `patience`.
+fn join_at(
+    (options, patience): (&ConnectOptions, Span),
+    routes: &[Route],
+    resume: Option<&Resume>,
+    lookout: &mut Lookout<'_>,
+    mailbox: &mut Mailbox,
+) -> Result<Outcome, ConnectError> {
     mailbox.next_session();
-    let routes = find_routes(aggregators, options.interface.as_deref())?;
-    let bind = data_addr(&routes)?;
+    let bind = data_addr(routes)?;
     // A window is cut the same for all shards, so the narrowest way decides.
     let narrowest = routes.iter().filter_map(|route| Some(route.interface.as_ref()?.mtu)).min();
     if let (Some(mtu), Some(narrowest)) = (options.mtu, narrowest)
@@ -95,9 +138,10 @@ pub(crate) fn join(
     let wishes: Vec<Join> =
         (0..).map(|place| wish(options, (place, stripes), resume)).take(routes.len()).collect();
     let each = routes.iter().zip(&wishes);
-    let started = each.map(|(route, wish)| Control::start(route, wish, options, mailbox));
+    let start = |(route, wish)| Control::start(route, wish, (options, patience), mailbox);
+    let started = each.map(start);
     let controls = started.collect::<Result<Vec<_>, _>>()?;
-    let proof = Proof { options, routes: &routes, controls: &controls, socket: &socket };
+    let proof = Proof { options, routes, controls: &controls, socket: &socket };
     let max_datagram = proof.run(datagram, mailbox)?;
     for ((route, wish), control) in routes.iter().zip(wishes).zip(&controls) {
         let join = Join {

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use racksum_net::clock::Clock;
 use racksum_net::quic::{Caller, Credentials, look};
-use racksum_proto::control::Resume;
+use racksum_proto::control::{Join, Resume};
 use racksum_proto::time::{Span, Time};
 use tokio::runtime::Builder;
 use tokio::sync::oneshot;
@@ -23,7 +23,7 @@ use crate::control::patience;
 use crate::error::ConnectError;
 use crate::join::wish;
 use crate::options::ConnectOptions;
-use crate::route::{Route, find_routes};
+use crate::route::{Route, find_ways};
 
 /// How long a rank waits before it looks for the first time, and twice as long before each next.
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
@@ -125,7 +125,7 @@ impl Looking {
         sights: Vec<Sight>,
     ) -> Result<Self, ConnectError> {
         let credentials = Credentials::read_blocking(options.identity.clone(), options.insecure)?;
-        let patience = patience(options, resume.is_some());
+        let patience = patience(options, resume.is_some(), 1);
         let (options, resume) = (options.clone(), resume.cloned());
         let errand = Arc::new(Errand { options, resume, credentials, patience });
         let runtime = Builder::new_current_thread().enable_all().build()?;
@@ -169,22 +169,29 @@ impl Errand {
         let count = u8::try_from(hosts.len()).unwrap_or(u8::MAX);
         for (place, host) in (0..).zip(hosts) {
             let (hosts, interface) = ([host.clone()], options.interface.clone());
-            let find = move || find_routes(&hosts, interface.as_deref());
-            let Ok(Ok(routes)) = tokio::task::spawn_blocking(find).await else { return false };
-            let [Route { to, .. }] = routes[..] else { return false };
-            let (from, credentials) = (routes[0].caller(), self.credentials.clone());
-            let caller = Caller { from, credentials, patience: self.patience };
+            let find = move || find_ways(&hosts, interface.as_deref());
+            let Ok(Ok(ways)) = tokio::task::spawn_blocking(find).await else { return false };
             let join = wish(options, (place, count), self.resume.as_ref());
-            match look(to, join, &caller).await {
+            match self.look_at(host, &ways.concat(), &join).await {
                 // Where this rank is itself, what is said is of earlier.
-                Ok(ranks) if ranks.is_empty() || ranks.contains(&options.rank) => return false,
-                Ok(_) => {}
-                Err(error) => {
-                    tracing::debug!(aggregator = host, %error, "looked in vain");
-                    return false;
-                }
+                Some(ranks) if ranks.is_empty() || ranks.contains(&options.rank) => return false,
+                Some(_) => {}
+                None => return false,
             }
         }
         !hosts.is_empty()
+    }
+
+    /// The ranks that wait at the first of a host's addresses that answers.
+    async fn look_at(&self, host: &str, ways: &[Route], join: &Join) -> Option<Vec<u16>> {
+        for route in ways {
+            let (from, credentials) = (route.caller(), self.credentials.clone());
+            let caller = Caller { from, credentials, patience: self.patience };
+            match look(route.to, join.clone(), &caller).await {
+                Ok(ranks) => return Some(ranks),
+                Err(error) => tracing::debug!(aggregator = host, %error, "looked in vain"),
+            }
+        }
+        None
     }
 }

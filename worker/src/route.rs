@@ -12,7 +12,7 @@ use crate::options::ConnectOptions;
 use crate::search::Search;
 
 /// The way to an aggregator.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Route {
     pub(crate) to: SocketAddr,
     /// The address of this host that the way begins at.
@@ -60,12 +60,19 @@ pub fn check_sidecar(options: &ConnectOptions) -> Result<Vec<String>, ConnectErr
     for hosts in std::iter::once(&options.aggregators).chain(&options.standbys) {
         for host in hosts {
             match resolve(host) {
-                Ok(addr) => credentials.check(addr)?,
+                Ok(addrs) => {
+                    // One that may be called is enough.
+                    let checked: Vec<_> =
+                        addrs.iter().map(|addr| credentials.check(*addr)).collect();
+                    if checked.iter().all(Result::is_err) {
+                        checked.into_iter().collect::<Result<(), _>>()?;
+                    }
+                }
                 Err(ConnectError::Unresolved { .. }) => {}
                 Err(error) => return Err(error),
             }
         }
-        match find_routes(hosts, pattern) {
+        match find_ways(hosts, pattern) {
             Ok(_) => {}
             Err(later @ (ConnectError::Unresolved { .. } | ConnectError::NoWay { .. })) => {
                 unknown.push(later.to_string());
@@ -76,28 +83,81 @@ pub fn check_sidecar(options: &ConnectOptions) -> Result<Vec<String>, ConnectErr
     Ok(unknown)
 }
 
-/// The ways to aggregators, through an interface that fits the pattern if there is one.
-pub(crate) fn find_routes(
+/// Returns the ways to aggregators, through an interface that fits the pattern if there is one: for
+/// each choice of their addresses that this host can call, the ways to all of them.
+pub(crate) fn find_ways(
     hosts: &[String],
     pattern: Option<&str>,
-) -> Result<Vec<Route>, ConnectError> {
+) -> Result<Vec<Vec<Route>>, ConnectError> {
     let addrs = hosts.iter().map(|host| resolve(host)).collect::<Result<Vec<_>, _>>()?;
+    let interfaces = pattern.map(|pattern| Ok::<_, ConnectError>((pattern, interfaces()?)));
+    let interfaces = interfaces.transpose()?;
+    let (mut ways, mut error) = (Vec::new(), None);
+    for addrs in choices(&addrs) {
+        match routes_to(&addrs, interfaces.as_ref().map(|(pattern, all)| (*pattern, &all[..]))) {
+            Ok(routes) => ways.push(routes),
+            Err(why) => error = error.or(Some(why)),
+        }
+    }
+    match error {
+        Some(error) if ways.is_empty() => Err(error),
+        _ => Ok(ways),
+    }
+}
+
+/// The ways to one address of each aggregator, from an interface that fits the pattern.
+fn routes_to(
+    addrs: &[SocketAddr],
+    pattern: Option<(&str, &[Interface])>,
+) -> Result<Vec<Route>, ConnectError> {
     let chosen = match (pattern, addrs.first()) {
-        (Some(pattern), Some(to)) => choose(&interfaces()?, pattern, *to)?,
+        (Some((pattern, all)), Some(to)) => choose(all, pattern, *to)?,
         _ => None,
     };
-    let routes =
-        addrs.into_iter().map(|to| Route::find(to, chosen)).collect::<Result<Vec<_>, _>>()?;
+    let routes = addrs.iter().map(|to| Route::find(*to, chosen)).collect::<Result<Vec<_>, _>>()?;
     check_routes(&routes)?;
     Ok(routes)
 }
 
-/// The address of `HOST:PORT`.
-pub(crate) fn resolve(host: &str) -> Result<SocketAddr, ConnectError> {
+/// Returns which addresses of aggregators to call together, in the order in which to try them: a
+/// worker has one data socket, so they are of one IP version if all have an address of it.
+fn choices(addrs: &[Vec<SocketAddr>]) -> Vec<Vec<SocketAddr>> {
+    let of_version = |is_ipv6: bool| {
+        let fitting = |all: &Vec<SocketAddr>| {
+            all.iter().copied().filter(|addr| addr.is_ipv6() == is_ipv6).collect::<Vec<_>>()
+        };
+        addrs.iter().map(fitting).collect::<Vec<_>>()
+    };
+    let first = addrs.first().and_then(|all| all.first()).is_some_and(SocketAddr::is_ipv6);
+    let of_versions = [first, !first].map(of_version);
+    let common = of_versions.into_iter().filter(|addrs| addrs.iter().all(|all| !all.is_empty()));
+    let mut common: Vec<_> = common.collect();
+    if common.is_empty() {
+        common.push(addrs.to_vec());
+    }
+    let mut choices = Vec::new();
+    for addrs in common {
+        let longest = addrs.iter().map(Vec::len).max().unwrap_or(0);
+        for at in 0..longest {
+            // Whoever has fewer addresses is called at the last again.
+            let choice = addrs.iter().filter_map(|all| all.get(at).or(all.last())).copied();
+            choices.push(choice.collect());
+        }
+    }
+    choices
+}
+
+/// The addresses of `HOST:PORT`, each once, in the order of the resolver.
+pub(crate) fn resolve(host: &str) -> Result<Vec<SocketAddr>, ConnectError> {
     check_address(host)?;
     let unresolved = |why| ConnectError::Unresolved { host: host.into(), why };
-    let addrs = resolve_blocking(host).map_err(|error| unresolved(error.to_string()))?;
-    addrs.into_iter().next().ok_or_else(|| unresolved("the name has no address".into()))
+    let mut addrs = resolve_blocking(host).map_err(|error| unresolved(error.to_string()))?;
+    let mut seen = BTreeSet::new();
+    addrs.retain(|addr| seen.insert(*addr));
+    if addrs.is_empty() {
+        return Err(unresolved("the name has no address".into()));
+    }
+    Ok(addrs)
 }
 
 /// Checks that a text can be `HOST:PORT`, without resolving the name.

@@ -4,7 +4,6 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use racksum_net::NetError;
 use racksum_net::clock::Clock;
 use racksum_net::quic::IDLE_TIMEOUT;
 use racksum_proto::control::Resume;
@@ -251,9 +250,8 @@ impl<'a> Search<'a> {
 
 /// Whether an error of an earlier try says more than that nothing answered this one: that it had
 /// longer for that, or that an aggregator was there and is gone.
-const fn says_more(before: &ConnectError, now: &ConnectError) -> bool {
-    matches!(now, ConnectError::Net(NetError::NobodyThere { .. }))
-        && (before.is_gone() || matches!(before, ConnectError::Net(NetError::NobodyThere { .. })))
+fn says_more(before: &ConnectError, now: &ConnectError) -> bool {
+    now.is_silence() && (before.is_gone() || before.is_silence())
 }
 
 #[cfg(test)]

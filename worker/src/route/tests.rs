@@ -97,3 +97,36 @@ fn a_name_that_does_not_resolve_is_no_fault_of_the_caller() {
     assert!(matches!(error, ConnectError::Unresolved { .. }), "{error}");
     assert!(error.may_pass() && !error.is_usage());
 }
+
+fn addrs(texts: &[&str]) -> Vec<SocketAddr> {
+    texts.iter().map(|text| addr(text)).collect()
+}
+
+#[test]
+fn each_address_of_a_name_has_its_turn() {
+    let both = addrs(&["[::1]:7", "127.0.0.1:7"]);
+    let one = |addr: &SocketAddr| vec![*addr];
+    assert_eq!(choices(&[both.clone()]), both.iter().map(one).collect::<Vec<_>>());
+    // Two names of two versions, in whatever order a resolver has them.
+    let other = addrs(&["127.0.0.1:9", "[::1]:9"]);
+    let pairs = vec![addrs(&["[::1]:7", "[::1]:9"]), addrs(&["127.0.0.1:7", "127.0.0.1:9"])];
+    assert_eq!(choices(&[both.clone(), other]), pairs);
+    // One that has an address of one version leaves no choice, and one with fewer is called again.
+    let more = addrs(&["[::1]:7", "192.0.2.1:7", "192.0.2.2:7"]);
+    let fixed = addrs(&["198.51.100.1:7"]);
+    let two = |ip: &str| addrs(&[ip, "198.51.100.1:7"]);
+    assert_eq!(choices(&[more, fixed]), [two("192.0.2.1:7"), two("192.0.2.2:7")]);
+    // With no version in common there is only an error to have.
+    let none = [addrs(&["[::1]:7"]), addrs(&["127.0.0.1:7"])];
+    assert_eq!(choices(&none), [addrs(&["[::1]:7", "127.0.0.1:7"])]);
+}
+
+#[test]
+fn a_name_has_a_way_for_each_address_that_this_host_can_call() {
+    let hosts = ["localhost:7".to_owned()];
+    let ways = find_ways(&hosts, None).unwrap();
+    let each = resolve(&hosts[0]).unwrap();
+    let called: Vec<_> = ways.iter().flatten().map(|route| route.to).collect();
+    assert!(!called.is_empty() && called.iter().all(|to| each.contains(to)), "{called:?}");
+    assert!(ways.iter().all(|routes| routes.len() == 1));
+}

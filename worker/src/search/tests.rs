@@ -1,13 +1,17 @@
+use std::net::UdpSocket;
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
+use racksum_net::NetError;
 use racksum_net::quic::{Credentials, frames, quinn, server};
 use racksum_proto::auth::Key;
 use racksum_proto::control::{FromAggregator, FromWorker};
 
 use super::*;
+use crate::join::join_by;
 use crate::join::tests::welcome;
+use crate::route::find_ways;
 use crate::supervisor::join_first;
 
 /// Something that keeps to the control protocol like an aggregator, as far as a test wants.
@@ -417,4 +421,44 @@ fn a_rank_that_has_come_back_looks_for_others_once_its_job_moves() {
     let resume = Resume { first_op: racksum_proto::ids::OpId(7), absent: Vec::new() };
     assert!(search.join(LONG, Some(&resume), &mut Mailbox::new()).unwrap().is_none());
     assert_eq!(search.at(), 0);
+}
+
+/// Joins the only rank of a job by a name that has these addresses.
+fn join_named(addrs: &[&str], join_timeout: Duration) -> Result<Outcome, ConnectError> {
+    let hosts = ["aggregator.example:7177".to_owned()];
+    let options = ConnectOptions { join_timeout, ..ConnectOptions::new(hosts[0].clone(), "job") };
+    let ways = addrs.iter().map(|addr| find_ways(&[(*addr).to_owned()], None).unwrap().remove(0));
+    let mut lookout = Lookout::new(&options, None, 0, Vec::new());
+    join_by(&options, &hosts, ways.collect(), None, &mut lookout, &mut Mailbox::new())
+}
+
+#[test]
+fn a_name_is_called_at_each_of_its_addresses_until_an_aggregator_answers() {
+    let (silent, there) = (UdpSocket::bind("127.0.0.1:0").unwrap(), Fake::start(only_one));
+    let silent = silent.local_addr().unwrap().to_string();
+    let joined = join_named(&[&silent, &there.name, &silent], SHORT).unwrap();
+    assert!(matches!(joined, Outcome::Complete(_)));
+    assert_eq!(there.heard(), ["join"]);
+    // One that has answered is not called elsewhere.
+    let (refuses, other) = (Fake::start(refusing), Fake::start(only_one));
+    let error = join_named(&[&refuses.name, &other.name], SHORT).unwrap_err();
+    assert_eq!(error.to_string(), "the aggregator refused: it is full");
+    assert!(other.heard().is_empty());
+}
+
+#[test]
+fn the_error_of_a_name_has_the_name_and_all_of_its_addresses() {
+    let sockets = [(); 2].map(|()| UdpSocket::bind("127.0.0.1:0").unwrap());
+    let [one, other] = sockets.each_ref().map(|socket| socket.local_addr().unwrap().to_string());
+    let error = join_named(&[&one, &other], Duration::from_secs(1)).unwrap_err();
+    assert!(error.may_pass() && error.is_silence() && !error.is_usage(), "{error:?}");
+    let text = error.to_string();
+    let told = format!("aggregator.example:7177: nobody answered at {one} within ");
+    assert!(text.starts_with(&told), "{text}");
+    assert!(text.contains(&format!("; nobody answered at {other} within ")), "{text}");
+}
+
+/// One whose job has one rank.
+fn only_one(word: &FromWorker) -> Vec<FromAggregator> {
+    if matches!(word, FromWorker::Join(_)) { begin() } else { Vec::new() }
 }

@@ -28,11 +28,20 @@ pub(super) fn in_words(why: &FromSidecar) -> String {
 
 /// What ranks are told when their job cannot be joined at the aggregator.
 pub(super) fn not_joined(error: ConnectError) -> NotJoined {
+    let other = |addr| NotJoined::OtherProtocol { addr };
     match error {
+        // That both sides are of one release is all that there is to say.
+        ConnectError::Named { ref tried, .. } if error.is_other_version() && !error.may_pass() => {
+            let addr = tried.iter().find_map(|error| match error {
+                ConnectError::Net(NetError::WrongProtocol { addr }) => Some(*addr),
+                _ => None,
+            });
+            addr.map_or_else(|| NotJoined::NoAggregator { tried: error.to_string() }, other)
+        }
         ConnectError::Refused(reason) => NotJoined::Refused { reason },
         ConnectError::Draining => NotJoined::Draining,
         ConnectError::Version { speaks, own } => NotJoined::OtherVersion { speaks, own },
-        ConnectError::Net(NetError::WrongProtocol { addr }) => NotJoined::OtherProtocol { addr },
+        ConnectError::Net(NetError::WrongProtocol { addr }) => other(addr),
         ConnectError::NoRoom { why, waited, elsewhere } => {
             NotJoined::NoRoom { why, waited: millis(waited), elsewhere }
         }
