@@ -153,8 +153,8 @@ pub(crate) struct Control {
 }
 
 impl Control {
-    /// Connects, and asks to prove the data path, as the aggregator that comes `place`th of the
-    /// mailbox's session, which hears what is said, and answers within `patience`. The rank is one that joins like `wish`.
+    /// Connects, and asks to prove the data path, to the aggregator that comes `place`th in the
+    /// mailbox's session, which must answer within `patience`. The rank joins like `wish`.
     pub(crate) fn start(
         route: &Route,
         wish: &Join,

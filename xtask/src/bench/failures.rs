@@ -95,7 +95,7 @@ fn build(root: &Path, binary: &[&str]) -> Result<PathBuf> {
     let said = Cmd::cargo(&args).output(root)?;
     let messages = said.lines().filter_map(|line| serde_json::from_str::<Message>(line).ok());
     // The program that the tests start is built as well.
-    let built = messages.filter(|message| message.profile.test).last();
+    let built = messages.filter(|message| message.profile.test).next_back();
     built
         .map(|message| message.executable)
         .with_context(|| format!("cargo built no test program of {}", binary.join(" ")))
