@@ -140,7 +140,7 @@ fn choices(addrs: &[Vec<SocketAddr>]) -> Vec<Vec<SocketAddr>> {
         let longest = addrs.iter().map(Vec::len).max().unwrap_or(0);
         for at in 0..longest {
             // Whoever has fewer addresses is called at the last again.
-            let choice = addrs.iter().filter_map(|all| all.get(at).or(all.last())).copied();
+            let choice = addrs.iter().filter_map(|all| all.get(at).or_else(|| all.last())).copied();
             choices.push(choice.collect());
         }
     }

@@ -93,9 +93,9 @@ fn build(root: &Path, binary: &[&str]) -> Result<PathBuf> {
     }
     let args = [&["test", "--locked", "--no-run", "--message-format", "json"], binary].concat();
     let said = Cmd::cargo(&args).output(root)?;
-    let messages = said.lines().filter_map(|line| serde_json::from_str::<Message>(line).ok());
+    let mut messages = said.lines().filter_map(|line| serde_json::from_str::<Message>(line).ok());
     // The program that the tests start is built as well.
-    let built = messages.filter(|message| message.profile.test).next_back();
+    let built = messages.rfind(|message| message.profile.test);
     built
         .map(|message| message.executable)
         .with_context(|| format!("cargo built no test program of {}", binary.join(" ")))
