@@ -54,7 +54,7 @@ impl<S: Subscriber> Layer<S> for Keeper {
     }
 
     fn enabled(&self, metadata: &Metadata<'_>, _: Context<'_, S>) -> bool {
-        metadata.target().starts_with("racksum")
+        name_of(metadata).starts_with("racksum")
             && level_of(*metadata.level()) >= LEAST.load(Relaxed)
     }
 
@@ -62,13 +62,18 @@ impl<S: Subscriber> Layer<S> for Keeper {
         let mut text = Text(String::new());
         event.record(&mut text);
         let metadata = event.metadata();
-        let record = (level_of(*metadata.level()), metadata.target().replace("::", "."), text.0);
+        let record = (level_of(*metadata.level()), name_of(metadata).replace("::", "."), text.0);
         let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
         if kept.len() < MOST {
             kept.push_back(record);
         }
         ANY.store(true, Relaxed);
     }
+}
+
+/// Where a record is from. The extension's own name begins with an underscore.
+fn name_of<'a>(metadata: &Metadata<'a>) -> &'a str {
+    metadata.target().trim_start_matches('_')
 }
 
 /// The number that `logging` has for a level; tracing's finest has none.
