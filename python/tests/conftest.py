@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from report import skip
 
 import racksum
+from report import skip
 
 T = TypeVar("T")
 
