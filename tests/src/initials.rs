@@ -186,7 +186,7 @@ mod tests {
                 }
                 stop.store(true, SeqCst);
                 let flooded = flooding.join().unwrap().unwrap();
-                assert!(flooded.shown > 64, "the flood came: {flooded:?}");
+                assert!(flooded.shown >= 64, "the flood takes all places: {flooded:?}");
             });
         });
     }

@@ -203,3 +203,52 @@ fn what_is_sent_to_an_address_that_may_be_forged_is_no_longer_than_what_came() {
         assert!(answered < len, "{answered} bytes for {len}");
     });
 }
+
+/// Says that it wants to prove a data path; returns the streams, and the answer if there is one.
+async fn prove(
+    connection: &Connection,
+) -> (quinn::SendStream, quinn::RecvStream, Option<FromAggregator>) {
+    let (mut send, mut recv) = connection.quic().open_bi().await.unwrap();
+    frames::send(&mut send, &FromWorker::Prove { version: CONTROL_VERSION }).await.unwrap();
+    let heard = frames::recv(&mut recv).await.ok().flatten();
+    (send, recv, heard)
+}
+
+#[test]
+fn an_address_proves_few_paths_at_a_time_each_for_a_while_and_asks_once_what_arrived() {
+    bounded(async {
+        let (addr, _registry, _failure) = serving(MAX_STRANGERS);
+        let mut proving = Vec::new();
+        for _ in 0..PROOFS_OF_ONE {
+            let connection = call(addr).await.unwrap();
+            let (send, recv, heard) = prove(&connection).await;
+            assert!(matches!(heard, Some(FromAggregator::Prove { .. })), "{heard:?}");
+            proving.push((connection, send, recv));
+        }
+        let late = call(addr).await.unwrap();
+        assert_eq!(prove(&late).await.2, None);
+        let why = late.quic().closed().await.to_string();
+        assert!(why.contains("too many callers prove their data paths"), "{why}");
+        // One that has joined, or is gone, leaves its place to another.
+        let (joins, mut send, mut recv) = proving.pop().unwrap();
+        frames::send(&mut send, &FromWorker::Arrived).await.unwrap();
+        let sizes = frames::recv(&mut recv).await.unwrap();
+        assert_eq!(sizes, Some(FromAggregator::Arrived { sizes: Vec::new() }));
+        frames::send(&mut send, &FromWorker::Join(wish("job"))).await.unwrap();
+        let offered = frames::recv(&mut recv).await.unwrap();
+        assert!(matches!(offered, Some(FromAggregator::Lifeline { .. })), "{offered:?}");
+        let other = call(addr).await.unwrap();
+        let (mut asks, mut answers, heard) = prove(&other).await;
+        assert!(matches!(heard, Some(FromAggregator::Prove { .. })), "{heard:?}");
+        let mut answers_to = [true; 2];
+        for answered in &mut answers_to {
+            frames::send(&mut asks, &FromWorker::Arrived).await.unwrap();
+            let heard = frames::recv::<FromAggregator>(&mut answers).await;
+            *answered = matches!(heard, Ok(Some(FromAggregator::Arrived { .. })));
+        }
+        assert_eq!(answers_to, [true, false]);
+        // One that says nothing more is given up.
+        proving[0].0.quic().closed().await;
+        assert_eq!(joins.quic().close_reason(), None);
+    });
+}

@@ -581,8 +581,7 @@ impl Stream {
         }
     }
 
-    /// How long one that waits for nothing is silent before it asks a second time whether all have
-    /// what it has; that doubles so often, to a second or more.
+    /// Until a rank that waits for nothing asks again if all have what it has; doubles so often.
     const REST_PATIENCE: Span = Span::from_millis(8);
     const REST_STEPS: u32 = 7;
     /// From so many fruitless repetitions on the next is put off so long, doubling up to a second.
