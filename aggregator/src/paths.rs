@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use racksum_net::auth::new_key;
 use racksum_net::clock::Clock;
-use racksum_net::interface::max_datagram;
+use racksum_net::interface::{local_addr_towards, max_datagram};
 use racksum_net::quic::{Line, SILENT, frames, quinn};
 use racksum_proto::auth::Key;
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker};
@@ -20,7 +20,7 @@ use tokio::time::timeout;
 use crate::door::Door;
 use crate::handshake::REFUSED;
 use crate::registry::other_ip_version;
-use crate::server::{MAX_STRANGERS, Shared, answers_elsewhere, end, lock, say};
+use crate::server::{MAX_STRANGERS, Shared, end, lock, say};
 use crate::shard::{Command, Proof};
 
 /// Callers that prove a data path at a time, of all addresses together.
@@ -134,6 +134,23 @@ async fn hear_proof(
     Some((word, send, recv))
 }
 
+/// Why a rank would not know the shards' datagrams for theirs: an aggregator on all addresses
+/// sends from the one that the routing table names, which need not be the one that was called.
+pub(crate) fn answers_elsewhere(
+    registry: &Shared,
+    connection: &quinn::Connection,
+) -> Option<String> {
+    let on_all = lock(registry).shards().iter().any(|shard| shard.addr.ip().is_unspecified());
+    let called = connection.local_ip().filter(|_| on_all)?.to_canonical();
+    let from = local_addr_towards(connection.remote_address()).ok()?.to_canonical();
+    (from != called).then(|| {
+        format!(
+            "this aggregator serves on all addresses, and would answer from {from} what was sent \
+             to {called}; call it at {from}, or start it with --bind {called}"
+        )
+    })
+}
+
 /// Proves the path of every shard to the parent's shard of the same number. Returns bytes of the
 /// largest datagrams that pass, at most `wanted`, or why none of use do.
 pub(crate) async fn prove(
@@ -227,3 +244,6 @@ fn with_port(mut addr: SocketAddr, port: u16) -> SocketAddr {
     addr.set_port(port);
     addr
 }
+
+#[cfg(test)]
+mod tests;

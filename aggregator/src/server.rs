@@ -4,7 +4,6 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use racksum_net::interface::local_addr_towards;
 use racksum_net::quic::lifeline::{Lifeline, dead};
 use racksum_net::quic::{Certificate, Role, frames, not_connected, quinn};
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Loss};
@@ -20,7 +19,7 @@ use crate::door::{self, Door, PLACES, PLACES_OF_ONE};
 use crate::handshake::{Known, NOT_CONNECTED, NOT_JOINED, answer, shake_hands};
 use crate::lifelines::Lifelines;
 use crate::parent::call;
-use crate::paths::{PROOFS, PROOFS_OF_ONE, serve_proof};
+use crate::paths::{PROOFS, PROOFS_OF_ONE, answers_elsewhere, serve_proof};
 use crate::queue;
 use crate::registry::{Caller, Joined, Registry, Seat, WORDS, settle};
 use crate::status::status;
@@ -462,23 +461,6 @@ async fn come_back(
         }
         tokio::time::sleep(SETTLE_PERIOD).await;
     }
-}
-
-/// Why a rank would not know the shards' datagrams for theirs: an aggregator on all addresses
-/// sends from the one that the routing table names, which need not be the one that was called.
-pub(crate) fn answers_elsewhere(
-    registry: &Shared,
-    connection: &quinn::Connection,
-) -> Option<String> {
-    let on_all = lock(registry).shards().iter().any(|shard| shard.addr.ip().is_unspecified());
-    let called = connection.local_ip().filter(|_| on_all)?.to_canonical();
-    let from = local_addr_towards(connection.remote_address()).ok()?.to_canonical();
-    (from != called).then(|| {
-        format!(
-            "this aggregator serves on all addresses, and would answer from {from} what was sent \
-             to {called}; call it at {from}, or start it with --bind {called}"
-        )
-    })
 }
 
 /// The first word of a connection, and the stream that it came by.

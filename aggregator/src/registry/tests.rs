@@ -12,7 +12,7 @@ use crate::admission::Admit;
 use crate::failure::Failure;
 
 /// A registry with one shard, whose next job has the number after `last_id`.
-pub(super) fn registry(fanout: Fanout, last_id: u32) -> Registry {
+pub(crate) fn registry(fanout: Fanout, last_id: u32) -> Registry {
     let config = Config { pool_mib: 4, fanout, ..Config::default() };
     let bind = "127.0.0.1:0".parse().unwrap();
     let shard =
@@ -48,7 +48,7 @@ pub(crate) fn wish(job: &str, rank: u16, world: u16) -> Join {
 
 pub(super) type Inbox = Receiver<FromAggregator>;
 
-pub(super) fn join(registry: &mut Registry, wish: Join) -> Result<(Seat, Joined, Inbox), String> {
+pub(crate) fn join(registry: &mut Registry, wish: Join) -> Result<(Seat, Joined, Inbox), String> {
     join_at(registry, wish, Instant::now())
 }
 

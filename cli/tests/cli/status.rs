@@ -90,7 +90,7 @@ fn an_aggregator_is_asked_by_its_address_and_tells_each_what_it_may_know() {
     let text = run(&["status", &serving.addr, "--identity", &team]).ok().out;
     assert!(text.contains("job \"team\", generation 0") && !text.contains("other"), "{text}");
     let stranger = run(&["status", &serving.addr]);
-    assert!(stranger.failed(3).contains("does not accept this identity"), "{stranger:?}");
+    assert!(stranger.failed(3).contains("this process has none"), "{stranger:?}");
     let nobody = run(&["status", &format!("127.0.0.1:{}", own_port())]);
     assert_eq!(nobody.code, Some(3), "{nobody:?}");
     drop(ranks);
