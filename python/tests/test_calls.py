@@ -45,6 +45,11 @@ def reduce_scatter_wrongly(x: Tensor, group: Group) -> None:
     dist.reduce_scatter_tensor(torch.ones(5), x, group=group)
 
 
+def several_reduced(*tensors: Tensor, group: Group) -> Any:
+    """One all_reduce of several tensors, which `torch.distributed` has no function for."""
+    return group.allreduce(list(tensors), c10d.AllreduceOptions())
+
+
 #: Calls that are refused of tensors that are alike elsewhere.
 REFUSED: dict[str, Callable[[Group], Any]] = {
     "all_reduce": lambda group: dist.all_reduce(overlapping(), group=group),
@@ -58,6 +63,7 @@ REFUSED: dict[str, Callable[[Group], Any]] = {
     "coalesced": lambda group: dist.all_reduce_coalesced(
         [torch.ones(12), overlapping(), torch.ones(12)], group=group
     ),
+    "several": lambda group: several_reduced(torch.ones(12), overlapping(), group=group),
 }
 
 #: The same as they are called elsewhere.
@@ -75,6 +81,9 @@ MADE: dict[str, Callable[[Group], Any]] = {
     "coalesced": lambda group: dist.all_reduce_coalesced(
         [torch.ones(12), torch.ones(4, 3), torch.ones(12)], group=group
     ),
+    "several": lambda group: several_reduced(
+        torch.ones(4, 3), torch.ones(4, 3), group=group
+    ).wait(),
 }
 
 
@@ -182,7 +191,17 @@ def sparse(group: Group) -> InFlight:
     return all_reduced(group, t, t), lambda: t.to_dense()[[0, 7]] / 4
 
 
-@pytest.mark.parametrize("chain", [twice, views, columns, several_collectives, sparse])
+def together(group: Group) -> InFlight:
+    t, u = torch.ones(3000), torch.ones(3000)
+    works = [
+        *all_reduced(group, t),  # 2
+        several_reduced(t, u, group=group),  # 6 and 6
+        *all_reduced(group, u),  # 12
+    ]
+    return works, lambda: torch.cat([t / 6, u / 12])
+
+
+@pytest.mark.parametrize("chain", [twice, views, columns, several_collectives, sparse, together])
 def test_collectives_on_the_same_memory_take_turns(
     ranks: Ranks, job: tuple[str, str], chain: Callable[[Group], InFlight]
 ) -> None:
@@ -323,11 +342,11 @@ def scattered(op: Any) -> Callable[..., Any]:
     return call
 
 
-def reduced_together(op: Any, make: Callable[[], Tensor] = numbers) -> Callable[..., Any]:
+def reduced_together(op: Any) -> Callable[..., Any]:
     def call(group: Group | None, given: Any) -> None:
         opts = c10d.AllreduceOptions()
         opts.reduceOp = op
-        tensors = list(given(make(), make(), make()))
+        tensors = list(given(*lists(3)))
         (group or dist.group.WORLD).allreduce(tensors, opts).wait()
 
     return call
@@ -364,7 +383,6 @@ CALLS: dict[str, Callable[..., Any]] = {
     "all_reduce_sparse": by(OP.SUM, lambda: numbers().to_sparse()),
     "all_reduce_of_several": reduced_together(OP.SUM),
     "all_reduce_of_several_avg": reduced_together(OP.AVG),
-    "all_reduce_of_several_sparse": reduced_together(OP.SUM, lambda: numbers().to_sparse()),
     "all_reduce_async": lambda group, given: dist.all_reduce(
         *given(numbers()), group=group, async_op=True
     ).wait(),
