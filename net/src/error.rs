@@ -174,9 +174,8 @@ pub enum NetError {
     },
     /// The other side wants an identity, and we have none.
     #[error(
-        "{addr} serves only who shows an identity, and this process has none; give it one that the \
-         authority of that aggregator has issued, with --identity FILE (identity=) and without \
-         --insecure"
+        "{addr} serves only who shows an identity, and this process has none; give `identity` a \
+         file that the authority of that aggregator has issued, without `insecure`"
     )]
     NoIdentity {
         /// Who was called.
