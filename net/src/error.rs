@@ -184,8 +184,8 @@ pub enum NetError {
     /// We do not accept the certificate of the other side.
     #[error(
         "the certificate of {addr} is not accepted: it {why}; both sides need identities of one \
-         authority, and the one that is called that of an aggregator; one that was started with \
-         --insecure shows none"
+         authority, and the one that is called that of an aggregator; one that was started as \
+         insecure shows none"
     )]
     Unbelievable {
         /// Who was called.

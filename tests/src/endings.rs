@@ -13,6 +13,7 @@ use racksum_proto::wire::{AskEntries, AskEntry, Header, Kind, OpenEncoder, Openi
 use crate::impostor::Impostor;
 use crate::rig::{Rig, bounded};
 use crate::strangers::{datagram, header};
+use crate::waits::await_that;
 
 /// Both ranks of a job, of which neither has acknowledged the result of its only op.
 fn ranks(rig: &Rig) -> ([Impostor; 2], JobId) {
@@ -62,22 +63,31 @@ fn last_word(end: impl FnOnce(&Rig, Impostor) -> Option<Impostor>) -> (FromAggre
     let len = AskEntries::encode(lost, &mut body);
     let ask = datagram(&Header { window, ..said(Kind::Ask) }, &body[..len]);
     let ack = datagram(&Header { ack: WindowId::new(OpId(1), 0), ..said(Kind::Ack) }, &[]);
-    let (acknowledged, over) = (AtomicBool::new(false), AtomicBool::new(false));
+    let [ending, acknowledged, over] = [(); 3].map(|()| AtomicBool::new(false));
+    let heard = || rig.aggregator.stats()[0].datagrams[0];
+    let before = heard();
     let socket = one.socket.try_clone().unwrap();
     let shard = rig.aggregator.data_addrs()[0];
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            // Long enough for the end to have come, if it does not wait.
-            for _ in 0..100 {
+            let ask = || {
                 socket.send_to(&ask, shard).unwrap();
                 std::thread::sleep(Duration::from_millis(5));
+            };
+            while !ending.load(SeqCst) {
+                ask();
             }
+            // Long enough for the end to have come, if it does not wait.
+            (0..100).for_each(|_| ask());
             acknowledged.store(true, SeqCst);
             while !over.load(SeqCst) {
                 socket.send_to(&ack, shard).unwrap();
                 std::thread::sleep(Duration::from_millis(5));
             }
         });
+        // A rank that is silent is not waited for.
+        await_that("the rank is heard", || heard() > before);
+        ending.store(true, SeqCst);
         let next = end(&rig, zero);
         let word = one.hear().unwrap();
         let had = acknowledged.load(SeqCst);
