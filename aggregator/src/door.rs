@@ -1,4 +1,4 @@
-//! Who may come in: limits on those that have not said who they are.
+//! Limits on callers that have not joined yet.
 //!
 //! A connection costs its caller a few datagrams, and this side memory and time until the caller
 //! has said what it wants. So an address has few places at a time for such connections, and when
@@ -133,7 +133,7 @@ impl Inside {
     }
 }
 
-/// What counts as one address: of IPv6 the network, since a host has all addresses of it.
+/// Returns the address that limits apply to: for IPv6 the /64, since a host has all of it.
 fn network(addr: IpAddr) -> IpAddr {
     match addr.to_canonical() {
         IpAddr::V6(v6) => Ipv6Addr::from_bits(v6.to_bits() >> 64 << 64).into(),

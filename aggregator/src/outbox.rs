@@ -28,7 +28,7 @@ struct Post {
     sealed: Vec<u8>,
     datagrams: u64,
     bytes: u64,
-    /// What has been sent since it was last charged to a job.
+    /// The cost of all sends that no job has been charged for yet.
     cost: usize,
 }
 
@@ -139,7 +139,7 @@ impl Outbox {
         self.post.send(socket, job.ways.sealer.as_mut(), to, &bytes, Header::LEN);
     }
 
-    /// What has been sent since this was last asked costs so much of a job's turn.
+    /// Returns the cost of all sends since the last call, and starts again at zero.
     pub(crate) const fn take_cost(&mut self) -> usize {
         std::mem::replace(&mut self.post.cost, 0)
     }

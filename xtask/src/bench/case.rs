@@ -96,16 +96,6 @@ pub(crate) enum Net {
     },
 }
 
-impl Net {
-    /// What one datagram carries at most: the MTU, less the headers of IPv4 and UDP.
-    pub(crate) const fn datagram_bytes(self) -> u64 {
-        match self {
-            Self::Loopback => 65_507,
-            Self::Gigabit { .. } => 1_472,
-        }
-    }
-}
-
 /// One of those that race.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct Side {

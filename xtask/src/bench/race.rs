@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::Result;
 use serde::Serialize;
 
-use super::case::{Bound, Figure, Net, Race, Side, Took, Verdict};
+use super::case::{Bound, Figure, Race, Side, Took, Verdict};
 use super::network::Drops;
 use super::setup::Setup;
 use super::side::{Iteration, Place, Team};
@@ -163,8 +163,7 @@ impl Outcome {
     fn of(race: &Race, logs: &[Log]) -> Self {
         let volume = race.data.volume(race.world);
         let sides = race.sides.iter().zip(logs);
-        let sides: Vec<_> =
-            sides.map(|(side, log)| SideOutcome::of(side, log, &volume, race.net)).collect();
+        let sides: Vec<_> = sides.map(|(side, log)| SideOutcome::of(side, log, &volume)).collect();
         let took = |name: &str| {
             let side = sides.get(race.side(name)?.0)?;
             Some(Took { measured: side.summary?.median, predicted: side.predicted_us })
@@ -181,7 +180,7 @@ impl Outcome {
 }
 
 impl SideOutcome {
-    fn of(side: &Side, log: &Log, volume: &Volume, net: Net) -> Self {
+    fn of(side: &Side, log: &Log, volume: &Volume) -> Self {
         let rounds = &log.rounds;
         let spans = |round: &Vec<Iteration>| round.iter().map(|i| i.span_us).collect::<Vec<_>>();
         let times_us: Vec<_> = rounds.iter().map(spans).collect();
@@ -191,8 +190,7 @@ impl SideOutcome {
         let rank_times: Vec<_> = all().flat_map(|i| i.rank_us.iter().copied()).collect();
         let thrift = side.program.racksum().and_then(|racksum| {
             let owed = volume.on_the_wire(racksum.wire.element_bytes());
-            let traffic = all().filter_map(|iteration| iteration.traffic.as_ref());
-            owed.judge(traffic, net.datagram_bytes())
+            owed.judge(all().filter_map(|iteration| iteration.traffic.as_ref()))
         });
         let of_ranks = |round: &Vec<Iteration>| round.iter().map(|i| i.rank_us.clone()).collect();
         Self {
