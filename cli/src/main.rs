@@ -20,6 +20,9 @@ mod status;
 mod stderr;
 mod worker;
 
+use std::fs::File;
+use std::io;
+
 use clap::{Parser, Subcommand};
 use exit::{Exit, Failure};
 
@@ -81,7 +84,7 @@ fn main() -> Exit {
         }
         Err(error) => Err(Failure::usage(format!("{name} {log:?}: {error}"))),
     };
-    let done = started.and_then(|()| match cli.command {
+    let done = started.and_then(|()| check_descriptors()).and_then(|()| match cli.command {
         Command::Aggregator(args) => aggregator::run(&args),
         Command::Identity(args) => identity::run(&args),
         Command::Bench(args) => bench::run(&args),
@@ -97,4 +100,18 @@ fn main() -> Exit {
             failure.exit
         }
     }
+}
+
+/// Descriptors that any subcommand needs. Libraries panic where they find none to listen for
+/// signals with; what needs more says so itself.
+const DESCRIPTORS: usize = 8;
+
+/// Whether this process may open as many files as all of it takes for granted.
+fn check_descriptors() -> Result<(), Failure> {
+    let opened: io::Result<Vec<File>> =
+        std::iter::repeat_with(|| File::open("/dev/null")).take(DESCRIPTORS).collect();
+    opened.map(drop).map_err(|error| {
+        let few = "this process may open too few files; raise the limit (ulimit -n)";
+        Failure::failed(format!("{few}: {error}"))
+    })
 }

@@ -15,6 +15,19 @@ const SLICE: Duration = Duration::from_millis(50);
 pub(crate) fn wait_in_slices<T: Send>(
     py: Python<'_>,
     limit: Option<Duration>,
+    wait: impl FnMut(Duration) -> Option<T> + Send,
+) -> PyResult<Option<T>> {
+    wait_in_checked_slices(py, limit, |_| Ok(()), wait)
+}
+
+/// Waits as [`wait_in_slices`] does, and calls `check` after each slice.
+///
+/// # Errors
+/// What `check` or a handler of a signal has raised.
+pub(crate) fn wait_in_checked_slices<T: Send>(
+    py: Python<'_>,
+    limit: Option<Duration>,
+    mut check: impl FnMut(Python<'_>) -> PyResult<()>,
     mut wait: impl FnMut(Duration) -> Option<T> + Send,
 ) -> PyResult<Option<T>> {
     // What is too late for the clock never comes.
@@ -26,6 +39,7 @@ pub(crate) fn wait_in_slices<T: Send>(
             return Ok(Some(done));
         }
         py.check_signals()?;
+        check(py)?;
         if left.is_some_and(|left| left.is_zero()) {
             return Ok(None);
         }

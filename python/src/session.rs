@@ -18,7 +18,7 @@ use crate::errors::{of_connect, of_op, raise, read};
 use crate::memory::{read_from, region_of};
 use crate::op::Op;
 use crate::options::Options;
-use crate::patience::wait_in_slices;
+use crate::patience::{wait_in_checked_slices, wait_in_slices};
 
 /// How long a sidecar may take to let a rank go that has not joined.
 const PARTING: Duration = Duration::from_secs(1);
@@ -173,11 +173,16 @@ impl Call {
 
 impl Session {
     /// Joins a job at the sidecar of this host.
-    fn connect_beside(py: Python<'_>, path: &Path, options: Options) -> PyResult<Self> {
+    fn connect_beside(
+        py: Python<'_>,
+        path: &Path,
+        options: Options,
+        check: impl FnMut(Python<'_>) -> PyResult<()>,
+    ) -> PyResult<Self> {
         let local_world = options.local_world();
         let options = options.into_connect_options(py)?;
         let mut calling = Calling::default();
-        let joined = wait_in_slices(py, Some(options.join_timeout), |slice| {
+        let joined = wait_in_checked_slices(py, Some(options.join_timeout), check, |slice| {
             calling.wait(path, &options, local_world, slice)
         });
         let Calling { client, absent } = calling;
@@ -253,11 +258,14 @@ fn once_there_is_room<T>(
 
 #[pymethods]
 impl Session {
-    /// Joins a job, and returns once all its ranks have.
+    /// Joins a job, and returns once all its ranks have. Meanwhile it calls `check`, if there is
+    /// one, again and again, and gives up when that raises something.
     #[staticmethod]
-    fn connect(py: Python<'_>, options: Options) -> PyResult<Self> {
+    #[pyo3(signature = (options, check=None))]
+    fn connect(py: Python<'_>, options: Options, check: Option<Py<PyAny>>) -> PyResult<Self> {
+        let check = |py: Python<'_>| check.as_ref().map_or(Ok(()), |it| it.call0(py).map(drop));
         if let Some(path) = options.sidecar() {
-            return Self::connect_beside(py, &path, options);
+            return Self::connect_beside(py, &path, options, check);
         }
         let options = options.into_connect_options(py)?;
         let connecting = Connecting::new();
@@ -267,11 +275,12 @@ impl Session {
             .name("racksum-connect".into())
             .spawn(move || drop(tell.send(connecting.run(&options))))?;
         // A panic of the attempt was printed where it happened, and is as if it was given up.
-        let connected = wait_in_slices(py, None, move |slice| match hear.recv_timeout(slice) {
+        let heard = move |slice| match hear.recv_timeout(slice) {
             Ok(connected) => Some(connected),
             Err(RecvTimeoutError::Timeout) => None,
             Err(RecvTimeoutError::Disconnected) => Some(Err(ConnectError::GivenUp)),
-        });
+        };
+        let connected = wait_in_checked_slices(py, None, check, heard);
         if connected.is_err() {
             give_up.give_up();
         }

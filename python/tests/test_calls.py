@@ -119,6 +119,45 @@ def test_what_is_refused_before_a_rank_has_joined_pairs_with_no_other(
     ranks.run(refuse, refused_at_first, "all_reduce", cluster.address, cluster.new_job())
 
 
+def test_groups_may_be_used_first_in_any_order(ranks: Ranks, cluster: Cluster) -> None:
+    ranks.run(use_first_in_turn, cluster.address, cluster.new_job())
+
+
+def use_first_in_turn(address: str, job: str) -> None:
+    groups = [group_on_backend(address, f"{job}-{of}") for of in "ab"]
+    tensors = [torch.ones(3) for _ in groups]
+    order = [0, 1] if dist.get_rank() == 0 else [1, 0]
+    works = [dist.all_reduce(tensors[at], group=groups[at], async_op=True) for at in order]
+    # In its turn after the op that has yet to join.
+    with pytest.raises(racksum.BadArgument):
+        REFUSED["all_reduce"](groups[0])
+    dist.barrier(groups[1])
+    for work in works:
+        work.wait()
+    assert [x.tolist() for x in tensors] == [[WORLD] * 3] * 2
+    for group in groups:
+        MADE["all_gather"](group)
+
+
+def test_a_group_may_be_destroyed_before_its_ranks_have_joined(
+    ranks: Ranks, cluster: Cluster
+) -> None:
+    ranks.run(destroy_before_joining, cluster.address, cluster.new_job())
+
+
+def destroy_before_joining(address: str, job: str) -> None:
+    group = group_on_backend(address, job)
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        backend = group._get_backend(torch.device("cpu"))
+        dist.destroy_process_group(group)
+        with pytest.raises((racksum.Error, RuntimeError)):
+            work.wait()
+        assert backend._session is None or backend._session.closed
+    else:
+        dist.destroy_process_group(group)
+
+
 @pytest.mark.parametrize(
     "differs",
     [

@@ -43,6 +43,8 @@ def test_what_is_given_comes_before_the_environment_and_that_before_torchrun():
     found = ConnectOptions.resolve(own, job="given")
     assert (found.rank, found.job, found.interface) == (4, "given", "ib")
     assert (found.insecure, found.timeout) == (True, 2.5)
+    with pytest.raises(racksum.BadArgument, match=r"GLOO_SOCKET_IFNAME='\^lo': Gloo knows names"):
+        ConnectOptions.resolve({**gloo, "GLOO_SOCKET_IFNAME": "^lo"})
 
 
 #: What each variable may say, and what it comes to.

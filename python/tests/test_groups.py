@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import racksum
 import racksum.torch
-from ranks import TIMEOUT, Ranks
+from racksum.torch.backend import RacksumBackend
+from ranks import TIMEOUT, Ranks, backend_options
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +42,22 @@ def options_that_are_none(address: str) -> None:
 
 def test_what_is_no_option_is_refused(ranks, cluster):
     ranks.run(options_that_are_none, cluster.address)
+
+
+def destroy_without_a_collection(address: str, job: str) -> None:
+    group = dist.new_group(backend="racksum", pg_options=backend_options(address, job))
+    name = group.group_name
+    dist.all_reduce(torch.ones(3), group=group)
+    gc.disable()
+    try:
+        dist.destroy_process_group(group)
+        del group
+        left = [it for it in gc.get_objects() if type(it) is RacksumBackend]
+        assert name not in [it._name for it in left]
+    finally:
+        gc.enable()
+
+
+def test_a_group_that_is_destroyed_keeps_nothing_of_the_store(ranks, cluster):
+    """Its port may be the next one's at once."""
+    ranks.run(destroy_without_a_collection, cluster.address, cluster.new_job())

@@ -88,6 +88,16 @@ fn an_aggregator_with_no_files_to_spare_serves_on_and_says_so_once() {
     assert!(ended.err.contains("raise the limit (ulimit -n)"), "{}", ended.err);
 }
 
+#[test]
+fn too_few_files_are_an_error_and_never_a_panic() {
+    for files in 4..=16 {
+        let limited = format!("ulimit -n {files}; exec {RACKSUM} bench -b 4K -e 4K -n 1 -w 0");
+        let ended = Process::spawn(Command::new("sh").args(["-c", &limited])).end(60);
+        assert!(ended.code.is_some_and(|code| code <= 3), "{files} files: {}", ended.err);
+        assert!(!ended.err.contains("panicked"), "{files} files: {}", ended.err);
+    }
+}
+
 /// The program, with `tests/preload` between it and the C library.
 fn preloaded(args: &[&str], setting: (&str, &str)) -> Process {
     // Cargo puts it beside this test.

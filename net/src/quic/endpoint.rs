@@ -365,7 +365,7 @@ fn tls_error(error: impl std::fmt::Display) -> NetError {
 /// given up is kept for nine of these (RFC 9000, section 10.2); a lost first packet costs three.
 const INITIAL_RTT: Duration = Duration::from_millis(100);
 /// How long a connection that was closed is seen to its end.
-const CLOSING: Span = Span::from_millis(100);
+const CLOSING: Span = Span::from_millis(10);
 /// Bytes of calls that the kernel may hold.
 const RECEIVE_BUFFER: usize = 4 << 20;
 /// Calls that may wait until this side looks at them, which is at once, and what each may send

@@ -1,5 +1,7 @@
 """The Rust extension: the worker in Python's terms. Users see the package around it."""
 
+from collections.abc import Callable
+
 from racksum.options import ConnectOptions
 from racksum.session import Call, PartOf
 
@@ -11,7 +13,7 @@ def scan(address: int, nbytes: int, dtype: str, block: int, owner: object) -> by
 
 class Session:
     @staticmethod
-    def connect(options: ConnectOptions) -> Session: ...
+    def connect(options: ConnectOptions, check: Callable[[], None] | None = None) -> Session: ...
     def submit(self, call: Call, address: int, nbytes: int, owner: object) -> Op: ...
     def submit_blocks(
         self, call: Call, indices: int, count: int, values: int, nbytes: int

@@ -103,8 +103,7 @@ class ConnectOptions:
                 value = _first(environment, variables, read)
                 if value is not None:
                     found[name] = value
-        # Its names are whole ones, which NCCL's grammar says with this.
-        gloo = _first(environment, ("GLOO_SOCKET_IFNAME",), "={}".format)
+        gloo = _first(environment, ("GLOO_SOCKET_IFNAME",), _interfaces_of_gloo)
         if gloo:
             found.setdefault("interface", gloo)
         if "job" not in found:
@@ -233,6 +232,13 @@ def _is_loopback(host: str) -> bool:
         mapped = getattr(address, "ipv4_mapped", None) or address
         return bool(mapped.is_loopback or mapped.is_unspecified)
     return False
+
+
+def _interfaces_of_gloo(value: str) -> str:
+    """Interfaces in NCCL's grammar, in which a whole name has a sign before it."""
+    if value.startswith(("^", "=")):
+        raise ValueError("Gloo knows names alone; RACKSUM_INTERFACE may begin with a sign")
+    return f"={value}"
 
 
 def _flag(text: str) -> bool:

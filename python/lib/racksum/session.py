@@ -116,8 +116,11 @@ class Session:
     As a context manager it leaves the job in the end.
     """
 
-    def __init__(self, options: ConnectOptions) -> None:
-        """Joins a job. :func:`connect` makes the options."""
+    def __init__(self, options: ConnectOptions, check: Callable[[], None] | None = None) -> None:
+        """Joins a job. :func:`connect` makes the options.
+
+        :param check: Called every few moments while it joins; gives up if that raises something.
+        """
         _leave_alone()
         self._options = options
         _racksum.keep_logs(min(_log.getEffectiveLevel(), logging.CRITICAL))
@@ -125,7 +128,7 @@ class Session:
         joined = threading.Event()
         threading.Thread(target=_pass_on_logs_until, args=(joined,), daemon=True).start()
         try:
-            self._session = _racksum.Session.connect(options)
+            self._session = _racksum.Session.connect(options, check)
         finally:
             joined.set()
             _pass_on_logs()

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 import warnings
 from contextlib import suppress
+from datetime import timedelta
+from functools import partial
 from itertools import combinations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -22,7 +25,7 @@ from torch._C._distributed_c10d import Backend, PrefixStore, ProcessGroupGloo
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from racksum.eager import eager_methods
-from racksum.errors import BadArgument, Error
+from racksum.errors import BadArgument, Error, SessionClosed
 from racksum.log import logger
 from racksum.options import OPTIONS, ConnectOptions, limits_of_group
 from racksum.session import DEFAULT_BLOCK, PartOf, Session
@@ -49,11 +52,10 @@ from racksum.torch.reducible import (
 from racksum.torch.several import alike, check_root_tensor, combined, copying_to
 from racksum.torch.sparse import allreduce_sparse
 from racksum.torch.staging import Staging, allreduce, staging_of, to_host
-from racksum.torch.work import Before, Ends, Pending, Work, writing
+from racksum.torch.work import Before, Ends, Pending, Work, let_go, writing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from datetime import timedelta
 
     from racksum.torch.work import Waits
 
@@ -62,6 +64,11 @@ __all__ = ["Options", "register"]
 _Op: Any = dist.ReduceOp.RedOpType
 
 _log = logger("racksum.torch")
+
+#: How long ranks that end the default group wait for each other.
+_MOMENT = timedelta(milliseconds=200)
+#: Seconds between two looks at what does not say by itself that it has ended.
+_SLICE = 0.002
 
 
 class Options(Backend.Options):
@@ -113,6 +120,7 @@ class RacksumBackend(Backend):
         self._timeout = group.timeout
         self._store = group.store
         self._session: Session | None = None
+        self._is_shut = threading.Event()
         self._staging = Staging()
         self._chain = Chain()
         self._in_flight: dict[Work, Any] = {}
@@ -136,31 +144,41 @@ class RacksumBackend(Backend):
 
     @property
     def session(self) -> Session:
-        """The session of the group's ranks."""
-        if self._session is None:
-            limits = limits_of_group(self._timeout.total_seconds())
-            options = ConnectOptions.resolve(
-                drawn=drawn_in(default_store() or self._store),
-                **{**limits, **self._options.connect},
-                rank=self.rank(),
-                world=self.size(),
-            )
-            if not is_generation_given(self._options.connect):
-                self._staging.drain()
-                agreed = self._agreed(new_generation())
-                options = dataclasses.replace(options, generation=agreed)
-            self._session = session = Session(of_group(options, self._name))
-            staging_of(session, self._staging)
-            session._before_op = self._start_earlier
-            for part_of in self._unsaid:
-                session.refuse(part_of)
-            self._unsaid.clear()
-        return self._session
-
-    def _start_earlier(self) -> None:
-        """Has the ops started that were called before one on the host."""
+        """The session of the group's ranks, who join with their first op that needs one."""
+        # That op is deferred, so the thread of the chain is the one that joins.
         self._chain.drain()
-        self._staging.drain()
+        return self._session or self._join()
+
+    def _join(self) -> Session:
+        self._check_open()
+        limits = limits_of_group(self._timeout.total_seconds())
+        options = ConnectOptions.resolve(
+            drawn=drawn_in(default_store() or self._store),
+            **{**limits, **self._options.connect},
+            rank=self.rank(),
+            world=self.size(),
+        )
+        if not is_generation_given(self._options.connect):
+            self._staging.drain()
+            agreed = self._agreed(new_generation())
+            options = dataclasses.replace(options, generation=agreed)
+        session = Session(of_group(options, self._name), check=self._check_open)
+        staging_of(session, self._staging)
+        # Not a method: what is in no cycle ends with its last reference, and so does the store,
+        # whose port the next process group may want.
+        session._before_op = partial(_start_earlier, self._chain, self._staging)
+        for part_of in self._unsaid:
+            session.refuse(part_of)
+        self._unsaid.clear()
+        self._session = session
+        if self._is_shut.is_set():
+            # Meanwhile: whoever destroyed the group had no session to close.
+            session.close()
+        return session
+
+    def _check_open(self) -> None:
+        if self._is_shut.is_set():
+            raise SessionClosed(f"the process group {self._name} was destroyed")
 
     def split(self, store: Any, ranks: Sequence[int], opts: Any) -> RacksumBackend:
         """A group of some of the ranks, for ``split_group``."""
@@ -366,12 +384,12 @@ class RacksumBackend(Backend):
     @numbered("barrier")
     def barrier(self, call: Call, opts: Any) -> Work:
         """Ends once all ranks have called it, and what this rank has started before has ended."""
-        session, nothing = self.session, torch.zeros(1, dtype=torch.int32, device="cpu")
+        nothing = torch.zeros(1, dtype=torch.int32, device="cpu")
         # Of devices it may say the kind only.
         device = torch.empty(0, device=opts.device or "cpu").device
 
         def start() -> Ends:
-            handle: Ends = session.allreduce(nothing, part_of=call.part(), async_op=True)
+            handle: Ends = self.session.allreduce(nothing, part_of=call.part(), async_op=True)
             return handle
 
         def begin() -> list[Waits]:
@@ -385,6 +403,8 @@ class RacksumBackend(Backend):
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool) -> None:
         """Gloo's."""
+        # Gloo pairs collectives by the order in which they begin.
+        _start_earlier(self._chain, self._staging)
         self._gloo.monitored_barrier(opts.timeout, wait_all_ranks)
 
     def send(self, tensors: Sequence[Tensor], *args: Any) -> Work:
@@ -436,20 +456,48 @@ class RacksumBackend(Backend):
         """They are counted from 0 at all ranks."""
 
     def shutdown(self) -> None:
-        """Leaves the job."""
-        if self._session is not None:
-            self._session.close()
+        """Leaves the job, and has the ranks of the default group leave together."""
+        self._leave()
+        world = dist.group.WORLD
+        if world is not None and world.group_name == self._name:
+            self._meet()
         self._gloo.shutdown()
-        _open.discard(self)
 
     def abort(self) -> None:
         """Leaves the job: what is in flight fails."""
-        self.shutdown()
+        self._leave()
+        self._gloo.shutdown()
+
+    def _leave(self) -> None:
+        self._is_shut.set()
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+            # Its threads take a moment to end, and the store's port may be wanted again.
+            let_go(session)
+        _open.discard(self)
+
+    def _meet(self) -> None:
+        """Waits a moment for the other ranks to come here too.
+
+        The store of the first rank closes its port next. A rank that was much earlier, and makes
+        the next process group at once, would meet the old store there.
+        """
+        options = dist.BarrierOptions()
+        options.timeout = _MOMENT
+        # Others may be gone, or have yet to do something.
+        with suppress(RuntimeError):
+            self._gloo.barrier(options).wait()
 
     def _agreed(self, number: int) -> int:
         """The number of the group's first rank."""
         agreed = torch.tensor([number], device="cpu")
-        self._gloo.broadcast(agreed, 0).wait()
+        work = self._gloo.broadcast(agreed, 0)
+        # Gloo goes on waiting when it is shut down.
+        while not work.is_completed():
+            self._is_shut.wait(_SLICE)
+            self._check_open()
+        work.wait()
         return int(agreed)
 
     def _new_call(self, collective: str, ops: int) -> Call:
@@ -457,15 +505,24 @@ class RacksumBackend(Backend):
         return Call(collective, self._sequence, ops)
 
     def _refuse(self, call: Call) -> None:
-        """Tells the other ranks of the ops of a call that this one does not begin."""
-        for part_of in call.rest():
-            if self._session is None:
-                # They have joined by then, or will.
-                self._unsaid.append(part_of)
-            else:
-                # One that is over has no ops to keep in step.
-                with suppress(Error):
-                    self._session.refuse(part_of)
+        """Tells the other ranks, in its turn, of the ops of a call that this one does not begin."""
+        parts = call.rest()
+
+        def refuse() -> Sequence[Waits]:
+            for part_of in parts:
+                if self._session is None:
+                    # They have joined by then, or will.
+                    self._unsaid.append(part_of)
+                else:
+                    # One that is over has no ops to keep in step.
+                    with suppress(Error):
+                        self._session.refuse(part_of)
+            return []
+
+        if self._chain.is_behind():
+            self._chain.defer([], refuse, [])
+        else:
+            refuse()
 
     def _run(
         self,
@@ -474,11 +531,15 @@ class RacksumBackend(Backend):
         begin: Callable[[], Sequence[Waits]],
         result: list[Tensor],
         seconds: float | None = None,
+        *,
+        joins: bool = True,
     ) -> Work:
         """A collective in flight, for which later barriers wait.
 
         :param touched: The tensors that it reads and writes. One that reads what an earlier one
             writes, or the like, begins when that has ended.
+        :param joins: Whether it needs the session. The first that does waits for the other ranks
+            on another thread: they may come to it by way of another group.
         """
         # Those that have ended are let go, so that nothing piles up where nobody waits.
         for work in list(self._in_flight):
@@ -490,7 +551,8 @@ class RacksumBackend(Backend):
             for work, theirs in list(self._in_flight.items())
             if meet(theirs, extents) and not work.has_ended()
         ]
-        if not earlier and not self._chain.is_behind():
+        must_join = joins and self._session is None
+        if not earlier and not must_join and not self._chain.is_behind():
             parts = begin()
         else:
 
@@ -554,7 +616,7 @@ class RacksumBackend(Backend):
         """A collective of Gloo's, which writes to ``outputs``."""
         touched = [x for x in tree_leaves((outputs, args)) if isinstance(x, Tensor)]
         begin = lambda: [self._delegated(gloo, outputs, *args)]  # noqa: E731
-        return self._run(call, touched, begin, tree_leaves(outputs))
+        return self._run(call, touched, begin, tree_leaves(outputs), joins=False)
 
     def _delegated(self, call: Callable[..., Any], outputs: Any, *args: Any) -> Ends:
         """Has Gloo do something, which writes to ``outputs``."""
@@ -619,6 +681,12 @@ class RacksumBackend(Backend):
         own = whole[begin : begin + output.numel()]
         take = writing(lambda _: output.copy_(own.view_as(output)))
         return self._reduced(call, whole, opts).then(take)
+
+
+def _start_earlier(chain: Chain, staging: Staging) -> None:
+    """Has the ops started that were called before one on the host."""
+    chain.drain()
+    staging.drain()
 
 
 #: What torch wraps for TORCH_DISTRIBUTED_DEBUG it does not keep.

@@ -30,6 +30,7 @@ __all__ = [
     "Work",
     "at_end_of_backward",
     "future_of",
+    "let_go",
     "new_future",
     "own_streams_on",
     "writing",
@@ -327,6 +328,12 @@ class Waiters:
                         self._idle.append(thread)
 
         thread.do(do_and_rest)
+
+
+def let_go(thing: object) -> None:
+    """Has a thread give up its reference to something, for what takes long to end."""
+    held = [thing]
+    _waiters.do(held.clear)
 
 
 _all: weakref.WeakSet[InOrder] = weakref.WeakSet()
