@@ -21,6 +21,14 @@ impl Case {
         }
     }
 
+    /// A race of racksum against an earlier build of itself.
+    pub(crate) fn against_before(&mut self) {
+        const MOST: f64 = 0.02;
+        if let Self::Race(race) = self {
+            race.against_before(MOST);
+        }
+    }
+
     /// One line for people.
     pub(crate) fn about(&self) -> String {
         match self {
@@ -68,6 +76,22 @@ impl Race {
         let blocks: String = blocks.collect();
         let Self { world, shards, .. } = self;
         format!("{world} ranks, {bytes} B of f32, {data}, {net}, {shards} shard(s){blocks}")
+    }
+
+    /// The sides of racksum alone, each beside itself as an earlier build has it. None may take
+    /// longer by more than this share.
+    fn against_before(&mut self, most: f64) {
+        let sides = std::mem::take(&mut self.sides);
+        self.bounds.clear();
+        for side in sides {
+            let Program::Racksum(racksum) = side.program else { continue };
+            let before = Racksum { build: Build::Before, ..racksum };
+            // The cases are few, and live as long as the process.
+            let name = format!("{}, before", side.name).leak();
+            self.sides.extend([side, Side { name, program: Program::Racksum(before) }]);
+            let figure = Figure::Cost(side.name, name);
+            self.bounds.push(Bound { figure, must: 1.0 + most, reach: 1.0 });
+        }
     }
 
     /// Whether its ranks have their tensors on a GPU.
@@ -182,9 +206,20 @@ pub(crate) struct Training {
     pub(crate) gpu: bool,
 }
 
+/// Which build of racksum runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Build {
+    /// That of this source.
+    Own,
+    /// The one that it is raced against.
+    Before,
+}
+
 /// How racksum runs.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct Racksum {
+    pub(crate) build: Build,
     /// How elements travel.
     pub(crate) wire: Wire,
     /// Elements of a block.
@@ -204,6 +239,7 @@ pub(crate) struct Racksum {
 
 impl Racksum {
     pub(crate) const PLAIN: Self = Self {
+        build: Build::Own,
         wire: Wire::F32,
         block: 256,
         input: Input::Dense,
@@ -412,6 +448,19 @@ mod tests {
         let miss = Figure::Miss("racksum").value(took).unwrap();
         assert!((miss - 0.1).abs() < 1e-9, "{miss}");
         assert_eq!(Figure::Miss("gloo").value(took), None);
+    }
+
+    #[test]
+    fn a_race_against_an_earlier_build_has_each_side_of_racksum_twice_and_nobody_else() {
+        let mut cases = super::super::cases::all(1);
+        cases.iter_mut().for_each(Case::against_before);
+        let Case::Race(race) = &cases[0] else { panic!("a race") };
+        let sides: Vec<_> = race.sides.iter().map(|side| side.name).collect();
+        assert_eq!(sides, ["racksum", "racksum, before"]);
+        let build = |side: &Side| side.program.racksum().unwrap().build;
+        assert_eq!(race.sides.iter().map(build).collect::<Vec<_>>(), [Build::Own, Build::Before]);
+        let [bound] = race.bounds[..] else { panic!("one bound") };
+        assert_eq!((bound.figure.name(), bound.must), ("racksum / racksum, before".into(), 1.02));
     }
 
     #[test]

@@ -41,12 +41,12 @@ pub(crate) fn run(
         format!("--pool-mib={}", case.pool_mib),
         format!("--max-jobs={}", case.jobs),
     ];
-    let (server, addr) = aggregator(setup, None, &flags, logs)?;
+    let (server, addr) = aggregator(&setup.racksum, None, &flags, logs)?;
     let at_start = Resident::of(server.pid(0))?;
     tell("setting up the jobs");
     let rank = |job: u16, rank: u16| {
         let name = format!("{}-{job}", case.name);
-        rank_of(setup, None, &addr.to_string(), &name, rank, case.world)
+        rank_of(&setup.racksum, None, &addr.to_string(), &name, rank, case.world)
     };
     let ranks = (0..case.jobs).flat_map(|job| (0..case.world).map(move |rank| (job, rank)));
     let mut crew = Crew::start("rank", ranks.map(|(job, nth)| rank(job, nth)), logs)?;

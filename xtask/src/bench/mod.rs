@@ -34,7 +34,7 @@ use self::host::Provenance;
 use self::learning::LearningArgs;
 use self::race::Rounds;
 use self::report::{Ending, Record};
-use self::setup::Setup;
+use self::setup::{Given, Setup};
 use crate::interrupt;
 use crate::steps::Skip;
 
@@ -85,6 +85,10 @@ struct PeersArgs {
     /// Try cases with tensors of this size instead; nothing is judged then.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(4..))]
     bytes: Option<u64>,
+    /// Race this source against another build of racksum instead, where racksum runs by itself: no
+    /// case may take longer by more than 2 %.
+    #[arg(long, value_name = "PATH", conflicts_with = "bytes")]
+    against: Option<PathBuf>,
     /// A Python that has torch and numpy, instead of one that is installed for the purpose.
     #[arg(long, value_name = "PATH")]
     python: Option<PathBuf>,
@@ -113,7 +117,12 @@ fn peers(root: &Path, args: &PeersArgs) -> Result<bool> {
         cases.iter_mut().for_each(|case| resize(case, bytes / 4 * 4));
     }
     let rounds = Rounds { warmup: args.warmup, counted: args.rounds };
-    let results = run_cases(root, &cases, rounds, args.python.as_deref(), args.out.as_deref())?;
+    if args.against.is_some() {
+        cases.iter_mut().for_each(Case::against_before);
+        cases.retain(|case| !matches!(case, Case::Race(race) if race.sides.is_empty()));
+    }
+    let given = Given { python: args.python.clone(), before: args.against.clone() };
+    let results = run_cases(root, &cases, rounds, &given, args.out.as_deref())?;
     println!("\n{}", report::verdicts_head());
     for (case, ending) in cases.iter().zip(&results) {
         ending.verdicts(case.name()).iter().for_each(|row| println!("{}", row.trim_end()));
@@ -127,7 +136,7 @@ fn peers(root: &Path, args: &PeersArgs) -> Result<bool> {
 pub(crate) fn smoke(root: &Path) -> Result<Vec<Skip>> {
     let rounds = Rounds { warmup: 0, counted: 2 };
     let cases = cases::smoke(1);
-    let endings = run_cases(root, &cases, rounds, None, None)?;
+    let endings = run_cases(root, &cases, rounds, &Given::default(), None)?;
     if !endings.iter().all(|ending| ending.is_skipped() || ending.is_as_demanded()) {
         bail!("cargo xtask bench peers --case smoke --strict");
     }
@@ -142,11 +151,11 @@ fn run_cases(
     root: &Path,
     cases: &[Case],
     rounds: Rounds,
-    python: Option<&Path>,
+    given: &Given,
     out: Option<&Path>,
 ) -> Result<Vec<Ending>> {
     interrupt::listen()?;
-    let setup = Setup::prepare(root, cases, python)?;
+    let setup = Setup::prepare(root, cases, given)?;
     interrupt::check()?;
     if setup.links.is_ok() {
         network::sweep();

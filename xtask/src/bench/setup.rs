@@ -6,15 +6,26 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use super::case::{Case, Net, Program, Race};
+use super::case::{Build, Case, Net, Program, Race};
 use crate::machine;
 use crate::python;
 use crate::shell::{Cmd, path, target};
+
+/// Programs that the caller has.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Given {
+    /// A Python that has torch.
+    pub(crate) python: Option<PathBuf>,
+    /// A build of racksum to race against.
+    pub(crate) before: Option<PathBuf>,
+}
 
 /// The programs, or why one cannot be had.
 #[derive(Debug)]
 pub(crate) struct Setup {
     pub(crate) racksum: PathBuf,
+    /// Another build of it, to race against.
+    before: Option<PathBuf>,
     /// The folder of the peer programs.
     pub(crate) peers: PathBuf,
     pub(crate) python: Result<PathBuf, String>,
@@ -29,13 +40,26 @@ pub(crate) struct Setup {
 }
 
 impl Setup {
-    /// Builds and installs what `cases` need. A `python` that has torch saves making one.
-    pub(crate) fn prepare(root: &Path, cases: &[Case], python: Option<&Path>) -> Result<Self> {
+    /// The program of a build.
+    pub(crate) fn program(&self, build: Build) -> &Path {
+        match build {
+            Build::Own => &self.racksum,
+            Build::Before => self.before.as_ref().expect("who races against it has it"),
+        }
+    }
+
+    /// Builds and installs what `cases` need, but for what is given.
+    pub(crate) fn prepare(root: &Path, cases: &[Case], given: &Given) -> Result<Self> {
         let work = target(root).join("peers");
         let peers = root.join("benches/peers");
         fs::create_dir_all(&work).with_context(|| format!("cannot make {}", work.display()))?;
         Cmd::cargo(&["build", "--release", "--locked", "-p", "racksum-cli"]).run(root)?;
         let racksum = work.with_file_name("release").join("racksum");
+        let before = given.before.clone();
+        if let Some(before) = &before {
+            let words = ["--version"];
+            Cmd::new(path(before)?, &words).run(root).context("it is no build of racksum")?;
+        }
 
         let needs = |is: fn(&Program) -> bool| {
             let races = cases.iter().filter_map(|case| match case {
@@ -45,8 +69,8 @@ impl Setup {
             races.flat_map(|race| &race.sides).any(|side| is(&side.program))
         };
         let unneeded = "no case needs it".to_owned();
-        let python = match python {
-            Some(python) => Ok(python.to_owned()),
+        let python = match &given.python {
+            Some(python) => Ok(python.clone()),
             None if needs(|program| {
                 matches!(program, Program::Training(_) | Program::Sidecar(_))
             }) =>
@@ -83,7 +107,7 @@ impl Setup {
         } else {
             Err(unneeded)
         };
-        Ok(Self { racksum, peers, python, mpi, floor, links, gpu, work })
+        Ok(Self { racksum, before, peers, python, mpi, floor, links, gpu, work })
     }
 
     /// Why a race cannot take place.
@@ -171,6 +195,7 @@ mod tests {
     fn a_race_that_needs_what_is_missing_does_not_take_place_and_says_why() {
         let setup = Setup {
             racksum: PathBuf::new(),
+            before: None,
             peers: PathBuf::new(),
             python: Ok(PathBuf::new()),
             mpi: Ok(PathBuf::new()),

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::case::{Net, Program, Race, Racksum, Side, Training, Way, Wire};
+use super::case::{Build, Net, Program, Race, Racksum, Side, Training, Way, Wire};
 use super::crew::Crew;
 use super::neighbour::Neighbour;
 use super::network::{Drops, Host, INTERFACE, Network};
@@ -21,6 +21,7 @@ use super::volume::{Traffic, Volume};
 struct Serving {
     /// How it authenticates data, which is its own affair and no side's.
     data_auth: Option<&'static str>,
+    build: Build,
     addr: SocketAddr,
     /// Ends with the race.
     _crew: Crew,
@@ -72,14 +73,16 @@ impl Place {
                 Some(host.context("a race has more aggregators than its network")?)
             }
         };
-        let (crew, addr) = aggregator(setup, host, &flags, logs)?;
-        self.aggregators.push(Serving { data_auth, addr, _crew: crew });
+        let build = racksum.build;
+        let (crew, addr) = aggregator(setup.program(build), host, &flags, logs)?;
+        self.aggregators.push(Serving { data_auth, build, addr, _crew: crew });
         Ok(())
     }
 
     /// The aggregators that serve as a side needs it.
     fn serving(&self, racksum: Racksum) -> impl Iterator<Item = &Serving> {
-        self.aggregators.iter().filter(move |it| it.data_auth == racksum.data_auth)
+        let needed = (racksum.data_auth, racksum.build);
+        self.aggregators.iter().filter(move |it| (it.data_auth, it.build) == needed)
     }
 
     /// What the queues of the links have dropped so far.
@@ -94,13 +97,13 @@ impl Place {
 
 /// Starts an aggregator and returns once it serves, with its address.
 pub(crate) fn aggregator(
-    setup: &Setup,
+    program: &Path,
     host: Option<&Host>,
     flags: &[String],
     logs: &Path,
 ) -> Result<(Crew, SocketAddr)> {
     let bind = host.map_or(Ipv4Addr::LOCALHOST, |host| host.addr);
-    let mut command = on(host, &setup.racksum);
+    let mut command = on(host, program);
     command.args(["aggregator", "--port", "0", "--bind", &bind.to_string()]).args(flags);
     if host.is_some() {
         command.arg("--insecure");
@@ -172,6 +175,7 @@ impl Team {
             "sparse data has blocks of {}",
             Racksum::PLAIN.block
         );
+        let program = setup.program(racksum.build);
         let served = place.serving(racksum).take(usize::from(racksum.aggregators));
         let aggregator = served.map(|it| it.addr.to_string()).collect::<Vec<_>>().join("+");
         let job = format!("{}-{}", race.name, side.name);
@@ -181,7 +185,7 @@ impl Team {
         flags.extend(place.network.is_some().then(|| "--insecure".to_owned()));
         let rank = |rank| {
             let mut command =
-                rank_of(setup, place.worker(rank), &aggregator, &job, rank, race.world);
+                rank_of(program, place.worker(rank), &aggregator, &job, rank, race.world);
             command.args(&flags);
             command
         };
@@ -202,7 +206,7 @@ impl Team {
         let other = format!("{job}-neighbour");
         let of_other = |rank| {
             let host = place.worker(rank);
-            let mut command = rank_of(setup, host, &aggregator, &other, rank, race.world);
+            let mut command = rank_of(program, host, &aggregator, &other, rank, race.world);
             command.args(&flags);
             command
         };
@@ -368,14 +372,14 @@ impl Team {
 
 /// One rank of racksum, to be told more.
 pub(crate) fn rank_of(
-    setup: &Setup,
+    program: &Path,
     host: Option<&Host>,
     aggregator: &str,
     job: &str,
     rank: u16,
     world: u16,
 ) -> Command {
-    let mut command = on(host, &setup.racksum);
+    let mut command = on(host, program);
     command.args(["bench", "--interactive", "--aggregator", aggregator, "--job", job]);
     command.args(["--rank", &rank.to_string(), "--world", &world.to_string()]);
     command
