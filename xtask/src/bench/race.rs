@@ -92,7 +92,12 @@ pub(crate) fn run(
     }
     let total = rounds.warmup + rounds.counted;
     for round in 1..=total {
-        for (side, racer) in race.sides.iter().zip(&mut racers) {
+        let mut turns: Vec<_> = race.sides.iter().zip(&mut racers).collect();
+        // Who comes first finds the machine asleep, which costs small ops up to 5 %.
+        if round % 2 == 0 {
+            turns.reverse();
+        }
+        for (side, racer) in turns {
             interrupt::check()?;
             tell(&format!("round {round} of {total}: {}", side.name));
             let before = place.drops()?;
