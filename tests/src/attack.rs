@@ -20,6 +20,7 @@ use racksum_proto::ids::{Generation, OpId, Rank, WindowId};
 use racksum_proto::time::Span;
 use racksum_proto::wire::{AskEntries, AskEntry, Header, Kind, OpenEncoder, Opening};
 use racksum_worker::Client;
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::impostor::Impostor;
 use crate::rig::{Rig, in_a_process_of_its_own};
@@ -118,6 +119,25 @@ fn nobody() -> UdpSocket {
     from
 }
 
+/// Runs `start` on the first core and what comes after it on the others, where there are several:
+/// the aggregator on a host of its own. Otherwise figures tell who was given a core.
+fn apart<T>(start: impl FnOnce() -> T) -> T {
+    let all = sched_getaffinity(None).unwrap();
+    let on = |is_ours: &dyn Fn(usize) -> bool| {
+        let mut cores = CpuSet::new();
+        let ours = (0..CpuSet::MAX_CPU).filter(|core| all.is_set(*core) && is_ours(*core));
+        ours.for_each(|core| cores.set(core));
+        if cores.count() > 0 {
+            sched_setaffinity(None, &cores).unwrap();
+        }
+    };
+    let first = (0..CpuSet::MAX_CPU).find(|core| all.is_set(*core)).unwrap();
+    on(&|core| core == first);
+    let started = start();
+    on(&|core| core != first);
+    started
+}
+
 /// How the ops of the other tenant went.
 struct Ops {
     /// How long each took, in ascending order.
@@ -171,7 +191,7 @@ struct Figures {
 fn run(name: &str, rate: Option<u64>, attack: impl Fn(&mut Attacker) + Sync) -> Figures {
     let lasts = std::env::var("RACKSUM_ATTACK_S").map_or(LASTS, |text| text.parse().unwrap());
     let lasts = Span::from_secs(lasts);
-    let rig = Rig::start(|config| config.data_auth = Some(DataAuth::Mac));
+    let rig = apart(|| Rig::start(|config| config.data_auth = Some(DataAuth::Mac)));
     let mut attacker = Attacker::join(&rig);
     let phases = Barrier::new(usize::from(WORLD) + 1);
     let (rested, stop) = (AtomicBool::new(false), AtomicBool::new(false));
@@ -227,7 +247,7 @@ fn run(name: &str, rate: Option<u64>, attack: impl Fn(&mut Attacker) + Sync) -> 
     let (quiet, attacked) = ranks.swap_remove(0);
     println!(
         "attack={name} seconds={} bytes_in={} bytes_out={} quiet_p50_us={} quiet_p99_us={} \
-         attacked_p50_us={} attacked_p99_us={} throughput_share={:.3}",
+         attacked_p50_us={} attacked_p99_us={} throughput_share={:.3} kernel_drops={}",
         lasts.0 / Span::from_secs(1).0,
         bytes[0],
         bytes[1],
@@ -236,6 +256,7 @@ fn run(name: &str, rate: Option<u64>, attack: impl Fn(&mut Attacker) + Sync) -> 
         attacked.quantile(50),
         attacked.quantile(99),
         attacked.a_second() / quiet.a_second(),
+        rig.aggregator.stats().iter().map(|shard| shard.kernel_drops).sum::<u64>(),
     );
     Figures { bytes, quiet, attacked }
 }
