@@ -1,5 +1,6 @@
 //! A shard: one thread, one socket, and the halves of all jobs that are there.
 
+mod floods;
 mod handle;
 mod proof;
 mod receive;
@@ -32,6 +33,7 @@ use crate::slots::Slots;
 use crate::turn::Turn;
 use crate::ways::{To, Ways};
 
+use floods::Floods;
 use handle::Siblings;
 pub(crate) use handle::{ShardHandle, make_siblings};
 pub(crate) use proof::Proof;
@@ -177,6 +179,7 @@ struct Shard {
     risen: BTreeMap<(JobId, SocketAddr), JobId>,
     /// Proofs of data paths that are under way, by their tokens.
     proofs: Proofs,
+    floods: Floods,
     /// This and the other shards.
     siblings: Siblings,
     arena: Arena,
@@ -363,6 +366,12 @@ impl Shard {
         for i in 0..count {
             let meta = self.recv.meta(i);
             self.take_datagrams(now, i, &meta);
+        }
+        let is_rank = |addr| self.jobs.values().any(|job| job.ways.ranks.contains(&addr));
+        if let Some(senders) = self.floods.look(now, self.socket.drops(), is_rank)
+            && let Err(error) = self.socket.refuse(&senders)
+        {
+            tracing::debug!(%error, "the kernel takes no filter");
         }
         self.serve(now);
         Some(count)

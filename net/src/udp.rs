@@ -8,6 +8,7 @@
 
 mod buffers;
 mod cmsg;
+mod filter;
 mod gather;
 mod recv;
 mod send;

@@ -13,6 +13,7 @@ use racksum_net::udp::{Gather, RECV_BATCH, RECV_CAPACITY, RecvRing, UdpConfig, U
 use racksum_proto::time::Time;
 use tokio::sync::oneshot;
 
+use super::floods::Floods;
 use super::proof::Proofs;
 use super::{Command, LONGEST_PAUSE, MULTICAST_TTL, Shard, ShardReport, ShardStats};
 use crate::StartError;
@@ -105,6 +106,7 @@ impl ShardHandle {
             jobs: BTreeMap::new(),
             risen: BTreeMap::new(),
             proofs: Proofs::default(),
+            floods: Floods::default(),
             siblings: Siblings { number, all: Arc::clone(&siblings) },
             arena,
             incoming: Vec::with_capacity(RECV_BATCH),

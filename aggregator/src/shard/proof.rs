@@ -67,16 +67,17 @@ impl Proofs {
         }
     }
 
-    /// Takes what looks like a probe or an answer.
+    /// Takes what looks like a probe or an answer. Returns whether it is one that is waited for.
     pub(super) fn take(
         &mut self,
         socket: &UdpSocket,
         from: SocketAddr,
         datagram: &[u8],
         stats: &mut ShardStats,
-    ) {
+    ) -> bool {
         let Some(probe) = Datagram::decode(datagram) else {
-            return stats.rejects.count(Reject::Truncated);
+            stats.rejects.count(Reject::Truncated);
+            return false;
         };
         // wire: W-75
         match (self.by_token.get_mut(&probe.token.0), probe.seen) {
@@ -95,8 +96,12 @@ impl Proofs {
                 let answer = Answer { shard: *shard, size: probe.size, from, seen };
                 tell.send(answer).unwrap_or_default();
             }
-            _ => stats.rejects.count(Reject::Sender),
+            _ => {
+                stats.rejects.count(Reject::Sender);
+                return false;
+            }
         }
+        true
     }
 }
 

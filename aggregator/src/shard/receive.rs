@@ -10,6 +10,7 @@ use racksum_proto::path;
 use racksum_proto::time::Time;
 use racksum_proto::wire::{self, Header, Kind};
 
+use super::floods::Floods;
 use super::{Job, Shard, relay};
 use crate::slots::Slots;
 use crate::turn::{MESSAGE_COST, OPEN_COST};
@@ -17,7 +18,7 @@ use crate::turn::{MESSAGE_COST, OPEN_COST};
 impl Shard {
     /// Takes what the kernel handed over as one: datagrams of one sender, `stride` apart.
     pub(super) fn take_datagrams(&mut self, now: Time, i: usize, meta: &Received) {
-        let Self { jobs, risen, stats, incoming, arena, proofs, socket, .. } = self;
+        let Self { jobs, risen, stats, incoming, arena, proofs, floods, socket, .. } = self;
         let buffer = &mut incoming[i];
         // The kernel joins only what has one sender.
         let below = |origin: Option<(JobId, Rank)>| {
@@ -25,6 +26,7 @@ impl Shard {
             risen.get(&(job, meta.from)).copied()
         };
         let count = buffer.len().div_ceil(meta.stride.max(1));
+        floods.note_arrived(count);
         stats.datagrams[0] += count as u64;
         stats.bytes[0] += buffer.len() as u64;
         let mut stores = [None; udp::MAX_SEGMENTS];
@@ -35,14 +37,16 @@ impl Shard {
         let whole = count <= stores.len() && may_be_whole(buffer, meta.stride, trailer);
         for (n, datagram) in buffer.chunks_mut(meta.stride.max(1)).enumerate() {
             if path::Datagram::is_one(datagram) {
-                proofs.take(socket, meta.from, datagram, stats);
+                if !proofs.take(socket, meta.from, datagram, stats) {
+                    floods.note_unproven(meta.from);
+                }
                 continue;
             }
             let origin = Header::origin(datagram);
             let below = below(origin);
             let opened = match below.and_then(|id| jobs.get_mut(&id)) {
                 Some(job) => relay::open(job, datagram),
-                None => open(jobs, datagram, meta),
+                None => open(jobs, floods, datagram, meta),
             };
             let Some(messages) = opened else { continue };
             for message in wire::messages(messages) {
@@ -54,7 +58,7 @@ impl Shard {
                 let taken = match below.and_then(|id| Some((id, jobs.get_mut(&id)?))) {
                     Some((id, job)) => relay::take(job, now, message, meta.ce)
                         .map(|(place, body)| (id, place, body)),
-                    None => take_message(jobs, &mut stats.rejects, now, message, meta),
+                    None => take_message(jobs, floods, &mut stats.rejects, now, message, meta),
                 };
                 let Some((id, place, body)) = taken else { continue };
                 if whole {
@@ -99,6 +103,7 @@ impl Shard {
 /// wanted.
 fn take_message<'a>(
     jobs: &mut BTreeMap<JobId, Job>,
+    floods: &mut Floods,
     rejects: &mut Rejects,
     now: Time,
     message: Result<(Header, &'a [u8]), Reject>,
@@ -107,16 +112,19 @@ fn take_message<'a>(
     let (header, body) = match message {
         Ok(message) => message,
         Err(reject) => {
+            floods.note_unproven(meta.from);
             rejects.count(reject);
             return None;
         }
     };
     let Some(job) = jobs.get_mut(&header.job) else {
+        floods.note_unproven(meta.from);
         rejects.count(Reject::Job);
         return None;
     };
     // wire: W-9
     if job.ways.ranks.get(header.sender.index()) != Some(&meta.from) {
+        floods.note_unproven(meta.from);
         job.machine.reject(Reject::Sender, &mut ());
         return None;
     }
@@ -128,6 +136,7 @@ fn take_message<'a>(
             Some((header.job, place, body))
         }
         Verdict::Duplicate | Verdict::Control | Verdict::Reject(_) => {
+            floods.note_useless(meta.from);
             job.turn.spend(cost + body.len());
             None
         }
@@ -137,6 +146,7 @@ fn take_message<'a>(
 /// The messages of a datagram, if it is authentic; where nothing is authenticated, of any.
 fn open<'a>(
     jobs: &mut BTreeMap<JobId, Job>,
+    floods: &mut Floods,
     datagram: &'a mut [u8],
     meta: &Received,
 ) -> Option<&'a [u8]> {
@@ -144,6 +154,11 @@ fn open<'a>(
     let Some((id, rank)) = Header::origin(datagram) else { return Some(datagram) };
     let Some(job) = jobs.get_mut(&id) else { return Some(datagram) };
     if job.turn.is_flooded() {
+        // What is flooded is so by what its ranks have proven to be theirs.
+        match job.ways.ranks.get(rank.index()) {
+            Some(addr) if *addr == meta.from => floods.note_useless(meta.from),
+            _ => floods.note_unproven(meta.from),
+        }
         job.machine.reject(Reject::Overdrawn, &mut ());
         return None;
     }
@@ -160,6 +175,7 @@ fn open<'a>(
     match opened {
         Ok(messages) => Some(messages),
         Err(reject) => {
+            floods.note_unproven(meta.from);
             job.machine.reject(reject, &mut ());
             None
         }

@@ -27,6 +27,7 @@ fn shard() -> (Shard, Sender<Command>) {
         jobs: BTreeMap::new(),
         risen: BTreeMap::new(),
         proofs: Proofs::default(),
+        floods: Floods::default(),
         siblings: Siblings::default(),
         arena: Arena::new(2 * RECV_BATCH + 4 * usize::try_from(WINDOWS).unwrap()).unwrap(),
         incoming: Vec::with_capacity(RECV_BATCH),

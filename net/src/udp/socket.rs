@@ -143,7 +143,7 @@ impl UdpSocket {
     }
 
     /// How many messages the kernel dropped since the socket was opened because the receive buffer
-    /// was full. The kernel tells with each message received, so this is as of the last one.
+    /// was full, or from whom it is to [`UdpSocket::refuse`]. The kernel tells with each message received, so this is as of the last one.
     #[must_use]
     pub fn drops(&self) -> u64 {
         self.drops.load(Ordering::Relaxed)
@@ -174,6 +174,10 @@ impl UdpSocket {
     /// forbids it.
     pub fn send_one(&self, to: SocketAddr, datagram: &[u8]) -> io::Result<()> {
         self.inner.send_to(datagram, &SockAddr::from(to)).map(drop)
+    }
+
+    pub(super) const fn socket(&self) -> &Socket {
+        &self.inner
     }
 
     /// Switches segmentation on or off, by what sending found out.

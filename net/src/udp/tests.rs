@@ -485,3 +485,32 @@ fn sockets_and_rings_go_to_other_threads() {
     check::<SendRing>();
     check::<RecvRing>();
 }
+
+#[test]
+fn what_is_refused_is_dropped_and_all_else_arrives() {
+    for ip in [IpAddr::from(Ipv4Addr::LOCALHOST), Ipv6Addr::LOCALHOST.into()] {
+        let (receiver, refused, other) = (open(ip), open(ip), open(ip));
+        // Of which the last differs in its port, and the others in parts of their addresses.
+        let mut senders: Vec<SocketAddr> =
+            ["127.0.1.1:7", "[::1:0:1]:7", "[1::1]:7"].map(|it| it.parse().unwrap()).into();
+        senders.push(refused.local_addr());
+        receiver.refuse(&senders).unwrap();
+        refused.send_one(receiver.local_addr(), b"refused").unwrap();
+        other.send_one(receiver.local_addr(), b"taken").unwrap();
+        let [(meta, bytes)] = &receive(&receiver, 5)[..] else { panic!("one message") };
+        assert_eq!((meta.from, &bytes[..]), (other.local_addr(), &b"taken"[..]));
+        for none in [&[][..], &[]] {
+            receiver.refuse(none).unwrap();
+        }
+        refused.send_one(receiver.local_addr(), b"again").unwrap();
+        assert_eq!(receive(&receiver, 5)[0].1, b"again");
+    }
+}
+
+#[test]
+fn as_many_senders_may_be_refused_as_a_program_holds() {
+    let senders: Vec<SocketAddr> = (1..=64).map(|port| ([127, 0, 0, 1], port).into()).collect();
+    let socket = loopback();
+    socket.refuse(&senders).unwrap();
+    socket.refuse(&senders.repeat(1000)).unwrap_err();
+}

@@ -1,0 +1,223 @@
+//! Senders that flood a shard: the kernel drops what they send, so that the receive buffer has room
+//! for all others.
+//!
+//! What arrives for all jobs waits in one buffer. When that overflows, who sends most keeps out
+//! whoever sends little, however fairly the shard then serves what it has received. So it looks,
+//! while the buffer overflows, for a sender of whose messages it has no use: repeated asks,
+//! duplicates, what is for nobody here. If such messages of one sender are most of all, the sender
+//! is refused for a while, and for longer each time it comes back to that.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+
+use racksum_net::log_limit::LogLimit;
+use racksum_proto::time::{Span, Time};
+
+/// What the shard has received since it looked last, and whom it refuses.
+#[derive(Debug, Default)]
+pub(super) struct Floods {
+    /// When it looked last.
+    looked: Time,
+    /// Datagrams that the kernel had dropped by then.
+    drops: u64,
+    /// Whether there were new ones: only then is it worth counting.
+    overflows: bool,
+    messages: u32,
+    /// Messages of no use, by sender.
+    useless: BTreeMap<SocketAddr, Useless>,
+    refused: BTreeMap<SocketAddr, Refusal>,
+}
+
+/// What a sender has sent of no use.
+#[derive(Debug, Clone, Copy, Default)]
+struct Useless {
+    /// Surely its own.
+    proven: u32,
+    /// What anybody may have sent in its name.
+    unproven: u32,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Refusal {
+    until: Time,
+    lasts: Span,
+    is_on: bool,
+}
+
+impl Floods {
+    /// So many datagrams have arrived.
+    pub(super) const fn note_arrived(&mut self, count: usize) {
+        if self.overflows {
+            #[expect(clippy::cast_possible_truncation, reason = "a message is 64 KiB at most")]
+            let count = count as u32;
+            self.messages = self.messages.saturating_add(count);
+        }
+    }
+
+    /// One of them was of no use, and is the sender's own, or nobody can prove anything here.
+    pub(super) fn note_useless(&mut self, from: SocketAddr) {
+        if let Some(useless) = self.of(from) {
+            useless.proven += 1;
+        }
+    }
+
+    /// One of them was of no use, and anybody may have sent it.
+    pub(super) fn note_unproven(&mut self, from: SocketAddr) {
+        if let Some(useless) = self.of(from) {
+            useless.unproven += 1;
+        }
+    }
+
+    fn of(&mut self, from: SocketAddr) -> Option<&mut Useless> {
+        let counts = self.overflows
+            && (self.useless.len() < MOST_SENDERS || self.useless.contains_key(&from));
+        counts.then(|| self.useless.entry(from).or_default())
+    }
+
+    /// Looks whether somebody floods the shard, now and then, when the kernel has dropped so many
+    /// datagrams. `is_rank` says whether a rank has an address: no rank is refused for what others
+    /// may have sent in its name. Returns who is to be refused, if that has changed.
+    pub(super) fn look(
+        &mut self,
+        now: Time,
+        drops: u64,
+        is_rank: impl Fn(SocketAddr) -> bool,
+    ) -> Option<Vec<SocketAddr>> {
+        if now.since(self.looked) < INTERVAL {
+            return None;
+        }
+        let count = |(from, useless): (&SocketAddr, &Useless)| {
+            let unproven = if is_rank(*from) { 0 } else { useless.unproven };
+            (useless.proven + unproven, *from)
+        };
+        let worst = self.useless.iter().map(count).max();
+        let flooder = worst.filter(|(count, _)| *count >= LEAST && *count > self.messages / 2);
+        self.looked = now;
+        self.overflows = drops > self.drops;
+        self.drops = drops;
+        self.messages = 0;
+        self.useless.clear();
+        let changed = self.let_back(now) | flooder.is_some_and(|(_, from)| self.refuse(now, from));
+        let on = self.refused.iter().filter(|(_, refusal)| refusal.is_on);
+        changed.then(|| on.map(|(from, _)| *from).collect())
+    }
+
+    /// Whether there is somebody whose time is over.
+    fn let_back(&mut self, now: Time) -> bool {
+        let mut any = false;
+        for refusal in self.refused.values_mut().filter(|it| it.is_on && it.until <= now) {
+            (refusal.is_on, any) = (false, true);
+        }
+        // Who has long been good begins anew.
+        self.refused.retain(|_, it| it.is_on || now.since(it.until) < FORGOTTEN);
+        any
+    }
+
+    fn refuse(&mut self, now: Time, from: SocketAddr) -> bool {
+        let lasts = self.refused.get(&from).map_or(FIRST, |it| Span(it.lasts.0 * 4).min(LONGEST));
+        if self.refused.len() >= MOST_SENDERS && !self.refused.contains_key(&from) {
+            return false;
+        }
+        let refusal = Refusal { until: now + lasts, lasts, is_on: true };
+        self.refused.insert(from, refusal);
+        REFUSED.note(|left_out| {
+            tracing::warn!(
+                %from,
+                ms = lasts.0 / 1_000_000,
+                left_out,
+                "a sender fills the receive buffer with what is of no use; the kernel drops what \
+                 it sends for this long"
+            );
+        });
+        true
+    }
+}
+
+/// How often a shard looks.
+const INTERVAL: Span = Span::from_millis(5);
+/// Useless messages in that time that may be a flood: more than small ops ever make.
+const LEAST: u32 = 250;
+/// How long a sender is refused at first, and at most.
+const FIRST: Span = Span::from_millis(100);
+const LONGEST: Span = Span::from_secs(60);
+/// How long a sender is known that is refused no more.
+const FORGOTTEN: Span = Span::from_secs(600);
+/// Senders that are counted, and that may be refused.
+const MOST_SENDERS: usize = 64;
+static REFUSED: LogLimit = LogLimit::new(4);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn addr(port: u16) -> SocketAddr {
+        ([127, 0, 0, 1], port).into()
+    }
+
+    fn at(ms: u64) -> Time {
+        Time(0) + Span::from_millis(ms)
+    }
+
+    /// Shards whose buffers have overflowed, and that have looked at a time.
+    fn overflowing(ms: u64) -> Floods {
+        let mut floods = Floods::default();
+        assert_eq!(floods.look(at(ms), 1, |_| false), None);
+        floods
+    }
+
+    fn flood(floods: &mut Floods, from: u16, messages: u32) {
+        for _ in 0..messages {
+            floods.note_arrived(1);
+            floods.note_useless(addr(from));
+        }
+    }
+
+    #[test]
+    fn nobody_is_refused_while_there_is_room_for_all() {
+        let mut floods = Floods::default();
+        for ms in (10..100).step_by(10) {
+            flood(&mut floods, 1, 10 * LEAST);
+            assert_eq!(floods.look(at(ms), 0, |_| false), None);
+        }
+    }
+
+    #[test]
+    fn who_floods_is_refused_for_a_while_and_for_longer_when_it_does_so_again() {
+        let mut floods = overflowing(10);
+        for (from, until) in [(20, 120), (130, 530), (540, 2140)] {
+            flood(&mut floods, 1, LEAST);
+            assert_eq!(floods.look(at(from), 1 + from, |_| true), Some(vec![addr(1)]));
+            assert_eq!(floods.look(at(until - 1), 2 + from, |_| true), None);
+            assert_eq!(floods.look(at(until + 5), 3 + from, |_| true), Some(vec![]));
+        }
+    }
+
+    #[test]
+    fn a_sender_is_refused_only_if_most_of_what_arrives_is_its_own_and_useless() {
+        let mut floods = overflowing(10);
+        flood(&mut floods, 1, LEAST);
+        floods.note_arrived(LEAST as usize);
+        assert_eq!(floods.look(at(20), 2, |_| true), None);
+        flood(&mut floods, 1, LEAST - 1);
+        assert_eq!(floods.look(at(30), 3, |_| true), None, "so little is no flood");
+    }
+
+    #[test]
+    fn a_rank_is_not_refused_for_what_others_may_have_sent_in_its_name() {
+        for (is_rank, refused) in [(true, None), (false, Some(vec![addr(1)]))] {
+            let mut floods = overflowing(10);
+            for _ in 0..LEAST {
+                floods.note_arrived(1);
+                floods.note_unproven(addr(1));
+            }
+            assert_eq!(floods.look(at(20), 2, |_| is_rank), refused);
+        }
+    }
+
+    #[test]
+    fn senders_that_are_many_take_no_more_memory() {
+        let mut floods = overflowing(10);
+        (0..10_000).for_each(|port| floods.note_unproven(addr(port)));
+        assert_eq!(floods.useless.len(), MOST_SENDERS);
+    }
+}

@@ -1,0 +1,99 @@
+//! Senders whose datagrams the kernel drops before they take room in a receive buffer.
+//!
+//! The programs are those of classic BPF (McCanne and Jacobson, USENIX 1993), which need no
+//! privilege.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+
+use socket2::SockFilter;
+
+use super::UdpSocket;
+
+impl UdpSocket {
+    /// Has the kernel drop all that comes from these addresses from now on, and nothing else. What
+    /// has arrived already stays.
+    ///
+    /// ```
+    /// # use racksum_net::udp::{UdpConfig, UdpSocket};
+    /// let socket = UdpSocket::open(&UdpConfig::new("127.0.0.1:0".parse().unwrap())).unwrap();
+    /// socket.refuse(&["127.0.0.1:9".parse().unwrap()]).unwrap();
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// The kernel's: there are too many senders, say. What was refused before still is.
+    pub fn refuse(&self, senders: &[SocketAddr]) -> io::Result<()> {
+        if senders.is_empty() {
+            return match self.socket().detach_filter() {
+                // There was none.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+                done => done,
+            };
+        }
+        let mut program: Vec<_> = senders.iter().flat_map(refusal).collect();
+        program.push(ret(WHOLE));
+        if program.len() > MOST_INSTRUCTIONS {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "there are too many senders"));
+        }
+        self.socket().attach_filter(&program)
+    }
+}
+
+/// Drops what is from one sender, and goes on behind with what is not.
+fn refusal(sender: &SocketAddr) -> Vec<SockFilter> {
+    let words: Vec<(u32, u32)> =
+        match sender.ip() {
+            IpAddr::V4(ip) => vec![(IPV4_SOURCE, ip.to_bits())],
+            IpAddr::V6(ip) => (IPV6_SOURCE..)
+                .step_by(4)
+                .zip(ip.octets().chunks_exact(4).map(|word| {
+                    u32::from_be_bytes(word.try_into().expect("they are cut in fours"))
+                }))
+                .collect(),
+        };
+    let port = [load_half(SOURCE_PORT), skip_unless(sender.port().into(), 1), ret(0)];
+    let mut behind = 2 * words.len() + port.len();
+    let mut program = Vec::new();
+    for (at, word) in words {
+        behind -= 2;
+        program.extend([load_word(at), skip_unless(word, behind)]);
+    }
+    program.extend(port);
+    program
+}
+
+fn load_word(at: u32) -> SockFilter {
+    SockFilter::new(code(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS), 0, 0, at)
+}
+
+fn load_half(at: u32) -> SockFilter {
+    SockFilter::new(code(libc::BPF_LD | libc::BPF_H | libc::BPF_ABS), 0, 0, at)
+}
+
+/// Skips so many instructions unless what was loaded is this.
+fn skip_unless(value: u32, instructions: usize) -> SockFilter {
+    let behind = u8::try_from(instructions).expect("an address has four words at most");
+    SockFilter::new(code(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K), 0, behind, value)
+}
+
+/// Takes so many bytes of the datagram.
+fn ret(bytes: u32) -> SockFilter {
+    SockFilter::new(code(libc::BPF_RET | libc::BPF_K), 0, 0, bytes)
+}
+
+fn code(code: u32) -> u16 {
+    u16::try_from(code).expect("codes have 16 bits")
+}
+
+const WHOLE: u32 = u32::MAX;
+
+/// Of a program that Linux takes.
+const MOST_INSTRUCTIONS: usize = 4096;
+
+/// Where Linux has the network header in a program's eyes; the program's own bytes begin with the
+/// UDP header.
+const NETWORK_HEADER: u32 = 0xfff0_0000;
+const IPV4_SOURCE: u32 = NETWORK_HEADER + 12;
+const IPV6_SOURCE: u32 = NETWORK_HEADER + 8;
+const SOURCE_PORT: u32 = 0;
