@@ -57,7 +57,7 @@ pub(crate) fn of_op(py: Python<'_>, error: &Error) -> PyErr {
             let missing: Vec<u16> = missing.iter().map(|(rank, _)| rank.0).collect();
             raise(py, "OpTimeout", (text, missing))
         }
-        Error::Op(OpError::Mismatch { .. }) => raise(py, "Mismatch", text),
+        Error::Op(OpError::Mismatch { .. }) => raise(py, "Mismatch", format!("{text}{OF_TAGS}")),
         Error::Op(OpError::Overflow { element, .. }) => raise(py, "Overflow", (text, *element)),
         Error::Op(OpError::NoAggregator { .. }) => raise(py, "NoAggregator", text),
         Error::Submit(SubmitError::Ended { .. } | SubmitError::OpsExhausted)
@@ -105,3 +105,6 @@ impl<'py, T: IntoPyObject<'py>> IntoArgs<'py> for (String, T) {
         self.into_pyobject(py)
     }
 }
+
+/// What users cannot see of a tag that they have not given.
+const OF_TAGS: &str = " (a tag that was not given stands for the tensor's shape, dtype and layout)";

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
@@ -137,6 +138,25 @@ def use_first_in_turn(address: str, job: str) -> None:
     assert [x.tolist() for x in tensors] == [[WORLD] * 3] * 2
     for group in groups:
         MADE["all_gather"](group)
+
+
+def test_threads_may_call_a_group_at_once(ranks: Ranks, cluster: Cluster) -> None:
+    ranks.run(call_from_threads, cluster.address, cluster.new_job())
+
+
+def call_from_threads(address: str, job: str) -> None:
+    group = group_on_backend(address, job)
+
+    def call(_: int) -> list[float]:
+        x = torch.ones(100)
+        # Alike in all threads, so that it does not matter whose call is whose.
+        for _ in range(100):
+            dist.all_reduce(x, OP.AVG, group=group)
+        return x.unique().tolist()
+
+    with ThreadPoolExecutor(4) as threads:
+        for ends in threads.map(call, range(4)):
+            assert ends == [1.0]
 
 
 def test_a_group_may_be_destroyed_before_its_ranks_have_joined(

@@ -143,7 +143,8 @@ impl UdpSocket {
     }
 
     /// How many messages the kernel dropped since the socket was opened because the receive buffer
-    /// was full, or from whom it is to [`UdpSocket::refuse`]. The kernel tells with each message received, so this is as of the last one.
+    /// was full, or because they were to be refused ([`UdpSocket::refuse`]). The kernel tells with
+    /// each message received, so this is as of the last one.
     #[must_use]
     pub fn drops(&self) -> u64 {
         self.drops.load(Ordering::Relaxed)

@@ -124,6 +124,7 @@ class RacksumBackend(Backend):
         self._staging = Staging()
         self._chain = Chain()
         self._in_flight: dict[Work, Any] = {}
+        self._calling = threading.Lock()
         self._sequence = 0
         # Ops that the rank has refused, and nobody could be told of before it joined.
         self._unsaid: list[PartOf] = []

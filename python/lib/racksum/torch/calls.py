@@ -54,7 +54,8 @@ def numbered(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes a method one call of its group, which has its number also if it is refused.
 
-    The method is given the :class:`Call` before its arguments.
+    The method is given the :class:`Call` before its arguments. Calls of several threads come one
+    after the other: their ops begin in the order of their numbers.
 
     :param ops: How many ops the call has at the ranks that do not refuse it, by its arguments.
     """
@@ -62,12 +63,13 @@ def numbered(
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call_it(self: Any, *args: Any, **named: Any) -> Any:
-            call = self._new_call(collective, ops(*args, **named))
-            try:
-                return method(self, call, *args, **named)
-            except Exception:
-                self._refuse(call)
-                raise
+            with self._calling:
+                call = self._new_call(collective, ops(*args, **named))
+                try:
+                    return method(self, call, *args, **named)
+                except Exception:
+                    self._refuse(call)
+                    raise
 
         return call_it
 
