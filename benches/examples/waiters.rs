@@ -20,7 +20,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     racksum_net::local::raise_open_files()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
-        let waiters = waiters::gather(to, "crowd", count).await;
+        let waiters = waiters::gather(to, &[to.ip()], "crowd", count).await;
         println!("{} wait, {} refused", waiters.waiting.len(), waiters.refused.len());
         if let Some(why) = waiters.refused.first() {
             println!("for example: {why}");

@@ -23,7 +23,7 @@ pub use certificate::{Certificate, Role};
 pub use conversation::{
     Caller, Ended, LEAVE, Line, SILENT, ask_status, call, converse, look, talk,
 };
-pub use endpoint::{Connection, change_credentials, connect, not_connected, server};
+pub use endpoint::{Connection, change_credentials, connect, connect_from, not_connected, server};
 pub use identity::Identity;
 /// The QUIC implementation, whose connections and streams appear in this interface.
 pub use quinn;

@@ -1,6 +1,6 @@
 //! Jobs that wait for room, and those that they must not keep out.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::mpsc::channel;
 use std::thread::JoinHandle;
 
@@ -16,8 +16,8 @@ use crate::rig::{Rig, in_a_process_of_its_own};
 use crate::waiters::gather;
 use crate::waits::{await_that, timed};
 
-/// More than the connections that may be of no rank, and about as many as one address may have.
-const CROWD: usize = 1000;
+/// More than the connections that may be of no rank, and about as many as the addresses may have.
+const CROWD: usize = 2000;
 
 fn reduce(client: &Client) {
     let mut tensor = floats([1.0, 2.0]);
@@ -71,7 +71,8 @@ impl Crowd {
             let runtime =
                 tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(async {
-                let crowd = gather(at, "crowd", CROWD).await;
+                let from = [1, 2].map(|last| IpAddr::from([127, 0, 0, last]));
+                let crowd = gather(at, &from, "crowd", CROWD).await;
                 tell.send((crowd.waiting.len(), crowd.refused.clone())).unwrap();
                 drop(is_over.await);
             });

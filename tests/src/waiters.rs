@@ -2,9 +2,9 @@
 //!
 //! `benches/examples/waiters.rs` makes a program of this.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 
-use racksum_net::quic::{Connection, Credentials, connect, frames, quinn};
+use racksum_net::quic::{Connection, Credentials, connect_from, frames, quinn};
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, OnRankLoss};
 use racksum_proto::ids::Generation;
 use racksum_proto::time::Span;
@@ -30,15 +30,16 @@ pub(crate) struct Waiters {
     pub(crate) refused: Vec<String>,
 }
 
-/// Has so many jobs of one rank each wait for room at an aggregator, under names that begin so.
-pub(crate) async fn gather(to: SocketAddr, name: &str, count: usize) -> Waiters {
+/// Has so many jobs of one rank each wait for room at an aggregator, under names that begin so, in
+/// turn from these addresses of this host.
+pub(crate) async fn gather(to: SocketAddr, from: &[IpAddr], name: &str, count: usize) -> Waiters {
     let (mut waiters, mut calls) = (Waiters::default(), JoinSet::new());
-    for number in 0..count {
+    for (number, from) in (0..count).zip(from.iter().copied().cycle()) {
         if calls.len() == AT_ONCE {
             waiters.note(calls.join_next().await.and_then(Result::ok));
         }
         let job = format!("{name}-{number}");
-        calls.spawn(async move { wait_as(to, &job).await });
+        calls.spawn(async move { wait_as(to, from, &job).await });
     }
     while let Some(called) = calls.join_next().await {
         waiters.note(called.ok());
@@ -57,10 +58,11 @@ impl Waiters {
 }
 
 /// Joins a job of one rank, and returns once it waits for room.
-async fn wait_as(to: SocketAddr, job: &str) -> Result<Waiter, String> {
+async fn wait_as(to: SocketAddr, from: IpAddr, job: &str) -> Result<Waiter, String> {
     let said = |error: &dyn std::fmt::Display| error.to_string();
     let credentials = Credentials::new(None, true).map_err(|error| said(&error))?;
-    let connection = connect(to, &credentials, PATIENCE).await.map_err(|error| said(&error))?;
+    let connection = connect_from(Some(from), to, &credentials, PATIENCE).await;
+    let connection = connection.map_err(|error| said(&error))?;
     let (mut send, mut recv) = connection.quic().open_bi().await.map_err(|error| said(&error))?;
     let join = FromWorker::Join(wish(job));
     frames::send(&mut send, &join).await.map_err(|error| said(&error))?;

@@ -118,7 +118,7 @@ fn strangers(root: &Path, args: &AttackArgs) -> Result<Vec<Figure>> {
     let example = ["-p", "racksum-tests", "--example", "initials"];
     Cmd::cargo(&[&["build", "--release", "--locked"], &example[..]].concat()).run(root)?;
     let mut figures = Vec::new();
-    for (addresses, rate) in [(1, 1000), (50, 200)] {
+    for (addresses, rate) in [(1, 1000), (50, 50 * 200)] {
         interrupt::check()?;
         let flood = flood(root, addresses, rate, args.seconds)?;
         let name = format!("{rate} silent callers a second from {addresses} addresses");

@@ -97,8 +97,16 @@ pub async fn connect(
     connect_from(None, to, credentials, patience).await
 }
 
-/// The same from an address of this host.
-pub(super) async fn connect_from(
+/// Connects as [`connect`] does, from an address of this host if one is given.
+///
+/// # Errors
+///
+/// As [`connect`].
+///
+/// # Panics
+///
+/// Outside of a tokio runtime.
+pub async fn connect_from(
     from: Option<IpAddr>,
     to: SocketAddr,
     credentials: &Credentials,
