@@ -17,7 +17,7 @@ import racksum
 import racksum.torch
 from conftest import Cluster
 from racksum.session import PartOf
-from ranks import Ranks, group_on_backend, in_group
+from ranks import Ranks, backend_options, group_on_backend, in_group
 
 WORLD = 2
 
@@ -138,6 +138,35 @@ def use_first_in_turn(address: str, job: str) -> None:
     assert [x.tolist() for x in tensors] == [[WORLD] * 3] * 2
     for group in groups:
         MADE["all_gather"](group)
+
+
+def test_what_a_lost_rank_alone_has_is_an_error_and_not_zeros(
+    ranks: Ranks, cluster: Cluster
+) -> None:
+    ranks.run(go_on_without_a_rank, cluster.address, cluster.new_job())
+
+
+def go_on_without_a_rank(address: str, job: str) -> None:
+    options = backend_options(address, job, on_rank_loss="continue")
+    group = dist.new_group(backend="racksum", pg_options=options)
+    x = torch.ones(3)
+    dist.all_reduce(x, group=group)
+    assert x.tolist() == [WORLD] * 3
+    if dist.get_rank() == 0:
+        dist.all_reduce(x, group=group)
+        assert x.tolist() == [WORLD] * 3, "the other has left"
+        for call in (
+            lambda: dist.broadcast(x, group_src=1, group=group),
+            lambda: dist.all_gather([torch.ones(3), torch.ones(3)], x, group=group),
+            lambda: dist.all_gather_into_tensor(torch.ones(6), x, group=group),
+        ):
+            with pytest.raises(racksum.PeerLost, match="lost rank 1: nobody else has") as lost:
+                call()
+            assert lost.value.ranks == (1,)
+        own = torch.ones(3)
+        dist.broadcast(own, group_src=0, group=group)
+        assert own.tolist() == [1.0] * 3
+    dist.destroy_process_group(group)
 
 
 def test_threads_may_call_a_group_at_once(ranks: Ranks, cluster: Cluster) -> None:

@@ -64,7 +64,7 @@ class OpTimeout(Error, TimeoutError):
 
 
 class PeerLost(Error, ConnectionError):
-    """Ranks are gone, and the session with them. ``ranks`` says which."""
+    """Ranks are gone that are needed. ``ranks`` says which."""
 
     def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(text)

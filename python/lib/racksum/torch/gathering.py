@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from racksum.errors import PeerLost
 from racksum.torch.staging import allreduce
 from racksum.torch.work import writing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from racksum.session import PartOf, Session
+    from racksum.session import Handle, PartOf, Session
+    from racksum.torch.staging import Staged
     from racksum.torch.work import Ends
 
 __all__ = ["broadcast", "gather_into"]
@@ -33,7 +35,8 @@ def broadcast(session: Session, x: torch.Tensor, part_of: PartOf) -> Ends:
         if session.rank != part_of.root:
             x.zero_()
         words, finish = _words_of(x)
-    return allreduce(session, words, tag=_tag_of(x), part_of=part_of).then(finish)
+    op = allreduce(session, words, tag=_tag_of(x), part_of=part_of)
+    return _of_all(op, [part_of.root], finish)
 
 
 @torch.inference_mode()
@@ -47,7 +50,25 @@ def gather_into(session: Session, output: torch.Tensor, own: torch.Tensor, part_
         parts[: session.rank].zero_()
         parts[session.rank + 1 :].zero_()
         words, finish = _words_of(output)
-    return allreduce(session, words, tag=_tag_of(output), part_of=part_of).then(finish)
+    op = allreduce(session, words, tag=_tag_of(output), part_of=part_of)
+    return _of_all(op, range(session.world), finish)
+
+
+def _of_all(
+    op: Handle[torch.Tensor] | Staged[torch.Tensor],
+    needed: Sequence[int],
+    finish: Callable[[object], object],
+) -> Ends:
+    """What an op comes to if all the ranks took part that have what it gives."""
+
+    def check(result: object) -> object:
+        lost = [rank for rank in needed if rank in op.absent]
+        if lost:
+            who = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
+            raise PeerLost(f"lost {who}: nobody else has what this op was to give", lost)
+        return finish(result)
+
+    return op.then(check)
 
 
 def _tag_of(x: torch.Tensor) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from racksum.errors import BadArgument
-from racksum.session import DEFAULT_BLOCK, PartOf, Session
+from racksum.session import DEFAULT_BLOCK, Handle, PartOf, Session
 from racksum.tensor import tag_of_shape
 from racksum.torch.work import Ends, InOrder, future_of
 
@@ -57,7 +57,7 @@ def allreduce(
     lane: int = 0,
     tag: int | str | None = None,
     part_of: PartOf | None = None,
-) -> Ends:
+) -> Handle[Tensor] | Staged[Tensor]:
     """Starts reducing a dense tensor in place, be it of the host or of a GPU.
 
     The arguments are those of :meth:`racksum.Session.allreduce`.
@@ -71,7 +71,7 @@ def allreduce(
         "part_of": part_of,
     }
     if not staging.takes(x.device):
-        handle: Ends = session.allreduce(x, op, tag=tag, **options)
+        handle: Handle[Tensor] = session.allreduce(x, op, tag=tag, **options)
         return handle
     with session.telling_refusals(part_of):
         if not x.is_contiguous():
@@ -205,7 +205,7 @@ class Staging:
                 with there(down):
                     result = finish(op.wait())
                     done = so_far(device)
-                staged.end(result, done)
+                staged.end(result, done, getattr(op, "absent", ()))
                 # Until then this holds what the stream reads and writes.
                 done.synchronize()
 
@@ -225,6 +225,8 @@ class Staged(Generic[T]):
         self._device = device
         self._ended = threading.Event()
         self._outcome: tuple[T, Any] | Exception | None = None
+        #: The ranks that the result lacks, once there is one.
+        self.absent: tuple[int, ...] = ()
 
     def done(self) -> bool:
         """Whether the op has ended, with a result or an error."""
@@ -254,8 +256,9 @@ class Staged(Generic[T]):
         """A :class:`torch.futures.Future` of the result, which a thread completes."""
         return future_of(self, [self._device])
 
-    def end(self, result: T, done: Any) -> None:
+    def end(self, result: T, done: Any, absent: tuple[int, ...]) -> None:
         """Lets those know who wait that there is a result, and the event that it is there at."""
+        self.absent = absent
         self._outcome = result, done
         self._ended.set()
 
