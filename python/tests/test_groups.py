@@ -61,3 +61,28 @@ def destroy_without_a_collection(address: str, job: str) -> None:
 def test_a_group_that_is_destroyed_keeps_nothing_of_the_store(ranks, cluster):
     """Its port may be the next one's at once."""
     ranks.run(destroy_without_a_collection, cluster.address, cluster.new_job())
+
+
+def several_sessions(address: str, job: str) -> list[str]:
+    group = dist.new_group(backend="racksum", pg_options=backend_options(address, job))
+    options = {"job": job, "timeout": TIMEOUT, "join_timeout": TIMEOUT}
+    names = []
+    for of in (None, group):
+        first, second = (racksum.torch.connect(address, group=of, **options) for _ in range(2))
+        dist.all_reduce(torch.ones(3), group=group)
+        first.close()
+        third = racksum.torch.connect(address, group=of, generation=2**30, **options)
+        for session in (second, third):
+            session.allreduce(torch.ones(3))
+            session.close()
+        names += [it.options.name for it in (first, second, third)]
+    dist.all_reduce(torch.ones(3), group=group)
+    dist.destroy_process_group(group)
+    return names
+
+
+def test_a_process_may_have_several_sessions_of_a_group(ranks, cluster):
+    job = cluster.new_job()
+    [names] = ranks.run(several_sessions, cluster.address, job)
+    assert names[:3] == [job, f"{job}/session-2", job]
+    assert names[3] == names[5] != names[4]

@@ -6,6 +6,8 @@ import dataclasses
 import os
 import secrets
 import time
+import weakref
+from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
@@ -34,7 +36,7 @@ def connect(
     of its ranks has drawn, and that the group's store keeps.
 
     :param group: The group; by default that of all ranks. A smaller one sums by itself, under the
-        name of the job and its own.
+        name of the job and its own. So does each further session of a group that is open.
     :param options: As of :func:`racksum.connect`, but for ``rank`` and ``world``. The timeouts are
         by default that of the group.
     :raises racksum.Error: As :func:`racksum.connect`.
@@ -47,17 +49,43 @@ def connect(
     own = {"rank": dist.get_rank(group), "world": dist.get_world_size(group)}
     if own["rank"] < 0:
         raise BadArgument("this process is not in the group")
+    place = _first_free(group)
     if not is_generation_given(options):
-        begun = [new_generation()]
+        begun = [new_generation(), place]
         dist.broadcast_object_list(begun, group_src=0, group=group)
-        options["generation"] = begun[0]
+        options["generation"], place = begun
     given = {name: value for name, value in options.items() if value is not None}
     limits = limits_of_group(timeout_of(group))
     options = {**limits, **given, **own, "aggregator": aggregator}
     found = ConnectOptions.resolve(drawn=drawn_in(default_store()), **options)
-    if group is not None and group is not dist.group.WORLD:
-        found = of_group(found, group.group_name)
-    return Session(found)
+    name = _name_of(group, place)
+    session = Session(of_group(found, name) if name else found)
+    _open_of(group)[place] = weakref.ref(session)
+    return session
+
+
+def _name_of(group: ProcessGroup | None, place: int) -> str:
+    """The name of a session of a group, which no group on the backend has."""
+    further = f"session-{place + 1}" if place else ""
+    if group is None or group is dist.group.WORLD:
+        return further
+    return f"{group.group_name}-{further or 'session'}"
+
+
+def _open_of(group: ProcessGroup | None) -> dict[int, weakref.ref[Session]]:
+    """The sessions of a group, by their places."""
+    return _sessions.setdefault(cast("ProcessGroup", group or dist.group.WORLD), {})
+
+
+def _first_free(group: ProcessGroup | None) -> int:
+    """The first place that no open session has."""
+    taken = {at for at, held in _open_of(group).items() if (it := held()) and not it.closed}
+    return next(at for at in count() if at not in taken)
+
+
+_sessions: weakref.WeakKeyDictionary[ProcessGroup, dict[int, weakref.ref[Session]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def default_store() -> Store | None:
