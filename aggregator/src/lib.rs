@@ -10,6 +10,7 @@ mod admission;
 mod arena;
 mod config;
 mod door;
+mod entry;
 mod failure;
 mod handshake;
 mod lifelines;

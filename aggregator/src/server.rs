@@ -10,17 +10,17 @@ use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, 
 use racksum_proto::ids::OpId;
 use racksum_proto::peer_text::Unshown;
 use tokio::sync::mpsc::{Receiver, channel};
-use tokio::sync::{Notify, watch};
+use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
 use crate::admission::admit;
 use crate::door::{self, Door, PLACES, PLACES_OF_ONE};
+use crate::entry::enter;
 use crate::handshake::{Known, NOT_CONNECTED, NOT_JOINED, answer, shake_hands};
 use crate::lifelines::Lifelines;
 use crate::parent::call;
 use crate::paths::{PROOFS, PROOFS_OF_ONE, answers_elsewhere, serve_proof};
-use crate::queue;
 use crate::registry::{Caller, Joined, Registry, Seat, WORDS, settle};
 use crate::status::status;
 use crate::tenancy::Refusal;
@@ -35,11 +35,9 @@ const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 /// How long a message may wait until a rank has read enough of those before; then it is lost.
 const READ_TIMEOUT: Duration = Duration::from_secs(10);
 /// How often a waiting rank is told whom it waits for.
-const WAITING_PERIOD: Duration = Duration::from_millis(500);
+pub(crate) const WAITING_PERIOD: Duration = Duration::from_millis(500);
 /// How often a multicast group is probed.
 const PROBE_PERIOD: Duration = Duration::from_millis(20);
-/// How often a rank that waits for room is looked after before it is tried again whether there is.
-const LOOKS: usize = 10;
 /// Words of a rank that may wait to be heeded.
 const QUEUE: usize = 16;
 
@@ -304,118 +302,8 @@ async fn offer(
     })
 }
 
-/// A rank's place among those that wait for room, given up when it is dropped.
-struct Queued {
-    registry: Shared,
-    place: queue::Place,
-}
-
-impl Queued {
-    fn new(registry: &Shared, join: &Join, caller: &Caller) -> Result<Self, String> {
-        let place = lock(registry).enter_queue(join, caller)?;
-        Ok(Self { registry: Arc::clone(registry), place })
-    }
-
-    /// Waits until the job has its turn, and tells the rank how many are served before it. Returns
-    /// in vain after a while, since what is in the way may be another limit by then. Nothing comes
-    /// of it if the rank leaves before.
-    async fn wait(
-        &self,
-        why: &str,
-        (send, words): (&mut quinn::SendStream, &mut Words),
-        relays: bool,
-    ) -> Option<()> {
-        let mut told = None;
-        for _ in 0..LOOKS {
-            let (_, before) = lock(&self.registry).turn(&self.place);
-            if told.replace(before) != Some(before)
-                && !say(send, &FromAggregator::Queued { before, why: why.into() }).await
-            {
-                return None;
-            }
-            await_turn(&self.place.room, send, words, relays).await?;
-            if lock(&self.registry).turn(&self.place).0 {
-                break;
-            }
-        }
-        Some(())
-    }
-}
-
-impl Drop for Queued {
-    fn drop(&mut self) {
-        lock(&self.registry).leave_queue(&self.place);
-    }
-}
-
-/// Takes a rank into its job, once there is room for it if the rank wants to wait; nothing comes of
-/// it if the rank leaves before.
-async fn enter(
-    registry: &Shared,
-    (send, words): (&mut quinn::SendStream, &mut Words),
-    join: Join,
-    caller: Caller,
-) -> Option<Result<(Seat, Joined), Refusal>> {
-    let mut queued: Option<Queued> = None;
-    loop {
-        let joined = if join.rejoin {
-            come_back(registry, &join, &caller).await
-        } else {
-            let ending = lock(registry).ending_by_join(&join, &caller);
-            let _fence = settle(registry, ending).await;
-            lock(registry).join(join.clone(), caller.clone(), Instant::now())
-        };
-        let why = match joined {
-            Err(Refusal::NoRoom(why)) if join.wait => why,
-            joined => return Some(joined),
-        };
-        if queued.is_none() {
-            match Queued::new(registry, &join, &caller) {
-                Ok(new) => queued = Some(new),
-                Err(full) => return Some(Err(Refusal::NoRoom(format!("{why}; {full}")))),
-            }
-        }
-        if let Some(queued) = &queued {
-            queued.wait(&why, (send, words), join.relays).await?;
-        }
-    }
-}
-
-/// Waits until it is time to look for room again. Nothing comes of it if the rank leaves before.
-async fn await_turn(
-    room: &Notify,
-    send: &mut quinn::SendStream,
-    words: &mut Words,
-    relays: bool,
-) -> Option<()> {
-    // What there may be room for by the time that it is waited for is seen at the next look.
-    let mut turn = std::pin::pin!(timeout(WAITING_PERIOD, room.notified()));
-    loop {
-        tokio::select! {
-            _ = &mut turn => return Some(()),
-            // An aggregator is not let go, and what it says of its ranks is heeded once it is in.
-            word = words.0.recv(), if !relays => match word {
-                // wire: W-67
-                Some(FromWorker::Withdraw) => hold_back(send, words).await?,
-                Some(FromWorker::Stay) => {}
-                _ => return None,
-            }
-        }
-    }
-}
-
-/// Lets a rank go that waits for room. Returns once it stays after all, and nothing if it does not.
-async fn hold_back(send: &mut quinn::SendStream, words: &mut Words) -> Option<()> {
-    if !say(send, &FromAggregator::Free).await {
-        return None;
-    }
-    // Others wait behind it.
-    let word = timeout(JOIN_TIMEOUT, words.0.recv()).await.ok()?;
-    (word == Some(FromWorker::Stay)).then_some(())
-}
-
 /// What a rank says, read by a task of its own: reading a frame must not be cancelled half-way.
-struct Words(Receiver<FromWorker>, AbortHandle);
+pub(crate) struct Words(pub(crate) Receiver<FromWorker>, AbortHandle);
 
 impl Words {
     fn of(mut recv: quinn::RecvStream) -> Self {
@@ -434,32 +322,6 @@ impl Words {
 impl Drop for Words {
     fn drop(&mut self) {
         self.1.abort();
-    }
-}
-
-/// Takes a rank back into its job. In a job that may move it waits until every rank has the results
-/// of all ops before: afterwards there is one rank that could not help another to them.
-async fn come_back(
-    registry: &Shared,
-    join: &Join,
-    caller: &Caller,
-) -> Result<(Seat, Joined), Refusal> {
-    loop {
-        let ((id, may_move), asked) = {
-            let registry = lock(registry);
-            (registry.may_rejoin(join, caller)?, registry.ask_shards())
-        };
-        let (mut sealed, mut settled) = (Vec::new(), true);
-        for report in asked {
-            let report = report.await.unwrap_or_default();
-            let job = report.jobs.get(&id);
-            sealed.push(job.map_or(0, |job| job.sealed));
-            settled &= job.is_none_or(|job| job.settled);
-        }
-        if settled || !may_move {
-            return lock(registry).rejoin(join.clone(), caller.clone(), sealed, Instant::now());
-        }
-        tokio::time::sleep(SETTLE_PERIOD).await;
     }
 }
 
@@ -603,9 +465,6 @@ pub(crate) async fn probe(registry: Shared, seat: Seat) {
     tick.tick().await;
     lock(&registry).end_probe(&seat);
 }
-
-/// How often it is looked whether all ranks have all results.
-const SETTLE_PERIOD: Duration = Duration::from_millis(20);
 
 #[cfg(test)]
 mod tests;

@@ -1,0 +1,155 @@
+//! From a rank's join to its seat: the wait for room, and the way back into a job that runs.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use racksum_net::quic::quinn;
+use racksum_proto::control::{FromAggregator, FromWorker, Join};
+use tokio::sync::Notify;
+use tokio::time::{Instant, timeout};
+
+use crate::queue;
+use crate::registry::{Caller, Joined, Seat, settle};
+use crate::server::{JOIN_TIMEOUT, Shared, WAITING_PERIOD, Words, lock, say};
+use crate::tenancy::Refusal;
+
+/// Takes a rank into its job, once there is room for it if the rank wants to wait; nothing comes of
+/// it if the rank leaves before.
+pub(crate) async fn enter(
+    registry: &Shared,
+    (send, words): (&mut quinn::SendStream, &mut Words),
+    join: Join,
+    caller: Caller,
+) -> Option<Result<(Seat, Joined), Refusal>> {
+    let mut queued: Option<Queued> = None;
+    loop {
+        let joined = if join.rejoin {
+            come_back(registry, &join, &caller).await
+        } else {
+            let ending = lock(registry).ending_by_join(&join, &caller);
+            let _fence = settle(registry, ending).await;
+            lock(registry).join(join.clone(), caller.clone(), Instant::now())
+        };
+        let why = match joined {
+            Err(Refusal::NoRoom(why)) if join.wait => why,
+            joined => return Some(joined),
+        };
+        if queued.is_none() {
+            match Queued::new(registry, &join, &caller) {
+                Ok(new) => queued = Some(new),
+                Err(full) => return Some(Err(Refusal::NoRoom(format!("{why}; {full}")))),
+            }
+        }
+        if let Some(queued) = &queued {
+            queued.wait(&why, (send, words), join.relays).await?;
+        }
+    }
+}
+
+/// A rank's place among those that wait for room, given up when it is dropped.
+struct Queued {
+    registry: Shared,
+    place: queue::Place,
+}
+
+impl Queued {
+    fn new(registry: &Shared, join: &Join, caller: &Caller) -> Result<Self, String> {
+        let place = lock(registry).enter_queue(join, caller)?;
+        Ok(Self { registry: Arc::clone(registry), place })
+    }
+
+    /// Waits until the job has its turn, and tells the rank how many are served before it. Returns
+    /// in vain after a while, since what is in the way may be another limit by then. Nothing comes
+    /// of it if the rank leaves before.
+    async fn wait(
+        &self,
+        why: &str,
+        (send, words): (&mut quinn::SendStream, &mut Words),
+        relays: bool,
+    ) -> Option<()> {
+        let mut told = None;
+        for _ in 0..LOOKS {
+            let (_, before) = lock(&self.registry).turn(&self.place);
+            if told.replace(before) != Some(before)
+                && !say(send, &FromAggregator::Queued { before, why: why.into() }).await
+            {
+                return None;
+            }
+            await_turn(&self.place.room, send, words, relays).await?;
+            if lock(&self.registry).turn(&self.place).0 {
+                break;
+            }
+        }
+        Some(())
+    }
+}
+
+impl Drop for Queued {
+    fn drop(&mut self) {
+        lock(&self.registry).leave_queue(&self.place);
+    }
+}
+
+/// Waits until it is time to look for room again. Nothing comes of it if the rank leaves before.
+async fn await_turn(
+    room: &Notify,
+    send: &mut quinn::SendStream,
+    words: &mut Words,
+    relays: bool,
+) -> Option<()> {
+    // What there may be room for by the time that it is waited for is seen at the next look.
+    let mut turn = std::pin::pin!(timeout(WAITING_PERIOD, room.notified()));
+    loop {
+        tokio::select! {
+            _ = &mut turn => return Some(()),
+            // An aggregator is not let go, and what it says of its ranks is heeded once it is in.
+            word = words.0.recv(), if !relays => match word {
+                // wire: W-67
+                Some(FromWorker::Withdraw) => hold_back(send, words).await?,
+                Some(FromWorker::Stay) => {}
+                _ => return None,
+            }
+        }
+    }
+}
+
+/// Lets a rank go that waits for room. Returns once it stays after all, and nothing if it does not.
+async fn hold_back(send: &mut quinn::SendStream, words: &mut Words) -> Option<()> {
+    if !say(send, &FromAggregator::Free).await {
+        return None;
+    }
+    // Others wait behind it.
+    let word = timeout(JOIN_TIMEOUT, words.0.recv()).await.ok()?;
+    (word == Some(FromWorker::Stay)).then_some(())
+}
+
+/// Takes a rank back into its job. In a job that may move it waits until every rank has the results
+/// of all ops before: afterwards there is one rank that could not help another to them.
+async fn come_back(
+    registry: &Shared,
+    join: &Join,
+    caller: &Caller,
+) -> Result<(Seat, Joined), Refusal> {
+    loop {
+        let ((id, may_move), asked) = {
+            let registry = lock(registry);
+            (registry.may_rejoin(join, caller)?, registry.ask_shards())
+        };
+        let (mut sealed, mut settled) = (Vec::new(), true);
+        for report in asked {
+            let report = report.await.unwrap_or_default();
+            let job = report.jobs.get(&id);
+            sealed.push(job.map_or(0, |job| job.sealed));
+            settled &= job.is_none_or(|job| job.settled);
+        }
+        if settled || !may_move {
+            return lock(registry).rejoin(join.clone(), caller.clone(), sealed, Instant::now());
+        }
+        tokio::time::sleep(SETTLE_PERIOD).await;
+    }
+}
+
+/// How often a rank that waits for room is looked after before it is tried again whether there is.
+const LOOKS: usize = 10;
+/// How often it is looked whether all ranks have all results.
+const SETTLE_PERIOD: Duration = Duration::from_millis(20);
