@@ -8,16 +8,19 @@ use racksum_proto::control::{FromAggregator, FromWorker, Join};
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
 
+use crate::door::Place;
 use crate::queue;
 use crate::registry::{Caller, Joined, Seat, settle};
 use crate::server::{JOIN_TIMEOUT, Shared, WAITING_PERIOD, Words, lock, say};
 use crate::tenancy::Refusal;
 
 /// Takes a rank into its job, once there is room for it if the rank wants to wait; nothing comes of
-/// it if the rank leaves before.
+/// it if the rank leaves before. Its place with callers that have not joined is given up once it
+/// waits: from then on it counts with ranks that do.
 pub(crate) async fn enter(
     registry: &Shared,
     (send, words): (&mut quinn::SendStream, &mut Words),
+    place: &mut Option<Place>,
     join: Join,
     caller: Caller,
 ) -> Option<Result<(Seat, Joined), Refusal>> {
@@ -36,7 +39,7 @@ pub(crate) async fn enter(
         };
         if queued.is_none() {
             match Queued::new(registry, &join, &caller) {
-                Ok(new) => queued = Some(new),
+                Ok(new) => (queued, *place) = (Some(new), None),
                 Err(full) => return Some(Err(Refusal::NoRoom(format!("{why}; {full}")))),
             }
         }

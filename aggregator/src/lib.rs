@@ -26,6 +26,7 @@ mod slots;
 mod status;
 mod tenancy;
 mod turn;
+mod visit;
 mod wall_clock;
 mod ways;
 

@@ -215,6 +215,7 @@ impl Registry {
     }
 
     /// How many connections are those of ranks that have joined, or wait for room.
+    #[cfg(test)]
     pub(crate) fn connections(&self) -> usize {
         let joined = self.jobs.values().map(|job| job.members.iter().flatten().count());
         joined.sum::<usize>() + self.queue.ranks()
