@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use racksum_net::quic::quinn;
 use racksum_proto::control::{FromAggregator, FromWorker, Join};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, timeout};
 
 use crate::door::Place;
 use crate::queue;
-use crate::registry::{Caller, Joined, Seat, settle};
+use crate::registry::{Caller, Joined, Progress, Returning, Seat, settle};
 use crate::server::{JOIN_TIMEOUT, Shared, WAITING_PERIOD, Words, lock, say};
 use crate::tenancy::Refusal;
 
@@ -27,7 +27,7 @@ pub(crate) async fn enter(
     let mut queued: Option<Queued> = None;
     loop {
         let joined = if join.rejoin {
-            come_back(registry, &join, &caller).await
+            come_back(registry, &join, &caller, LONGEST_RETURN).await
         } else {
             let ending = lock(registry).ending_by_join(&join, &caller);
             let _fence = settle(registry, ending).await;
@@ -132,22 +132,86 @@ async fn come_back(
     registry: &Shared,
     join: &Join,
     caller: &Caller,
+    limit: Duration,
 ) -> Result<(Seat, Joined), Refusal> {
+    let mut returns = Returns::begin(registry, join, caller)?;
+    let Returning { waits, progress, may_move, overhear, .. } = &mut returns.returning;
+    let settled = async {
+        loop {
+            // It is not told any more once the job is gone.
+            progress.changed().await.ok()?;
+            let Progress { sealed, settled } = progress.borrow_and_update().clone();
+            if std::mem::take(overhear) {
+                continue;
+            }
+            if settled || !*may_move {
+                return Some(sealed);
+            }
+        }
+    };
+    let Join { job, rank, .. } = join;
+    let sealed = tokio::select! {
+        sealed = settled => sealed,
+        // The sender says nothing, and is dropped.
+        _ = waits => {
+            return Err(Refusal::Never(format!(
+                "another process comes back as rank {rank} of job {job:?}; start the rank once"
+            )));
+        }
+        () = tokio::time::sleep(limit) => {
+            return Err(Refusal::Never(format!(
+                "some rank of job {job:?} has lacked a result for {} s, before which rank {rank} \
+                 cannot come back; see which is silent in `racksum status`, and start rank {rank} \
+                 again",
+                limit.as_secs()
+            )));
+        }
+    };
+    let mut registry = lock(registry);
+    registry.rejoin(join.clone(), caller.clone(), sealed.unwrap_or_default(), Instant::now())
+}
+
+/// A rank on its way back, which another may be once this is dropped.
+struct Returns {
+    registry: Shared,
+    returning: Returning,
+}
+
+impl Returns {
+    fn begin(registry: &Shared, join: &Join, caller: &Caller) -> Result<Self, Refusal> {
+        let mut returning = lock(registry).begin_return(join, caller)?;
+        if let Some(tell) = returning.unasked.take() {
+            let seat = returning.seat.clone();
+            tokio::spawn(tell_progress(Arc::clone(registry), seat, tell));
+        }
+        Ok(Self { registry: Arc::clone(registry), returning })
+    }
+}
+
+impl Drop for Returns {
+    fn drop(&mut self) {
+        lock(&self.registry).end_return(&self.returning);
+    }
+}
+
+/// Asks the shards how far a job is for as long as ranks are on their way back to it.
+async fn tell_progress(registry: Shared, seat: Seat, tell: watch::Sender<Progress>) {
     loop {
-        let ((id, may_move), asked) = {
-            let registry = lock(registry);
-            (registry.may_rejoin(join, caller)?, registry.ask_shards())
+        let asked = {
+            let mut registry = lock(&registry);
+            if !registry.awaits_progress(&seat) {
+                return;
+            }
+            registry.ask_shards()
         };
-        let (mut sealed, mut settled) = (Vec::new(), true);
+        let mut progress = Progress { sealed: Vec::new(), settled: true };
         for report in asked {
             let report = report.await.unwrap_or_default();
-            let job = report.jobs.get(&id);
-            sealed.push(job.map_or(0, |job| job.sealed));
-            settled &= job.is_none_or(|job| job.settled);
+            let job = report.jobs.get(&seat.id());
+            progress.sealed.push(job.map_or(0, |job| job.sealed));
+            progress.settled &= job.is_none_or(|job| job.settled);
         }
-        if settled || !may_move {
-            return lock(registry).rejoin(join.clone(), caller.clone(), sealed, Instant::now());
-        }
+        tell.send_replace(progress);
         tokio::time::sleep(SETTLE_PERIOD).await;
     }
 }
@@ -156,3 +220,8 @@ async fn come_back(
 const LOOKS: usize = 10;
 /// How often it is looked whether all ranks have all results.
 const SETTLE_PERIOD: Duration = Duration::from_millis(20);
+/// How long a rank may be on its way back. A rank that hears nothing for 20 s is lost.
+const LONGEST_RETURN: Duration = Duration::from_secs(30);
+
+#[cfg(test)]
+mod tests;

@@ -3,6 +3,8 @@
 //! Whoever begins a greater generation of a job ends the one before, so it has to show that it is
 //! the same job, and not another that happens to have its name.
 
+use std::net::SocketAddr;
+
 use racksum_proto::control::{Beginner, FromAggregator, Join};
 
 use super::job::Job;
@@ -12,12 +14,16 @@ use super::{Caller, Registry};
 /// Who joins: the identity or the address that calls, or of an aggregator and a sidecar what these
 /// say of the rank. An aggregator's own identity says nothing of the jobs of its ranks.
 pub(super) fn beginner_of(join: &Join, caller: &Caller) -> Beginner {
-    let address = Beginner::Address(caller.addr.ip().to_canonical());
-    match &caller.identity {
-        _ if join.relays => join.begun_by.clone().unwrap_or(address),
-        Some(name) => Beginner::Identity(name.clone()),
-        None => address,
-    }
+    let own = who(caller.identity.as_deref(), caller.addr);
+    if join.relays { join.begun_by.clone().unwrap_or(own) } else { own }
+}
+
+/// Who calls, whatever it says: the identity, or the address where there is none.
+pub(super) fn who(identity: Option<&str>, addr: SocketAddr) -> Beginner {
+    identity.map_or_else(
+        || Beginner::Address(addr.ip().to_canonical()),
+        |name| Beginner::Identity(name.to_owned()),
+    )
 }
 
 impl Registry {
@@ -50,7 +56,7 @@ impl Job {
     /// Whether a rank shows that it is of the same job: by the secret of its lives, or by an
     /// identity that has joined this one. Where jobs have no secret, and nobody has an identity,
     /// the address has to do.
-    fn may_be_ended_by(&self, join: &Join) -> bool {
+    pub(super) fn may_be_ended_by(&self, join: &Join) -> bool {
         match (self.secret, join.secret) {
             (Some(own), Some(other)) if own == other => return true,
             _ => {}
