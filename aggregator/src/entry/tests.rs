@@ -1,16 +1,17 @@
-use std::net::UdpSocket;
+use std::net::{SocketAddr, UdpSocket};
 use std::sync::Mutex;
 
+use racksum_proto::auth::Key;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
-use racksum_proto::ids::{Generation, OpId, Rank, WindowId};
+use racksum_proto::ids::{Generation, JobId, OpId, Rank, WindowId};
 use racksum_proto::wire::{Flags, Header, Kind};
 use tokio::sync::mpsc::channel;
 
 use super::*;
 use crate::config::Fanout;
-use crate::registry::WORDS;
 use crate::registry::tests::{join, registry, wish};
+use crate::registry::{Registry, WORDS};
 
 /// A job of two that may move, of which rank 1 has left while rank 0 lacks a result, or says so.
 struct Unsettled {
@@ -19,8 +20,8 @@ struct Unsettled {
     back: Join,
     /// Rank 0's data socket, and where that sends to.
     socket: UdpSocket,
-    shard: std::net::SocketAddr,
-    id: racksum_proto::ids::JobId,
+    shard: SocketAddr,
+    id: JobId,
 }
 
 impl Unsettled {
@@ -30,12 +31,9 @@ impl Unsettled {
         let sockets = [(); 2].map(|()| UdpSocket::bind("127.0.0.1:0").unwrap());
         let wishes = [0, 1].map(|rank: u16| {
             let port = sockets[usize::from(rank)].local_addr().unwrap().port();
-            Join {
-                data_ports: vec![port],
-                may_move: true,
-                multicast: false,
-                ..wish("job", rank, 2)
-            }
+            let secret = Some(Key([7; Key::LEN]));
+            let ours = Join { secret, may_move: true, multicast: false, ..wish("job", rank, 2) };
+            Join { data_ports: vec![port], ..ours }
         });
         let joined = wishes.clone().map(|wish| join(&mut registry, wish).unwrap());
         let [_, (seat, joined, _)] = &joined;
@@ -66,7 +64,7 @@ impl Unsettled {
     }
 }
 
-fn header(job: racksum_proto::ids::JobId, sender: Rank, kind: Kind) -> Header {
+fn header(job: JobId, sender: Rank, kind: Kind) -> Header {
     let window = WindowId::new(OpId(0), 0);
     Header {
         kind,
@@ -92,7 +90,7 @@ fn datagram(header: Header, body: &[u8]) -> Vec<u8> {
 }
 
 /// An op of one element, and a rank's contribution to it.
-fn contribution(job: racksum_proto::ids::JobId, rank: Rank) -> Vec<u8> {
+fn contribution(job: JobId, rank: Rank) -> Vec<u8> {
     let mut descriptor = [0; Descriptor::LEN];
     Descriptor::sum(1, DType::F32).encode(&mut descriptor);
     let rest = [&u32::MAX.to_be_bytes()[..], &1u32.to_be_bytes(), &1u64.to_be_bytes()].concat();
@@ -102,7 +100,7 @@ fn contribution(job: racksum_proto::ids::JobId, rank: Rank) -> Vec<u8> {
 }
 
 /// A rank has all results of the first op.
-fn ack(job: racksum_proto::ids::JobId, rank: Rank) -> Vec<u8> {
+fn ack(job: JobId, rank: Rank) -> Vec<u8> {
     let ack = WindowId::new(OpId(1), 0);
     datagram(Header { ack, ..header(job, rank, Kind::Ack) }, &[])
 }
@@ -120,17 +118,15 @@ const LONG: Duration = Duration::from_secs(300);
 async fn a_rank_that_is_started_again_goes_before_its_own_earlier_attempt() {
     let job = Unsettled::new();
     let (own, again) = (caller(OWN), caller(OWN));
-    let (first, second, ()) = tokio::join!(
-        job.come_back(&own, LONG),
-        async {
+    let (first, second) = tokio::join!(biased; job.come_back(&own, LONG), async {
+        let second = job.come_back(&again, LONG);
+        let settled = async {
+            // Both have begun.
             tokio::task::yield_now().await;
-            job.come_back(&again, LONG).await
-        },
-        async {
-            tokio::time::sleep(Duration::from_millis(50)).await;
             job.settle();
-        }
-    );
+        };
+        tokio::join!(second, settled).0
+    });
     let why = "another process comes back as rank 1 of job \"job\"; start the rank once";
     assert_eq!((first, second), (Err(why.into()), Ok(())));
 }
@@ -139,16 +135,18 @@ async fn a_rank_that_is_started_again_goes_before_its_own_earlier_attempt() {
 async fn nobody_else_goes_before_a_rank_that_comes_back() {
     let job = Unsettled::new();
     let (own, others) = (caller(OWN), [[127, 0, 0, 8], [127, 0, 0, 9]].map(caller));
-    let ((), first, second, own) = tokio::join!(
-        async {
-            tokio::time::sleep(Duration::from_millis(50)).await;
+    let back = |caller| job.come_back(caller, LONG);
+    let (first, second, own, third, ()) =
+        tokio::join!(back(&others[0]), back(&others[1]), back(&own), back(&others[1]), async {
+            // All have begun.
+            tokio::task::yield_now().await;
             job.settle();
-        },
-        job.come_back(&others[0], LONG),
-        job.come_back(&others[1], LONG),
-        job.come_back(&own, LONG),
-    );
-    assert!(first.is_err() && second.is_err(), "{first:?} {second:?}");
+        },);
+    let is_coming = |ip| {
+        Err(format!("{ip} is coming back as rank 1 of job \"job\" already; start the rank once"))
+    };
+    assert_eq!([second, third], ["127.0.0.8", "127.0.0.1"].map(is_coming));
+    assert!(first.is_err(), "{first:?}");
     assert_eq!(own, Ok(()));
 }
 
@@ -160,4 +158,19 @@ async fn a_rank_that_cannot_come_back_is_told_so_in_time_and_leaves_its_place_to
     assert!(why.contains("some rank of job \"job\" has lacked a result for 0 s"), "{why}");
     job.settle();
     assert_eq!(job.come_back(&own, LONG).await, Ok(()));
+}
+
+#[tokio::test]
+async fn one_task_asks_for_all_that_come_back_to_a_job_while_there_are_any() {
+    let job = Unsettled::new();
+    let (own, mut registry) = (caller(OWN), lock(&job.registry));
+    let begin = |registry: &mut Registry| registry.begin_return(&job.back, &own).unwrap();
+    let [first, second] = [(); 2].map(|()| begin(&mut registry));
+    assert_eq!([&first, &second].map(|it| it.unasked.is_some()), [true, false]);
+    // The first has been replaced.
+    registry.end_return(&first);
+    assert!(registry.awaits_progress(&second.seat));
+    registry.end_return(&second);
+    assert!(!registry.awaits_progress(&second.seat));
+    assert!(begin(&mut registry).unasked.is_some(), "somebody is to ask again");
 }

@@ -71,10 +71,20 @@ impl Job {
 
     /// Checks that a rank is of no other job that has this one's name, and the same generation.
     pub(super) fn check_secret(&self, join: &Join) -> Result<(), String> {
-        match self.secret.zip(join.secret) {
-            Some((own, other)) if own != other => Err(self.is_another(join)),
+        match self.secret {
+            Some(own) if join.secret != Some(own) => Err(self.is_another(join)),
             _ => Ok(()),
         }
+    }
+
+    /// Checks that a rank that comes back shows as much as one that ends the present life, or has
+    /// the identity that left.
+    pub(super) fn check_return(&self, join: &Join, caller: &Caller) -> Result<(), String> {
+        let by = who(caller.identity.as_deref(), caller.addr);
+        let left = self.left.get(&join.rank).is_some_and(|left| left.by == by);
+        let is_same = left && matches!(by, Beginner::Identity(_));
+        let join = Join { begun_by: Some(by), ..join.clone() };
+        if is_same || self.may_be_ended_by(&join) { Ok(()) } else { Err(self.is_another(&join)) }
     }
 
     /// Why a rank of another job of this name is refused.

@@ -158,6 +158,7 @@ impl Registry {
                 join.job, join.generation.0, join.rank
             )));
         };
+        job.check_return(join, caller)?;
         job.rejoins_at(join)?;
         Ok((job.id, job.may_move))
     }
@@ -203,7 +204,6 @@ impl Job {
     /// Whether a rank may come back; the op that it goes on with.
     fn rejoins_at(&self, join: &Join) -> Result<OpId, String> {
         let (rank, name) = (join.rank, &join.job);
-        self.check_secret(join)?;
         self.check_shape(join)?;
         if self.is_of_tree() {
             return Err(format!(
