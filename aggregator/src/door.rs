@@ -1,8 +1,10 @@
 //! Limits on callers that have not joined yet.
 //!
-//! A connection costs its caller a few datagrams, and this side memory and time until the caller
-//! has said what it wants. So an address has few places at a time for such connections, and when
-//! all are taken, whoever has most of them gives one up to an address that has fewer.
+//! A connection costs its caller a few datagrams, and this side memory and time. So callers share
+//! few places. While some are free, whoever calls has one. When all are taken, the caller that has
+//! most of them gives one up, its oldest, to a caller that has fewer. A caller is an identity, with
+//! however many addresses, or an address where no identity is known. The addresses of an identity
+//! share its places in the same way.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv6Addr};
@@ -10,10 +12,38 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::oneshot;
 
-/// Places of all addresses together.
-pub(crate) const PLACES: usize = 512;
-/// Places of one address: more ranks than most hosts have. Who finds none calls again.
-pub(crate) const PLACES_OF_ONE: usize = 64;
+use crate::queue::{MAX_WAITING, MAX_WAITING_EACH};
+
+/// Handshakes at a time, of all addresses together.
+const HANDSHAKES: usize = 512;
+/// Those of one address: more ranks than most hosts have. Who finds no place calls again.
+pub(crate) const HANDSHAKES_OF_ONE: usize = 64;
+/// Callers from one address at a time that have not joined.
+pub(crate) const STRANGERS_OF_ONE: usize = 128;
+
+/// The doors that a caller passes, one after the other.
+#[derive(Debug, Clone)]
+pub(crate) struct Doors {
+    /// Callers in the middle of a handshake, whose identities are not known yet: they push out none
+    /// that are.
+    pub(crate) handshakes: Door,
+    /// Those that have not joined: they prove a data path, ask something, are refused, or come back
+    /// to a job.
+    pub(crate) strangers: Door,
+    /// Those that waited for room or had joined, and still hear how that has ended.
+    pub(crate) partings: Door,
+}
+
+impl Doors {
+    /// Doors for so many callers at a time that have not joined.
+    pub(crate) fn new(strangers: usize) -> Self {
+        Self {
+            handshakes: Door::new(HANDSHAKES, HANDSHAKES_OF_ONE),
+            strangers: Door::new(strangers, STRANGERS_OF_ONE),
+            partings: Door::new(MAX_WAITING, MAX_WAITING_EACH),
+        }
+    }
+}
 
 /// Hands out places.
 #[derive(Debug, Clone)]
@@ -25,53 +55,86 @@ struct Inside {
     most_of_one: usize,
     taken: usize,
     next: u64,
-    /// The places of each address, the oldest first, and how each is told to be given up.
+    callers: BTreeMap<Who, Places>,
+    /// How many places each caller has.
+    counts: BTreeSet<(usize, Who)>,
+}
+
+/// The places of a caller.
+#[derive(Debug, Default)]
+struct Places {
+    taken: usize,
+    /// Those of each address, the oldest first, and how each is told to be given up.
     by_address: BTreeMap<IpAddr, BTreeMap<u64, oneshot::Sender<()>>>,
     /// How many places each address has.
     counts: BTreeSet<(usize, IpAddr)>,
+}
+
+/// Whose places are counted together.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+enum Who {
+    Address(IpAddr),
+    Identity(String),
+}
+
+/// Who calls, and from where.
+#[derive(Debug, Clone)]
+pub(crate) struct Party {
+    who: Who,
+    of: IpAddr,
 }
 
 /// A place, given back when it is dropped.
 #[derive(Debug)]
 pub(crate) struct Place {
     door: Door,
-    of: IpAddr,
+    party: Party,
     number: u64,
-    needed: oneshot::Receiver<()>,
+}
+
+/// Tells that a place has to be given up.
+#[derive(Debug)]
+pub(crate) struct Needed(oneshot::Receiver<()>);
+
+impl Party {
+    /// Who calls from an address, by an identity if one is known.
+    pub(crate) fn new(identity: Option<&str>, addr: IpAddr) -> Self {
+        let of = network(addr);
+        let who = identity.map_or(Who::Address(of), |name| Who::Identity(name.to_owned()));
+        Self { who, of }
+    }
 }
 
 impl Door {
-    /// A door with so many places, and so many for one address.
+    /// A door with so many places, and so many for one address of a caller.
     pub(crate) fn new(most: usize, most_of_one: usize) -> Self {
-        let (by_address, counts) = Default::default();
-        let inside = Inside { most, most_of_one, taken: 0, next: 0, by_address, counts };
+        let (callers, counts) = Default::default();
+        let inside = Inside { most, most_of_one, taken: 0, next: 0, callers, counts };
         Self(Arc::new(Mutex::new(inside)))
     }
 
-    /// How many places an address has taken.
-    pub(crate) fn taken_by(&self, addr: IpAddr) -> usize {
-        self.lock().count(network(addr))
+    /// Whether somebody would be given a place.
+    pub(crate) fn has_room(&self, party: &Party) -> bool {
+        self.lock().giver(party).is_ok()
     }
 
-    /// Whether an address would be given a place.
-    pub(crate) fn has_room(&self, addr: IpAddr) -> bool {
-        self.lock().has_room(network(addr))
+    /// Whether all places are taken.
+    pub(crate) fn is_full(&self) -> bool {
+        let inside = self.lock();
+        inside.taken >= inside.most
     }
 
-    /// Takes a place for an address, if there is one.
-    pub(crate) fn enter(&self, addr: IpAddr) -> Option<Place> {
-        let (of, mut inside) = (network(addr), self.lock());
-        if !inside.has_room(of) {
-            return None;
-        }
-        if inside.taken >= inside.most {
-            inside.free_one();
+    /// Takes a place, if there is one, which is to be given up when that is `Needed`.
+    pub(crate) fn enter(&self, party: Party) -> Option<(Place, Needed)> {
+        let mut inside = self.lock();
+        if let Some(giver) = inside.giver(&party).ok()? {
+            inside.free_one(&giver);
         }
         let number = inside.next;
         inside.next += 1;
         let (tell, needed) = oneshot::channel();
-        inside.change(of, |places| drop(places.insert(number, tell)));
-        Some(Place { door: self.clone(), of, number, needed })
+        inside.change(&party, |places| drop(places.insert(number, tell)));
+        Some((Place { door: self.clone(), party, number }, Needed(needed)))
     }
 
     fn lock(&self) -> MutexGuard<'_, Inside> {
@@ -79,44 +142,83 @@ impl Door {
     }
 }
 
-impl Place {
-    /// Waits until another address needs the place.
-    pub(crate) async fn needed(&mut self) {
-        // The sender goes only with the place.
-        drop((&mut self.needed).await);
+impl Needed {
+    /// Waits until somebody else needs the place. Never returns once it was given back before.
+    pub(crate) async fn wait(&mut self) {
+        if (&mut self.0).await.is_err() {
+            std::future::pending().await
+        }
     }
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
         let number = self.number;
-        self.door.lock().change(self.of, |places| drop(places.remove(&number)));
+        self.door.lock().change(&self.party, |places| drop(places.remove(&number)));
     }
 }
 
+/// There is no place.
+struct Full;
+
 impl Inside {
-    fn count(&self, of: IpAddr) -> usize {
-        self.by_address.get(&of).map_or(0, BTreeMap::len)
+    /// Who has to give up a place so that somebody can have one: nobody while some are free.
+    fn giver(&self, party: &Party) -> Result<Option<Party>, Full> {
+        let own = self.callers.get(&party.who);
+        let own_at = own.and_then(|own| own.by_address.get(&party.of)).map_or(0, BTreeMap::len);
+        if own_at >= self.most_of_one {
+            return Err(Full);
+        }
+        if self.taken < self.most {
+            return Ok(None);
+        }
+        let (most, who) = self.counts.last().ok_or(Full)?;
+        let largest = self.callers.get(who).and_then(|places| places.largest()).ok_or(Full)?;
+        if own.map_or(0, |own| own.taken) + 1 < *most {
+            return Ok(Some(Party { who: who.clone(), of: largest.1 }));
+        }
+        // Where it has most itself, its addresses share.
+        let (most, of) = own.and_then(Places::largest).ok_or(Full)?;
+        (own_at + 1 < most).then(|| Some(Party { who: party.who.clone(), of })).ok_or(Full)
     }
 
-    fn has_room(&self, of: IpAddr) -> bool {
-        let own = self.count(of);
-        let largest = self.counts.last().map_or(0, |(count, _)| *count);
-        own < self.most_of_one && (self.taken < self.most || own + 1 < largest)
-    }
-
-    /// Frees the oldest place of the address that has most.
-    fn free_one(&mut self) {
-        let Some((_, of)) = self.counts.last().copied() else { return };
+    /// Frees the oldest place of somebody.
+    fn free_one(&mut self, giver: &Party) {
         let mut freed = None;
-        self.change(of, |places| freed = places.pop_first());
+        self.change(giver, |places| freed = places.pop_first());
         if let Some((_, tell)) = freed {
             // It may be about to be given back.
             tell.send(()).unwrap_or_default();
         }
     }
 
-    /// Changes the places of an address, and the counts with them.
+    /// Changes the places of somebody, and the counts with them.
+    fn change(
+        &mut self,
+        party: &Party,
+        change: impl FnOnce(&mut BTreeMap<u64, oneshot::Sender<()>>),
+    ) {
+        let places = self.callers.entry(party.who.clone()).or_default();
+        let before = places.taken;
+        places.change(party.of, change);
+        let after = places.taken;
+        if after == 0 {
+            self.callers.remove(&party.who);
+        }
+        self.counts.remove(&(before, party.who.clone()));
+        if after > 0 {
+            self.counts.insert((after, party.who.clone()));
+        }
+        self.taken = self.taken + after - before;
+    }
+}
+
+impl Places {
+    /// How many places the address has that has most, and which it is.
+    fn largest(&self) -> Option<(usize, IpAddr)> {
+        self.counts.last().copied()
+    }
+
     fn change(&mut self, of: IpAddr, change: impl FnOnce(&mut BTreeMap<u64, oneshot::Sender<()>>)) {
         let places = self.by_address.entry(of).or_default();
         let before = places.len();
@@ -134,7 +236,7 @@ impl Inside {
 }
 
 /// Returns the address that limits apply to: for IPv6 the /64, since a host has all of it.
-fn network(addr: IpAddr) -> IpAddr {
+pub(crate) fn network(addr: IpAddr) -> IpAddr {
     match addr.to_canonical() {
         IpAddr::V6(v6) => Ipv6Addr::from_bits(v6.to_bits() >> 64 << 64).into(),
         v4 => v4,
@@ -142,77 +244,4 @@ fn network(addr: IpAddr) -> IpAddr {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn v4(last: u8) -> IpAddr {
-        [10, 0, 0, last].into()
-    }
-
-    /// Takes as many places as it is given, of that many tries.
-    fn take(door: &Door, addr: IpAddr, tries: usize) -> Vec<Place> {
-        (0..tries).filter_map(|_| door.enter(addr)).collect()
-    }
-
-    #[test]
-    fn an_address_has_few_places_and_they_come_back() {
-        let door = Door::new(8, 3);
-        let held = take(&door, v4(1), 9);
-        assert_eq!((held.len(), door.has_room(v4(1)), door.has_room(v4(2))), (3, false, true));
-        drop(held);
-        assert_eq!((door.taken_by(v4(1)), take(&door, v4(1), 9).len()), (0, 3));
-        let inside = door.lock();
-        assert_eq!((inside.taken, inside.by_address.len(), inside.counts.len()), (0, 0, 0));
-    }
-
-    #[test]
-    fn a_network_of_ipv6_counts_as_one_address() {
-        let door = Door::new(8, 2);
-        let addr = |text: &str| text.parse::<IpAddr>().unwrap();
-        let _held = [door.enter(addr("2001:db8::1")), door.enter(addr("2001:db8::ffff:0:2"))];
-        assert!(door.enter(addr("2001:db8::3")).is_none());
-        assert!(door.enter(addr("2001:db8:0:1::3")).is_some());
-        assert_eq!(door.taken_by(addr("::ffff:10.0.0.1")), door.taken_by(v4(1)));
-    }
-
-    #[tokio::test]
-    async fn when_all_places_are_taken_whoever_has_most_gives_up_its_oldest() {
-        let door = Door::new(100, 40);
-        let mut floods: Vec<_> = (1..=50).map(|addr| (addr, take(&door, v4(addr), 40))).collect();
-        // A newcomer has as many as the others have each before it is refused.
-        for addr in 1..=50 {
-            floods.push((addr, take(&door, v4(addr), 40)));
-        }
-        let joins = take(&door, v4(200), 40);
-        assert!(!joins.is_empty(), "the first is let in");
-        assert_eq!(door.lock().taken, 100);
-        let most = (1..=50).map(|addr| door.taken_by(v4(addr))).max().unwrap();
-        assert!(joins.len() + 1 >= most, "{} of {most}", joins.len());
-        // The first that came was the first to go, and giving its place back frees no other's.
-        let (_, oldest) = &mut floods[0];
-        oldest[0].needed().await;
-        drop(oldest.remove(0));
-        assert_eq!(door.lock().taken, 100);
-    }
-
-    #[test]
-    fn random_callers_never_take_more_than_there_is() {
-        let (door, mut held, mut seed) = (Door::new(32, 8), Vec::new(), 1u64);
-        for _ in 0..20_000 {
-            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            let draw = seed >> 33;
-            if draw % 3 == 0 && !held.is_empty() {
-                drop(held.swap_remove(usize::try_from(draw).unwrap() % held.len()));
-            } else {
-                held.extend(door.enter(v4(u8::try_from(draw % 9).unwrap())));
-            }
-            let inside = door.lock();
-            let counts: BTreeSet<_> =
-                inside.by_address.iter().map(|(addr, places)| (places.len(), *addr)).collect();
-            assert_eq!(counts, inside.counts);
-            let taken: usize = counts.iter().map(|(count, _)| count).sum();
-            assert_eq!(taken, inside.taken);
-            assert!(taken <= 32 && counts.iter().all(|(count, _)| (1..=8).contains(count)));
-        }
-    }
-}
+mod tests;

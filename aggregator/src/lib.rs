@@ -10,6 +10,7 @@ mod admission;
 mod arena;
 mod config;
 mod door;
+mod entry;
 mod failure;
 mod handshake;
 mod lifelines;
@@ -25,6 +26,7 @@ mod slots;
 mod status;
 mod tenancy;
 mod turn;
+mod visit;
 mod wall_clock;
 mod ways;
 

@@ -7,9 +7,9 @@ use racksum_net::auth::new_key;
 use racksum_net::quic::{lifeline, quinn};
 use racksum_proto::auth::Key;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::oneshot;
 
-use crate::door::{Door, PLACES_OF_ONE};
+use crate::door::{Door, HANDSHAKES_OF_ONE, Party};
 
 /// Lifelines that are offered, by what they will say.
 type Offers = Arc<Mutex<BTreeMap<[u8; Key::LEN], oneshot::Sender<TcpStream>>>>;
@@ -58,12 +58,9 @@ impl Lifelines {
 
 /// Hands lifelines to those that they were offered to.
 async fn take(listener: TcpListener, offers: Offers, strangers: usize) {
-    let room = Arc::new(Semaphore::new(strangers));
-    let door = Door::new(strangers, PLACES_OF_ONE);
+    let door = Door::new(strangers, HANDSHAKES_OF_ONE);
     let mut told = false;
     loop {
-        // The semaphore is never closed.
-        let Ok(permit) = Arc::clone(&room).acquire_owned().await else { return };
         let (stream, from) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
@@ -78,12 +75,16 @@ async fn take(listener: TcpListener, offers: Offers, strangers: usize) {
                 continue;
             }
         };
-        // One address that says nothing does not keep others out.
-        let Some(place) = door.enter(from.ip()) else { continue };
+        // Those that say nothing do not keep others out.
+        let entered = door.enter(Party::new(None, from.ip()));
+        let Some((place, mut needed)) = entered else { continue };
         let offers = Arc::clone(&offers);
         tokio::spawn(async move {
-            let said = lifeline::token_of(stream).await;
-            drop((permit, place));
+            let said = tokio::select! {
+                said = lifeline::token_of(stream) => said,
+                () = needed.wait() => return,
+            };
+            drop(place);
             let Some((token, stream)) = said else { return };
             let mut offers = offers.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(offered) = offers.remove(&token.0) {
@@ -99,10 +100,12 @@ const RETRY: std::time::Duration = std::time::Duration::from_millis(100);
 
 #[cfg(test)]
 mod tests {
+    use std::net::SocketAddr;
     use std::time::Duration;
 
     use racksum_net::quic::{Credentials, server};
     use tokio::io::AsyncReadExt;
+    use tokio::net::TcpSocket;
     use tokio::time::timeout;
 
     use super::*;
@@ -131,5 +134,24 @@ mod tests {
         drop(lifelines.offer());
         drop(lifelines.offer());
         assert_eq!(lifelines.offers.lock().unwrap().len(), 1);
+    }
+
+    #[tokio::test]
+    async fn connections_that_say_nothing_keep_out_no_lifeline_from_another_address() {
+        let credentials = Credentials::new(None, false).unwrap();
+        let endpoint = server("127.0.0.1:0".parse().unwrap(), &credentials).unwrap();
+        let lifelines = Lifelines::serve(&endpoint, 2).await;
+        let (token, port, come) = lifelines.offer().unwrap();
+        let to = SocketAddr::new(endpoint.local_addr().unwrap().ip(), port);
+        let mut silent = Vec::new();
+        for _ in 0..200 {
+            let socket = TcpSocket::new_v4().unwrap();
+            socket.bind("127.0.0.9:0".parse().unwrap()).unwrap();
+            silent.push(socket.connect(to).await.unwrap());
+        }
+        let own = lifeline::lay(endpoint.local_addr().unwrap(), port, token).await;
+        assert!(matches!(own, lifeline::Lifeline::Laid(_)), "{own:?}");
+        // Each of the others may say nothing for seconds.
+        timeout(Duration::from_secs(60), come).await.unwrap().unwrap();
     }
 }

@@ -17,16 +17,10 @@ use racksum_proto::path::{Blocked, COMMON_MTUS, Prover, SMALL};
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::time::timeout;
 
-use crate::door::Door;
-use crate::handshake::REFUSED;
 use crate::registry::other_ip_version;
-use crate::server::{MAX_STRANGERS, Shared, end, lock, say};
+use crate::server::{Shared, end, lock, say};
 use crate::shard::{Command, Proof};
 
-/// Callers that prove a data path at a time, of all addresses together.
-pub(crate) const PROOFS: usize = MAX_STRANGERS;
-/// Those of one address: more ranks than most hosts have. Who is not let in calls again.
-pub(crate) const PROOFS_OF_ONE: usize = 128;
 /// How long a caller may take to prove its data path, and to join then.
 const PROOF_TIMEOUT: Duration = Duration::from_secs(15);
 /// How long the parent may take to have the path proven.
@@ -59,36 +53,7 @@ impl Drop for Proving {
 }
 
 /// Has a caller prove its data path; returns what it says then, if it goes on.
-pub(crate) async fn serve_proof(
-    connection: &quinn::Connection,
-    registry: &Shared,
-    door: &Door,
-    version: u16,
-    streams: (quinn::SendStream, quinn::RecvStream),
-) -> Option<(FromWorker, quinn::SendStream, quinn::RecvStream)> {
-    let from = connection.remote_address();
-    let Some(mut place) = door.enter(from.ip()) else {
-        REFUSED.note(|left_out| {
-            let why = "too many callers of its address prove their data paths";
-            tracing::warn!(%from, left_out, "closed: {why}");
-        });
-        connection.close(1u32.into(), BUSY);
-        return None;
-    };
-    tokio::select! {
-        said = hear_proof(connection, registry, version, streams) => said,
-        () = place.needed() => {
-            connection.close(1u32.into(), BUSY);
-            None
-        }
-    }
-}
-
-/// Why a caller is to call again later.
-const BUSY: &[u8] = b"too many callers prove their data paths";
-
-/// The same of a caller that has a place.
-async fn hear_proof(
+pub(crate) async fn hear_proof(
     connection: &quinn::Connection,
     registry: &Shared,
     version: u16,

@@ -20,7 +20,7 @@ use crate::tenancy::{Tally, Tenant};
 /// Most ranks that wait at a time: those of 16 of the largest jobs.
 pub(crate) const MAX_WAITING: usize = 4096;
 /// Most ranks that wait of one identity, of one rule, or from one address.
-const MAX_WAITING_EACH: usize = 1024;
+pub(crate) const MAX_WAITING_EACH: usize = 1024;
 
 /// The jobs that wait for room.
 #[derive(Debug, Default)]
@@ -244,6 +244,7 @@ impl Queue {
     }
 
     /// How many ranks wait.
+    #[cfg(test)]
     pub(crate) fn ranks(&self) -> usize {
         self.counts.get(&Common::All).copied().unwrap_or(0)
     }

@@ -21,6 +21,7 @@ pub(crate) use member::WORDS;
 use racksum_proto::control::{Absent, FromAggregator, Join, Loss, Welcome};
 use racksum_proto::ids::{JobId, Rank};
 use racksum_proto::job_name::JobName;
+pub(crate) use rejoin::{Progress, Returning};
 use tokio::sync::mpsc::Sender;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
@@ -89,6 +90,13 @@ pub(crate) enum Joined {
     Call,
     /// All ranks are there and told to go.
     Ready,
+}
+
+impl Seat {
+    /// The job's number.
+    pub(crate) const fn id(&self) -> JobId {
+        self.id
+    }
 }
 
 #[cfg(test)]
@@ -215,6 +223,7 @@ impl Registry {
     }
 
     /// How many connections are those of ranks that have joined, or wait for room.
+    #[cfg(test)]
     pub(crate) fn connections(&self) -> usize {
         let joined = self.jobs.values().map(|job| job.members.iter().flatten().count());
         joined.sum::<usize>() + self.queue.ranks()
@@ -309,6 +318,9 @@ impl Registry {
             may_move: false,
             absent: Vec::new(),
             left: BTreeMap::new(),
+            returns: BTreeMap::new(),
+            last_return: 0,
+            progress: None,
             least_buffer: 0,
             granted: None,
             departed: Vec::new(),

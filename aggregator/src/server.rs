@@ -1,32 +1,26 @@
 //! The control server: one QUIC connection a rank, for as long as the rank lives.
 
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use racksum_net::quic::lifeline::{Lifeline, dead};
-use racksum_net::quic::{Certificate, Role, frames, not_connected, quinn};
-use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Loss};
+use racksum_net::quic::{frames, not_connected, quinn};
+use racksum_proto::control::{FromAggregator, FromWorker, Loss};
 use racksum_proto::ids::OpId;
-use racksum_proto::peer_text::Unshown;
 use tokio::sync::mpsc::{Receiver, channel};
-use tokio::sync::{Notify, watch};
+use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
-use crate::admission::admit;
-use crate::door::{self, Door, PLACES, PLACES_OF_ONE};
-use crate::handshake::{Known, NOT_CONNECTED, NOT_JOINED, answer, shake_hands};
+use crate::door::Doors;
+use crate::handshake::{NOT_CONNECTED, answer, shake_hands};
 use crate::lifelines::Lifelines;
 use crate::parent::call;
-use crate::paths::{PROOFS, PROOFS_OF_ONE, answers_elsewhere, serve_proof};
-use crate::queue;
-use crate::registry::{Caller, Joined, Registry, Seat, WORDS, settle};
-use crate::status::status;
-use crate::tenancy::Refusal;
+use crate::registry::{Joined, Registry, Seat, settle};
+use crate::visit::serve_caller;
 
-/// Connections at a time that are no rank's: they have not joined yet, or are about to end. Twice
-/// the ranks of a large job.
+/// Callers at a time that have not joined yet, whatever they do. Twice the ranks of a large job.
 pub(crate) const MAX_STRANGERS: usize = 512;
 /// How long a handshake may take, and then a connection to say who it is.
 pub(crate) const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
@@ -35,11 +29,9 @@ const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 /// How long a message may wait until a rank has read enough of those before; then it is lost.
 const READ_TIMEOUT: Duration = Duration::from_secs(10);
 /// How often a waiting rank is told whom it waits for.
-const WAITING_PERIOD: Duration = Duration::from_millis(500);
+pub(crate) const WAITING_PERIOD: Duration = Duration::from_millis(500);
 /// How often a multicast group is probed.
 const PROBE_PERIOD: Duration = Duration::from_millis(20);
-/// How often a rank that waits for room is looked after before it is tried again whether there is.
-const LOOKS: usize = 10;
 /// Words of a rank that may wait to be heeded.
 const QUEUE: usize = 16;
 
@@ -50,8 +42,18 @@ pub(crate) fn lock(registry: &Shared) -> MutexGuard<'_, Registry> {
     registry.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// What serves callers.
+#[derive(Clone)]
+pub(crate) struct Server {
+    pub(crate) registry: Shared,
+    pub(crate) lifelines: Lifelines,
+    pub(crate) doors: Doors,
+    /// Where it is called.
+    pub(crate) addr: Option<SocketAddr>,
+}
+
 /// Serves until the endpoint is closed or the aggregator has failed, with at most `strangers`
-/// connections that are no rank's.
+/// callers at a time that have not joined.
 pub(crate) async fn serve(
     endpoint: quinn::Endpoint,
     registry: Shared,
@@ -59,29 +61,25 @@ pub(crate) async fn serve(
     mut failure: watch::Receiver<Option<String>>,
 ) {
     let lifelines = Lifelines::serve(&endpoint, strangers).await;
-    let (door, known) = (Door::new(PLACES, PLACES_OF_ONE), Known::default());
-    let proofs = Door::new(PROOFS, PROOFS_OF_ONE);
-    let addr = endpoint.local_addr().ok();
+    let (doors, addr) = (Doors::new(strangers), endpoint.local_addr().ok());
+    let server = Server { registry, lifelines, doors, addr };
     loop {
         let incoming = tokio::select! {
             incoming = endpoint.accept() => incoming,
             Ok(_) = failure.wait_for(Option::is_some) => {
-                lock(&registry).stop();
+                lock(&server.registry).stop();
                 endpoint.close(1u32.into(), b"the aggregator failed");
                 None
             }
         };
         let Some(incoming) = incoming else { break };
         let from = incoming.remote_address();
-        let most = lock(&registry).connections() + strangers;
-        let Some((connecting, place)) = answer(incoming, &door, &known, most) else { continue };
-        let (registry, lifelines) = (Arc::clone(&registry), lifelines.clone());
-        let counts = (known.clone(), proofs.clone());
+        let knows = lock(&server.registry).knows_identities();
+        let Some((connecting, place)) = answer(incoming, &server.doors, knows) else { continue };
+        let server = server.clone();
         tokio::spawn(async move {
             match shake_hands(connecting, place).await {
-                Some(Ok((connection, place))) => {
-                    serve_caller(connection, place, counts, registry, lifelines, addr).await;
-                }
+                Some(Ok((connection, place))) => serve_caller(connection, place, server).await,
                 Some(Err(cause)) => NOT_CONNECTED.note(|left_out| {
                     tracing::warn!(left_out, "refused: {}", not_connected(from, cause));
                 }),
@@ -93,161 +91,33 @@ pub(crate) async fn serve(
     drop(timeout(CLOSE_TIMEOUT, endpoint.wait_idle()).await);
 }
 
-/// Serves whoever calls.
-async fn serve_caller(
-    connection: quinn::Connection,
-    mut place: door::Place,
-    (known, proofs): (Known, Door),
-    registry: Shared,
-    lifelines: Lifelines,
-    addr: Option<SocketAddr>,
-) {
-    let first = tokio::select! {
-        first = timeout(JOIN_TIMEOUT, hear_first(&connection)) => first,
-        () = place.needed() => return,
-    };
-    let Ok(Some((word, send, recv))) = first else { return };
-    let _one = known.one_more();
-    drop(place);
-    let said = match word {
-        FromWorker::Prove { version } => {
-            serve_proof(&connection, &registry, &proofs, version, (send, recv)).await
-        }
-        word => Some((word, send, recv)),
-    };
-    let Some((word, mut send, recv)) = said else { return };
-    match word {
-        FromWorker::Join(join) => {
-            serve_rank(&connection, join, (send, recv), registry, lifelines).await;
-        }
-        FromWorker::Look(join) => {
-            let (_, certificate) = identify(&registry, &connection);
-            let (identity, from) = (certificate.map(|it| it.name), connection.remote_address());
-            let ranks = match answers_elsewhere(&registry, &connection) {
-                Some(_) => Vec::new(),
-                None => {
-                    let asks = (identity.as_deref(), from.ip());
-                    lock(&registry).present(&join, asks, Instant::now())
-                }
-            };
-            if say(&mut send, &FromAggregator::Present { ranks }).await {
-                end(&connection, send).await;
-            }
-        }
-        FromWorker::AskStatus { version } => {
-            let told = match addr.filter(|_| version == CONTROL_VERSION) {
-                Some(addr) => tell_status(&connection, &registry, addr, &mut send).await,
-                None => {
-                    say(&mut send, &FromAggregator::WrongVersion { speaks: CONTROL_VERSION }).await
-                }
-            };
-            if told {
-                end(&connection, send).await;
-            }
-        }
-        _ => {}
-    }
+/// A rank that has joined.
+pub(crate) struct Seated<'a> {
+    pub(crate) seat: Seat,
+    pub(crate) joined: Joined,
+    pub(crate) send: quinn::SendStream,
+    pub(crate) words: Words,
+    pub(crate) inbox: Receiver<FromAggregator>,
+    /// Returns once the rank has died.
+    pub(crate) dead: Pin<Box<dyn Future<Output = ()> + Send + 'a>>,
 }
 
-/// Tells a caller what the aggregator does: an aggregator's identity of all jobs, others of the
-/// jobs that the rules let them join. Returns false if the caller is gone.
-async fn tell_status(
-    connection: &quinn::Connection,
-    registry: &Shared,
-    addr: SocketAddr,
-    send: &mut quinn::SendStream,
-) -> bool {
-    let (_, certificate) = identify(registry, connection);
-    let mut told = status(registry, addr).await;
-    if certificate.as_ref().is_none_or(|it| it.role != Role::Aggregator) {
-        let rules = lock(registry).config().admit.clone();
-        let identity = certificate.as_ref().map(|it| &*it.name);
-        told.keep_only(|job| admit(&rules, identity, job).is_ok());
-    }
-    let mut parts = told.parts().into_iter().peekable();
-    while let Some(part) = parts.next() {
-        let more = parts.peek().is_some();
-        if !say(send, &FromAggregator::Status { part: Unshown(part), more }).await {
-            return false;
-        }
-    }
-    true
-}
-
-/// Whether somebody vouches for callers, and for what of this one.
-fn identify(registry: &Shared, connection: &quinn::Connection) -> (bool, Option<Certificate>) {
-    let knows = lock(registry).knows_identities();
-    (knows, knows.then(|| Certificate::of_peer(connection)).flatten())
-}
-
-/// Serves one rank from its join to its end.
-async fn serve_rank(
-    connection: &quinn::Connection,
-    join: Join,
-    (mut send, recv): (quinn::SendStream, quinn::RecvStream),
-    registry: Shared,
-    lifelines: Lifelines,
-) {
-    let (tell, mut inbox) = channel(WORDS);
-    let addr = connection.remote_address();
-    let (name, rank, relays) = (join.job.clone(), join.rank, join.relays);
-    let mut words = Words::of(recv);
-    let Ok(lifeline) = offer(&lifelines, &mut send).await else { return };
-    let mut dead = std::pin::pin!(dead(connection, lifeline));
-    let (knows, certificate) = identify(&registry, connection);
-    let stranger = if join.relays && knows { no_aggregator(certificate.as_ref()) } else { None };
-    let identity = certificate.map(|it| it.name);
-    let joined = match stranger.or_else(|| answers_elsewhere(&registry, connection)) {
-        Some(reason) => Err(Refusal::Never(reason)),
-        None => {
-            let caller = Caller { identity: identity.clone(), addr, tell };
-            let entered = tokio::select! {
-                entered = enter(&registry, (&mut send, &mut words), join, caller) => entered,
-                () = &mut dead => return,
-                _ = connection.closed() => return,
-            };
-            match entered {
-                Some(joined) => joined,
-                None => return end(connection, send).await,
-            }
-        }
-    };
-    match joined {
-        Err(refusal) => {
-            let reason = refusal.clone().why();
-            NOT_JOINED.note(|left_out| {
-                let job = &name;
-                tracing::warn!(%job, rank, %addr, identity, reason, left_out, "join refused");
-            });
-            let refused = match refusal {
-                Refusal::Draining => FromAggregator::Drain,
-                // An aggregator may call again for its other ranks.
-                Refusal::Never(_) | Refusal::WrongVersion(_) if relays => {
-                    FromAggregator::RefusedRank { rank, reason }
-                }
-                Refusal::WrongVersion(_) => {
-                    FromAggregator::WrongVersion { speaks: CONTROL_VERSION }
-                }
-                Refusal::Never(_) | Refusal::NoRoom(_) => FromAggregator::Refused { reason },
-            };
-            if say(&mut send, &refused).await {
-                end(connection, send).await;
-            }
-        }
-        Ok((seat, joined)) => {
-            tracing::info!(job = %name, rank, %addr, identity, "rank joined");
-            pursue(&registry, &seat, joined);
-            let parting = tokio::select! {
-                parting = attend(
-                    &registry, &seat, connection, (&mut send, &mut words), &mut inbox
-                ) => parting,
-                () = &mut dead => Parting::Lost(Loss::Died),
-            };
-            note_parting(&registry, &seat, parting, connection).await;
-            if !matches!(parting, Parting::Lost(_)) {
-                end(connection, send).await;
-            }
-        }
+impl Seated<'_> {
+    /// Serves the rank to its end. Returns where its last words go, unless it is gone.
+    pub(crate) async fn serve(
+        self: Box<Self>,
+        registry: &Shared,
+        connection: &quinn::Connection,
+    ) -> Option<quinn::SendStream> {
+        let Self { seat, joined, mut send, mut words, mut inbox, dead } = *self;
+        pursue(registry, &seat, joined);
+        let streams = (&mut send, &mut words);
+        let parting = tokio::select! {
+            parting = attend(registry, &seat, connection, streams, &mut inbox) => parting,
+            () = dead => Parting::Lost(Loss::Died),
+        };
+        note_parting(registry, &seat, parting, connection).await;
+        (!matches!(parting, Parting::Lost(_))).then_some(send)
     }
 }
 
@@ -274,151 +144,11 @@ async fn note_parting(
     }
 }
 
-/// Why somebody may not join for others, if so.
-fn no_aggregator(certificate: Option<&Certificate>) -> Option<String> {
-    let Some(Certificate { name, role, .. }) = certificate else {
-        return Some("what joins for others must show that it is an aggregator".into());
-    };
-    let it = (*role != Role::Aggregator).then_some(role)?;
-    Some(format!("{name:?} is no aggregator but a {it}, and joins for others"))
-}
-
-/// Offers a rank to lay a lifeline. The error says that the rank is gone.
-async fn offer(
-    lifelines: &Lifelines,
-    send: &mut quinn::SendStream,
-) -> Result<impl Future<Output = Lifeline> + use<>, ()> {
-    let offered = lifelines.offer();
-    if let Some((token, port, _)) = &offered {
-        let (token, port) = (*token, *port);
-        if !say(send, &FromAggregator::Lifeline { port, token }).await {
-            return Err(());
-        }
-    }
-    Ok(async move {
-        let laid = match offered {
-            Some((.., laid)) => laid.await.ok(),
-            None => None,
-        };
-        laid.map_or(Lifeline::Impossible, Lifeline::Laid)
-    })
-}
-
-/// A rank's place among those that wait for room, given up when it is dropped.
-struct Queued {
-    registry: Shared,
-    place: queue::Place,
-}
-
-impl Queued {
-    fn new(registry: &Shared, join: &Join, caller: &Caller) -> Result<Self, String> {
-        let place = lock(registry).enter_queue(join, caller)?;
-        Ok(Self { registry: Arc::clone(registry), place })
-    }
-
-    /// Waits until the job has its turn, and tells the rank how many are served before it. Returns
-    /// in vain after a while, since what is in the way may be another limit by then. Nothing comes
-    /// of it if the rank leaves before.
-    async fn wait(
-        &self,
-        why: &str,
-        (send, words): (&mut quinn::SendStream, &mut Words),
-        relays: bool,
-    ) -> Option<()> {
-        let mut told = None;
-        for _ in 0..LOOKS {
-            let (_, before) = lock(&self.registry).turn(&self.place);
-            if told.replace(before) != Some(before)
-                && !say(send, &FromAggregator::Queued { before, why: why.into() }).await
-            {
-                return None;
-            }
-            await_turn(&self.place.room, send, words, relays).await?;
-            if lock(&self.registry).turn(&self.place).0 {
-                break;
-            }
-        }
-        Some(())
-    }
-}
-
-impl Drop for Queued {
-    fn drop(&mut self) {
-        lock(&self.registry).leave_queue(&self.place);
-    }
-}
-
-/// Takes a rank into its job, once there is room for it if the rank wants to wait; nothing comes of
-/// it if the rank leaves before.
-async fn enter(
-    registry: &Shared,
-    (send, words): (&mut quinn::SendStream, &mut Words),
-    join: Join,
-    caller: Caller,
-) -> Option<Result<(Seat, Joined), Refusal>> {
-    let mut queued: Option<Queued> = None;
-    loop {
-        let joined = if join.rejoin {
-            come_back(registry, &join, &caller).await
-        } else {
-            let ending = lock(registry).ending_by_join(&join, &caller);
-            let _fence = settle(registry, ending).await;
-            lock(registry).join(join.clone(), caller.clone(), Instant::now())
-        };
-        let why = match joined {
-            Err(Refusal::NoRoom(why)) if join.wait => why,
-            joined => return Some(joined),
-        };
-        if queued.is_none() {
-            match Queued::new(registry, &join, &caller) {
-                Ok(new) => queued = Some(new),
-                Err(full) => return Some(Err(Refusal::NoRoom(format!("{why}; {full}")))),
-            }
-        }
-        if let Some(queued) = &queued {
-            queued.wait(&why, (send, words), join.relays).await?;
-        }
-    }
-}
-
-/// Waits until it is time to look for room again. Nothing comes of it if the rank leaves before.
-async fn await_turn(
-    room: &Notify,
-    send: &mut quinn::SendStream,
-    words: &mut Words,
-    relays: bool,
-) -> Option<()> {
-    // What there may be room for by the time that it is waited for is seen at the next look.
-    let mut turn = std::pin::pin!(timeout(WAITING_PERIOD, room.notified()));
-    loop {
-        tokio::select! {
-            _ = &mut turn => return Some(()),
-            // An aggregator is not let go, and what it says of its ranks is heeded once it is in.
-            word = words.0.recv(), if !relays => match word {
-                // wire: W-67
-                Some(FromWorker::Withdraw) => hold_back(send, words).await?,
-                Some(FromWorker::Stay) => {}
-                _ => return None,
-            }
-        }
-    }
-}
-
-/// Lets a rank go that waits for room. Returns once it stays after all, and nothing if it does not.
-async fn hold_back(send: &mut quinn::SendStream, words: &mut Words) -> Option<()> {
-    if !say(send, &FromAggregator::Free).await {
-        return None;
-    }
-    // Others wait behind it.
-    let word = timeout(JOIN_TIMEOUT, words.0.recv()).await.ok()?;
-    (word == Some(FromWorker::Stay)).then_some(())
-}
-
 /// What a rank says, read by a task of its own: reading a frame must not be cancelled half-way.
-struct Words(Receiver<FromWorker>, AbortHandle);
+pub(crate) struct Words(pub(crate) Receiver<FromWorker>, AbortHandle);
 
 impl Words {
-    fn of(mut recv: quinn::RecvStream) -> Self {
+    pub(crate) fn of(mut recv: quinn::RecvStream) -> Self {
         let (heard, words) = channel(QUEUE);
         let reader = tokio::spawn(async move {
             while let Ok(Some(word)) = frames::recv::<FromWorker>(&mut recv).await {
@@ -435,40 +165,6 @@ impl Drop for Words {
     fn drop(&mut self) {
         self.1.abort();
     }
-}
-
-/// Takes a rank back into its job. In a job that may move it waits until every rank has the results
-/// of all ops before: afterwards there is one rank that could not help another to them.
-async fn come_back(
-    registry: &Shared,
-    join: &Join,
-    caller: &Caller,
-) -> Result<(Seat, Joined), Refusal> {
-    loop {
-        let ((id, may_move), asked) = {
-            let registry = lock(registry);
-            (registry.may_rejoin(join, caller)?, registry.ask_shards())
-        };
-        let (mut sealed, mut settled) = (Vec::new(), true);
-        for report in asked {
-            let report = report.await.unwrap_or_default();
-            let job = report.jobs.get(&id);
-            sealed.push(job.map_or(0, |job| job.sealed));
-            settled &= job.is_none_or(|job| job.settled);
-        }
-        if settled || !may_move {
-            return lock(registry).rejoin(join.clone(), caller.clone(), sealed, Instant::now());
-        }
-        tokio::time::sleep(SETTLE_PERIOD).await;
-    }
-}
-
-/// The first word of a connection, and the stream that it came by.
-async fn hear_first(
-    connection: &quinn::Connection,
-) -> Option<(FromWorker, quinn::SendStream, quinn::RecvStream)> {
-    let (send, mut recv) = connection.accept_bi().await.ok()?;
-    Some((frames::recv(&mut recv).await.ok()??, send, recv))
 }
 
 /// Ends a conversation so that its last words still arrive.
@@ -603,9 +299,6 @@ pub(crate) async fn probe(registry: Shared, seat: Seat) {
     tick.tick().await;
     lock(&registry).end_probe(&seat);
 }
-
-/// How often it is looked whether all ranks have all results.
-const SETTLE_PERIOD: Duration = Duration::from_millis(20);
 
 #[cfg(test)]
 mod tests;

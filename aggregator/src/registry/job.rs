@@ -12,10 +12,12 @@ use racksum_proto::geometry::{Fragmentation, WINDOW_BYTES};
 use racksum_proto::ids::{Generation, JobId, OpId, Rank};
 use racksum_proto::job_name::JobName;
 use racksum_proto::wire::Header;
+use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::member::Member;
 use super::moving::{given_up, too_many_absent};
+use super::rejoin::{Progress, Return};
 use super::tree::Above;
 use crate::config::Config as AggregatorConfig;
 use crate::locks::Locks;
@@ -45,6 +47,11 @@ pub(super) struct Job {
     pub(super) absent: Vec<Absent>,
     /// The ranks that have left, and may come back.
     pub(super) left: BTreeMap<u16, Left>,
+    /// Those of them that are on their way back, and how many callers have been.
+    pub(super) returns: BTreeMap<u16, Return>,
+    pub(super) last_return: u64,
+    /// Tells the ranks on their way back how far the job is, while there are any.
+    pub(super) progress: Option<watch::Sender<Progress>>,
     /// Bytes of the smallest receive buffer of its ranks when it started.
     pub(super) least_buffer: u32,
     /// What it was granted once it was complete.
@@ -67,10 +74,12 @@ pub(super) struct Job {
 }
 
 /// A rank that has left.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(super) struct Left {
     /// The op that it would start next, unless it left in the middle of one.
     pub(super) next_op: Option<OpId>,
+    /// Who it was.
+    pub(super) by: Beginner,
 }
 
 /// How far a job is.

@@ -3,6 +3,8 @@
 //! Whoever begins a greater generation of a job ends the one before, so it has to show that it is
 //! the same job, and not another that happens to have its name.
 
+use std::net::SocketAddr;
+
 use racksum_proto::control::{Beginner, FromAggregator, Join};
 
 use super::job::Job;
@@ -12,12 +14,16 @@ use super::{Caller, Registry};
 /// Who joins: the identity or the address that calls, or of an aggregator and a sidecar what these
 /// say of the rank. An aggregator's own identity says nothing of the jobs of its ranks.
 pub(super) fn beginner_of(join: &Join, caller: &Caller) -> Beginner {
-    let address = Beginner::Address(caller.addr.ip().to_canonical());
-    match &caller.identity {
-        _ if join.relays => join.begun_by.clone().unwrap_or(address),
-        Some(name) => Beginner::Identity(name.clone()),
-        None => address,
-    }
+    let own = who(caller.identity.as_deref(), caller.addr);
+    if join.relays { join.begun_by.clone().unwrap_or(own) } else { own }
+}
+
+/// Who calls, whatever it says: the identity, or the address where there is none.
+pub(super) fn who(identity: Option<&str>, addr: SocketAddr) -> Beginner {
+    identity.map_or_else(
+        || Beginner::Address(addr.ip().to_canonical()),
+        |name| Beginner::Identity(name.to_owned()),
+    )
 }
 
 impl Registry {
@@ -50,7 +56,7 @@ impl Job {
     /// Whether a rank shows that it is of the same job: by the secret of its lives, or by an
     /// identity that has joined this one. Where jobs have no secret, and nobody has an identity,
     /// the address has to do.
-    fn may_be_ended_by(&self, join: &Join) -> bool {
+    pub(super) fn may_be_ended_by(&self, join: &Join) -> bool {
         match (self.secret, join.secret) {
             (Some(own), Some(other)) if own == other => return true,
             _ => {}
@@ -65,10 +71,20 @@ impl Job {
 
     /// Checks that a rank is of no other job that has this one's name, and the same generation.
     pub(super) fn check_secret(&self, join: &Join) -> Result<(), String> {
-        match self.secret.zip(join.secret) {
-            Some((own, other)) if own != other => Err(self.is_another(join)),
+        match self.secret {
+            Some(own) if join.secret != Some(own) => Err(self.is_another(join)),
             _ => Ok(()),
         }
+    }
+
+    /// Checks that a rank that comes back shows as much as one that ends the present life, or has
+    /// the identity that left.
+    pub(super) fn check_return(&self, join: &Join, caller: &Caller) -> Result<(), String> {
+        let by = who(caller.identity.as_deref(), caller.addr);
+        let left = self.left.get(&join.rank).is_some_and(|left| left.by == by);
+        let is_same = left && matches!(by, Beginner::Identity(_));
+        let join = Join { begun_by: Some(by), ..join.clone() };
+        if is_same || self.may_be_ended_by(&join) { Ok(()) } else { Err(self.is_another(&join)) }
     }
 
     /// Why a rank of another job of this name is refused.

@@ -2,13 +2,14 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use racksum_proto::control::{FromAggregator, Join};
+use racksum_proto::control::{Beginner, FromAggregator, Join};
 use racksum_proto::wire::Flags;
 use tokio::sync::mpsc::Sender;
 use tokio::time::Instant;
 
 use super::Caller;
 use super::job::Left;
+use super::lives::who;
 
 /// Words to a member that may wait to be sent: more than twice a welcome, a start, each rank that
 /// the job can go on without, a drain and a last word.
@@ -40,6 +41,11 @@ impl Member {
         let (also, came_back) = (Vec::new(), None);
         let (hears, withdraws) = (false, false);
         Self { join, also, identity, addr, tell, hears, withdraws, heard: now, came_back }
+    }
+
+    /// Who it is, by what somebody vouches for if there is such a thing.
+    pub(super) fn beginner(&self) -> Beginner {
+        who(self.identity.as_deref(), self.addr)
     }
 
     /// The wishes of all its ranks.

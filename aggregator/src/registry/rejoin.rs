@@ -1,24 +1,126 @@
 //! Ranks that leave a job between two ops, and come back to it.
+//!
+//! A rank comes back once, however many callers say that they are it: one of them at a time waits
+//! until it may. One task for each job asks the shards for all ranks that wait.
 
-use racksum_proto::control::{FromAggregator, Join, Loss, OnRankLoss, Welcome};
+use racksum_proto::control::{Beginner, FromAggregator, Join, Loss, OnRankLoss, Welcome};
 use racksum_proto::ids::{JobId, OpId, Rank};
 use racksum_proto::wire::Header;
 
+use tokio::sync::{oneshot, watch};
 use tokio::time::Instant;
 
 use super::job::{Job, Left, State};
+use super::lives::who;
 use super::member::Member;
 use super::{Caller, Joined, Registry, Seat};
 use crate::config::Fanout;
 use crate::shard::{Command, Rejoin};
 use crate::tenancy::Refusal;
 
+/// The caller that is on its way back as a rank.
+#[derive(Debug)]
+pub(super) struct Return {
+    number: u64,
+    by: Beginner,
+    /// Dropped when another caller is preferred.
+    _waits: oneshot::Sender<()>,
+}
+
+/// What a caller knows that is on its way back as a rank.
+#[derive(Debug)]
+pub(crate) struct Returning {
+    pub(crate) seat: Seat,
+    number: u64,
+    /// Whether the job may move.
+    pub(crate) may_move: bool,
+    /// Ends when another caller is preferred.
+    pub(crate) waits: oneshot::Receiver<()>,
+    pub(crate) progress: watch::Receiver<Progress>,
+    /// What is to tell the progress, if nobody does yet.
+    pub(crate) unasked: Option<watch::Sender<Progress>>,
+    /// The shards may have been asked before this rank had left, so the next progress is not to
+    /// be heeded.
+    pub(crate) overhear: bool,
+}
+
+/// How far a job is by what all shards say.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Progress {
+    /// Datagrams that each shard has sealed.
+    pub(crate) sealed: Vec<u64>,
+    /// Every rank has the results of all ops.
+    pub(crate) settled: bool,
+}
+
 impl Registry {
+    /// A caller is on its way back as a rank, until [`Self::end_return`]. Whoever was that rank
+    /// before is preferred to others, and the latest of its callers to its earlier ones, which may
+    /// be dead. The same goes for the callers of any other.
+    ///
+    /// # Errors
+    /// A sentence for the user that says why not.
+    pub(crate) fn begin_return(
+        &mut self,
+        join: &Join,
+        caller: &Caller,
+    ) -> Result<Returning, Refusal> {
+        let (id, may_move) = self.may_rejoin(join, caller)?;
+        let seat = Seat { job: join.job.clone(), id, rank: join.rank };
+        let job = self.jobs.get_mut(&seat.job).ok_or("the job vanished")?;
+        let by = who(caller.identity.as_deref(), caller.addr);
+        let was = job.left.get(&join.rank).map(|left| &left.by);
+        if let Some(present) = job.returns.get(&join.rank)
+            && was != Some(&by)
+            && present.by != by
+        {
+            return Err(Refusal::Never(format!(
+                "{} is coming back as rank {} of job {:?} already; start the rank once",
+                present.by, join.rank, join.job
+            )));
+        }
+        job.last_return += 1;
+        let number = job.last_return;
+        let (told, waits) = oneshot::channel();
+        job.returns.insert(join.rank, Return { number, by, _waits: told });
+        let (progress, unasked) = match &job.progress {
+            Some(asked) => (asked.subscribe(), None),
+            None => {
+                let (tell, progress) = watch::channel(Progress::default());
+                job.progress = Some(tell.clone());
+                (progress, Some(tell))
+            }
+        };
+        let overhear = unasked.is_none();
+        Ok(Returning { seat, number, may_move, waits, progress, unasked, overhear })
+    }
+
+    /// A caller is not on its way back any more.
+    pub(crate) fn end_return(&mut self, returning: &Returning) {
+        let Some(job) = self.job(&returning.seat) else { return };
+        let rank = returning.seat.rank;
+        if job.returns.get(&rank).is_some_and(|present| present.number == returning.number) {
+            job.returns.remove(&rank);
+        }
+    }
+
+    /// Whether somebody is on its way back to a job, whose progress is to be told. Whoever comes
+    /// after the last has another task ask.
+    pub(crate) fn awaits_progress(&mut self, seat: &Seat) -> bool {
+        let Some(job) = self.job(seat) else { return false };
+        if job.returns.is_empty() {
+            job.progress = None;
+        }
+        job.progress.is_some()
+    }
+
     /// A rank leaves, in the middle of an op or before its next, where it may come back.
     pub(crate) fn part(&mut self, seat: &Seat, next_op: Option<OpId>, now: Instant) {
         let Some(job) = self.job(seat) else { return };
-        if job.state == State::Running && job.members[usize::from(seat.rank)].is_some() {
-            job.left.insert(seat.rank, Left { next_op });
+        if job.state == State::Running
+            && let Some(member) = &job.members[usize::from(seat.rank)]
+        {
+            job.left.insert(seat.rank, Left { next_op, by: member.beginner() });
         }
         self.leave(seat, Loss::Left, now);
     }
@@ -27,7 +129,7 @@ impl Registry {
     pub(crate) fn retreat(&mut self, seat: &Seat, now: Instant) {
         let Some(job) = self.job(seat) else { return };
         let member = job.members[usize::from(seat.rank)].as_ref();
-        let next_op = member.and_then(|member| member.came_back?.next_op);
+        let next_op = member.and_then(|member| member.came_back.as_ref()?.next_op);
         self.part(seat, next_op, now);
     }
 
@@ -56,6 +158,7 @@ impl Registry {
                 join.job, join.generation.0, join.rank
             )));
         };
+        job.check_return(join, caller)?;
         job.rejoins_at(join)?;
         Ok((job.id, job.may_move))
     }
@@ -101,7 +204,6 @@ impl Job {
     /// Whether a rank may come back; the op that it goes on with.
     fn rejoins_at(&self, join: &Join) -> Result<OpId, String> {
         let (rank, name) = (join.rank, &join.job);
-        self.check_secret(join)?;
         self.check_shape(join)?;
         if self.is_of_tree() {
             return Err(format!(

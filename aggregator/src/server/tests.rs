@@ -1,10 +1,11 @@
-use racksum_net::quic::{Connection, Credentials, connect, server as endpoint};
-use racksum_proto::control::{CONTROL_VERSION, OnRankLoss};
+use racksum_net::quic::{self, Connection, Credentials, Ended, Line, connect, server as endpoint};
+use racksum_proto::control::{CONTROL_VERSION, Join, OnRankLoss};
 use racksum_proto::ids::Generation;
 use racksum_proto::time::Span;
 
 use super::*;
 use crate::config::Config;
+use crate::door::STRANGERS_OF_ONE;
 use crate::failure::Failure;
 
 /// Runs a test on one thread, with time for everything but hanging.
@@ -160,6 +161,45 @@ fn connections_that_do_not_join_are_few_and_those_that_joined_do_not_count() {
     });
 }
 
+/// Calls from an address, and says something first.
+async fn call_from(from: [u8; 4], to: SocketAddr, first: &FromWorker) -> Result<Line, Ended> {
+    let credentials = Credentials::new(None, false).unwrap();
+    let patience = Span::from_secs(100);
+    let caller = quic::Caller { from: Some(from.into()), credentials, patience };
+    let mut line = quic::call(to, &caller).await?;
+    line.say(first).await?;
+    Ok(line)
+}
+
+#[test]
+fn callers_that_do_not_join_keep_nobody_from_joining_whatever_they_do() {
+    bounded(async {
+        for asked in [
+            FromWorker::Prove { version: CONTROL_VERSION },
+            FromWorker::Look(wish("job")),
+            FromWorker::AskStatus { version: CONTROL_VERSION },
+            FromWorker::Join(Join { world: 0, ..wish("job") }),
+        ] {
+            let (addr, _registry, _failure) = serving(2);
+            let mut crowd = Vec::new();
+            for _ in 0..2 {
+                let mut line = call_from([127, 0, 0, 9], addr, &asked).await.unwrap();
+                // It has been heard, and does not hang up.
+                line.hear().await.unwrap();
+                crowd.push(line);
+            }
+            let joins = FromWorker::Join(wish("job"));
+            let mut joins = call_from([127, 0, 0, 1], addr, &joins).await.expect("is let in");
+            while !matches!(joins.hear().await.unwrap(), FromAggregator::Waiting { .. }) {}
+            if matches!(asked, FromWorker::Prove { .. }) {
+                // The first that came has made room.
+                let why = crowd[0].hear().await.unwrap_err().to_string();
+                assert!(why.contains("too many callers have not joined yet; call again"), "{why}");
+            }
+        }
+    });
+}
+
 #[test]
 fn a_refusal_arrives_although_the_connection_ends_with_it() {
     bounded(async {
@@ -219,16 +259,15 @@ fn an_address_proves_few_paths_at_a_time_each_for_a_while_and_asks_once_what_arr
     bounded(async {
         let (addr, _registry, _failure) = serving(MAX_STRANGERS);
         let mut proving = Vec::new();
-        for _ in 0..PROOFS_OF_ONE {
+        for _ in 0..STRANGERS_OF_ONE {
             let connection = call(addr).await.unwrap();
             let (send, recv, heard) = prove(&connection).await;
             assert!(matches!(heard, Some(FromAggregator::Prove { .. })), "{heard:?}");
             proving.push((connection, send, recv));
         }
-        let late = call(addr).await.unwrap();
-        assert_eq!(prove(&late).await.2, None);
-        let why = late.quic().closed().await.to_string();
-        assert!(why.contains("too many callers prove their data paths"), "{why}");
+        // One more is not answered, and calls again until there is a place for it.
+        let more = timeout(Duration::from_secs(2), call(addr)).await;
+        assert!(more.is_err(), "{more:?}");
         // One that has joined, or is gone, leaves its place to another.
         let (joins, mut send, mut recv) = proving.pop().unwrap();
         frames::send(&mut send, &FromWorker::Arrived).await.unwrap();

@@ -1,5 +1,5 @@
 use racksum_proto::auth::Key;
-use racksum_proto::ids::Generation;
+use racksum_proto::ids::{Generation, OpId};
 use tokio::time::Instant;
 
 use super::*;
@@ -97,4 +97,45 @@ fn the_identity_of_an_aggregator_says_nothing_of_the_jobs_of_its_ranks() {
     let why = enter(relayed(1, by("node-2"))).unwrap_err();
     assert!(why.contains("begun by identity \"node-1\", and identity \"node-2\""), "{why}");
     enter(relayed(1, by("node-1"))).unwrap();
+}
+
+#[test]
+fn a_rank_that_comes_back_is_of_the_same_job_and_no_other() {
+    let (none, own, other) = (None, Some(1), Some(2));
+    for (secret, shows, identities, from, comes) in [
+        // By the secret, from wherever.
+        (own, own, [None, None], ELSEWHERE, true),
+        (own, own, [Some("node-2"), Some("node-9")], ELSEWHERE, true),
+        (own, other, [None, None], B, false),
+        (own, none, [None, None], B, false),
+        // By the identity that left, or that of another rank of the job.
+        (own, none, [Some("node-2"), Some("node-2")], ELSEWHERE, true),
+        (own, none, [Some("node-2"), Some("node-1")], ELSEWHERE, true),
+        (own, none, [Some("node-2"), Some("node-9")], B, false),
+        (none, none, [Some("node-2"), Some("node-9")], B, false),
+        // By the address, where there is nothing else.
+        (none, none, [None, None], B, true),
+        (none, none, [None, None], ELSEWHERE, false),
+    ] {
+        let mut registry = registry(Fanout::Unicast, 0);
+        let life = Life(1, secret);
+        let first = identities[0].map(|_| "node-1");
+        let _first = enter(&mut registry, life.join(0), first, A).unwrap();
+        let (leaves, _second) = caller(identities[0], B);
+        let (seat, _) = registry.join(life.join(1), leaves, Instant::now()).unwrap();
+        registry.part(&seat, Some(OpId(0)), Instant::now());
+        let back = Join { rejoin: true, ..Life(1, shows).join(1) };
+        let (caller, _inbox) = caller(identities[1], from);
+        let back = registry.rejoin(back, caller, vec![0], Instant::now());
+        assert_eq!(back.is_ok(), comes, "{secret:?} {shows:?} {identities:?} {from:?}: {back:?}");
+    }
+}
+
+#[test]
+fn a_rank_without_the_secret_of_a_life_is_not_of_it() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let _first = enter(&mut registry, Life(1, Some(1)).join(0), Some("node-1"), A).unwrap();
+    let why = enter(&mut registry, Life(1, None).join(1), Some("node-2"), B).unwrap_err();
+    assert!(why.contains("does not show that it is of the same job"), "{why}");
+    enter(&mut registry, Life(1, Some(1)).join(1), Some("node-2"), B).unwrap();
 }

@@ -1,0 +1,227 @@
+//! From a rank's join to its seat: the wait for room, and the way back into a job that runs.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use racksum_net::quic::quinn;
+use racksum_proto::control::{FromAggregator, FromWorker, Join};
+use tokio::sync::{Notify, watch};
+use tokio::time::{Instant, timeout};
+
+use crate::door::Place;
+use crate::queue;
+use crate::registry::{Caller, Joined, Progress, Returning, Seat, settle};
+use crate::server::{JOIN_TIMEOUT, Shared, WAITING_PERIOD, Words, lock, say};
+use crate::tenancy::Refusal;
+
+/// Takes a rank into its job, once there is room for it if the rank wants to wait; nothing comes of
+/// it if the rank leaves before. Its place with callers that have not joined is given up once it
+/// waits: from then on it counts with ranks that do.
+pub(crate) async fn enter(
+    registry: &Shared,
+    (send, words): (&mut quinn::SendStream, &mut Words),
+    place: &mut Option<Place>,
+    join: Join,
+    caller: Caller,
+) -> Option<Result<(Seat, Joined), Refusal>> {
+    let mut queued: Option<Queued> = None;
+    loop {
+        let joined = if join.rejoin {
+            come_back(registry, &join, &caller, LONGEST_RETURN).await
+        } else {
+            let ending = lock(registry).ending_by_join(&join, &caller);
+            let _fence = settle(registry, ending).await;
+            lock(registry).join(join.clone(), caller.clone(), Instant::now())
+        };
+        let why = match joined {
+            Err(Refusal::NoRoom(why)) if join.wait => why,
+            joined => return Some(joined),
+        };
+        if queued.is_none() {
+            match Queued::new(registry, &join, &caller) {
+                Ok(new) => (queued, *place) = (Some(new), None),
+                Err(full) => return Some(Err(Refusal::NoRoom(format!("{why}; {full}")))),
+            }
+        }
+        if let Some(queued) = &queued {
+            queued.wait(&why, (send, words), join.relays).await?;
+        }
+    }
+}
+
+/// A rank's place among those that wait for room, given up when it is dropped.
+struct Queued {
+    registry: Shared,
+    place: queue::Place,
+}
+
+impl Queued {
+    fn new(registry: &Shared, join: &Join, caller: &Caller) -> Result<Self, String> {
+        let place = lock(registry).enter_queue(join, caller)?;
+        Ok(Self { registry: Arc::clone(registry), place })
+    }
+
+    /// Waits until the job has its turn, and tells the rank how many are served before it. Returns
+    /// in vain after a while, since what is in the way may be another limit by then. Nothing comes
+    /// of it if the rank leaves before.
+    async fn wait(
+        &self,
+        why: &str,
+        (send, words): (&mut quinn::SendStream, &mut Words),
+        relays: bool,
+    ) -> Option<()> {
+        let mut told = None;
+        for _ in 0..LOOKS {
+            let (_, before) = lock(&self.registry).turn(&self.place);
+            if told.replace(before) != Some(before)
+                && !say(send, &FromAggregator::Queued { before, why: why.into() }).await
+            {
+                return None;
+            }
+            await_turn(&self.place.room, send, words, relays).await?;
+            if lock(&self.registry).turn(&self.place).0 {
+                break;
+            }
+        }
+        Some(())
+    }
+}
+
+impl Drop for Queued {
+    fn drop(&mut self) {
+        lock(&self.registry).leave_queue(&self.place);
+    }
+}
+
+/// Waits until it is time to look for room again. Nothing comes of it if the rank leaves before.
+async fn await_turn(
+    room: &Notify,
+    send: &mut quinn::SendStream,
+    words: &mut Words,
+    relays: bool,
+) -> Option<()> {
+    // What there may be room for by the time that it is waited for is seen at the next look.
+    let mut turn = std::pin::pin!(timeout(WAITING_PERIOD, room.notified()));
+    loop {
+        tokio::select! {
+            _ = &mut turn => return Some(()),
+            // An aggregator is not let go, and what it says of its ranks is heeded once it is in.
+            word = words.0.recv(), if !relays => match word {
+                // wire: W-67
+                Some(FromWorker::Withdraw) => hold_back(send, words).await?,
+                Some(FromWorker::Stay) => {}
+                _ => return None,
+            }
+        }
+    }
+}
+
+/// Lets a rank go that waits for room. Returns once it stays after all, and nothing if it does not.
+async fn hold_back(send: &mut quinn::SendStream, words: &mut Words) -> Option<()> {
+    if !say(send, &FromAggregator::Free).await {
+        return None;
+    }
+    // Others wait behind it.
+    let word = timeout(JOIN_TIMEOUT, words.0.recv()).await.ok()?;
+    (word == Some(FromWorker::Stay)).then_some(())
+}
+
+/// Takes a rank back into its job. In a job that may move it waits until every rank has the results
+/// of all ops before: afterwards there is one rank that could not help another to them.
+async fn come_back(
+    registry: &Shared,
+    join: &Join,
+    caller: &Caller,
+    limit: Duration,
+) -> Result<(Seat, Joined), Refusal> {
+    let mut returns = Returns::begin(registry, join, caller)?;
+    let Returning { waits, progress, may_move, overhear, .. } = &mut returns.returning;
+    let settled = async {
+        loop {
+            // It is not told any more once the job is gone.
+            progress.changed().await.ok()?;
+            let Progress { sealed, settled } = progress.borrow_and_update().clone();
+            if std::mem::take(overhear) {
+                continue;
+            }
+            if settled || !*may_move {
+                return Some(sealed);
+            }
+        }
+    };
+    let Join { job, rank, .. } = join;
+    let sealed = tokio::select! {
+        sealed = settled => sealed,
+        // The sender says nothing, and is dropped.
+        _ = waits => {
+            return Err(Refusal::Never(format!(
+                "another process comes back as rank {rank} of job {job:?}; start the rank once"
+            )));
+        }
+        () = tokio::time::sleep(limit) => {
+            return Err(Refusal::Never(format!(
+                "some rank of job {job:?} has lacked a result for {} s, before which rank {rank} \
+                 cannot come back; see which is silent in `racksum status`, and start rank {rank} \
+                 again",
+                limit.as_secs()
+            )));
+        }
+    };
+    let mut registry = lock(registry);
+    registry.rejoin(join.clone(), caller.clone(), sealed.unwrap_or_default(), Instant::now())
+}
+
+/// A rank on its way back, which another may be once this is dropped.
+struct Returns {
+    registry: Shared,
+    returning: Returning,
+}
+
+impl Returns {
+    fn begin(registry: &Shared, join: &Join, caller: &Caller) -> Result<Self, Refusal> {
+        let mut returning = lock(registry).begin_return(join, caller)?;
+        if let Some(tell) = returning.unasked.take() {
+            let seat = returning.seat.clone();
+            tokio::spawn(tell_progress(Arc::clone(registry), seat, tell));
+        }
+        Ok(Self { registry: Arc::clone(registry), returning })
+    }
+}
+
+impl Drop for Returns {
+    fn drop(&mut self) {
+        lock(&self.registry).end_return(&self.returning);
+    }
+}
+
+/// Asks the shards how far a job is for as long as ranks are on their way back to it.
+async fn tell_progress(registry: Shared, seat: Seat, tell: watch::Sender<Progress>) {
+    loop {
+        let asked = {
+            let mut registry = lock(&registry);
+            if !registry.awaits_progress(&seat) {
+                return;
+            }
+            registry.ask_shards()
+        };
+        let mut progress = Progress { sealed: Vec::new(), settled: true };
+        for report in asked {
+            let report = report.await.unwrap_or_default();
+            let job = report.jobs.get(&seat.id());
+            progress.sealed.push(job.map_or(0, |job| job.sealed));
+            progress.settled &= job.is_none_or(|job| job.settled);
+        }
+        tell.send_replace(progress);
+        tokio::time::sleep(SETTLE_PERIOD).await;
+    }
+}
+
+/// How often a rank that waits for room is looked after before it is tried again whether there is.
+const LOOKS: usize = 10;
+/// How often it is looked whether all ranks have all results.
+const SETTLE_PERIOD: Duration = Duration::from_millis(20);
+/// How long a rank may be on its way back. A rank that hears nothing for 20 s is lost.
+const LONGEST_RETURN: Duration = Duration::from_secs(30);
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,176 @@
+use std::net::{SocketAddr, UdpSocket};
+use std::sync::Mutex;
+
+use racksum_proto::auth::Key;
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::DType;
+use racksum_proto::ids::{Generation, JobId, OpId, Rank, WindowId};
+use racksum_proto::wire::{Flags, Header, Kind};
+use tokio::sync::mpsc::channel;
+
+use super::*;
+use crate::config::Fanout;
+use crate::registry::tests::{join, registry, wish};
+use crate::registry::{Registry, WORDS};
+
+/// A job of two that may move, of which rank 1 has left while rank 0 lacks a result, or says so.
+struct Unsettled {
+    registry: Shared,
+    /// What rank 1 comes back with.
+    back: Join,
+    /// Rank 0's data socket, and where that sends to.
+    socket: UdpSocket,
+    shard: SocketAddr,
+    id: JobId,
+}
+
+impl Unsettled {
+    fn new() -> Self {
+        let mut registry = registry(Fanout::Unicast, 0);
+        let shard = registry.shards()[0].addr;
+        let sockets = [(); 2].map(|()| UdpSocket::bind("127.0.0.1:0").unwrap());
+        let wishes = [0, 1].map(|rank: u16| {
+            let port = sockets[usize::from(rank)].local_addr().unwrap().port();
+            let secret = Some(Key([7; Key::LEN]));
+            let ours = Join { secret, may_move: true, multicast: false, ..wish("job", rank, 2) };
+            Join { data_ports: vec![port], ..ours }
+        });
+        let joined = wishes.clone().map(|wish| join(&mut registry, wish).unwrap());
+        let [_, (seat, joined, _)] = &joined;
+        assert_eq!(*joined, Joined::Ready);
+        let id = seat.id();
+        for (rank, socket) in (0..).map(Rank).zip(&sockets) {
+            socket.send_to(&contribution(id, rank), shard).unwrap();
+        }
+        for socket in &sockets {
+            socket.recv(&mut [0; 2048]).expect("the sum");
+        }
+        registry.part(seat, Some(OpId(1)), Instant::now());
+        let [socket, of_left] = sockets;
+        of_left.send_to(&ack(id, Rank(1)), shard).unwrap();
+        let [_, back] = wishes;
+        let back = Join { rejoin: true, ..back };
+        Self { registry: Arc::new(Mutex::new(registry)), back, socket, shard, id }
+    }
+
+    async fn come_back(&self, caller: &Caller, limit: Duration) -> Result<(), String> {
+        let back = come_back(&self.registry, &self.back, caller, limit).await;
+        back.map(drop).map_err(Refusal::why)
+    }
+
+    /// Rank 0 says that it has the result.
+    fn settle(&self) {
+        self.socket.send_to(&ack(self.id, Rank(0)), self.shard).unwrap();
+    }
+}
+
+fn header(job: JobId, sender: Rank, kind: Kind) -> Header {
+    let window = WindowId::new(OpId(0), 0);
+    Header {
+        kind,
+        job,
+        generation: Generation(0),
+        sender,
+        lane: 0,
+        shard: 0,
+        window,
+        ack: window,
+        mask: 0,
+        previous: 0,
+        length: 0,
+        fragment: 0,
+        flags: Flags::NONE,
+    }
+}
+
+fn datagram(header: Header, body: &[u8]) -> Vec<u8> {
+    let mut bytes = [0; Header::LEN];
+    Header { length: u16::try_from(body.len()).unwrap(), ..header }.encode(&mut bytes);
+    [&bytes[..], body].concat()
+}
+
+/// An op of one element, and a rank's contribution to it.
+fn contribution(job: JobId, rank: Rank) -> Vec<u8> {
+    let mut descriptor = [0; Descriptor::LEN];
+    Descriptor::sum(1, DType::F32).encode(&mut descriptor);
+    let rest = [&u32::MAX.to_be_bytes()[..], &1u32.to_be_bytes(), &1u64.to_be_bytes()].concat();
+    let open = datagram(header(job, rank, Kind::Open), &[&descriptor[..], &rest].concat());
+    let data = Header { mask: 1, ..header(job, rank, Kind::Data) };
+    [open, datagram(data, &1f32.to_le_bytes())].concat()
+}
+
+/// A rank has all results of the first op.
+fn ack(job: JobId, rank: Rank) -> Vec<u8> {
+    let ack = WindowId::new(OpId(1), 0);
+    datagram(Header { ack, ..header(job, rank, Kind::Ack) }, &[])
+}
+
+/// Who calls from an address.
+fn caller(ip: [u8; 4]) -> Caller {
+    let (tell, _) = channel(WORDS);
+    Caller { identity: None, addr: (ip, 9).into(), tell }
+}
+
+const OWN: [u8; 4] = [127, 0, 0, 1];
+const LONG: Duration = Duration::from_secs(300);
+
+#[tokio::test]
+async fn a_rank_that_is_started_again_goes_before_its_own_earlier_attempt() {
+    let job = Unsettled::new();
+    let (own, again) = (caller(OWN), caller(OWN));
+    let (first, second) = tokio::join!(biased; job.come_back(&own, LONG), async {
+        let second = job.come_back(&again, LONG);
+        let settled = async {
+            // Both have begun.
+            tokio::task::yield_now().await;
+            job.settle();
+        };
+        tokio::join!(second, settled).0
+    });
+    let why = "another process comes back as rank 1 of job \"job\"; start the rank once";
+    assert_eq!((first, second), (Err(why.into()), Ok(())));
+}
+
+#[tokio::test]
+async fn nobody_else_goes_before_a_rank_that_comes_back() {
+    let job = Unsettled::new();
+    let (own, others) = (caller(OWN), [[127, 0, 0, 8], [127, 0, 0, 9]].map(caller));
+    let back = |caller| job.come_back(caller, LONG);
+    let (first, second, own, third, ()) =
+        tokio::join!(back(&others[0]), back(&others[1]), back(&own), back(&others[1]), async {
+            // All have begun.
+            tokio::task::yield_now().await;
+            job.settle();
+        },);
+    let is_coming = |ip| {
+        Err(format!("{ip} is coming back as rank 1 of job \"job\" already; start the rank once"))
+    };
+    assert_eq!([second, third], ["127.0.0.8", "127.0.0.1"].map(is_coming));
+    assert!(first.is_err(), "{first:?}");
+    assert_eq!(own, Ok(()));
+}
+
+#[tokio::test]
+async fn a_rank_that_cannot_come_back_is_told_so_in_time_and_leaves_its_place_to_the_next() {
+    let job = Unsettled::new();
+    let own = caller(OWN);
+    let why = job.come_back(&own, Duration::from_millis(50)).await.unwrap_err();
+    assert!(why.contains("some rank of job \"job\" has lacked a result for 0 s"), "{why}");
+    job.settle();
+    assert_eq!(job.come_back(&own, LONG).await, Ok(()));
+}
+
+#[tokio::test]
+async fn one_task_asks_for_all_that_come_back_to_a_job_while_there_are_any() {
+    let job = Unsettled::new();
+    let (own, mut registry) = (caller(OWN), lock(&job.registry));
+    let begin = |registry: &mut Registry| registry.begin_return(&job.back, &own).unwrap();
+    let [first, second] = [(); 2].map(|()| begin(&mut registry));
+    assert_eq!([&first, &second].map(|it| it.unasked.is_some()), [true, false]);
+    // The first has been replaced.
+    registry.end_return(&first);
+    assert!(registry.awaits_progress(&second.seat));
+    registry.end_return(&second);
+    assert!(!registry.awaits_progress(&second.seat));
+    assert!(begin(&mut registry).unasked.is_some(), "somebody is to ask again");
+}

@@ -1,0 +1,269 @@
+//! A caller, from the end of its handshake until it has joined or is gone. Until then it may have
+//! to give its place to another; once it has joined, it is served as a rank.
+
+use std::net::SocketAddr;
+use std::pin::Pin;
+
+use racksum_net::quic::lifeline::{Lifeline, dead};
+use racksum_net::quic::{Certificate, Role, frames, quinn};
+use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join};
+use racksum_proto::peer_text::Unshown;
+use tokio::sync::mpsc::channel;
+use tokio::time::{Instant, timeout};
+
+use crate::admission::admit;
+use crate::door::{Party, Place};
+use crate::entry::enter;
+use crate::handshake::{NOT_JOINED, REFUSED};
+use crate::lifelines::Lifelines;
+use crate::paths::{answers_elsewhere, hear_proof};
+use crate::registry::{Caller, WORDS};
+use crate::server::{JOIN_TIMEOUT, Seated, Server, Shared, Words, end, lock, say};
+use crate::status::status;
+use crate::tenancy::Refusal;
+
+/// Serves whoever calls. Until it has joined it may have to give its place to another.
+pub(crate) async fn serve_caller(connection: quinn::Connection, handshake: Place, server: Server) {
+    let (knows, certificate) = identify(&server.registry, &connection);
+    let from = connection.remote_address();
+    let party = Party::new(certificate.as_ref().map(|it| &*it.name), from.ip());
+    let Some((place, mut needed)) = server.doors.strangers.enter(party.clone()) else {
+        REFUSED.note(|left_out| {
+            tracing::warn!(%from, left_out, "closed: too many callers like it have not joined");
+        });
+        return connection.close(1u32.into(), BUSY);
+    };
+    drop(handshake);
+    let partings = server.doors.partings.clone();
+    let mut visit =
+        Visit { server, connection: &connection, knows, certificate, place: Some(place) };
+    let turned = tokio::select! {
+        turned = visit.hear() => turned,
+        () = needed.wait() => return connection.close(1u32.into(), BUSY),
+    };
+    let send = match turned {
+        Turned::Away => return,
+        Turned::Refused(send) => send,
+        Turned::Rank(rank) => match rank.serve(&visit.server.registry, &connection).await {
+            Some(send) => send,
+            None => return,
+        },
+    };
+    // Whoever finds no place has its connection closed at once.
+    if let Some((_place, mut needed)) = partings.enter(party) {
+        tokio::select! {
+            () = end(&connection, send) => {}
+            () = needed.wait() => {}
+        }
+    }
+}
+
+/// Why a caller is to call again later.
+const BUSY: &[u8] = b"too many callers have not joined yet; call again";
+
+/// A caller that has not joined.
+struct Visit<'a> {
+    server: Server,
+    connection: &'a quinn::Connection,
+    /// Whether somebody vouches for identities.
+    knows: bool,
+    certificate: Option<Certificate>,
+    /// Its place with those that have not joined; none once it waits for room as a rank.
+    place: Option<Place>,
+}
+
+/// What has become of a caller.
+enum Turned<'a> {
+    /// It is gone.
+    Away,
+    /// It has been told why it does not join, and has no place any more.
+    Refused(quinn::SendStream),
+    /// It has joined.
+    Rank(Box<Seated<'a>>),
+}
+
+impl<'a> Visit<'a> {
+    /// Does what the caller wants. This may be dropped at any time before it returns.
+    async fn hear(&mut self) -> Turned<'a> {
+        let connection = self.connection;
+        let first = timeout(JOIN_TIMEOUT, hear_first(connection)).await;
+        let Ok(Some((word, send, recv))) = first else { return Turned::Away };
+        let said = match word {
+            FromWorker::Prove { version } => {
+                hear_proof(connection, &self.server.registry, version, (send, recv)).await
+            }
+            word => Some((word, send, recv)),
+        };
+        let Some((word, mut send, recv)) = said else { return Turned::Away };
+        let told = match word {
+            FromWorker::Join(join) => return self.join(join, (send, recv)).await,
+            FromWorker::Look(join) => self.tell_present(&join, &mut send).await,
+            FromWorker::AskStatus { version } => {
+                match self.server.addr.filter(|_| version == CONTROL_VERSION) {
+                    Some(addr) => self.tell_status(addr, &mut send).await,
+                    None => {
+                        let wrong = FromAggregator::WrongVersion { speaks: CONTROL_VERSION };
+                        say(&mut send, &wrong).await
+                    }
+                }
+            }
+            _ => false,
+        };
+        if told { self.end(send).await } else { Turned::Away }
+    }
+
+    /// Ends the conversation: where the caller still has its place, in that.
+    async fn end(&self, send: quinn::SendStream) -> Turned<'a> {
+        if self.place.is_none() {
+            return Turned::Refused(send);
+        }
+        end(self.connection, send).await;
+        Turned::Away
+    }
+
+    /// The name that somebody vouches for.
+    fn identity(&self) -> Option<&str> {
+        self.certificate.as_ref().map(|it| &*it.name)
+    }
+
+    /// Tells which ranks of a job are here. Returns false if the caller is gone.
+    async fn tell_present(&self, join: &Join, send: &mut quinn::SendStream) -> bool {
+        let registry = &self.server.registry;
+        let ranks = match answers_elsewhere(registry, self.connection) {
+            Some(_) => Vec::new(),
+            None => {
+                let asks = (self.identity(), self.connection.remote_address().ip());
+                lock(registry).present(join, asks, Instant::now())
+            }
+        };
+        say(send, &FromAggregator::Present { ranks }).await
+    }
+
+    /// Tells what the aggregator does: an aggregator's identity of all jobs, others of the jobs
+    /// that the rules let them join. Returns false if the caller is gone.
+    async fn tell_status(&self, addr: SocketAddr, send: &mut quinn::SendStream) -> bool {
+        let registry = &self.server.registry;
+        let mut told = status(registry, addr).await;
+        if self.certificate.as_ref().is_none_or(|it| it.role != Role::Aggregator) {
+            let rules = lock(registry).config().admit.clone();
+            told.keep_only(|job| admit(&rules, self.identity(), job).is_ok());
+        }
+        let mut parts = told.parts().into_iter().peekable();
+        while let Some(part) = parts.next() {
+            let more = parts.peek().is_some();
+            if !say(send, &FromAggregator::Status { part: Unshown(part), more }).await {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Takes a rank into its job, or tells it why not.
+    async fn join(
+        &mut self,
+        join: Join,
+        (mut send, recv): (quinn::SendStream, quinn::RecvStream),
+    ) -> Turned<'a> {
+        let (tell, inbox) = channel(WORDS);
+        let (connection, addr) = (self.connection, self.connection.remote_address());
+        let (name, rank, relays) = (join.job.clone(), join.rank, join.relays);
+        let mut words = Words::of(recv);
+        let offered = offer(&self.server.lifelines, &mut send).await;
+        let Ok(lifeline) = offered else { return Turned::Away };
+        let mut dead: Pin<Box<dyn Future<Output = ()> + Send + 'a>> =
+            Box::pin(dead(connection, lifeline));
+        let registry = &self.server.registry;
+        let stranger =
+            if relays && self.knows { no_aggregator(self.certificate.as_ref()) } else { None };
+        let identity = self.identity().map(str::to_owned);
+        let joined = match stranger.or_else(|| answers_elsewhere(registry, connection)) {
+            Some(reason) => Err(Refusal::Never(reason)),
+            None => {
+                let caller = Caller { identity: identity.clone(), addr, tell };
+                let streams = (&mut send, &mut words);
+                let entered = tokio::select! {
+                    entered = enter(registry, streams, &mut self.place, join, caller) => entered,
+                    () = &mut dead => return Turned::Away,
+                    _ = connection.closed() => return Turned::Away,
+                };
+                match entered {
+                    Some(joined) => joined,
+                    None => return self.end(send).await,
+                }
+            }
+        };
+        match joined {
+            Err(refusal) => {
+                let reason = refusal.clone().why();
+                NOT_JOINED.note(|left_out| {
+                    let job = &name;
+                    tracing::warn!(%job, rank, %addr, identity, reason, left_out, "join refused");
+                });
+                let refused = refused(&refusal, reason, rank, relays);
+                if say(&mut send, &refused).await { self.end(send).await } else { Turned::Away }
+            }
+            Ok((seat, joined)) => {
+                self.place = None;
+                tracing::info!(job = %name, rank, %addr, identity, "rank joined");
+                Turned::Rank(Box::new(Seated { seat, joined, send, words, inbox, dead }))
+            }
+        }
+    }
+}
+
+/// How a rank is told that it is refused, and why.
+fn refused(refusal: &Refusal, reason: String, rank: u16, relays: bool) -> FromAggregator {
+    match refusal {
+        Refusal::Draining => FromAggregator::Drain,
+        // An aggregator may call again for its other ranks.
+        Refusal::Never(_) | Refusal::WrongVersion(_) if relays => {
+            FromAggregator::RefusedRank { rank, reason }
+        }
+        Refusal::WrongVersion(_) => FromAggregator::WrongVersion { speaks: CONTROL_VERSION },
+        Refusal::Never(_) | Refusal::NoRoom(_) => FromAggregator::Refused { reason },
+    }
+}
+
+/// Whether somebody vouches for callers, and for what of this one.
+fn identify(registry: &Shared, connection: &quinn::Connection) -> (bool, Option<Certificate>) {
+    let knows = lock(registry).knows_identities();
+    (knows, knows.then(|| Certificate::of_peer(connection)).flatten())
+}
+
+/// Why somebody may not join for others, if so.
+fn no_aggregator(certificate: Option<&Certificate>) -> Option<String> {
+    let Some(Certificate { name, role, .. }) = certificate else {
+        return Some("what joins for others must show that it is an aggregator".into());
+    };
+    let it = (*role != Role::Aggregator).then_some(role)?;
+    Some(format!("{name:?} is no aggregator but a {it}, and joins for others"))
+}
+
+/// Offers a rank to lay a lifeline. The error says that the rank is gone.
+async fn offer(
+    lifelines: &Lifelines,
+    send: &mut quinn::SendStream,
+) -> Result<impl Future<Output = Lifeline> + use<>, ()> {
+    let offered = lifelines.offer();
+    if let Some((token, port, _)) = &offered {
+        let (token, port) = (*token, *port);
+        if !say(send, &FromAggregator::Lifeline { port, token }).await {
+            return Err(());
+        }
+    }
+    Ok(async move {
+        let laid = match offered {
+            Some((.., laid)) => laid.await.ok(),
+            None => None,
+        };
+        laid.map_or(Lifeline::Impossible, Lifeline::Laid)
+    })
+}
+
+/// The first word of a connection, and the stream that it came by.
+async fn hear_first(
+    connection: &quinn::Connection,
+) -> Option<(FromWorker, quinn::SendStream, quinn::RecvStream)> {
+    let (send, mut recv) = connection.accept_bi().await.ok()?;
+    Some((frames::recv(&mut recv).await.ok()??, send, recv))
+}
