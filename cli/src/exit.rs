@@ -7,6 +7,7 @@ use std::process::{ExitCode, ExitStatus, Termination};
 use racksum_aggregator::StartError;
 use racksum_net::NetError;
 use racksum_proto::error::SubmitError;
+use racksum_proto::peer_text::PeerText;
 use racksum_worker::{ConnectError, Error};
 use serde::{Deserialize, Serialize};
 
@@ -45,7 +46,8 @@ pub(crate) fn say(line: &str) -> Result<(), Failure> {
 /// Says something that nobody has to hear: whoever serves goes on when its log is closed or full.
 pub(crate) fn tell(line: &str) {
     let said = if stderr::has_room(io::stdout()) {
-        say(line)
+        // It may name paths, which hold any characters.
+        say(&PeerText::of(line))
     } else {
         Err(unheard(io::Error::other("nobody reads it")))
     };

@@ -14,7 +14,7 @@ use racksum_worker::{Blocks, Client, Error, Handle, Reduced, Stats};
 use serde::{Deserialize, Serialize};
 
 use super::Args;
-use super::file::{Digest, GradientFile, Tensor, header_of};
+use super::file::{Digest, GradientFile, Quoted, Tensor, header_of};
 use super::out::{OutFile, cannot_write};
 use super::report::Table;
 use super::survey::{Held, Survey};
@@ -175,8 +175,8 @@ fn difference(
             Ok(_) => {}
             Err(Error::Op(error @ OpError::Mismatch { .. })) => {
                 return Failure::usage(format!(
-                    "tensor {:?} is not the same at all ranks: {}",
-                    tensor.name,
+                    "tensor {} is not the same at all ranks: {}",
+                    Quoted(&tensor.name),
                     Mismatch(&error)
                 ));
             }
@@ -292,7 +292,7 @@ fn of_tensor(tensor: &Tensor, error: Error) -> Failure {
         Error::Op(mismatch @ OpError::Mismatch { .. }) => Mismatch(mismatch).to_string(),
         other => other.to_string(),
     };
-    Failure { why: format!("tensor {:?}: {why}", tensor.name), ..Failure::from(error) }
+    Failure { why: format!("tensor {}: {why}", Quoted(&tensor.name)), ..Failure::from(error) }
 }
 
 /// Bytes of tensors in flight, unless one alone has more.
