@@ -8,7 +8,7 @@ use safetensors::tensor::Dtype;
 use serde_json::Value;
 
 use crate::files::{Folder, Tensor, captured, check, read, union};
-use crate::process::{Ended, Process, Serving, run, signal};
+use crate::process::{Ended, Process, Serving, bench_rank, run, signal};
 use crate::waits::{await_that, timed};
 
 /// Reduces files on this host.
@@ -350,8 +350,12 @@ fn ranks_with_other_tensors_are_told_which_before_any_is_sent() {
         (&name, &[], "differ in its name or shape"),
         (&shape, &[], "tensor \"b\" is not the same at all ranks: rank "),
         (&fewer, &[], " tensors, but rank "),
-        (&one, &["--op", "max"], "tensor \"a\" is not the same at all ranks: rank "),
-        (&one, &["--block", "64"], "tensor \"a\" is not the same at all ranks: rank "),
+        (&one, &["--op", "max"], "the ranks were given different --op: rank "),
+        (
+            &one,
+            &["--block", "64", "--wire", "bf16"],
+            "the ranks were given different --wire and --block: rank ",
+        ),
     ] {
         let (results, ms) = timed(|| {
             let ranks =
@@ -359,11 +363,24 @@ fn ranks_with_other_tensors_are_told_which_before_any_is_sent() {
             ranks.map(|rank| rank.end(30))
         });
         for ended in results {
-            assert!(ended.failed(2).contains(why), "{why}: {ended:?}");
+            assert!(ended.failed(1).contains(why), "{why}: {ended:?}");
         }
         time("ranks that disagree are told", ms, 5_000);
         assert_eq!(folder.names(), before);
     }
+}
+
+#[test]
+fn another_command_with_the_same_job_is_told_from_a_rank_that_disagrees() {
+    let serving = Serving::start(&[]);
+    let reduces = rank(&serving, 0, 2, &captured("digits")[0], &["--job", "bench"]);
+    let benches = bench_rank(&serving.addr, 1, 2, &["-e", "4K"]);
+    let ended = reduces.end(30);
+    let why = "rank 1 of the job runs no `racksum reduce`: it has sum of 1 x i32, ";
+    assert!(ended.failed(1).starts_with(why), "{ended:?}");
+    assert!(ended.failed(1).ends_with("; give each command a --job of its own"), "{ended:?}");
+    let ended = benches.end(30);
+    assert!(ended.failed(1).ends_with("and another command a --job of its own"), "{ended:?}");
 }
 
 #[test]
