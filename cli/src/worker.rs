@@ -10,9 +10,9 @@ use racksum_net::local::{Listener, listener_of_systemd, raise_open_files, tell_s
 use racksum_proto::auth::DataAuth;
 use racksum_worker::sidecar::{Limits, Sidecar};
 use racksum_worker::{ConnectOptions, aggregator_sets, check_sidecar};
-use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::exit::{Failure, tell};
+use crate::signals::Ending;
 use crate::stderr;
 use crate::{args, environment};
 
@@ -164,11 +164,10 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
 fn serve(sidecar: &Sidecar, ready: &str) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
-        let mut interrupt = signal(SignalKind::interrupt())?;
-        let mut terminate = signal(SignalKind::terminate())?;
+        let mut signals = Ending::listen()?;
         tell(ready);
         notify("READY=1");
-        signalled(&mut interrupt, &mut terminate).await;
+        signals.next().await;
         notify("STOPPING=1");
         sidecar.drain();
         let jobs = sidecar.jobs();
@@ -184,18 +183,10 @@ fn serve(sidecar: &Sidecar, ready: &str) -> io::Result<()> {
         };
         tokio::select! {
             () = over => {}
-            () = signalled(&mut interrupt, &mut terminate) => {}
+            _ = signals.next() => {}
         }
         Ok(())
     })
-}
-
-/// Waits for a signal to stop.
-async fn signalled(interrupt: &mut Signal, terminate: &mut Signal) {
-    tokio::select! {
-        _ = interrupt.recv() => {}
-        _ = terminate.recv() => {}
-    }
 }
 
 fn notify(state: &str) {

@@ -1,6 +1,7 @@
 //! `racksum reduce` end to end: captured gradients of real training, files of every dtype, and
 //! files that cannot be.
 
+use std::process::Command;
 use std::time::Duration;
 
 use racksum_test_report::time;
@@ -8,7 +9,7 @@ use safetensors::tensor::Dtype;
 use serde_json::Value;
 
 use crate::files::{Folder, Tensor, captured, check, read, union};
-use crate::process::{Ended, Process, Serving, bench_rank, run, signal};
+use crate::process::{Ended, Process, RACKSUM, Serving, bench_rank, run, signal};
 use crate::waits::{await_that, timed};
 
 /// Reduces files on this host.
@@ -262,7 +263,11 @@ fn endless(folder: &Folder) -> Process {
 
 #[test]
 fn a_reduction_that_is_interrupted_leaves_nothing() {
-    for (name, code) in [("INT", 130), ("TERM", 143)] {
+    for (name, code) in [("INT", 130), ("TERM", 143), ("HUP", 129), ("QUIT", 131)] {
+        if name == "HUP" && hangup_is_ignored() {
+            racksum_test_report::skip("SIGHUP is ignored here, as under nohup");
+            continue;
+        }
         let folder = Folder::new(&format!("interrupted-{name}"));
         let parent = endless(&folder);
         assert_eq!(folder.names().len(), 2, "the result is on its way");
@@ -270,6 +275,32 @@ fn a_reduction_that_is_interrupted_leaves_nothing() {
         assert_eq!(parent.end(10).code, Some(code));
         assert_eq!(folder.names(), ["rank"]);
     }
+}
+
+/// Whether what is started here ignores SIGHUP.
+fn hangup_is_ignored() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap();
+    u64::from_str_radix(mask.trim(), 16).unwrap() & 1 == 1
+}
+
+#[test]
+fn a_reduction_under_nohup_outlives_its_terminal() {
+    let folder = Folder::new("nohup");
+    let file = folder.write("rank", &[("w", Tensor::of(Dtype::F32, &[9], &[1.0; 9]))]);
+    let serving = Serving::start(&[]);
+    let aggregator = &serving.addr;
+    let script = format!(
+        "trap '' HUP; exec {RACKSUM} reduce --log info --aggregator {aggregator} --rank 0 --world \
+         2 --out {} {file}",
+        folder.path("sum")
+    );
+    let first = Process::spawn(Command::new("sh").args(["-c", &script]));
+    await_that("it has joined", || first.err().contains("waiting for ranks"));
+    signal(first.id(), "HUP");
+    rank(&serving, 1, 2, &file, &[]).end(30).ok();
+    first.end(30).ok();
+    assert_eq!(folder.names(), ["rank", "sum"]);
 }
 
 #[test]
