@@ -53,8 +53,9 @@ pub(crate) struct Args {
     /// How datagrams are authenticated: none, mac or aead, as the aggregator does.
     #[arg(long, value_name = "HOW")]
     data_auth: Option<DataAuth>,
-    /// Which of this host's interfaces to call from, in the grammar of NCCL_SOCKET_IFNAME.
-    #[arg(long, value_name = "NAMES", env = "RACKSUM_INTERFACE")]
+    /// Which of this host's interfaces to call from, in the grammar of NCCL_SOCKET_IFNAME [env:
+    /// RACKSUM_INTERFACE].
+    #[arg(long, value_name = "NAMES")]
     interface: Option<String>,
     /// Wait while the aggregator has no room for a job, rather than be refused.
     #[arg(long)]
@@ -80,7 +81,10 @@ impl Args {
             identity: environment::identity(self.identity.clone(), self.insecure)?,
             insecure: self.insecure,
             data_auth: self.data_auth,
-            interface: self.interface.clone(),
+            interface: self
+                .interface
+                .clone()
+                .or_else(|| environment::variable(environment::INTERFACE)),
             wait: self.wait,
             ..ConnectOptions::new("", "")
         };

@@ -92,6 +92,10 @@ fn a_rank_that_holds_up_a_job_is_named_and_so_are_those_that_are_awaited() {
     await_that("all is given back", || sidecar.told()["memory"][0] == 0);
     let none = run(&["status", &format!("unix:{}", folder.path("none"))]);
     assert!(none.failed(3).contains("is that the --socket of a racksum worker"), "{none:?}");
+    signal(sidecar.process.id(), "STOP");
+    let stopped = run(&["status", &format!("unix:{}", sidecar.socket)]);
+    signal(sidecar.process.id(), "CONT");
+    assert!(stopped.failed(3).ends_with("does not answer, so it may be stopped"), "{stopped:?}");
 }
 
 #[test]
