@@ -11,7 +11,7 @@ use racksum_proto::auth::DataAuth;
 use racksum_worker::sidecar::{Limits, Sidecar};
 use racksum_worker::{ConnectOptions, aggregator_sets, check_sidecar};
 
-use crate::exit::{Failure, tell};
+use crate::exit::{Failure, tell, with_flags};
 use crate::signals::Ending;
 use crate::stderr;
 use crate::{args, environment};
@@ -90,6 +90,7 @@ impl Args {
         };
         // Otherwise ranks would hear of it, when the first job is called.
         for later in check_sidecar(&options)? {
+            let later = with_flags(later);
             stderr::warn(format_args!("{later}; jobs with ranks on other hosts have to wait"));
         }
         Ok(Some(options))

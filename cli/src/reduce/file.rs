@@ -347,6 +347,8 @@ mod tests {
             assert!(PeerText::is_plain(&why) && why.len() < 1024, "{why:?}");
             assert!(why.ends_with("it reduces F32, F64, F16, BF16, I32, I64"), "{why}");
         }
+        let flag = r#"{"a `wait` b":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#;
+        assert!(why("flag", flag, 4).starts_with("tensor \"a `wait` b\" of "));
         assert_eq!(Quoted("w\n").to_string(), "\"w\\n\"");
         let cut = Quoted(&"ä".repeat(MAX_QUOTED + 1)).to_string();
         assert_eq!(cut, format!("\"{}\" [and 2 bytes more]", "ä".repeat(MAX_QUOTED)));

@@ -19,7 +19,7 @@ use super::file::{Digest, GradientFile, Quoted, Tensor, header_of};
 use super::out::{OutFile, cannot_write};
 use super::report::Table;
 use super::survey::{Held, Survey};
-use crate::exit::Failure;
+use crate::exit::{Failure, with_flags};
 use crate::member::Member;
 use crate::memory;
 use crate::progress::{self, Line, Work};
@@ -329,7 +329,7 @@ impl<'a> Writer<'a> {
 fn of_tensor(tensor: &Tensor, error: Error) -> Failure {
     let why = match &error {
         Error::Op(mismatch @ OpError::Mismatch { .. }) => Mismatch(mismatch).to_string(),
-        other => other.to_string(),
+        other => with_flags(other),
     };
     Failure { why: format!("tensor {}: {why}", Quoted(&tensor.name)), ..Failure::from(error) }
 }

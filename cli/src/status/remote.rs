@@ -12,7 +12,7 @@ use tokio::runtime::Builder;
 
 use super::{Args, PATIENCE, parse};
 use crate::environment;
-use crate::exit::Failure;
+use crate::exit::{Failure, with_flags};
 
 /// Asks at each address of `HOST:PORT` until one answers.
 pub(super) fn ask(addr: &str, args: &Args) -> Result<Status, Failure> {
@@ -30,8 +30,9 @@ pub(super) fn ask(addr: &str, args: &Args) -> Result<Status, Failure> {
 
 /// Asks at each address until one answers.
 fn ask_each(name: &str, addrs: &[SocketAddr], caller: &Caller) -> Result<Status, Failure> {
-    let unknown =
-        |why: &dyn fmt::Display| Failure::unavailable(format!("{name} cannot be asked: {why}"));
+    let unknown = |why: &dyn fmt::Display| {
+        Failure::unavailable(format!("{name} cannot be asked: {}", with_flags(why)))
+    };
     let runtime = Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|error| unknown(&error))?;
     let mut tried: Vec<NetError> = Vec::new();
