@@ -11,7 +11,7 @@ Exit codes:
   1  the work failed: a wrong sum, a lost rank, ranks that disagree, a timeout
   2  the command line, the configuration or an input is wrong
   3  the network or the aggregator could not be had: no answer, an unknown name, a refusal
-  130, 143  ended by SIGINT or SIGTERM; an aggregator that is told to stop ends with 0";
+  128 + N  ended by signal N, as 130 by SIGINT; an aggregator or sidecar told to stop ends with 0";
 
 /// Reads a size: plain bytes, or with K, M or G for powers of 1024.
 pub(crate) fn size(text: &str) -> Result<u64, String> {

@@ -4,7 +4,25 @@ use std::io::{BufRead, BufReader};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 
+use racksum_aggregator::{Aggregator, Config, StartError};
+
 use crate::exit::{Exit, Failure};
+use crate::stderr;
+
+/// Starts the aggregator of a run on this host.
+pub(crate) fn start_aggregator(config: Config) -> Result<Aggregator, Failure> {
+    let aggregator = Aggregator::start(config).map_err(of_own)?;
+    for warning in aggregator.warnings() {
+        stderr::warn(warning);
+    }
+    Ok(aggregator)
+}
+
+/// Why it did not start, with the flags of the commands that start one.
+fn of_own(error: StartError) -> Failure {
+    let failure = Failure::from(error);
+    Failure { why: failure.why.replace("--pool-mib or --shards", "--shards"), ..failure }
+}
 
 /// A process for each rank. Those that still run are killed when it is dropped.
 #[derive(Debug)]
@@ -91,4 +109,20 @@ pub(crate) fn end_with_parent() {
         drop(ended);
         std::process::exit(1);
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_aggregator_of_this_host_is_told_of_by_flags_that_there_are() {
+        let none = of_own(StartError::Memory { mib: 1024 }).to_string();
+        let config = Config { shards: 2, pool_mib: 1 << 20, ..Config::default() };
+        let too_large = of_own(Aggregator::start(config).unwrap_err()).to_string();
+        for why in [none, too_large] {
+            assert!(why.contains("; lower --shards"), "{why}");
+            assert!(!why.contains("--pool-mib"), "{why}");
+        }
+    }
 }

@@ -9,6 +9,8 @@ use crate::exit::Failure;
 pub(crate) const AGGREGATOR: &str = "RACKSUM_AGGREGATOR";
 /// The identity file.
 pub(crate) const IDENTITY: &str = "RACKSUM_IDENTITY";
+/// The interface to call from.
+pub(crate) const INTERFACE: &str = "RACKSUM_INTERFACE";
 /// What is logged.
 pub(crate) const LOG: &str = "RACKSUM_LOG";
 

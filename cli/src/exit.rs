@@ -7,6 +7,7 @@ use std::process::{ExitCode, ExitStatus, Termination};
 use racksum_aggregator::StartError;
 use racksum_net::NetError;
 use racksum_proto::error::SubmitError;
+use racksum_proto::peer_text::PeerText;
 use racksum_worker::{ConnectError, Error};
 use serde::{Deserialize, Serialize};
 
@@ -45,7 +46,8 @@ pub(crate) fn say(line: &str) -> Result<(), Failure> {
 /// Says something that nobody has to hear: whoever serves goes on when its log is closed or full.
 pub(crate) fn tell(line: &str) {
     let said = if stderr::has_room(io::stdout()) {
-        say(line)
+        // It may name paths, which hold any characters.
+        say(&PeerText::of(line))
     } else {
         Err(unheard(io::Error::other("nobody reads it")))
     };
@@ -88,16 +90,18 @@ impl Failure {
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&with_flags(&self.why))
+        f.write_str(&self.why)
     }
 }
 
 /// A message of a library with the flags of this command line.
 ///
-/// Python has the same options as keywords, and the same messages, which name them as `name`.
-fn with_flags(why: &str) -> String {
+/// Python has the same options as keywords, and the same messages, which name them as `name`. What
+/// is said of a file is left alone: there a name in such marks is a key, or anything.
+pub(crate) fn with_flags(why: impl fmt::Display) -> String {
     let flag = |name: &str| format!("--{}", name.replace('_', "-"));
-    OPTIONS.iter().fold(why.to_owned(), |why, name| why.replace(&format!("`{name}`"), &flag(name)))
+    let why = why.to_string();
+    OPTIONS.iter().fold(why, |why, name| why.replace(&format!("`{name}`"), &flag(name)))
 }
 
 /// Options that messages of the libraries name.
@@ -107,8 +111,8 @@ const OPTIONS: [&str; 8] =
 impl From<NetError> for Failure {
     fn from(error: NetError) -> Self {
         match error.is_usage() {
-            true => Self::usage(error.to_string()),
-            false => Self::unavailable(error.to_string()),
+            true => Self::usage(with_flags(error)),
+            false => Self::unavailable(with_flags(error)),
         }
     }
 }
@@ -120,9 +124,9 @@ impl From<StartError> for Failure {
             | StartError::Parent(_)
             | StartError::StatusSocket { .. }
             | StartError::Memory { .. }
-            | StartError::NoMulticast(_) => Self::usage(error.to_string()),
+            | StartError::NoMulticast(_) => Self::usage(with_flags(error)),
             StartError::Net(error) => error.into(),
-            _ => Self::unavailable(error.to_string()),
+            _ => Self::unavailable(with_flags(error)),
         }
     }
 }
@@ -130,11 +134,11 @@ impl From<StartError> for Failure {
 impl From<ConnectError> for Failure {
     fn from(error: ConnectError) -> Self {
         match error {
-            error if error.is_usage() => Self::usage(error.to_string()),
+            error if error.is_usage() => Self::usage(with_flags(error)),
             ConnectError::Incomplete { .. }
             | ConnectError::NoRoom { .. }
-            | ConnectError::PeerLost { .. } => Self::failed(error.to_string()),
-            _ => Self::unavailable(error.to_string()),
+            | ConnectError::PeerLost { .. } => Self::failed(with_flags(error)),
+            _ => Self::unavailable(with_flags(error)),
         }
     }
 }
@@ -147,8 +151,8 @@ impl From<Error> for Failure {
                 SubmitError::Ended { .. }
                 | SubmitError::PeerLost { .. }
                 | SubmitError::OpsExhausted,
-            ) => Self::failed(error.to_string()),
-            _ => Self::usage(error.to_string()),
+            ) => Self::failed(with_flags(error)),
+            _ => Self::usage(with_flags(error)),
         }
     }
 }
@@ -194,7 +198,9 @@ mod tests {
     fn a_message_of_a_library_names_flags() {
         let why = "it is running; choose another `job`, or `on_rank_loss` continue; see `racksum`";
         let told = "it is running; choose another --job, or --on-rank-loss continue; see `racksum`";
-        assert_eq!(Failure::failed(why).to_string(), told);
+        let failure = Failure::from(ConnectError::Refused(why.into()));
+        assert_eq!(failure.to_string(), format!("the aggregator refused: {told}"));
+        assert_eq!(Failure::usage("unknown key `job`").to_string(), "unknown key `job`");
     }
 
     #[test]

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{Subcommand, ValueEnum};
 use racksum_net::quic::{Authority, Certificate, Role, Subject};
+use racksum_proto::peer_text::PeerText;
 use serde_json::json;
 
 use crate::args::{self, Format};
@@ -142,8 +143,9 @@ fn show(path: &Path, format: Format) -> Result<(), Failure> {
             Format::Text => {
                 let state = if valid { "" } else { "  NOT VALID NOW" };
                 format!(
-                    "{file}: {role} {name:?} of {issuer:?}, {not_before} to {not_after}{state}\n  \
-                     sha256 {fingerprint}"
+                    "{}: {role} {name:?} of {issuer:?}, {not_before} to {not_after}{state}\n  \
+                     sha256 {fingerprint}",
+                    PeerText::of(&file)
                 )
             }
         })?;

@@ -14,6 +14,7 @@ mod member;
 mod memory;
 mod progress;
 mod reduce;
+mod signals;
 mod sim;
 mod standby;
 mod status;

@@ -1,5 +1,6 @@
 //! A rank of a distributed run: the flags that say which of which job, and how it connects.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -126,6 +127,16 @@ impl MemberArgs {
 }
 
 impl Member {
+    /// Whether an aggregator at this address may be one of those that are named.
+    pub(crate) fn names(&self, at: SocketAddr) -> bool {
+        let end = format!(":{}", at.port());
+        self.aggregators.iter().flatten().any(|host| match host.parse::<SocketAddr>() {
+            Ok(addr) => addr == at || at.ip().is_unspecified() && addr.port() == at.port(),
+            // A name may have any address.
+            Err(_) => host.ends_with(&end),
+        })
+    }
+
     /// How it connects. Each op may take `timeout_s` seconds.
     pub(crate) fn options(&self, timeout_s: u64, faults: Faults) -> ConnectOptions {
         let mut sets = self.aggregators.iter().cloned();

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use racksum_aggregator::{Aggregator, Config};
+use racksum_aggregator::{Aggregator, Config, StartError};
 use racksum_net::clock::Clock;
 use racksum_proto::time::Span;
 
@@ -29,6 +29,12 @@ impl StandbyArgs {
     /// Starts the standby, if there is to be one.
     pub(crate) fn start(&self, member: &Member) -> Result<Option<Standby>, Failure> {
         let Some(at) = self.standby else { return Ok(None) };
+        if !member.names(at) {
+            return Err(Failure::usage(format!(
+                "--aggregator does not name the standby {at}, so that no rank would go on there; \
+                 name it behind a comma at every rank"
+            )));
+        }
         let config = Config {
             bind: at.ip(),
             port: at.port(),
@@ -38,12 +44,25 @@ impl StandbyArgs {
             data_auth: member.data_auth,
             ..Config::default()
         };
-        let aggregator = Aggregator::start(config)?;
+        let aggregator = Aggregator::start(config).map_err(of_standby)?;
         for warning in aggregator.warnings() {
             stderr::warn(format_args!("standby: {warning}"));
         }
         Ok(Some(Standby { aggregator }))
     }
+}
+
+/// Why a standby did not start, with its flags instead of an aggregator's.
+fn of_standby(error: StartError) -> Failure {
+    let failure = Failure::from(error);
+    let flags = [
+        ("--identity", "--standby-identity"),
+        ("--port", "--standby"),
+        ("lower --pool-mib or --shards, or raise", "raise"),
+        ("lower --pool-mib or --shards", "start the standby at a host with more"),
+    ];
+    let why = flags.iter().fold(failure.why, |why, (theirs, ours)| why.replace(theirs, ours));
+    Failure { why: format!("no standby: {why}"), ..failure }
 }
 
 /// A running standby.
@@ -71,3 +90,28 @@ impl Standby {
 
 /// How often a standby looks whether its job has ended.
 const POLL: Duration = Duration::from_millis(20);
+
+#[cfg(test)]
+mod tests {
+    use std::net::UdpSocket;
+
+    use super::*;
+
+    #[test]
+    fn a_standby_that_does_not_start_is_told_of_by_its_own_flags() {
+        let taken = UdpSocket::bind("127.0.0.1:0").unwrap();
+        let here = Config { port: taken.local_addr().unwrap().port(), ..Config::default() };
+        let open = Config { bind: "0.0.0.0".parse().unwrap(), port: 0, ..Config::default() };
+        let large = Config { pool_mib: 1 << 20, ..Config::default() };
+        for (config, told) in [
+            (here, "the port is taken; choose another with --standby, "),
+            (open, "give --standby-identity a file"),
+            (large, "; start the standby at a host with more"),
+        ] {
+            let why = of_standby(Aggregator::start(config).unwrap_err()).to_string();
+            assert!(why.starts_with("no standby: ") && why.contains(told), "{why}");
+        }
+        let none = of_standby(StartError::Memory { mib: 1024 }).to_string();
+        assert!(none.contains("; raise the limit on") && !none.contains("--pool"), "{none}");
+    }
+}

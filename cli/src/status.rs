@@ -1,6 +1,7 @@
 //! `racksum status`: what the aggregators of this host are doing, or its sidecar, and whom their
 //! jobs wait for.
 
+mod remote;
 mod sidecar;
 
 use std::fs::{self, DirBuilder};
@@ -8,16 +9,15 @@ use std::io::{self, ErrorKind, Read};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 
 use racksum_aggregator::{JobStatus, ShardStatus, Status};
 use racksum_net::clock::Clock;
 use racksum_net::local::Peer;
-use racksum_net::quic::{Caller, Credentials, Ended, ask_status};
-use racksum_net::resolve::resolve_blocking;
 use racksum_proto::job_name::JobName;
 use racksum_proto::peer_text::PeerText;
-use racksum_proto::time::Span;
+use racksum_worker::check_address;
 
 use crate::args::{self, Format};
 use crate::exit::{Failure, say};
@@ -30,8 +30,8 @@ pub(crate) struct Args {
     #[arg(value_name = "WHICH")]
     socket: Option<PathBuf>,
     /// The identity file to ask an aggregator at HOST:PORT with: an aggregator's is told of all
-    /// jobs, a worker's of those that it may join.
-    #[arg(long, value_name = "FILE", env = "RACKSUM_IDENTITY", conflicts_with = "insecure")]
+    /// jobs, a worker's of those that it may join [env: RACKSUM_IDENTITY].
+    #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
     identity: Option<PathBuf>,
     /// Ask beyond loopback without an identity.
     #[arg(long)]
@@ -44,47 +44,72 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let named = args.socket.as_deref().and_then(Path::to_str);
     if let Some(path) = named.and_then(|named| named.strip_prefix("unix:")) {
+        if path.is_empty() {
+            return Err(Failure::usage("unix: names no sidecar; give unix:PATH, its --socket"));
+        }
         return sidecar::print(Path::new(path), args.format);
     }
-    if let Some(addr) = named.filter(|named| is_addr(named)) {
-        return print(&ask_at(addr, args)?, args.format);
+    if let Some(addr) = named.filter(|named| !is_path(named)) {
+        return print(&remote::ask(addr, args)?, args.format);
     }
-    let sockets = match &args.socket {
-        Some(socket) => vec![(socket.clone(), own_uid())],
-        None => sockets()?,
-    };
-    let mut told = false;
-    for (socket, owner) in sockets {
-        match ask(&socket, owner) {
-            Ok(status) => {
-                told = true;
-                print(&status, args.format)?;
-            }
-            // One that a killed aggregator left behind is of no use to anybody.
-            Err(error) if args.socket.is_none() && is_dead(&error) => {
-                // What another user has in a folder, root does not remove.
-                if socket.starts_with(folder()) {
-                    drop(fs::remove_file(&socket));
-                }
-            }
-            Err(error) => {
-                return Err(Failure::unavailable(format!(
+    match &args.socket {
+        Some(socket) => {
+            let status = ask(socket, own_uid()).map_err(|error| {
+                Failure::unavailable(format!(
                     "cannot ask {}: {error}; is that the --status-socket of an aggregator that \
                      runs? A sidecar is unix:PATH",
                     socket.display()
-                )));
+                ))
+            })?;
+            print(&status, args.format)
+        }
+        None => ask_all(args.format),
+    }
+}
+
+/// Asks all aggregators of this host, and prints what those say that answer.
+fn ask_all(format: Format) -> Result<(), Failure> {
+    let (mut told, mut silent) = (false, Vec::new());
+    for sockets in sockets()?.chunks(AT_A_TIME) {
+        let answers = std::thread::scope(|scope| {
+            let ask = |(socket, owner): &'_ (PathBuf, u32)| {
+                let (socket, owner) = (socket.clone(), *owner);
+                scope.spawn(move || ask(&socket, owner))
+            };
+            // All at once: each that is silent takes its time.
+            let asked: Vec<_> = sockets.iter().map(ask).collect();
+            asked.into_iter().map(ScopedJoinHandle::join).collect::<Vec<_>>()
+        });
+        for ((socket, _), answer) in sockets.iter().zip(answers) {
+            match answer.unwrap_or_else(|_| Err(io::Error::other("asking it panicked"))) {
+                Ok(status) => {
+                    told = true;
+                    print(&status, format)?;
+                }
+                // One that a killed aggregator left behind is of no use to anybody.
+                Err(error) if is_dead(&error) => {
+                    // What another user has in a folder, root does not remove.
+                    if socket.starts_with(folder()) {
+                        drop(fs::remove_file(socket));
+                    }
+                }
+                Err(error) => silent.push(format!("cannot ask {}: {error}", socket.display())),
             }
         }
     }
-    if told {
-        return Ok(());
+    match (told, &silent[..]) {
+        (true, []) => Ok(()),
+        (false, []) => Err(Failure::unavailable(format!(
+            "no aggregator of this user has its status socket in {}; start one, or name its \
+             --status-socket or its HOST:PORT",
+            folder().display()
+        ))),
+        (_, silent) => Err(Failure::unavailable(silent.join("; "))),
     }
-    Err(Failure::unavailable(format!(
-        "no aggregator of this user has its status socket in {}; start one, or name its \
-         --status-socket or its HOST:PORT",
-        folder().display()
-    )))
 }
+
+/// Aggregators that are asked at the same time.
+const AT_A_TIME: usize = 64;
 
 /// Where an aggregator's status socket is if nobody says otherwise: in a folder that only this user
 /// may enter.
@@ -171,29 +196,9 @@ fn folders_of_others(each: &Path, shared: &Path) -> Vec<(PathBuf, u32)> {
     own.chain(in_shared).filter(is_theirs).map(swapped).collect()
 }
 
-/// Whether a text is HOST:PORT, and not a path.
-fn is_addr(text: &str) -> bool {
-    let port = text.rsplit_once(':').filter(|(host, _)| !host.is_empty() && !host.contains('/'));
-    port.is_some_and(|(_, port)| port.parse::<u16>().is_ok_and(|port| port > 0))
-}
-
-/// Asks an aggregator, which may be on another host.
-fn ask_at(addr: &str, args: &Args) -> Result<Status, Failure> {
-    let unknown = |why: &dyn std::fmt::Display| {
-        Failure::unavailable(format!("{addr} cannot be asked: {why}"))
-    };
-    let found = resolve_blocking(addr).map_err(|error| unknown(&error))?.into_iter().next();
-    let to = found.ok_or_else(|| unknown(&"the name has no address"))?;
-    let credentials = Credentials::read_blocking(args.identity.clone(), args.insecure)?;
-    let patience = Span(u64::try_from(PATIENCE.as_nanos()).unwrap_or(u64::MAX));
-    let caller = Caller { from: None, credentials, patience };
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(|error| unknown(&error))?;
-    let told = runtime.block_on(ask_status(to, &caller)).map_err(|ended| match ended {
-        Ended::Unconnected(error) => error.into(),
-        other => unknown(&other),
-    })?;
-    parse(told.as_bytes()).map_err(|why| unknown(&why))
+/// Whether a text names a socket, and not an aggregator's address.
+fn is_path(text: &str) -> bool {
+    text.contains('/') || check_address(text).is_err() && Path::new(text).exists()
 }
 
 /// Reads what an aggregator has answered.
@@ -223,7 +228,10 @@ fn ask(socket: &Path, owner: u32) -> io::Result<Status> {
 
 /// Reads an answer to its end, which may not come later, nor be longer, than an aggregator's.
 fn read(mut stream: UnixStream, patience: Duration) -> io::Result<Vec<u8>> {
-    let late = || io::Error::other(format!("it did not answer within {} s", patience.as_secs()));
+    let late = || {
+        let waited = patience.as_secs();
+        io::Error::other(format!("it did not answer within {waited} s, so it may be stopped"))
+    };
     let (clock, mut told, mut piece) = (Clock::start(), Vec::new(), [0; 64 << 10]);
     let started = clock.now();
     loop {

@@ -7,6 +7,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
 use racksum_net::udp::wait_writable;
+use racksum_proto::peer_text::PeerText;
 use racksum_proto::time::Span;
 
 /// Lines that could not be written.
@@ -70,7 +71,12 @@ impl<W: Write + Room> Write for Lines<'_, W> {
 /// Says something in a line of its own.
 pub(crate) fn say(what: impl Display) {
     // It never fails.
-    drop(lines().write_all(format!("racksum: {what}\n").as_bytes()));
+    drop(lines().write_all(line_of(what).as_bytes()));
+}
+
+/// A line that a terminal shows and does not obey: paths and files may hold any characters.
+fn line_of(what: impl Display) -> String {
+    format!("racksum: {}\n", PeerText::of(what))
 }
 
 /// Draws over the present line of a terminal.
@@ -86,6 +92,13 @@ pub(crate) fn warn(what: impl Display) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_said_is_one_line_without_control_characters() {
+        let line = line_of("cannot read a\n\x1b[31mb: No such file");
+        assert_eq!(line, "racksum: cannot read a\\n\\u{1b}[31mb: No such file\n");
+        assert!(line_of("x".repeat(1 << 20)).len() < 2 * PeerText::MAX);
+    }
 
     /// Takes so many bytes.
     struct Disk<'a> {

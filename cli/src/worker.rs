@@ -10,9 +10,9 @@ use racksum_net::local::{Listener, listener_of_systemd, raise_open_files, tell_s
 use racksum_proto::auth::DataAuth;
 use racksum_worker::sidecar::{Limits, Sidecar};
 use racksum_worker::{ConnectOptions, aggregator_sets, check_sidecar};
-use tokio::signal::unix::{Signal, SignalKind, signal};
 
-use crate::exit::{Failure, tell};
+use crate::exit::{Failure, tell, with_flags};
+use crate::signals::Ending;
 use crate::stderr;
 use crate::{args, environment};
 
@@ -53,8 +53,9 @@ pub(crate) struct Args {
     /// How datagrams are authenticated: none, mac or aead, as the aggregator does.
     #[arg(long, value_name = "HOW")]
     data_auth: Option<DataAuth>,
-    /// Which of this host's interfaces to call from, in the grammar of NCCL_SOCKET_IFNAME.
-    #[arg(long, value_name = "NAMES", env = "RACKSUM_INTERFACE")]
+    /// Which of this host's interfaces to call from, in the grammar of NCCL_SOCKET_IFNAME [env:
+    /// RACKSUM_INTERFACE].
+    #[arg(long, value_name = "NAMES")]
     interface: Option<String>,
     /// Wait while the aggregator has no room for a job, rather than be refused.
     #[arg(long)]
@@ -80,12 +81,16 @@ impl Args {
             identity: environment::identity(self.identity.clone(), self.insecure)?,
             insecure: self.insecure,
             data_auth: self.data_auth,
-            interface: self.interface.clone(),
+            interface: self
+                .interface
+                .clone()
+                .or_else(|| environment::variable(environment::INTERFACE)),
             wait: self.wait,
             ..ConnectOptions::new("", "")
         };
         // Otherwise ranks would hear of it, when the first job is called.
         for later in check_sidecar(&options)? {
+            let later = with_flags(later);
             stderr::warn(format_args!("{later}; jobs with ranks on other hosts have to wait"));
         }
         Ok(Some(options))
@@ -164,11 +169,10 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
 fn serve(sidecar: &Sidecar, ready: &str) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
-        let mut interrupt = signal(SignalKind::interrupt())?;
-        let mut terminate = signal(SignalKind::terminate())?;
+        let mut signals = Ending::listen()?;
         tell(ready);
         notify("READY=1");
-        signalled(&mut interrupt, &mut terminate).await;
+        signals.next().await;
         notify("STOPPING=1");
         sidecar.drain();
         let jobs = sidecar.jobs();
@@ -184,18 +188,10 @@ fn serve(sidecar: &Sidecar, ready: &str) -> io::Result<()> {
         };
         tokio::select! {
             () = over => {}
-            () = signalled(&mut interrupt, &mut terminate) => {}
+            _ = signals.next() => {}
         }
         Ok(())
     })
-}
-
-/// Waits for a signal to stop.
-async fn signalled(interrupt: &mut Signal, terminate: &mut Signal) {
-    tokio::select! {
-        _ = interrupt.recv() => {}
-        _ = terminate.recv() => {}
-    }
 }
 
 fn notify(state: &str) {

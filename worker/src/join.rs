@@ -431,6 +431,8 @@ impl<'a> Joining<'a> {
             | FromAggregator::Prove { .. }
             | FromAggregator::Arrived { .. } => {}
             FromAggregator::Queued { before, why } => {
+                // The advice of a refusal, which has been followed.
+                let why = why.trim_end_matches(", or set `wait`").to_owned();
                 if self.queued.as_ref() != Some(&why) {
                     tracing::warn!(before, "waiting for room: {why}");
                 }

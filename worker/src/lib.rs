@@ -34,6 +34,6 @@ pub use error::{ConnectError, Error};
 pub use fault::Faults;
 pub use operand::Operand;
 pub use options::{ConnectOptions, aggregator_sets};
-pub use route::check_sidecar;
+pub use route::{addresses, check_address, check_sidecar};
 pub use scan::scan;
 pub use tensor::Region;

@@ -83,6 +83,16 @@ pub fn check_sidecar(options: &ConnectOptions) -> Result<Vec<String>, ConnectErr
     Ok(unknown)
 }
 
+/// Returns the addresses of the aggregator at `HOST:PORT` that this host has a way to, in the order
+/// in which to try them.
+///
+/// # Errors
+/// What is wrong with the text, that the name does not resolve, or that no way leads there.
+pub fn addresses(host: &str) -> Result<Vec<SocketAddr>, ConnectError> {
+    let ways = find_ways(&[host.to_owned()], None)?;
+    Ok(ways.iter().flatten().map(|route| route.to).collect())
+}
+
 /// Returns the ways to aggregators, through an interface that fits the pattern if there is one: for
 /// each choice of their addresses that this host can call, the ways to all of them.
 pub(crate) fn find_ways(
@@ -161,23 +171,28 @@ pub(crate) fn resolve(host: &str) -> Result<Vec<SocketAddr>, ConnectError> {
 }
 
 /// Checks that a text can be `HOST:PORT`, without resolving the name.
-pub(crate) fn check_address(text: &str) -> Result<(), ConnectError> {
+///
+/// # Errors
+/// What is wrong with it.
+pub fn check_address(text: &str) -> Result<(), ConnectError> {
     let wrong = |why: &str| Err(ConnectError::NoAddress { host: text.into(), why: why.into() });
-    let port = match (text.parse::<SocketAddr>(), text.rsplit_once(':')) {
-        (Ok(addr), _) => addr.port(),
-        (Err(_), None) => return wrong("the port is missing"),
-        (Err(_), Some((host, _))) if host.contains(':') => {
-            return wrong("an IPv6 address with a port is written as [ADDRESS]:PORT");
-        }
-        (Err(_), Some((host, _))) if !is_name(host) => {
-            return wrong("its host is neither a name nor an IP address");
-        }
-        (Err(_), Some((_, port))) => match port.parse() {
-            Ok(port) => port,
-            Err(_) => return wrong("its port is no number from 1 to 65535"),
-        },
-    };
-    if port == 0 { wrong("0 is no port") } else { Ok(()) }
+    if text.contains("://") {
+        return wrong("it is given without a scheme and ://");
+    }
+    let Some((host, port)) = text.rsplit_once(':') else { return wrong("the port is missing") };
+    let is_ip = format!("{host}:1").parse::<SocketAddr>().is_ok();
+    if !is_ip && host.contains(':') {
+        return wrong("an IPv6 address with a port is written as [ADDRESS]:PORT");
+    }
+    if !is_ip && !is_name(host) {
+        return wrong("its host is neither a name nor an IP address");
+    }
+    match port.parse::<u16>() {
+        Ok(0) => wrong("0 is no port"),
+        Ok(_) => Ok(()),
+        Err(_) if host == "unix" => wrong("unix:PATH is a sidecar's, which only Python calls"),
+        Err(_) => wrong("its port is no number from 1 to 65535"),
+    }
 }
 
 /// Whether a text can be the name of a host (RFC 1123; underscores are common in practice). A last

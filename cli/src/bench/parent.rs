@@ -8,9 +8,8 @@ use super::rank::Measured;
 use super::report::Row;
 use super::{Args, WORKERS, effort, print, verdict};
 use crate::args::{Fanout, Format};
-use crate::crew::Crew;
+use crate::crew::{Crew, start_aggregator};
 use crate::exit::{Failure, say};
-use crate::stderr;
 
 /// Runs the benchmark and prints its rows.
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
@@ -24,10 +23,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
         fanout: args.fanout.unwrap_or(Fanout::Auto).into(),
         ..defaults
     };
-    let aggregator = Aggregator::start(config)?;
-    for warning in aggregator.warnings() {
-        stderr::warn(warning);
-    }
+    let aggregator = start_aggregator(config)?;
     let world = args.workers.unwrap_or(WORKERS);
     let mut workers = Workers::start(world, &aggregator)?;
     let (work, line) = args.progress();

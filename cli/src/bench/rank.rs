@@ -214,7 +214,8 @@ fn explained(error: Error) -> Failure {
             ))
         }
         Error::Op(error @ OpError::Mismatch { .. }) => Failure::failed(format!(
-            "{error}; all ranks of a benchmark are to be given the same flags"
+            "{error}; give all ranks of a benchmark the same flags, and another command a --job of \
+             its own"
         )),
         error => error.into(),
     }

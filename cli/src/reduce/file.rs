@@ -1,6 +1,7 @@
 //! Safetensors files as gradients: what they hold, read without loading it.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -115,28 +116,33 @@ impl GradientFile {
         for (name, tensor) in &ours {
             let Some(there) = others.get(name) else {
                 return Err(Failure::usage(format!(
-                    "{theirs} has no tensor {name:?}, which {mine} has"
+                    "{theirs} has no tensor {}, which {mine} has",
+                    Quoted(name)
                 )));
             };
             if there.dtype != tensor.dtype {
                 return Err(Failure::usage(format!(
-                    "tensor {name:?} is {} in {theirs}, but {} in {mine}",
+                    "tensor {} is {} in {theirs}, but {} in {mine}",
+                    Quoted(name),
                     there.dtype.name(),
                     tensor.dtype.name()
                 )));
             }
             if there.shape != tensor.shape {
                 return Err(Failure::usage(format!(
-                    "tensor {name:?} has the shape {:?} in {theirs}, but {:?} in {mine}",
-                    there.shape, tensor.shape
+                    "tensor {} has the shape {:?} in {theirs}, but {:?} in {mine}",
+                    Quoted(name),
+                    there.shape,
+                    tensor.shape
                 )));
             }
         }
         match others.keys().find(|name| !ours.contains_key(*name)) {
             None => Ok(()),
-            Some(name) => {
-                Err(Failure::usage(format!("{theirs} has a tensor {name:?}, which {mine} has not")))
-            }
+            Some(name) => Err(Failure::usage(format!(
+                "{theirs} has a tensor {}, which {mine} has not",
+                Quoted(name)
+            ))),
         }
     }
 }
@@ -162,6 +168,22 @@ impl Tensor {
         digest.value()
     }
 }
+
+/// A text of a file inside a sentence: in quotes and without control characters, and cut so that
+/// the rest of the sentence is seen.
+pub(super) struct Quoted<'a>(pub(super) &'a str);
+
+impl fmt::Display for Quoted<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let at = self.0.char_indices().nth(MAX_QUOTED).map_or(self.0.len(), |(at, _)| at);
+        let (start, rest) = self.0.split_at(at);
+        write!(f, "{start:?}")?;
+        if rest.is_empty() { Ok(()) } else { write!(f, " [and {} bytes more]", rest.len()) }
+    }
+}
+
+/// Characters of a text in a sentence.
+const MAX_QUOTED: usize = 128;
 
 /// A stable hash: 64-bit FNV-1a (Fowler, Noll, Vo).
 #[derive(Debug, Clone, Copy)]
@@ -218,8 +240,10 @@ fn check_dtypes(path: &Path, header: &[u8]) -> Result<(), Failure> {
         if known.and_then(reduced_as).is_none() {
             let names = DType::ALL.map(|dtype| stored_as(dtype).to_string());
             return Err(Failure::usage(format!(
-                "tensor {name:?} of {} is {dtype}, which racksum cannot reduce; it reduces {}",
+                "tensor {} of {} is {}, which racksum cannot reduce; it reduces {}",
+                Quoted(name),
                 path.display(),
+                known.map_or_else(|| Quoted(&dtype).to_string(), |known| known.to_string()),
                 names.join(", ")
             )));
         }
@@ -311,6 +335,23 @@ mod tests {
             assert!(why.starts_with("tensor \"w\" of ") && why.contains(dtype), "{why}");
             assert!(why.ends_with("it reduces F32, F64, F16, BF16, I32, I64"), "{why}");
         }
+    }
+
+    #[test]
+    fn a_text_of_a_file_is_shown_without_control_characters_and_cut() {
+        let long = "x".repeat(100_000);
+        for (name, dtype) in [("\\u001b[31mred", "\\u001b[31m\u{202e}"), (&long, &long)] {
+            let header =
+                format!(r#"{{"{name}":{{"dtype":"{dtype}","shape":[1],"data_offsets":[0,4]}}}}"#);
+            let why = why("text", &header, 4);
+            assert!(PeerText::is_plain(&why) && why.len() < 1024, "{why:?}");
+            assert!(why.ends_with("it reduces F32, F64, F16, BF16, I32, I64"), "{why}");
+        }
+        let flag = r#"{"a `wait` b":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#;
+        assert!(why("flag", flag, 4).starts_with("tensor \"a `wait` b\" of "));
+        assert_eq!(Quoted("w\n").to_string(), "\"w\\n\"");
+        let cut = Quoted(&"ä".repeat(MAX_QUOTED + 1)).to_string();
+        assert_eq!(cut, format!("\"{}\" [and 2 bytes more]", "ä".repeat(MAX_QUOTED)));
     }
 
     #[test]

@@ -14,7 +14,7 @@ use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{Reduction, WireType};
 use racksum_worker::{ConnectOptions, Faults};
 
-use self::file::{GradientFile, Tensor};
+use self::file::{GradientFile, Quoted, Tensor};
 use crate::args::{self, Fanout, Format};
 use crate::crew::end_with_parent;
 use crate::exit::{Failure, say};
@@ -124,7 +124,7 @@ impl Args {
         let checked = descriptor
             .with_block(self.block)
             .and_then(|descriptor| descriptor.validate().map(|()| descriptor));
-        checked.map_err(|error| Failure::usage(format!("tensor {:?}: {error}", tensor.name)))
+        checked.map_err(|error| Failure::usage(format!("tensor {}: {error}", Quoted(&tensor.name))))
     }
 
     /// Whether a tensor travels as it is although another wire type is asked for, which cannot
@@ -142,10 +142,10 @@ impl Args {
         let as_is: Vec<&Tensor> =
             file.tensors.iter().filter(|tensor| self.travels_as_is(tensor)).collect();
         let Some(first) = as_is.first() else { return Ok(()) };
-        let (wire, name, dtype) = (wire.name(), &first.name, first.dtype.name());
+        let (wire, name, dtype) = (wire.name(), Quoted(&first.name), first.dtype.name());
         if as_is.len() == file.tensors.len() {
             return Err(Failure::usage(format!(
-                "tensor {name:?}: wire type {wire} cannot carry a tensor of {dtype}, nor any other \
+                "tensor {name}: wire type {wire} cannot carry a tensor of {dtype}, nor any other \
                  of the file; leave --wire out"
             )));
         }
@@ -154,7 +154,7 @@ impl Args {
             others => format!("and {others} more travel as they are"),
         };
         stderr::warn(format_args!(
-            "--wire {wire} cannot carry a tensor of {dtype}: tensor {name:?} {which}"
+            "--wire {wire} cannot carry a tensor of {dtype}: tensor {name} {which}"
         ));
         Ok(())
     }

@@ -5,6 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::exit::Failure;
+use crate::signals::Ending;
 
 /// A file that is written under another name beside its place, and put there once it is whole.
 /// Dropped before, it leaves nothing behind.
@@ -70,23 +71,15 @@ impl OutFile {
     /// # Errors
     /// Why signals cannot be waited for.
     pub(super) fn remove_at_signal(&self) -> Result<(), Failure> {
-        use tokio::signal::unix::{SignalKind, signal};
         let cannot = |error| Failure::failed(format!("cannot wait for signals: {error}"));
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let runtime = runtime.map_err(cannot)?;
         let entered = runtime.enter();
-        let mut interrupt = signal(SignalKind::interrupt()).map_err(cannot)?;
-        let mut terminate = signal(SignalKind::terminate()).map_err(cannot)?;
+        let mut signals = Ending::listen().map_err(cannot)?;
         drop(entered);
         let temporary = self.temporary.clone();
         std::thread::spawn(move || {
-            // As a shell counts: 128 and the signal's number.
-            let code = runtime.block_on(async {
-                tokio::select! {
-                    _ = interrupt.recv() => 130,
-                    _ = terminate.recv() => 143,
-                }
-            });
+            let code = runtime.block_on(signals.next());
             drop(std::fs::remove_file(temporary));
             std::process::exit(code);
         });

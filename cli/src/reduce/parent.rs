@@ -10,9 +10,8 @@ use super::file::GradientFile;
 use super::out::OutFile;
 use super::rank::{Report, Said};
 use super::report::Table;
-use crate::crew::Crew;
+use crate::crew::{Crew, start_aggregator};
 use crate::exit::Failure;
-use crate::stderr;
 
 /// Reduces the files and prints what it took.
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
@@ -32,7 +31,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     if let Some(out) = &out {
         out.remove_at_signal()?;
     }
-    let aggregator = Aggregator::start(Config {
+    let aggregator = start_aggregator(Config {
         port: 0,
         shards: args.shards,
         max_jobs: 1,
@@ -40,9 +39,6 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
         fanout: args.fanout.into(),
         ..Config::default()
     })?;
-    for warning in aggregator.warnings() {
-        stderr::warn(warning);
-    }
     let crew = start(args, world, &aggregator, out.as_ref().map(OutFile::temporary))?;
     let reports = reports(crew, world)?;
     if let Some(rank) = reports.iter().position(|report| report.digest != reports[0].digest) {

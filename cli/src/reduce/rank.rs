@@ -10,15 +10,16 @@ use std::sync::Arc;
 use racksum_net::clock::Clock;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::OpError;
+use racksum_proto::ids::Rank;
 use racksum_worker::{Blocks, Client, Error, Handle, Reduced, Stats};
 use serde::{Deserialize, Serialize};
 
 use super::Args;
-use super::file::{Digest, GradientFile, Tensor, header_of};
+use super::file::{Digest, GradientFile, Quoted, Tensor, header_of};
 use super::out::{OutFile, cannot_write};
 use super::report::Table;
 use super::survey::{Held, Survey};
-use crate::exit::Failure;
+use crate::exit::{Failure, with_flags};
 use crate::member::Member;
 use crate::memory;
 use crate::progress::{self, Line, Work};
@@ -150,12 +151,24 @@ fn agree(
     match client.allreduce(&mut words, survey.descriptor()) {
         Ok(_) => Ok(survey.hear(&words)),
         Err(Error::Op(OpError::Mismatch { one, other, .. })) => {
+            if let Some(stranger) = [one, other].into_iter().find(|one| !Survey::may_be(&one.1)) {
+                return Err(is_no_reduction(stranger));
+            }
             let counts = [one, other].map(|(_, said)| Survey::tensors_of(said.tag));
             let ranks = [one, other].map(|(rank, _)| rank.0);
             Err(difference(client, file, descriptors, ranks, counts))
         }
         Err(error) => Err(error.into()),
     }
+}
+
+/// Why a rank that runs something else cannot take part.
+fn is_no_reduction((rank, has): (Rank, Descriptor)) -> Failure {
+    Failure::failed(format!(
+        "rank {} of the job runs no `racksum reduce`: it has {has}; give each command a --job of \
+         its own",
+        rank.0
+    ))
 }
 
 /// Finds the first tensor that is not the same at all ranks: tries each as if it were zero, which
@@ -173,10 +186,13 @@ fn difference(
         let nothing = client.submit(Blocks::default(), *descriptor);
         match nothing.and_then(|handle| client.wait(handle)) {
             Ok(_) => {}
-            Err(Error::Op(error @ OpError::Mismatch { .. })) => {
-                return Failure::usage(format!(
-                    "tensor {:?} is not the same at all ranks: {}",
-                    tensor.name,
+            Err(Error::Op(error @ OpError::Mismatch { one, other, .. })) => {
+                if let Some(why) = other_flags(one, other) {
+                    return Failure::failed(why);
+                }
+                return Failure::failed(format!(
+                    "tensor {} is not the same at all ranks: {}",
+                    Quoted(&tensor.name),
                     Mismatch(&error)
                 ));
             }
@@ -185,11 +201,34 @@ fn difference(
         }
     }
     if counts[0] == counts[1] {
-        return Failure::usage(format!("the tensors of rank {one} and rank {other} differ"));
+        return Failure::failed(format!("the tensors of rank {one} and rank {other} differ"));
     }
-    Failure::usage(format!(
+    Failure::failed(format!(
         "rank {one} has {} tensors, but rank {other} has {}",
         counts[0], counts[1]
+    ))
+}
+
+/// What ranks were given differently, if they have the same tensor.
+fn other_flags(
+    (one, mine): (Rank, Descriptor),
+    (other, theirs): (Rank, Descriptor),
+) -> Option<String> {
+    let Descriptor { reduction, wire, block_log2, .. } = theirs;
+    if (Descriptor { reduction, wire, block_log2, ..mine }) != theirs {
+        return None;
+    }
+    let flags = [
+        (mine.reduction != reduction, "--op"),
+        (mine.wire != wire, "--wire"),
+        (mine.block_log2 != block_log2, "--block"),
+    ];
+    let flags: Vec<_> = flags.into_iter().filter(|flag| flag.0).map(|flag| flag.1).collect();
+    Some(format!(
+        "the ranks were given different {}: rank {} has {mine}; rank {} has {theirs}",
+        flags.join(" and "),
+        one.0,
+        other.0
     ))
 }
 
@@ -290,9 +329,9 @@ impl<'a> Writer<'a> {
 fn of_tensor(tensor: &Tensor, error: Error) -> Failure {
     let why = match &error {
         Error::Op(mismatch @ OpError::Mismatch { .. }) => Mismatch(mismatch).to_string(),
-        other => other.to_string(),
+        other => with_flags(other),
     };
-    Failure { why: format!("tensor {:?}: {why}", tensor.name), ..Failure::from(error) }
+    Failure { why: format!("tensor {}: {why}", Quoted(&tensor.name)), ..Failure::from(error) }
 }
 
 /// Bytes of tensors in flight, unless one alone has more.

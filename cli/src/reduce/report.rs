@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::io::{self, Write};
 
+use racksum_proto::peer_text::PeerText;
 use serde::Serialize;
 
 use super::Args;
@@ -79,7 +80,7 @@ impl Table<'_> {
     fn write_json(&self, out: &mut impl Write, first: &Report, sum: &Held) -> io::Result<()> {
         let mut say = |line: Result<String, serde_json::Error>| {
             // Numbers and names always serialise.
-            writeln!(out, "{}", line.unwrap_or_default())
+            writeln!(out, "{}", escaped(&line.unwrap_or_default()))
         };
         for ((tensor, held), absent) in self.tensors.iter().zip(&first.held).zip(&first.absent) {
             say(serde_json::to_string(&Row {
@@ -185,7 +186,7 @@ impl Table<'_> {
             self.time_us() / 1e3,
         )?;
         match &self.args.out {
-            Some(path) => writeln!(out, "# wrote {}", path.display()),
+            Some(path) => writeln!(out, "# wrote {}", PeerText::of(path.display())),
             None => Ok(()),
         }
     }
@@ -267,10 +268,42 @@ fn percent(part: u64, whole: u64) -> String {
 
 /// A tensor's name, safe to print.
 fn shown(name: &str) -> String {
-    name.escape_debug().collect()
+    PeerText::of(name).into()
+}
+
+/// A line of JSON that means the same and has no character that a terminal obeys: JSON itself
+/// escapes only those below a space.
+fn escaped(json: &str) -> String {
+    let mut line = String::with_capacity(json.len());
+    for c in json.chars() {
+        if matches!(c, ' '..='~') || PeerText::is_plain(c.encode_utf8(&mut [0; 4])) {
+            line.push(c);
+        } else {
+            for unit in c.encode_utf16(&mut [0; 2]) {
+                line += &format!("\\u{unit:04x}");
+            }
+        }
+    }
+    line
 }
 
 /// Ranks whose densities are printed one by one.
 const MAX_RANKS: usize = 8;
 /// Columns of a name, beyond which the rest of its line moves.
 const MAX_NAME: usize = 48;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tensor_s_name_is_shown_without_control_characters_and_programs_read_it_as_it_is() {
+        let name = "a\n\x1b[31m\x7f\u{9b}1m\u{202e}\u{e0041}é\"\\";
+        let line = escaped(&serde_json::to_string(name).unwrap());
+        for text in [&line, &shown(name)] {
+            assert!(PeerText::is_plain(text), "{text:?}");
+        }
+        assert_eq!(serde_json::from_str::<String>(&line).unwrap(), name);
+        assert!(shown(&"x".repeat(1 << 20)).len() <= PeerText::MAX);
+    }
+}

@@ -66,6 +66,12 @@ impl Survey {
         Descriptor { tag: self.tag, ..Descriptor::sum(words, DType::I64) }
     }
 
+    /// Whether a descriptor may be a survey's; only other commands have one that may not.
+    pub(super) fn may_be(descriptor: &Descriptor) -> bool {
+        let Descriptor { elements, tag, .. } = *descriptor;
+        tag != 0 && (Descriptor { tag, ..Descriptor::sum(elements, DType::I64) }) == *descriptor
+    }
+
     /// How many tensors the rank has whose survey is tagged so.
     pub(super) const fn tensors_of(tag: u64) -> u64 {
         tag >> COUNT_SHIFT
@@ -239,5 +245,14 @@ mod tests {
         assert_eq!(Survey::tensors_of(one), 1);
         assert_eq!(Survey::tensors_of(tag(&[descriptor; 7])), 7);
         assert_eq!(Survey::tensors_of(tag(&[])), 0);
+    }
+
+    #[test]
+    fn an_op_of_another_command_is_no_survey() {
+        assert!(Survey::may_be(&survey(2).descriptor()));
+        assert!(Survey::may_be(&Survey::new(&[], 2).descriptor()));
+        for other in [Descriptor::sum(1, DType::I32), Descriptor::sum(49, DType::I64)] {
+            assert!(!Survey::may_be(&other), "{other}");
+        }
     }
 }

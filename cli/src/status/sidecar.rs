@@ -1,5 +1,6 @@
 //! What a sidecar is doing.
 
+use std::io::ErrorKind;
 use std::path::Path;
 
 use racksum_worker::sidecar::{JobStatus, Status, ask};
@@ -12,9 +13,15 @@ use crate::exit::{Failure, say};
 pub(super) fn print(path: &Path, format: Format) -> Result<(), Failure> {
     let status = ask(path).map_err(|error| {
         let path = path.display();
-        Failure::unavailable(format!(
-            "cannot ask {path}: {error}; is that the --socket of a racksum worker of this release?"
-        ))
+        Failure::unavailable(match error.kind() {
+            ErrorKind::WouldBlock | ErrorKind::TimedOut => {
+                format!("cannot ask {path}: the sidecar does not answer, so it may be stopped")
+            }
+            _ => format!(
+                "cannot ask {path}: {error}; is that the --socket of a racksum worker of this \
+                 release?"
+            ),
+        })
     })?;
     match format {
         Format::Json => {

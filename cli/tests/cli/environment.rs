@@ -47,11 +47,26 @@ fn an_error_names_the_variable_that_set_the_value() {
     assert!(ended.failed(2).starts_with(why), "{ended:?}");
     let insecure = [&rank[..], &["--aggregator", "127.0.0.1:9", "--insecure"]].concat();
     let aggregator = ["aggregator", "--port", "0", "--insecure"];
-    for args in [&insecure[..], &aggregator] {
+    let status = ["status", "127.0.0.1:9", "--insecure"];
+    for args in [&insecure[..], &aggregator, &status] {
         let ended = run(&[("RACKSUM_IDENTITY", "node.pem")], args);
         let why = "RACKSUM_IDENTITY=\"node.pem\" names an identity, which is of no use with";
         assert!(ended.failed(2).starts_with(why), "{ended:?}");
     }
     let ended = run(&[("RACKSUM_LOG", "a=b=c")], &["bench", "-e", "4K"]);
     assert!(ended.failed(2).starts_with("RACKSUM_LOG \"a=b=c\": "), "{ended:?}");
+}
+
+#[test]
+fn a_variable_that_is_empty_says_nothing() {
+    let serving = Serving::start(&[]);
+    for flags in [&[][..], &["--insecure"]] {
+        let ask = [&["status", &serving.addr], flags].concat();
+        run(&[("RACKSUM_IDENTITY", ""), ("RACKSUM_LOG", "")], &ask).ok();
+    }
+    let sidecar = ["worker", "--aggregator", &serving.addr];
+    let ended = run(&[("RACKSUM_INTERFACE", ""), ("RACKSUM_IDENTITY", "")], &sidecar);
+    assert!(ended.failed(2).starts_with("nobody says where to serve"), "{ended:?}");
+    let ended = run(&[("RACKSUM_INTERFACE", "no-such")], &sidecar);
+    assert!(ended.failed(2).starts_with("no usable interface matches \"no-such\""), "{ended:?}");
 }

@@ -3,7 +3,7 @@
 use std::net::UdpSocket;
 use std::process::Command;
 
-use crate::files::Folder;
+use crate::files::{Folder, captured};
 use crate::ports::own_port;
 use crate::process::{Process, RACKSUM, Serving, bench_rank, run, signal};
 use crate::waits::await_that;
@@ -45,6 +45,7 @@ fn an_aggregator_that_cannot_serve_says_why() {
     let ended = run(&["aggregator", "--config", &config]);
     let why = format!("{config}: line 1: unknown field `prot`, expected one of `bind`, `port`, ");
     assert!(ended.failed(2).starts_with(&why), "{ended:?}");
+    assert!(ended.failed(2).contains("`identity`, `insecure`"), "keys, no flags: {ended:?}");
     let ended = run(&["aggregator", "--pool-mib", "1048576"]);
     assert!(ended.failed(2).ends_with("of this host; lower --pool-mib or --shards"), "{ended:?}");
 }
@@ -58,6 +59,9 @@ fn a_limit_on_memory_that_is_too_small_is_said_in_a_sentence() {
     let ended = limited(600_000, "aggregator --port 0 --pool-mib 1024");
     let why = "no memory for 1024 MiB of packet buffers a shard, and what serving them takes; ";
     assert!(ended.failed(2).starts_with(why), "{ended:?}");
+    let ended = limited(600_000, "bench --workers 1 -e 4K");
+    assert!(ended.failed(2).starts_with(why), "{ended:?}");
+    assert!(ended.failed(2).contains("; lower --shards, or raise"), "{ended:?}");
     let ended = limited(2_000_000, "bench -b 1900M -e 1900M --workers 1 -n 1");
     // The rank says so, and the benchmark that its rank has ended.
     assert_eq!(ended.code, Some(2), "{ended:?}");
@@ -142,7 +146,7 @@ fn ranks_that_call_other_ops_are_told_both_at_every_rank() {
             assert!(why.contains("the ranks disagree: rank "), "{why}");
             assert!(why.contains(&format!("rank 1 has sum of {theirs}, block 256")), "{why}");
             assert!(why.contains("has sum of 1024 x f32, wire f32, block 256"), "{why}");
-            assert!(why.ends_with("are to be given the same flags"), "{why}");
+            assert!(why.contains("give all ranks of a benchmark the same flags"), "{why}");
         }
     }
     // The aggregator serves on.
@@ -209,6 +213,43 @@ fn the_next_aggregator_has_its_share_of_a_short_time() {
     let serving = Serving::start(&[]);
     let both = format!("{nobody},{}", serving.addr);
     bench_rank(&both, 0, 1, &["-e", "4K", "--join-timeout", "3"]).end(30).ok();
+}
+
+#[test]
+fn who_waits_for_room_is_not_told_to_wait() {
+    let serving = Serving::start(&["--max-jobs", "1"]);
+    let holds = bench_rank(&serving.addr, 0, 2, &["--log", "info"]);
+    await_that("it has joined", || holds.err().contains("waiting for ranks"));
+    let flags = ["--job", "two", "--join-timeout", "2"];
+    let refused = bench_rank(&serving.addr, 0, 1, &flags).end(30);
+    assert!(refused.failed(3).ends_with("; try again later, or set --wait"), "{refused:?}");
+    let waits = bench_rank(&serving.addr, 0, 1, &[&flags[..], &["--wait"]].concat()).end(30);
+    let why = "after 2 s there was still no room for the job: there are 1 jobs";
+    assert!(waits.failed(1).starts_with(why), "{waits:?}");
+    assert!(waits.err.contains("waiting for room: ") && !waits.err.contains(" set "), "{waits:?}");
+}
+
+#[test]
+fn a_standby_that_no_rank_names_is_refused() {
+    let serving = Serving::start(&[]);
+    let both = format!("{},127.0.0.1:{}", serving.addr, own_port());
+    let file = captured("digits")[0].clone();
+    let start = |aggregators: &str, standby: &str| {
+        let member = ["--aggregator", aggregators, "--rank", "0", "--world", "1"];
+        run(&[&["reduce", &file, "--standby", standby], &member[..]].concat())
+    };
+    for standby in [format!("127.0.0.1:{}", own_port()), "127.0.0.2:1".to_owned()] {
+        let why = format!("--aggregator does not name the standby {standby}, ");
+        assert!(start(&both, &standby).failed(2).starts_with(&why));
+    }
+    let why = format!(
+        "no standby: cannot bind {}: the port is taken; choose another with --s",
+        serving.addr
+    );
+    let ended = start(&both, &serving.addr);
+    assert!(ended.failed(3).starts_with(&why), "{ended:?}");
+    let (_, standby) = both.split_once(',').unwrap();
+    start(&both, standby).ok();
 }
 
 #[test]

@@ -92,6 +92,10 @@ fn a_rank_that_holds_up_a_job_is_named_and_so_are_those_that_are_awaited() {
     await_that("all is given back", || sidecar.told()["memory"][0] == 0);
     let none = run(&["status", &format!("unix:{}", folder.path("none"))]);
     assert!(none.failed(3).contains("is that the --socket of a racksum worker"), "{none:?}");
+    signal(sidecar.process.id(), "STOP");
+    let stopped = run(&["status", &format!("unix:{}", sidecar.socket)]);
+    signal(sidecar.process.id(), "CONT");
+    assert!(stopped.failed(3).ends_with("does not answer, so it may be stopped"), "{stopped:?}");
 }
 
 #[test]
@@ -128,9 +132,10 @@ fn a_second_signal_stops_a_sidecar_and_its_ranks_are_told() {
     let ranks = [0, 1].map(|rank| sidecar.rank(rank, (2, 2)));
     assert!(ranks[0].is_ready_within(PATIENCE).unwrap());
     let handle = ranks[0].submit(vec![0; 4], one()).unwrap();
-    signal(sidecar.process.id(), "TERM");
+    // Ctrl-C, and then an end of a terminal that is of no use any more.
+    signal(sidecar.process.id(), "INT");
     await_that("it drains", || sidecar.process.out().contains("drains"));
-    signal(sidecar.process.id(), "TERM");
+    signal(sidecar.process.id(), "QUIT");
     let why = ranks[0].wait(handle).unwrap_err().to_string();
     assert!(why.contains("no aggregator is left: the sidecar at"), "{why}");
     assert!(why.contains("it was told to stop"), "{why}");

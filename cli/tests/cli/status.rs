@@ -140,6 +140,46 @@ fn all_aggregators_of_a_user_are_found() {
 }
 
 #[test]
+fn an_aggregator_that_does_not_answer_hides_no_other() {
+    let folder = Folder::new("status-hides");
+    let command = |args: &[&str]| {
+        let mut command = Command::new(RACKSUM);
+        command.args(args).env("XDG_RUNTIME_DIR", folder.path(""));
+        Process::spawn(&mut command)
+    };
+    let start = || Serving::of(command(&["aggregator", "--port", "0", "--pool-mib", "16"]));
+    let mut all = [start(), start(), start()];
+    // In the order in which they are shown.
+    all.sort_by_key(|one| format!("{}.sock", one.process.id()));
+    let silent = all[0].process.id();
+    signal(silent, "STOP");
+    let ended = command(&["status", "--format", "json"]).end(20);
+    signal(silent, "CONT");
+    let why = ended.failed(3);
+    assert!(why.contains(&format!("/{silent}.sock: it did not answer within 5 s")), "{why}");
+    assert_eq!(ended.out.lines().count(), 2, "{ended:?}");
+    assert!(all[1..].iter().all(|one| ended.out.contains(&one.addr)), "{ended:?}");
+}
+
+#[test]
+fn what_names_no_aggregator_is_a_wrong_command_line() {
+    for (which, why) in [
+        ("127.0.0.1", "\"127.0.0.1\" is no address of an aggregator (HOST:PORT): the port is"),
+        ("127.0.0.1:99999", "its port is no number from 1 to 65535"),
+        (":32030", "its host is neither a name nor an IP address"),
+        ("::1:32040", "an IPv6 address with a port is written as [ADDRESS]:PORT"),
+        ("unix:", "unix: names no sidecar; give unix:PATH"),
+    ] {
+        let ended = run(&["status", which]);
+        assert!(ended.failed(2).contains(why), "{ended:?}");
+    }
+    let ended = run(&["status", "255.255.255.255:7"]);
+    let why = "nothing leads from this host to 255.255.255.255:7: ";
+    assert!(ended.failed(3).starts_with(why), "{ended:?}");
+    assert_eq!(ended.err.lines().count(), 1, "{ended:?}");
+}
+
+#[test]
 fn an_aggregator_that_does_not_answer_is_not_waited_for() {
     let folder = Folder::new("status-silent");
     let socket = folder.path("status.sock");

@@ -88,7 +88,12 @@ fn a_text_that_may_be_an_address_is_left_to_the_resolver() {
     let told = |text| check_address(text).unwrap_err().to_string();
     assert_eq!(told("a"), "\"a\" is no address of an aggregator (HOST:PORT): the port is missing");
     assert!(told("::1:7177").ends_with("is written as [ADDRESS]:PORT"));
-    assert!(told("a:70000").ends_with("its port is no number from 1 to 65535"));
+    for text in ["a:70000", "192.0.2.1:70000", "[::1]:70000", "a:b", "192.0.2.1:"] {
+        assert!(told(text).ends_with("its port is no number from 1 to 65535"), "{text}");
+    }
+    assert!(told("http://192.0.2.1:7177").ends_with("it is given without a scheme and ://"));
+    assert!(told("unix:/run/racksum.sock").ends_with("which only Python calls"));
+    assert!(told("192.0.2.256:7177").ends_with("neither a name nor an IP address"));
 }
 
 #[test]

@@ -1,0 +1,74 @@
+//! What an aggregator is doing that is asked by its address, which may be on another host.
+
+use std::fmt;
+use std::net::SocketAddr;
+
+use racksum_aggregator::Status;
+use racksum_net::NetError;
+use racksum_net::quic::{Caller, Credentials, Ended, ask_status};
+use racksum_proto::time::Span;
+use racksum_worker::{ConnectError, addresses};
+use tokio::runtime::Builder;
+
+use super::{Args, PATIENCE, parse};
+use crate::environment;
+use crate::exit::{Failure, with_flags};
+
+/// Asks at each address of `HOST:PORT` until one answers.
+pub(super) fn ask(addr: &str, args: &Args) -> Result<Status, Failure> {
+    let addrs = addresses(addr).map_err(|error| match error {
+        no_address @ ConnectError::NoAddress { .. } => Failure::usage(format!(
+            "{no_address}; nor is there a status socket of that name, and a sidecar is unix:PATH"
+        )),
+        other => other.into(),
+    })?;
+    let identity = environment::identity(args.identity.clone(), args.insecure)?;
+    let credentials = Credentials::read_blocking(identity, args.insecure)?;
+    let patience = Span(u64::try_from(PATIENCE.as_nanos()).unwrap_or(u64::MAX));
+    ask_each(addr, &addrs, &Caller { from: None, credentials, patience })
+}
+
+/// Asks at each address until one answers.
+fn ask_each(name: &str, addrs: &[SocketAddr], caller: &Caller) -> Result<Status, Failure> {
+    let unknown = |why: &dyn fmt::Display| {
+        Failure::unavailable(format!("{name} cannot be asked: {}", with_flags(why)))
+    };
+    let runtime = Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(|error| unknown(&error))?;
+    let mut tried: Vec<NetError> = Vec::new();
+    for to in addrs {
+        match runtime.block_on(ask_status(*to, caller)) {
+            Ok(told) => return parse(told.as_bytes()).map_err(|why| unknown(&why)),
+            Err(Ended::Unconnected(error)) => tried.push(error),
+            Err(other) => return Err(unknown(&other)),
+        }
+    }
+    let each: Vec<_> = tried.iter().map(ToString::to_string).collect();
+    match tried.pop() {
+        Some(only) if tried.is_empty() => Err(only.into()),
+        _ => Err(unknown(&each.join("; "))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::UdpSocket;
+
+    use racksum_aggregator::{Aggregator, Config};
+
+    use super::*;
+
+    #[test]
+    fn an_aggregator_is_found_at_each_address_of_its_name() {
+        let nobody = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let config = Config { port: 0, pool_mib: 1, max_jobs: 1, ..Config::default() };
+        let aggregator = Aggregator::start(config).unwrap();
+        let credentials = Credentials::read_blocking(None, false).unwrap();
+        let caller = Caller { from: None, credentials, patience: Span::from_secs(5) };
+        let told = ask_each("two", &[nobody, aggregator.addr()], &caller).unwrap();
+        assert_eq!(told.addr, aggregator.addr().to_string());
+        let why = ask_each("two", &[nobody, nobody], &caller).unwrap_err().to_string();
+        assert!(why.starts_with("two cannot be asked: nobody answered at "), "{why}");
+        assert_eq!(why.matches(&nobody.to_string()).count(), 2, "{why}");
+    }
+}
