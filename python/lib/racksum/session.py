@@ -90,7 +90,8 @@ def connect(
     :param insecure: Connect beyond loopback without identities.
     :param data_auth: How datagrams must be authenticated: ``"none"``, ``"mac"`` or ``"aead"``.
     :param wait: Wait while the aggregator has no room for the job, rather than be refused.
-    :param rejoin: This rank has closed its session between two ops, and comes back to the job.
+    :param rejoin: This rank has closed its session between two ops, and comes back to the job; the
+        others start no op in the meantime.
     :param on_rank_loss: ``"abort"`` ends the job when a rank is lost; ``"continue"`` goes on
         without it. All ranks say the same.
     :param join_timeout: Seconds to wait for an aggregator that answers, for room and for the other
