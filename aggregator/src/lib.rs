@@ -35,7 +35,7 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 pub use admission::Admit;
@@ -52,6 +52,7 @@ use shard::{ShardHandle, make_siblings};
 pub use slots::MAX_WORLD;
 use status::StatusSocket;
 pub use status::{JobStatus, RankStatus, ShardStatus, Status};
+use tokio::sync::watch;
 
 /// Why an aggregator did not start.
 #[derive(Debug, thiserror::Error)]
@@ -102,6 +103,10 @@ pub struct Aggregator {
     addr: SocketAddr,
     registry: Shared,
     endpoint: quinn::Endpoint,
+    /// By which callers are believed.
+    credentials: Mutex<Credentials>,
+    /// Tells of callers who were believed before, that some are not any more.
+    disbelieve: watch::Sender<()>,
     control: Option<JoinHandle<()>>,
     failure: Failure,
     warnings: Vec<String>,
@@ -149,11 +154,13 @@ impl Aggregator {
         };
         let registry = Registry::new(config, shards, can_multicast, any_number());
         let registry = Arc::new(Mutex::new(registry));
+        let disbelieve = watch::Sender::new(());
         let serving = server::serve(
             endpoint.clone(),
             Arc::clone(&registry),
             server::MAX_STRANGERS,
             failure.subscribe(),
+            disbelieve.subscribe(),
         );
         let telling = status.map(|status| status.serve(Arc::clone(&registry), addr));
         let control = failure.spawn("control".into(), move || {
@@ -162,7 +169,8 @@ impl Aggregator {
             let _watching = runtime.spawn(wall_clock::watch(clock));
             runtime.block_on(serving);
         })?;
-        Ok(Self { addr, registry, endpoint, control: Some(control), failure, warnings })
+        let (credentials, control) = (Mutex::new(credentials), Some(control));
+        Ok(Self { addr, registry, endpoint, credentials, disbelieve, control, failure, warnings })
     }
 
     /// The address of the control plane, which workers connect to.
@@ -189,8 +197,9 @@ impl Aggregator {
         server::lock(&self.registry).config().clone()
     }
 
-    /// Goes by another configuration from now on. Jobs that run keep what they were granted.
-    /// Returns the keys that differ and take a restart: those stay as they are.
+    /// Goes by another configuration from now on. Jobs that run keep what they were granted. Where
+    /// an authority is believed no more, whoever has not joined yet has to call again. Returns the
+    /// keys that differ and take a restart: those stay as they are.
     ///
     /// # Errors
     /// A sentence that says what is wrong with it; nothing has changed then.
@@ -198,6 +207,11 @@ impl Aggregator {
         let Reload { config, fixed, credentials } = reload;
         change_credentials(&self.endpoint, &credentials)?;
         server::lock(&self.registry).reconfigure(config);
+        let mut before = self.credentials.lock().unwrap_or_else(PoisonError::into_inner);
+        if !credentials.believe_like(&before) {
+            self.disbelieve.send_replace(());
+        }
+        *before = credentials;
         Ok(fixed)
     }
 

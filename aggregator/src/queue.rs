@@ -15,6 +15,7 @@ use tokio::sync::Notify;
 
 use crate::admission::rule_of;
 use crate::config::Config;
+use crate::door::network;
 use crate::tenancy::{Tally, Tenant};
 
 /// Most ranks that wait at a time: those of 16 of the largest jobs.
@@ -103,7 +104,7 @@ impl Queue {
         let key = Key::of(config, join, identity);
         let rule = key.rule;
         let of_identity = identity.map(|name| Common::Identity(name.to_owned()));
-        let address = Common::Address(addr.to_canonical());
+        let address = Common::Address(network(addr));
         let tenant = of_identity.clone().unwrap_or_else(|| address.clone());
         let counted = [Some(Common::All), of_identity, rule.map(Common::Rule), Some(address)];
         let counted: Vec<_> = counted.into_iter().flatten().collect();

@@ -50,6 +50,8 @@ pub(crate) struct Server {
     pub(crate) doors: Doors,
     /// Where it is called.
     pub(crate) addr: Option<SocketAddr>,
+    /// Tells that some who were believed when they called are not any more.
+    pub(crate) disbelieved: watch::Receiver<()>,
 }
 
 /// Serves until the endpoint is closed or the aggregator has failed, with at most `strangers`
@@ -59,10 +61,11 @@ pub(crate) async fn serve(
     registry: Shared,
     strangers: usize,
     mut failure: watch::Receiver<Option<String>>,
+    disbelieved: watch::Receiver<()>,
 ) {
     let lifelines = Lifelines::serve(&endpoint, strangers).await;
     let (doors, addr) = (Doors::new(strangers), endpoint.local_addr().ok());
-    let server = Server { registry, lifelines, doors, addr };
+    let server = Server { registry, lifelines, doors, addr, disbelieved };
     loop {
         let incoming = tokio::select! {
             incoming = endpoint.accept() => incoming,
@@ -74,9 +77,10 @@ pub(crate) async fn serve(
         };
         let Some(incoming) = incoming else { break };
         let from = incoming.remote_address();
+        let mut server = server.clone();
+        server.disbelieved.mark_unchanged();
         let knows = lock(&server.registry).knows_identities();
         let Some((connecting, place)) = answer(incoming, &server.doors, knows) else { continue };
-        let server = server.clone();
         tokio::spawn(async move {
             match shake_hands(connecting, place).await {
                 Some(Ok((connection, place))) => serve_caller(connection, place, server).await,

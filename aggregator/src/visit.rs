@@ -34,12 +34,13 @@ pub(crate) async fn serve_caller(connection: quinn::Connection, handshake: Place
         return connection.close(1u32.into(), BUSY);
     };
     drop(handshake);
-    let partings = server.doors.partings.clone();
+    let (partings, mut disbelieved) = (server.doors.partings.clone(), server.disbelieved.clone());
     let mut visit =
         Visit { server, connection: &connection, knows, certificate, place: Some(place) };
     let turned = tokio::select! {
         turned = visit.hear() => turned,
         () = needed.wait() => return connection.close(1u32.into(), BUSY),
+        Ok(()) = disbelieved.changed() => return connection.close(1u32.into(), DISBELIEVED),
     };
     let send = match turned {
         Turned::Away => return,
@@ -60,6 +61,9 @@ pub(crate) async fn serve_caller(connection: quinn::Connection, handshake: Place
 
 /// Why a caller is to call again later.
 const BUSY: &[u8] = b"too many callers have not joined yet; call again";
+
+/// Why a caller is to show anew who it is.
+const DISBELIEVED: &[u8] = b"the aggregator believes other authorities now; call again";
 
 /// A caller that has not joined.
 struct Visit<'a> {

@@ -1,13 +1,13 @@
 //! `racksum aggregator`: serve jobs until told to stop.
 
-use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use racksum_aggregator::{Aggregator, Config, Reload, StartError};
 use racksum_net::aside::Aside;
+use racksum_net::file::read_text;
 use racksum_net::local::raise_open_files;
 use racksum_proto::auth::DataAuth;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -75,7 +75,7 @@ impl Args {
         let mut config = match &self.config {
             None => Config::default(),
             Some(path) => {
-                let text = read(path).map_err(|error| {
+                let text = read_text(path, MAX_CONFIG).map_err(|error| {
                     Failure::usage(format!("cannot read {}: {error}", path.display()))
                 })?;
                 let config = Config::from_toml(&text)
@@ -107,16 +107,6 @@ impl Args {
         config.data_auth = self.data_auth.or(config.data_auth);
         Ok(config)
     }
-}
-
-/// The text of a configuration file, which is none if it goes on and on.
-fn read(path: &Path) -> io::Result<String> {
-    let mut text = String::new();
-    File::open(path)?.take(MAX_CONFIG + 1).read_to_string(&mut text)?;
-    if text.len() as u64 > MAX_CONFIG {
-        return Err(io::Error::other("it is no configuration, being larger than 1 MiB"));
-    }
-    Ok(text)
 }
 
 /// Bytes of the largest configuration file.

@@ -15,6 +15,7 @@ pub mod aside;
 pub mod auth;
 pub mod clock;
 mod error;
+pub mod file;
 pub mod interface;
 pub mod local;
 pub mod log_limit;

@@ -165,3 +165,16 @@ fn ranks_that_wait_are_few_of_each_identity_rule_and_address() {
     assert_eq!(queue.ranks(), 2048);
     assert_eq!(full(&mut queue, Some("crowd-2"), [10, 0, 0, 2]).0.len(), 1024);
 }
+
+#[test]
+fn ranks_that_wait_from_a_network_of_ipv6_count_as_one_address() {
+    let (config, mut queue) = (Config::default(), Queue::default());
+    let from = |network: u16, host: u16| IpAddr::from([0x2001, 0xdb8, 0, network, 0, 0, 0, host]);
+    for host in 0..1024 {
+        let join = wish(&format!("job-{host}"), 0, 1);
+        queue.enter(&config, &join, None, from(0, host)).unwrap();
+    }
+    let why = queue.enter(&config, &wish("job", 0, 1), None, from(0, 1024)).unwrap_err();
+    assert_eq!(why, "1024 ranks from 2001:db8:: wait for room already");
+    queue.enter(&config, &wish("job", 0, 1), None, from(1, 0)).unwrap();
+}

@@ -20,12 +20,23 @@ fn serving(strangers: usize) -> (SocketAddr, Shared, Failure) {
 }
 
 fn serving_as(config: Config, strangers: usize) -> (SocketAddr, Shared, Failure) {
+    let (addr, registry, failure, _) = serving_with(config, strangers);
+    (addr, registry, failure)
+}
+
+/// Returns also what tells that some are not believed any more.
+fn serving_with(
+    config: Config,
+    strangers: usize,
+) -> (SocketAddr, Shared, Failure, watch::Sender<()>) {
     let (credentials, failure) = (Credentials::new(None, false).unwrap(), Failure::new());
     let served = endpoint("127.0.0.1:0".parse().unwrap(), &credentials).unwrap();
     let addr = served.local_addr().unwrap();
     let registry = Arc::new(Mutex::new(Registry::new(config, Vec::new(), false, 0)));
-    tokio::spawn(serve(served, Arc::clone(&registry), strangers, failure.subscribe()));
-    (addr, registry, failure)
+    let disbelieve = watch::Sender::new(());
+    let (told, disbelieved) = (failure.subscribe(), disbelieve.subscribe());
+    tokio::spawn(serve(served, Arc::clone(&registry), strangers, told, disbelieved));
+    (addr, registry, failure, disbelieve)
 }
 
 async fn call(addr: SocketAddr) -> Result<Connection, racksum_net::NetError> {
@@ -134,6 +145,29 @@ fn a_rank_in_a_queue_that_was_let_go_and_says_nothing_more_has_left() {
         assert_eq!(heard, FromAggregator::Free);
         assert_eq!(frames::recv::<FromAggregator>(&mut recv).await.unwrap(), None);
         assert_eq!(lock(&registry).connections(), 1);
+    });
+}
+
+#[test]
+fn whoever_has_not_joined_shows_anew_who_it_is_once_other_authorities_are_believed() {
+    bounded(async {
+        let config = Config { max_jobs: 1, ..Config::default() };
+        let (addr, registry, _failure, disbelieve) = serving_with(config, MAX_STRANGERS);
+        let (holder, waits) = (call(addr).await.unwrap(), call(addr).await.unwrap());
+        let _held = join(&holder, "holder").await;
+        let (_send, _recv, heard) = join_as(&waits, Join { wait: true, ..wish("waits") }).await;
+        assert!(matches!(heard, FromAggregator::Queued { .. }), "{heard:?}");
+        disbelieve.send_replace(());
+        let why = waits.quic().closed().await.to_string();
+        assert!(why.contains("the aggregator believes other authorities now; call again"), "{why}");
+        // It waits no longer, and whoever calls from now on is believed by the new ones.
+        while lock(&registry).connections() > 1 {
+            tokio::task::yield_now().await;
+        }
+        let again = call(addr).await.unwrap();
+        let (_send, _recv, heard) = join_as(&again, Join { wait: true, ..wish("waits") }).await;
+        assert!(matches!(heard, FromAggregator::Queued { .. }), "{heard:?}");
+        assert_eq!((holder.quic().close_reason(), again.quic().close_reason()), (None, None));
     });
 }
 

@@ -52,13 +52,12 @@ impl GradientFile {
         let unreadable = |error: std::io::Error| {
             Failure::usage(format!("cannot read {}: {error}", path.display()))
         };
-        // Asked before it is opened: opening a pipe waits for somebody to write to it.
         let about = std::fs::metadata(path).map_err(unreadable)?;
         if !about.is_file() {
             let kind = if about.is_dir() { "a directory" } else { "a pipe or a device" };
             return Err(Failure::usage(format!("{} is {kind}, not a file", path.display())));
         }
-        let file = File::open(path).map_err(unreadable)?;
+        let file = racksum_net::file::open(path).map_err(unreadable)?;
         let bad = |why: String| {
             Failure::usage(format!("{} is no safetensors file: {why}", path.display()))
         };

@@ -72,29 +72,30 @@ fn a_limit_on_memory_that_is_too_small_is_said_in_a_sentence() {
 }
 
 #[test]
-fn a_configuration_that_hangs_when_it_is_read_again_does_not_keep_an_aggregator_from_stopping() {
-    let folder = Folder::new("hangs");
+fn a_configuration_that_is_a_pipe_is_refused_and_may_be_read_again_later() {
+    let folder = Folder::new("pipe");
     let config = folder.path("racksum.toml");
+    let pipe = || {
+        // Nobody writes to it.
+        assert!(Command::new("mkfifo").arg(&config).status().unwrap().success());
+    };
+    let why = format!("cannot read {}: it is not a regular file", config);
+    pipe();
+    let ended = run(&["aggregator", "--config", &config]);
+    assert_eq!(ended.failed(2), why);
+    std::fs::remove_file(&config).unwrap();
     std::fs::write(&config, "max_jobs = 4\n").unwrap();
     let serving = Serving::start(&["--config", &config]);
     std::fs::remove_file(&config).unwrap();
-    // Nobody writes to it.
-    let pipe = Command::new("mkfifo").arg(&config).status().unwrap();
-    assert!(pipe.success());
-    for _ in 0..3 {
-        signal(serving.process.id(), "HUP");
-    }
-    let mut writer = None;
-    // The signal has been heeded once somebody is about to read.
-    await_that("it reads the pipe", || {
-        use std::os::unix::fs::OpenOptionsExt;
-        let mut open = std::fs::File::options();
-        // Were it closed again, that would end the read.
-        writer = open.write(true).custom_flags(libc::O_NONBLOCK).open(&config).ok();
-        writer.is_some()
-    });
-    serving.end().ok();
-    drop(writer);
+    pipe();
+    signal(serving.process.id(), "HUP");
+    let refused = format!("nothing is reloaded: {why}");
+    await_that("the pipe is refused", || serving.process.err().contains(&refused));
+    std::fs::remove_file(&config).unwrap();
+    std::fs::write(&config, "max_jobs = 5\n").unwrap();
+    signal(serving.process.id(), "HUP");
+    await_that("it is reloaded", || serving.process.out().contains("configuration reloaded"));
+    serving.end();
 }
 
 #[test]
@@ -260,8 +261,12 @@ fn a_configuration_that_nobody_could_use_is_refused_at_the_start() {
         assert_eq!(ended.failed(2), why);
     }
     let ended = run(&["aggregator", "--config", "/dev/zero"]);
-    let why = "cannot read /dev/zero: it is no configuration, being larger than 1 MiB";
-    assert_eq!(ended.failed(2), why);
+    assert_eq!(ended.failed(2), "cannot read /dev/zero: it is not a regular file");
+    let folder = Folder::new("large");
+    let large = folder.path("large.toml");
+    std::fs::File::create(&large).unwrap().set_len(2 << 20).unwrap();
+    let ended = run(&["aggregator", "--config", &large]);
+    assert_eq!(ended.failed(2), format!("cannot read {large}: it is larger than 1024 KiB"));
 }
 
 #[test]

@@ -1,9 +1,8 @@
 //! Who we are: a certificate, its key, and the authority that vouches for it.
 
 use std::fmt;
-use std::fs::File;
-use std::io::Read;
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::io::{Error, ErrorKind, Read};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use rcgen::{CertificateParams, KeyPair};
@@ -13,7 +12,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use rustls::sign::CertifiedKey;
 
 use super::Certificate;
-use crate::NetError;
+use crate::{NetError, file};
 
 /// The name in every aggregator's certificate and the one that clients ask for. Addresses say where
 /// an aggregator is; the certificate says that it is one.
@@ -129,13 +128,12 @@ pub(super) const fn no_key(error: &pem::Error) -> &'static str {
 /// Reads a file that holds a key.
 pub(super) fn read_secret(path: &Path) -> Result<Vec<u8>, NetError> {
     let read = || -> std::io::Result<(Vec<u8>, u32)> {
-        // Opening a pipe would otherwise wait for somebody who writes to it.
-        let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
-        let about = file.metadata()?;
-        if !about.is_file() {
-            return Err(std::io::Error::other("it is not a regular file; name one in PEM"));
-        }
-        let mode = about.permissions().mode();
+        let file = file::open(path).map_err(|error| match error.kind() {
+            // Whatever it is, it holds no identity.
+            ErrorKind::Other => Error::other(format!("{error}; name one in PEM")),
+            _ => error,
+        })?;
+        let mode = file.metadata()?.permissions().mode();
         let mut bytes = Vec::new();
         file.take(MAX_FILE).read_to_end(&mut bytes)?;
         Ok((bytes, mode))

@@ -132,6 +132,14 @@ impl Credentials {
         self.trust == Trust::Authorities
     }
 
+    /// Whether those who are believed by the `other` credentials are believed by these.
+    #[must_use]
+    pub fn believe_like(&self, other: &Self) -> bool {
+        let authorities = self.identity.authorities();
+        let known = other.identity.authorities().iter().all(|it| authorities.contains(it));
+        self.trust == other.trust && (known || !self.are_vouched_for())
+    }
+
     /// Checks that `addr` may be served or called at all.
     ///
     /// # Errors

@@ -234,3 +234,15 @@ fn a_pipe_is_no_identity_and_nobody_waits_for_its_writer() {
     let error = Identity::load(&path).unwrap_err().to_string();
     assert_eq!(error, format!("{}: it is not a regular file; name one in PEM", path.display()));
 }
+
+#[test]
+fn credentials_that_know_the_authorities_of_others_believe_like_them() {
+    let folder = Folder::new("believe");
+    let [one, other] = ["one", "other"].map(|name| folder.authority(name));
+    let own = folder.credentials(&one, "agg-1", Role::Aggregator);
+    let renewed = folder.credentials(&one, "agg-2", Role::Aggregator);
+    let foreign = folder.credentials(&other, "agg-3", Role::Aggregator);
+    let [none, neither] = [(); 2].map(|()| Credentials::new(None, false).unwrap());
+    assert!(renewed.believe_like(&own) && neither.believe_like(&none));
+    assert!(!foreign.believe_like(&own) && !own.believe_like(&none));
+}
