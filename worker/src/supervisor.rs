@@ -57,6 +57,11 @@ pub(crate) fn join_first(
                 return Err(ConnectError::NoRoom { why, waited, elsewhere });
             }
             ConnectError::Incomplete { missing, .. } => {
+                let order = "; do all ranks name the same aggregators, in the same order?";
+                let elsewhere = match options.standbys.is_empty() {
+                    true => elsewhere,
+                    false => elsewhere + order,
+                };
                 return Err(ConnectError::Incomplete { missing, waited, elsewhere });
             }
             error => {

@@ -166,8 +166,14 @@ impl Job {
             ("place among aggregators", u64::from(self.stripe.0), u64::from(join.stripe.0)),
         ] {
             if mine != theirs {
+                let advice = match what {
+                    "aggregators" | "place among aggregators" => {
+                        "; name the same aggregators in the same order at all ranks"
+                    }
+                    _ => "",
+                };
                 return Err(format!(
-                    "job {name:?} was opened with {what} {mine}, but rank {} says {theirs}",
+                    "job {name:?} was opened with {what} {mine}, but rank {} says {theirs}{advice}",
                     join.rank
                 ));
             }

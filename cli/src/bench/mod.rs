@@ -184,12 +184,13 @@ impl Args {
         }
         let world = self.member.world.or(self.workers).unwrap_or(WORKERS);
         let most = 1.0 / f64::from(world.max(1));
-        if let (Some(density), Overlap::None) = (self.density, self.overlap)
-            && density > most
+        let mut densities = self.densities().into_iter();
+        if let (Overlap::None, Some(density)) =
+            (self.overlap, densities.find(|density| *density > most))
         {
             return usage(format!(
                 "--overlap none leaves each of {world} ranks at most {most:.3} of the blocks, not \
-                 {density}"
+                 {density}; give --density"
             ));
         }
         // The parent's flags are handed on to its ranks as they are.

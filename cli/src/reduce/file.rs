@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
+use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -98,7 +99,13 @@ impl GradientFile {
     pub(super) fn read(&self, tensor: &Tensor, from: usize, out: &mut [u8]) -> Result<(), Failure> {
         let at = self.data_start + tensor.offset + from as u64;
         self.file.read_exact_at(out, at).map_err(|error| {
-            Failure::failed(format!("cannot read {}: {error}", self.path.display()))
+            let path = self.path.display();
+            Failure::failed(match error.kind() {
+                ErrorKind::UnexpectedEof => {
+                    format!("{path} has become shorter while it was read; write it again")
+                }
+                _ => format!("cannot read {path}: {error}"),
+            })
         })
     }
 
@@ -319,6 +326,8 @@ mod tests {
         let mut bytes = [0; 4];
         file.read(&file.tensors[2], 4, &mut bytes).unwrap();
         assert_eq!(bytes, [7; 4]);
+        let why = file.read(&file.tensors[2], 14, &mut bytes).unwrap_err().to_string();
+        assert!(why.ends_with(" has become shorter while it was read; write it again"), "{why}");
         let again = header_of(&file.tensors).unwrap();
         let metadata: Metadata = serde_json::from_slice(&again[8..]).unwrap();
         assert_eq!(metadata.offset_keys(), ["c", "a", "b"]);

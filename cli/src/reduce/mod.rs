@@ -78,10 +78,10 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = Format::Text)]
     format: Format,
     /// Say what became of it on standard output, for the parent to merge.
-    #[arg(long, hide = true, requires = "rank", conflicts_with = "out")]
+    #[arg(long, hide = true, requires = "rank")]
     raw: bool,
-    /// Write the result into this file of the parent's.
-    #[arg(long, hide = true, requires = "raw")]
+    /// Write the result into this file of the parent's, which puts it where --out says.
+    #[arg(long, hide = true, requires = "raw", requires = "out")]
     into: Option<PathBuf>,
 }
 

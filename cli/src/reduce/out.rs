@@ -1,7 +1,10 @@
 //! The file of the result: whole, or not there at all.
 
-use std::fs::{File, Metadata};
+use std::ffi::{OsStr, OsString};
+use std::fs::{File, Metadata, Permissions};
 use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use crate::exit::Failure;
@@ -14,6 +17,8 @@ pub(super) struct OutFile {
     path: PathBuf,
     temporary: PathBuf,
     file: File,
+    /// Whose permissions it has in the end, if it replaces a file.
+    permissions: Option<Permissions>,
     committed: bool,
 }
 
@@ -41,19 +46,23 @@ impl OutFile {
             )));
         }
         for attempt in 0..ATTEMPTS {
-            let mut hidden = std::ffi::OsString::from(".");
-            hidden.push(name);
+            let mut hidden = OsString::from(".");
+            // A name may be as long as the file system lets it.
+            let len = name.len().min(LONGEST_NAME);
+            hidden.push(OsStr::from_bytes(&name.as_bytes()[..len]));
             hidden.push(format!(".{}-{attempt}.tmp", std::process::id()));
             let temporary = folder.join(hidden);
-            match File::options().read(true).write(true).create_new(true).open(&temporary) {
+            let mut options = File::options();
+            options.read(true).write(true).create_new(true);
+            // Until it is whole, ranks open it to write, and nobody else may read more of it.
+            if before.is_some() {
+                options.mode(0o600);
+            }
+            match options.open(&temporary) {
                 Ok(file) => {
-                    let out = Self { path: path.clone(), temporary, file, committed: false };
-                    if let Some(before) = before {
-                        out.file
-                            .set_permissions(before.permissions())
-                            .map_err(|error| cannot_write(path, &error))?;
-                    }
-                    return Ok(out);
+                    let permissions = before.map(|before| before.permissions());
+                    let path = path.clone();
+                    return Ok(Self { path, temporary, file, permissions, committed: false });
                 }
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
                 Err(error) => return Err(cannot_write(path, &error)),
@@ -101,8 +110,10 @@ impl OutFile {
     /// # Errors
     /// Why it cannot be; nothing is left behind then.
     pub(super) fn commit(mut self) -> Result<(), Failure> {
-        let Self { path, temporary, file, .. } = &self;
-        file.sync_all()
+        let Self { path, temporary, file, permissions, .. } = &self;
+        let permitted = permissions.clone().map_or(Ok(()), |it| file.set_permissions(it));
+        permitted
+            .and_then(|()| file.sync_all())
             .and_then(|()| std::fs::rename(temporary, path))
             .map_err(|error| cannot_write(path, &error))?;
         self.committed = true;
@@ -150,6 +161,8 @@ fn folder_of(path: &Path) -> &Path {
     }
 }
 
+/// Bytes of its name that the temporary file's has: less than the 255 that a name may have.
+const LONGEST_NAME: usize = 200;
 /// Names tried for the temporary file.
 const ATTEMPTS: u32 = 16;
 
@@ -187,6 +200,15 @@ mod tests {
     }
 
     #[test]
+    fn a_name_may_be_as_long_as_a_file_s_may_be() {
+        let folder = folder("long");
+        let path = folder.join("n".repeat(255));
+        OutFile::create(&path).unwrap().commit().unwrap();
+        assert!(path.exists());
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
     fn a_file_that_is_not_committed_leaves_nothing() {
         let folder = folder("drop");
         let mut out = OutFile::create(&folder.join("sum")).unwrap();
@@ -201,14 +223,16 @@ mod tests {
         let folder = folder("link");
         let [path, link] = ["sum", "link"].map(|name| folder.join(name));
         std::fs::write(&path, "before").unwrap();
-        let private = std::fs::Permissions::from_mode(0o600);
-        std::fs::set_permissions(&path, private).unwrap();
+        // Not even its owner may write to it.
+        std::fs::set_permissions(&path, Permissions::from_mode(0o440)).unwrap();
         std::os::unix::fs::symlink(&path, &link).unwrap();
         let mut out = OutFile::create(&link).unwrap();
+        let mode = out.temporary().metadata().unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "ranks write to it");
         out.file().write_all(b"after").unwrap();
         out.commit().unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), b"after");
-        assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+        assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o440);
         assert!(link.symlink_metadata().unwrap().is_symlink());
         std::fs::remove_dir_all(folder).unwrap();
     }

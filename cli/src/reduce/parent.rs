@@ -65,8 +65,9 @@ fn start(
             .args(["--aggregator", &aggregator.addr().to_string()])
             .args(["--rank", &rank.to_string(), "--world", &world.to_string()])
             .args(args.for_ranks());
-        if let Some(into) = into.filter(|_| rank == 0) {
-            command.arg("--into").arg(into);
+        if let Some((into, out)) = into.filter(|_| rank == 0).zip(args.out.as_deref()) {
+            // The latter is what errors call it.
+            command.arg("--into").arg(into).arg("--out").arg(out);
         }
         command.arg("--").arg(&args.files[usize::from(rank)]);
     })

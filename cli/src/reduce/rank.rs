@@ -79,7 +79,9 @@ pub(super) fn run_for_parent(args: &Args, member: &Member, path: &Path) -> Said 
         let mut out = match &args.into {
             None => None,
             Some(into) => {
-                Some(File::options().write(true).open(into).map_err(|e| cannot_write(into, &e))?)
+                let named = args.out.as_deref().unwrap_or(into);
+                let opened = File::options().write(true).open(into);
+                Some(opened.map_err(|error| cannot_write(named, &error))?)
             }
         };
         reduce(args, member, &file, out.as_mut())
@@ -99,8 +101,8 @@ fn reduce(
     let held = agree(&client, member, file, &descriptors)?;
     let (clock, before) = (Clock::start(), client.stats());
     let start = clock.now();
-    let path = args.out.as_deref().unwrap_or_else(|| Path::new("the result"));
-    let out = out.map(|out| Writer::start(out, path, &file.tensors)).transpose()?;
+    let out = out.zip(args.out.as_deref());
+    let out = out.map(|(out, path)| Writer::start(out, path, &file.tensors)).transpose()?;
     let mut pipeline = Pipeline {
         client: &client,
         file,

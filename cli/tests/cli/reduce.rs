@@ -172,6 +172,19 @@ fn a_result_may_replace_a_file_and_even_an_input() {
 }
 
 #[test]
+fn a_result_that_there_is_no_room_for_is_named() {
+    let folder = Folder::new("full");
+    let file = folder.write("rank", &[("w", Tensor::of(Dtype::F32, &[4096], &[1.0; 4096]))]);
+    let out = folder.path("sum");
+    // A limit on the size of files, at which the signal that says so is ignored.
+    let script = format!("trap '' XFSZ; ulimit -f 1; exec {RACKSUM} reduce --out {out} {file}");
+    let ended = Process::spawn(Command::new("sh").args(["-c", &script])).end(60);
+    let why = format!("rank 0: cannot write {out}: File too large");
+    assert!(ended.failed(1).starts_with(&why), "{ended:?}");
+    assert_eq!(folder.names(), ["rank"]);
+}
+
+#[test]
 fn what_cannot_be_reduced_is_refused_in_a_sentence_and_nothing_is_written() {
     let folder = Folder::new("bad");
     let vector = |dtype, len: usize| Tensor::of(dtype, &[len], &vec![1.0; len]);

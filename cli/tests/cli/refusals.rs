@@ -231,6 +231,28 @@ fn who_waits_for_room_is_not_told_to_wait() {
 }
 
 #[test]
+fn ranks_that_name_aggregators_in_other_orders_are_told_so() {
+    let serving = [(); 2].map(|()| Serving::start(&[]));
+    let [one, two] = [0, 1].map(|at: usize| &serving[at].addr[..]);
+    let pair = |ranks: [String; 2]| {
+        let rank = |at: u16| {
+            let flags = ["--join-timeout", "4"];
+            bench_rank(&ranks[usize::from(at)], at, 2, &flags)
+        };
+        [rank(0), rank(1)].map(|rank| rank.end(30))
+    };
+    // At least one of both hears of it: the other may have left by then.
+    let spread = pair([format!("{one}+{two}"), format!("{two}+{one}")]);
+    let order = "name the same aggregators in the same order";
+    assert!(spread.iter().any(|ended| ended.err.contains(order)), "{spread:?}");
+    for ended in pair([format!("{one},{two}"), format!("{two},{one}")]) {
+        let why = ended.failed(1);
+        assert!(why.contains(" had not joined"), "{why}");
+        assert!(why.ends_with("the same aggregators, in the same order?"), "{why}");
+    }
+}
+
+#[test]
 fn a_standby_that_no_rank_names_is_refused() {
     let serving = Serving::start(&[]);
     let both = format!("{},127.0.0.1:{}", serving.addr, own_port());
@@ -361,6 +383,7 @@ fn a_benchmark_that_cannot_be_is_refused_before_it_starts() {
         (&["-d", "i32", "--wire", "int8"], "wire type int8 cannot carry a tensor of i32"),
         (&["--mtu", "1279"], "an MTU of 1279 is too small"),
         (&["--overlap", "none", "--density", "0.3"], "at most 0.250 of the blocks, not 0.3"),
+        (&["--overlap", "none"], "at most 0.250 of the blocks, not 1; give --density"),
         (&[&far[..], &["--workers", "2"]].concat(), "--workers is of a run on this host"),
         (&[&far[..], &["--shards", "2"]].concat(), "--shards is of a run on this host"),
         (&[&far[..], &["--fanout", "auto"]].concat(), "--fanout is of a run on this host"),
