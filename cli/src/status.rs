@@ -15,6 +15,7 @@ use racksum_net::clock::Clock;
 use racksum_net::local::Peer;
 use racksum_net::quic::{Caller, Credentials, Ended, ask_status};
 use racksum_net::resolve::resolve_blocking;
+use racksum_proto::ids::listed;
 use racksum_proto::job_name::JobName;
 use racksum_proto::peer_text::PeerText;
 use racksum_proto::time::Span;
@@ -348,8 +349,7 @@ fn shard_text(shard: &ShardStatus) -> String {
 }
 
 fn list(ranks: &[u16]) -> String {
-    let names: Vec<_> = ranks.iter().map(u16::to_string).collect();
-    names.join(", ")
+    listed(ranks.iter().copied())
 }
 
 #[cfg(test)]
