@@ -111,6 +111,8 @@ pub(crate) enum Limit {
     Jobs { jobs: usize, most: u32, limit: &'static str },
     /// Others have taken so much of the packet buffers.
     Share { taken: f64, share: f64 },
+    /// Its other groups have taken all that it may have of the packet buffers.
+    Own { own: f64 },
 }
 
 impl fmt::Display for Limit {
@@ -128,6 +130,11 @@ impl fmt::Display for Limit {
             Self::Share { taken, share } => write!(
                 f,
                 "{taken:.0} % of the packet buffers are taken, and {share:.0} % asked for"
+            ),
+            Self::Own { own } => write!(
+                f,
+                "the job's other groups have all of the {own:.0} % of the packet buffers that it \
+                 may have"
             ),
         }
     }
@@ -156,16 +163,26 @@ impl<'a> Tally<'a> {
     /// The share of each shard's packet buffers that a job is granted beside the others, in per
     /// cent: what its rule says, or an equal one. The first group of a job with a share of its own
     /// has half of that, and each further group of any job an eighth of what is left: nobody knows
-    /// how many groups there will be.
+    /// how many groups there will be. What is left is of the job's own share, if a rule admits it:
+    /// groups must not get around the rule's `max_jobs`. Without rules anybody may take all.
     pub(crate) fn share_of(&self, config: &Config, wanted: &Tenant<'_>) -> f64 {
-        let own = wanted.rule(config).and_then(|rule| rule.share_percent).map(f64::from);
-        let equal = 100.0 / f64::from(config.max_jobs.max(1));
-        match (self.shares.get(&*wanted.name.name), own) {
+        let equal = Self::equal(config);
+        match (self.shares.get(&*wanted.name.name), Self::own(config, wanted)) {
             (None, Some(own)) if !wanted.name.group.is_empty() => own / 2.0,
             (None, own) => own.unwrap_or(equal),
             (Some(held), Some(own)) => (own - held).max(0.0) / 8.0,
             (Some(_), None) => ((100.0 - self.share).max(0.0) / 8.0).min(equal),
         }
+    }
+
+    fn equal(config: &Config) -> f64 {
+        100.0 / f64::from(config.max_jobs.max(1))
+    }
+
+    /// The share that a job has with all its groups, if a rule admits it.
+    fn own(config: &Config, wanted: &Tenant<'_>) -> Option<f64> {
+        let rule = wanted.rule(config)?;
+        Some(rule.share_percent.map_or_else(|| Self::equal(config), f64::from))
     }
 
     /// Whether one more job may be opened beside these.
@@ -175,6 +192,9 @@ impl<'a> Tally<'a> {
             [("max_ranks", Some(config.max_ranks)), ("--max-jobs", Some(config.max_jobs.into()))];
         self.all.check(wanted, limits)?;
         let (taken, share) = (self.share, self.share_of(config, wanted));
+        if let Some(own) = Self::own(config, wanted).filter(|_| share <= 0.0) {
+            return Err(Limit::Own { own });
+        }
         // Shares are sums of fractions.
         if share <= 0.0 || taken + share > 100.0 + 1e-6 {
             return Err(Limit::Share { taken, share });
@@ -244,7 +264,8 @@ pub(crate) fn check_room(
     })
 }
 
-/// Who holds what: by name the jobs that the one who asks might join, the others by number.
+/// Who holds what: by name the jobs that the one who asks might join, group by group, and the
+/// number of the others, whose groups are their own affair.
 fn holders<'a>(
     config: &Config,
     held: impl Iterator<Item = &'a Tenant<'a>>,
@@ -258,9 +279,14 @@ fn holders<'a>(
     let named = seen.iter().take(MAX_HOLDERS);
     let mut names: Vec<_> =
         named.map(|it| format!("{:?} with {} ranks", it.name, it.world)).collect();
-    let others = others.len() + seen.len().saturating_sub(MAX_HOLDERS);
-    if others > 0 {
-        names.push(format!("{others} jobs of others"));
+    if let Some(more @ 1..) = seen.len().checked_sub(MAX_HOLDERS) {
+        names.push(format!("{more} more jobs or groups of them"));
+    }
+    let others: BTreeSet<&str> = others.iter().map(|it| &*it.name.name).collect();
+    match others.len() {
+        0 => {}
+        1 => names.push("1 job of others".into()),
+        jobs => names.push(format!("{jobs} jobs of others")),
     }
     if names.is_empty() { String::new() } else { format!(", held by {}", names.join(", ")) }
 }
@@ -338,7 +364,7 @@ mod tests {
         // What others hold is a number.
         let full = Config { max_jobs: 2, ..config.clone() };
         let (_, told) = why(check_room(&full, &held, &of(&full, "s-2", "speech-2", 1)));
-        assert!(told.contains("held by \"s-1\" with 100 ranks, 1 jobs of others;"), "{told}");
+        assert!(told.contains("held by \"s-1\" with 100 ranks, 1 job of others;"), "{told}");
     }
 
     #[test]
@@ -406,5 +432,36 @@ mod tests {
         }
         let taken: f64 = held.iter().filter_map(|it| it.granted).sum();
         assert!(held[0].granted == Some(20.0) && taken < 40.0, "{taken}");
+    }
+
+    #[test]
+    fn groups_do_not_get_around_the_most_jobs_of_a_rule() {
+        let vision = Admit { max_jobs: Some(1), ..rule("vision-*", "v-*") };
+        let admit = vec![vision, rule("speech-*", "s-*")];
+        let config = Config { max_jobs: 4, admit, ..Config::default() };
+        let mut held: Vec<Tenant<'static>> = Vec::new();
+        for group in 0..40 {
+            let wanted = group_of(&config, "v-x", &group.to_string(), "vision-1", 1);
+            assert_eq!(check_room(&config, &held, &wanted), Ok(()), "group {group}");
+            let share = Tally::of(&config, &held).share_of(&config, &wanted);
+            held.push(Tenant { granted: Some(share), ..wanted });
+        }
+        for job in ["s-1", "s-2", "s-3"] {
+            let wanted = of(&config, job, "speech-1", 1);
+            assert_eq!(check_room(&config, &held, &wanted), Ok(()), "{job}");
+            held.push(Tenant { granted: Some(25.0), ..wanted });
+        }
+        // Forty groups are one job, to others at least.
+        let (_, told) = why(check_room(&config, &held[..43], &of(&config, "s-4", "speech-2", 1)));
+        assert!(told.contains("\"s-3\" with 1 ranks, 1 job of others;"), "{told}");
+        let of_vision = Tenant { granted: None, ..held[0] };
+        let (_, told) = why(check_room(&config, &held[..40], &of(&config, "v-y", "vision-2", 1)));
+        assert!(told.contains(", 24 more jobs or groups of them;"), "{told}");
+        // A job that has all it may have is told so.
+        let all = Tenant { granted: Some(25.0), ..held[1] };
+        let (later, told) = why(check_room(&config, &[all], &of_vision));
+        let expected = "the job's other groups have all of the 25 % of the packet buffers that it \
+                        may have";
+        assert!(later && told.starts_with(expected), "{told}");
     }
 }

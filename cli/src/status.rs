@@ -15,6 +15,7 @@ use std::time::Duration;
 use racksum_aggregator::{JobStatus, ShardStatus, Status};
 use racksum_net::clock::Clock;
 use racksum_net::local::Peer;
+use racksum_proto::ids::listed;
 use racksum_proto::job_name::JobName;
 use racksum_proto::peer_text::PeerText;
 use racksum_worker::check_address;
@@ -356,8 +357,7 @@ fn shard_text(shard: &ShardStatus) -> String {
 }
 
 fn list(ranks: &[u16]) -> String {
-    let names: Vec<_> = ranks.iter().map(u16::to_string).collect();
-    names.join(", ")
+    listed(ranks.iter().copied())
 }
 
 #[cfg(test)]

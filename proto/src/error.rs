@@ -7,7 +7,7 @@ use core::fmt;
 
 use crate::control::Loss;
 use crate::descriptor::Descriptor;
-use crate::ids::{OpId, Rank};
+use crate::ids::{OpId, Rank, listed};
 use crate::time::Span;
 
 /// Why a datagram changed nothing but a counter. The discriminant indexes the drop counters.
@@ -316,11 +316,8 @@ impl fmt::Display for OpError {
                 op.0
             ),
             Self::PeerLost { ranks, why } => {
-                write!(f, "lost rank")?;
-                for (i, rank) in ranks.iter().enumerate() {
-                    write!(f, "{} {}", if i == 0 { "" } else { "," }, rank.0)?;
-                }
-                write!(f, ": {}", why.name())
+                let ranks = listed(ranks.iter().map(|rank| rank.0));
+                write!(f, "lost rank {ranks}: {}", why.name())
             }
             Self::NoAggregator { tried } => write!(f, "no aggregator is left: {tried}"),
             Self::Ended { why } => write!(f, "the session ended: {why}"),

@@ -1,5 +1,7 @@
 //! Identities, one newtype each, so that a rank is never taken for a job.
 
+use alloc::string::{String, ToString};
+
 use serde::{Deserialize, Serialize};
 
 /// The number an aggregator gives a job when its first rank joins.
@@ -43,5 +45,38 @@ impl WindowId {
     #[must_use]
     pub const fn new(op: OpId, index: u32) -> Self {
         Self { op, index }
+    }
+}
+
+/// Lists ranks for a sentence: `3, 5, 9`. A peer may name thousands, so past [`MAX_LISTED`] the
+/// list only says how many more there are.
+#[must_use]
+pub fn listed(ranks: impl IntoIterator<Item = u16>) -> String {
+    let (mut text, mut ranks) = (String::new(), ranks.into_iter());
+    for rank in ranks.by_ref().take(MAX_LISTED) {
+        text += if text.is_empty() { "" } else { ", " };
+        text += &rank.to_string();
+    }
+    match ranks.count() {
+        0 => text,
+        more => text + " and " + &more.to_string() + " more",
+    }
+}
+
+/// Most ranks that a sentence names.
+pub const MAX_LISTED: usize = 64;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sentence_names_few_ranks_and_counts_the_rest() {
+        assert_eq!(listed([]), "");
+        assert_eq!(listed([7]), "7");
+        assert_eq!(listed([3, 5, 9]), "3, 5, 9");
+        assert!(listed(0..64).ends_with("62, 63"), "{}", listed(0..64));
+        let long = listed(0..=u16::MAX);
+        assert!(long.ends_with("62, 63 and 65472 more"), "{long}");
     }
 }

@@ -1,5 +1,6 @@
 //! The control connections of a worker: one to each aggregator of its job.
 
+use std::slice;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -126,11 +127,44 @@ struct Events {
 }
 
 impl Events {
+    /// Passes on what an aggregator says to a rank of a world. Returns false when nothing more is
+    /// to be heard.
+    fn hear(&self, message: FromAggregator, world: u16) -> bool {
+        match check_ranks(&message, world) {
+            Ok(()) => self.send(Event::Said(message)),
+            Err(why) => {
+                self.send(Event::Closed(ConnectError::Protocol(why)));
+                false
+            }
+        }
+    }
+
     /// Returns false when nobody listens any more.
     fn send(&self, event: Event) -> bool {
         let Self { ref tell, session, place } = *self;
         tell.send(Word::Told { session, place, event }).is_ok()
     }
+}
+
+/// Checks that a message names ranks of the world alone, and no more than it has: whoever hears it
+/// keeps them and shows them.
+fn check_ranks(message: &FromAggregator, world: u16) -> Result<(), String> {
+    let ranks = match message {
+        FromAggregator::Waiting { missing: ranks, .. }
+        | FromAggregator::PeerLost { ranks, .. }
+        | FromAggregator::Present { ranks } => ranks,
+        FromAggregator::Without(Absent { rank, .. }) | FromAggregator::RefusedRank { rank, .. } => {
+            slice::from_ref(rank)
+        }
+        _ => return Ok(()),
+    };
+    if let Some(rank) = ranks.iter().find(|rank| **rank >= world) {
+        return Err(format!("it names rank {rank} of a world of {world}"));
+    }
+    if ranks.len() > usize::from(world) {
+        return Err(format!("it names {} ranks of a world of {world}", ranks.len()));
+    }
+    Ok(())
 }
 
 /// How long an aggregator may take to answer a rank that joins a job, or moves with it, at one of
@@ -170,6 +204,7 @@ impl Control {
             _ => LEAVE,
         };
         let (tell, session, place) = (mailbox.sender(), mailbox.session, wish.stripe.0);
+        let world = wish.world;
         let first = FromWorker::Prove { version: wish.version };
         let events = Events { tell, session, place };
         let (to, from) = (route.to, route.caller());
@@ -178,7 +213,7 @@ impl Control {
         let thread = std::thread::Builder::new().name("control".into()).spawn(move || {
             runtime.block_on(async {
                 let hear = events.clone();
-                let hear = move |message| hear.send(Event::Said(message));
+                let hear = move |message| hear.hear(message, world);
                 let caller = Caller { from, credentials, patience };
                 let ended = converse(to, first, &caller, words, hear).await;
                 // Nobody listens any more once the worker is gone.
@@ -276,6 +311,34 @@ mod tests {
     use super::*;
 
     #[test]
+    fn an_aggregator_that_names_ranks_beyond_the_world_is_heard_no_more() {
+        let (tell, told) = channel();
+        let events = Events { tell, session: 0, place: 0 };
+        let waiting = |missing| FromAggregator::Waiting { missing, waited_ms: 0 };
+        let lost = |ranks| FromAggregator::PeerLost { ranks, why: Loss::Died };
+        let without = |rank| FromAggregator::Without(Absent { rank, why: Loss::Died });
+        for of_world in [waiting(vec![0, 1]), lost(vec![1]), without(1)] {
+            assert!(events.hear(of_world.clone(), 2));
+            let Word::Told { event: Event::Said(said), .. } = told.recv().unwrap() else {
+                panic!("it is passed on")
+            };
+            assert_eq!(said, of_world);
+        }
+        let named = |ranks: Vec<u16>| [waiting(ranks.clone()), lost(ranks)];
+        let beyond = named(vec![0, 2]).into_iter().chain([without(2)]);
+        let beyond = beyond.map(|message| (message, "it names rank 2 of a world of 2"));
+        let often =
+            named(vec![1; 9000]).map(|message| (message, "it names 9000 ranks of a world of 2"));
+        for (message, why) in beyond.chain(often) {
+            assert!(!events.hear(message, 2), "{why}");
+            let Word::Told { event: Event::Closed(error), .. } = told.recv().unwrap() else {
+                panic!("{why}: it is passed on")
+            };
+            assert!(error.to_string().ends_with(why), "{error}");
+        }
+    }
+
+    #[test]
     fn who_has_gone_while_a_job_moves_is_named_where_it_goes_on() {
         let control = || {
             let (say, said) = unbounded_channel();
@@ -283,13 +346,13 @@ mod tests {
         };
         let gone = |rank| Absent { rank, why: Loss::Died };
         let (voices, (before, mut heard)) = (Voices::default(), control());
-        voices.set(std::slice::from_ref(&before));
+        voices.set(slice::from_ref(&before));
         voices.part(gone(1));
         assert_eq!(heard.try_recv().unwrap(), FromWorker::Parted(gone(1)));
         drop((before, heard));
         voices.part(gone(2));
         let (after, mut heard) = control();
-        voices.set(std::slice::from_ref(&after));
+        voices.set(slice::from_ref(&after));
         voices.part(gone(3));
         for rank in 1..=3 {
             assert_eq!(heard.try_recv().unwrap(), FromWorker::Parted(gone(rank)));

@@ -9,7 +9,7 @@ use racksum_net::NetError;
 use racksum_net::quic::SILENT;
 use racksum_proto::control::Loss;
 use racksum_proto::error::{OpError, SubmitError};
-use racksum_proto::ids::Rank;
+use racksum_proto::ids::{Rank, listed};
 
 /// Why a worker could not connect.
 #[derive(Debug, thiserror::Error)]
@@ -297,9 +297,8 @@ fn incomplete(missing: &[u16], waited: Duration) -> String {
 
 /// Says that ranks are missing, of which there are some.
 pub(crate) fn not_joined(missing: &[u16]) -> String {
-    let ranks: Vec<String> = missing.iter().map(u16::to_string).collect();
-    let s = if ranks.len() == 1 { "" } else { "s" };
-    format!("rank{s} {} had not joined", ranks.join(", "))
+    let s = if missing.len() == 1 { "" } else { "s" };
+    format!("rank{s} {} had not joined", listed(missing.iter().copied()))
 }
 
 #[cfg(test)]

@@ -9,11 +9,12 @@ use bytes::BytesMut;
 use racksum_net::auth::Opener;
 use racksum_net::clock::Clock;
 use racksum_net::interface::max_datagram;
+use racksum_net::log_limit::LogLimit;
 use racksum_net::multicast::{Multicast, open_member};
 use racksum_net::udp::{self, RECV_BATCH, RECV_CAPACITY, RecvRing, UdpConfig, UdpSocket};
 use racksum_proto::auth::DataAuth;
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Resume, Welcome};
-use racksum_proto::ids::Rank;
+use racksum_proto::ids::{Rank, listed};
 use racksum_proto::peer_text::PeerText;
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::Header;
@@ -31,6 +32,10 @@ const PROBE_POLL: Duration = Duration::from_millis(2);
 /// How long an aggregator may take to let a rank go; then it stays. Less than one that lets ranks
 /// wait for room keeps the place of one that it has let go.
 const FREE_TIMEOUT: Span = Span::from_secs(3);
+/// Limits on what an aggregator can make a worker log, which says something else again and again.
+static QUEUED: LogLimit = LogLimit::new(16);
+static WAITING: LogLimit = LogLimit::new(64);
+static NO_GROUP: LogLimit = LogLimit::new(4);
 /// Most aggregators of a job: their groups, the data socket and a waker are waited for at once.
 const MAX_AGGREGATORS: usize = 62;
 
@@ -251,12 +256,11 @@ fn complete(
 fn awaited(parts: &[Joining<'_>]) -> String {
     let gathering = parts.iter().filter(|part| part.welcome.is_none());
     let ranks: BTreeSet<u16> = gathering.flat_map(|part| &part.missing).copied().collect();
-    let ranks: Vec<String> = ranks.iter().map(u16::to_string).collect();
-    match (parts.iter().find_map(|part| part.queued.as_ref()), &ranks[..]) {
+    match (parts.iter().find_map(|part| part.queued.as_ref()), ranks.len()) {
         (Some(why), _) => format!("room: {why}"),
-        (None, []) => "the start of the job".into(),
-        (None, [rank]) => format!("rank {rank}"),
-        (None, _) => format!("ranks {}", ranks.join(", ")),
+        (None, 0) => "the start of the job".into(),
+        (None, 1) => format!("rank {}", listed(ranks)),
+        (None, _) => format!("ranks {}", listed(ranks)),
     }
 }
 
@@ -434,7 +438,9 @@ impl<'a> Joining<'a> {
                 // The advice of a refusal, which has been followed.
                 let why = why.trim_end_matches(", or set `wait`").to_owned();
                 if self.queued.as_ref() != Some(&why) {
-                    tracing::warn!(before, "waiting for room: {why}");
+                    QUEUED.note(|left_out| {
+                        tracing::warn!(before, left_out, "waiting for room: {why}");
+                    });
                 }
                 self.queued = Some(why);
             }
@@ -443,7 +449,10 @@ impl<'a> Joining<'a> {
                 // One that would rather be elsewhere counts among them.
                 missing.retain(|rank| *rank != self.options.rank);
                 if missing != self.missing {
-                    tracing::info!(?missing, "waiting for ranks");
+                    WAITING.note(|left_out| {
+                        let missing = listed(missing.iter().copied());
+                        tracing::info!(missing, left_out, "waiting for ranks");
+                    });
                 }
                 self.missing = missing;
             }
@@ -463,7 +472,11 @@ impl<'a> Joining<'a> {
                     let buffer = session.socket.report().asked_receive;
                     // Without the group this rank is sent copies.
                     self.group = open_member(&group, buffer)
-                        .inspect_err(|error| tracing::warn!(%error, "no multicast"))
+                        .inspect_err(|error| {
+                            NO_GROUP.note(|left_out| {
+                                tracing::warn!(%error, left_out, "no multicast");
+                            });
+                        })
                         .ok();
                 }
                 self.welcome = Some(granted);

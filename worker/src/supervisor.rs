@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
+use racksum_net::log_limit::LogLimit;
 use racksum_net::quic::SILENT;
 use racksum_proto::control::{Absent, FromAggregator, FromWorker, Loss, Resume};
 use racksum_proto::ids::Rank;
@@ -27,6 +28,12 @@ const PAUSE: Duration = Duration::from_millis(250);
 const LONGEST_PAUSE: Duration = Duration::from_secs(4);
 /// The shortest try that is worth its while: one with less time would say nothing.
 const LEAST_TRY: Duration = Duration::from_millis(500);
+
+/// Limits on what aggregators can make a worker log.
+static LOST: LogLimit = LogLimit::new(64);
+static NO_PARENT: LogLimit = LogLimit::new(4);
+static MOVING: LogLimit = LogLimit::new(16);
+static MOVED: LogLimit = LogLimit::new(16);
 
 /// Joins a job at the first of its sets of aggregators that can be had, and says which that is. An
 /// aggregator that does not answer, or goes away while ranks are waited for, is tried again for as
@@ -114,7 +121,7 @@ impl Supervisor {
                     self.end(superseded(&why));
                 }
                 Event::Said(FromAggregator::ParentLost { reason }) => {
-                    tracing::warn!("{reason}");
+                    NO_PARENT.note(|left_out| tracing::warn!(left_out, "{reason}"));
                     self.end("the parent of the aggregator is gone");
                 }
                 Event::Said(FromAggregator::Drain) if self.may_move() => {
@@ -122,6 +129,7 @@ impl Supervisor {
                 }
                 Event::Closed(error) if self.may_move() => self.move_on(error.to_string()),
                 Event::Closed(ConnectError::Silent) => self.end(SILENT),
+                Event::Closed(error @ ConnectError::Protocol(_)) => self.end(error.to_string()),
                 Event::Closed(_) => self.end("the aggregator is gone"),
                 Event::Said(_) => {}
             }
@@ -149,7 +157,9 @@ impl Supervisor {
         let Absent { rank, why } = absent;
         if self.absent.iter().all(|known| known.rank != rank) {
             if why != Loss::Left {
-                tracing::warn!(rank, "rank lost, job goes on: {}", why.name());
+                LOST.note(|left_out| {
+                    tracing::warn!(rank, left_out, "rank lost, job goes on: {}", why.name());
+                });
             }
             self.absent.push(absent);
         }
@@ -165,7 +175,9 @@ impl Supervisor {
     fn move_on(&mut self, why: String) {
         let options = self.options.clone();
         let mut search = Search::new(&options, self.at);
-        tracing::warn!(aggregator = search.name(), "moving on: {why}");
+        MOVING.note(|left_out| {
+            tracing::warn!(aggregator = search.name(), left_out, "moving on: {why}");
+        });
         search.leave(why);
         let text = search.text();
         let first_op = self.shared.tell(|engine| (!engine.has_ended()).then(|| engine.leave(text)));
@@ -209,7 +221,7 @@ impl Supervisor {
 
     /// Goes on as granted.
     fn resume(&mut self, at: usize, name: &str, granted: Granted) {
-        tracing::info!(aggregator = name, "moved");
+        MOVED.note(|left_out| tracing::info!(aggregator = name, left_out, "moved"));
         self.at = at;
         let resumed = self.shared.tell(|engine| engine.resume(granted.config, granted.links));
         // Otherwise it leaves at once, since the others would wait for it.

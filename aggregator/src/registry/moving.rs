@@ -4,6 +4,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use racksum_proto::control::{Absent, FromAggregator, Join, Loss, OnRankLoss, Resume};
+use racksum_proto::ids::listed;
 use racksum_proto::job_name::JobName;
 use racksum_proto::wire::Flags;
 use tokio::time::Instant;
@@ -68,14 +69,13 @@ impl Registry {
             let reason = format!("after {waited} s there was still no room at the parent: {why}");
             return self.refuse_all(&seat.job, &reason);
         }
-        let names: Vec<_> = missing.iter().map(u16::to_string).collect();
         let reason = format!(
             "job {:?} has waited {} s for rank{} {}; start what is missing, or raise \
              --join-timeout-s at the aggregator",
             seat.job,
             patience.as_secs(),
-            if names.len() == 1 { "" } else { "s" },
-            names.join(", ")
+            if missing.len() == 1 { "" } else { "s" },
+            listed(missing.iter().copied())
         );
         self.refuse_all(&seat.job, &reason);
     }

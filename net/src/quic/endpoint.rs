@@ -20,6 +20,7 @@ use socket2::SockRef;
 use tokio::task::AbortHandle;
 
 use super::connection_id::ConnectionIds;
+use super::frames::LONGEST;
 use super::identity::NAME;
 use super::{Credentials, IDLE_TIMEOUT, KEEP_ALIVE, PROTOCOL, duration};
 use crate::NetError;
@@ -313,7 +314,7 @@ fn server_config(credentials: &Credentials, protocol: &str) -> Result<ServerConf
     // A rank's data goes to the address of its connection. Only the handshake proves that the rank
     // hears there, so no later datagram may move the connection to another address.
     config
-        .transport_config(transport())
+        .transport_config(transport(CALLER_STREAMS))
         .migration(false)
         .max_incoming(MAX_INCOMING)
         .incoming_buffer_size(MAX_INCOMING_BYTES)
@@ -321,7 +322,7 @@ fn server_config(credentials: &Credentials, protocol: &str) -> Result<ServerConf
     Ok(config)
 }
 
-fn client_config(credentials: &Credentials) -> Result<ClientConfig, NetError> {
+pub(super) fn client_config(credentials: &Credentials) -> Result<ClientConfig, NetError> {
     let (provider, identity) = (provider(), &credentials.identity);
     let mut tls = rustls::ClientConfig::builder_with_provider(Arc::clone(&provider))
         .with_protocol_versions(&[&TLS13])
@@ -333,23 +334,25 @@ fn client_config(credentials: &Credentials) -> Result<ClientConfig, NetError> {
     tls.alpn_protocols = vec![PROTOCOL.as_bytes().to_vec()];
     let crypto = QuicClientConfig::try_from(tls).map_err(tls_error)?;
     let mut config = ClientConfig::new(Arc::new(crypto));
-    config.transport_config(transport());
+    // An aggregator opens no stream.
+    config.transport_config(transport(0));
     Ok(config)
 }
 
-/// Signs of life, and bounds on what the other side can make us hold.
-fn transport() -> Arc<TransportConfig> {
+/// Sends signs of life, and bounds what the other side can make us hold. The other side may open so
+/// many streams.
+fn transport(streams: u32) -> Arc<TransportConfig> {
     let idle_ms = u32::try_from(IDLE_TIMEOUT.as_millis()).unwrap_or(u32::MAX);
     let mut config = TransportConfig::default();
     config
         .keep_alive_interval(Some(duration(KEEP_ALIVE)))
         .max_idle_timeout(Some(VarInt::from_u32(idle_ms).into()))
         .initial_rtt(INITIAL_RTT)
-        .max_concurrent_bidi_streams(VarInt::from_u32(MAX_STREAMS))
-        .max_concurrent_uni_streams(VarInt::from_u32(MAX_STREAMS))
-        .stream_receive_window(VarInt::from_u32(STREAM_WINDOW))
-        .receive_window(VarInt::from_u32(CONNECTION_WINDOW))
-        .send_window(u64::from(CONNECTION_WINDOW))
+        .max_concurrent_bidi_streams(VarInt::from_u32(streams))
+        .max_concurrent_uni_streams(VarInt::from_u32(0))
+        .stream_receive_window(VarInt::from_u32(WINDOW))
+        .receive_window(VarInt::from_u32(WINDOW))
+        .send_window(u64::from(WINDOW))
         .datagram_receive_buffer_size(None);
     Arc::new(config)
 }
@@ -380,9 +383,9 @@ const RECEIVE_BUFFER: usize = 4 << 20;
 /// meanwhile.
 const MAX_INCOMING: usize = 1024;
 const MAX_INCOMING_BYTES: u64 = 16 << 10;
-/// Streams of each kind that the other side may have open: one for control, some for questions.
-const MAX_STREAMS: u32 = 16;
-/// Unread bytes of one stream: a few of the largest frames.
-const STREAM_WINDOW: u32 = 256 << 10;
-/// Unread bytes of one connection, and unacknowledged bytes that we hold for it.
-const CONNECTION_WINDOW: u32 = 1 << 20;
+/// Streams that a caller may have open: the conversation is one, and nobody reads another.
+const CALLER_STREAMS: u32 = 1;
+/// Unread bytes of a connection, and unacknowledged bytes that we hold for it: the longest message,
+/// whole. Thousands of ranks may wait at an aggregator, each with as much unread.
+#[expect(clippy::cast_possible_truncation, reason = "it is 64 KiB and a little")]
+const WINDOW: u32 = LONGEST as u32;

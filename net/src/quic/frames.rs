@@ -13,6 +13,9 @@ pub const MAX_FRAME: usize = 64 << 10;
 
 const LENGTH: usize = 4;
 
+/// Bytes of the largest message on a stream.
+pub(super) const LONGEST: usize = LENGTH + MAX_FRAME;
+
 /// Why a message was not sent or not received. After any of them the stream is of no more use.
 #[derive(Debug, thiserror::Error)]
 pub enum FrameError {

@@ -2,8 +2,8 @@ use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 
-use super::endpoint::serve;
-use super::frames::{FrameError, MAX_FRAME, recv, send};
+use super::endpoint::{client_config, serve};
+use super::frames::{FrameError, LONGEST, MAX_FRAME, recv, send};
 use super::*;
 use crate::NetError;
 
@@ -36,16 +36,21 @@ async fn call(to: SocketAddr, patience: Span) -> Result<Connection, NetError> {
     connect(to, &strangers(), patience).await
 }
 
-/// The two ends of a stream on which the calling side wrote `bytes`, and then finished it.
-async fn stream_of(bytes: &[u8]) -> (Connection, quinn::Connection, quinn::RecvStream) {
+/// The two ends of a connection.
+async fn pair() -> (Connection, quinn::Connection) {
     let server = server(any_port(), &strangers()).unwrap();
     let to = server.local_addr().unwrap();
     let accept = tokio::spawn(async move { server.accept().await.unwrap().await.unwrap() });
     let client = call(to, PATIENCE).await.unwrap();
+    (client, accept.await.unwrap())
+}
+
+/// The two ends of a stream on which the calling side wrote `bytes`, and then finished it.
+async fn stream_of(bytes: &[u8]) -> (Connection, quinn::Connection, quinn::RecvStream) {
+    let (client, served) = pair().await;
     let (mut out, _) = client.quic().open_bi().await.unwrap();
     out.write_all(bytes).await.unwrap();
     out.finish().unwrap();
-    let served = accept.await.unwrap();
     let (_, stream) = served.accept_bi().await.unwrap();
     (client, served, stream)
 }
@@ -110,7 +115,7 @@ async fn garbage_on_a_stream_is_a_typed_error() {
 
 #[tokio::test]
 async fn messages_up_to_the_limit_pass_and_none_above() {
-    let (client, served, _stream) = stream_of(b"").await;
+    let (client, served) = pair().await;
     let (mut out, _) = client.quic().open_bi().await.unwrap();
     // Two quotes of JSON around it.
     let longest = "x".repeat(MAX_FRAME - 2);
@@ -123,7 +128,7 @@ async fn messages_up_to_the_limit_pass_and_none_above() {
 
 #[tokio::test]
 async fn a_connection_that_is_gone_ends_a_receive() {
-    let (client, served, _stream) = stream_of(b"").await;
+    let (client, served) = pair().await;
     let (mut out, _) = client.quic().open_bi().await.unwrap();
     send(&mut out, &hello()).await.unwrap();
     let (_, mut back) = served.accept_bi().await.unwrap();
@@ -131,6 +136,40 @@ async fn a_connection_that_is_gone_ends_a_receive() {
     client.close("gone").await;
     let error = recv::<Hello>(&mut back).await.unwrap_err();
     assert!(matches!(error, FrameError::Read(_)), "{error}");
+}
+
+/// What a future comes to at once; none if it has to wait.
+async fn at_once<T>(future: impl Future<Output = T>) -> Option<T> {
+    tokio::select! {
+        biased;
+        done = future => Some(done),
+        () = std::future::ready(()) => None,
+    }
+}
+
+#[tokio::test]
+async fn a_peer_has_one_stream_and_no_more_room_than_a_message_takes() {
+    let (client, served) = pair().await;
+    // The called side opens nothing.
+    assert!(at_once(served.open_bi()).await.is_none());
+    assert!(at_once(served.open_uni()).await.is_none());
+    assert!(at_once(client.quic().open_uni()).await.is_none());
+    client.close("done").await;
+
+    // A caller that sends as much as it is let, whatever our own calls would send.
+    let server = server(any_port(), &strangers()).unwrap();
+    let to = server.local_addr().unwrap();
+    let accept = tokio::spawn(async move { server.accept().await.unwrap().await.unwrap() });
+    let mut config = client_config(&strangers()).unwrap();
+    config.transport_config(quinn::TransportConfig::default().into());
+    let caller = quinn::Endpoint::client(any_port()).unwrap();
+    let connection = caller.connect_with(config, to, "racksum").unwrap().await.unwrap();
+    let _served = accept.await.unwrap();
+    let (mut out, _back) = connection.open_bi().await.unwrap();
+    assert!(at_once(connection.open_bi()).await.is_none());
+    let unread = vec![0; 4 * LONGEST];
+    assert_eq!(out.write(&unread).await.unwrap(), LONGEST);
+    assert!(at_once(out.write(&unread)).await.is_none());
 }
 
 /// Calls a server that wants to know first that its caller hears, through somebody who sees each
