@@ -18,6 +18,7 @@ use crate::{environment, status, stderr};
 
 /// Flags override the configuration file, which overrides the defaults.
 #[derive(Debug, Clone, clap::Args)]
+#[command(after_long_help = args::EXIT_CODES)]
 pub(crate) struct Args {
     /// The address to serve on [default: 127.0.0.1].
     #[arg(long, value_name = "IP")]

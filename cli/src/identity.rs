@@ -155,15 +155,16 @@ fn show(path: &Path, format: Format) -> Result<(), Failure> {
 
 /// Writes a file that only its owner may read: whole, or not at all, and never over another.
 fn write_secret(path: &Path, contents: &str) -> Result<(), Failure> {
-    let cannot = |error: io::Error| {
-        Failure::usage(match error.kind() {
-            ErrorKind::AlreadyExists => format!(
-                "{} is there already, and a key is not written over; name another --out, or remove \
-                 it",
-                path.display()
-            ),
-            _ => format!("cannot write {}: {error}", path.display()),
-        })
+    let path_shown = path.display();
+    let cannot = |error: io::Error| match error.kind() {
+        ErrorKind::AlreadyExists => Failure::usage(format!(
+            "{path_shown} is there already, and a key is not written over; name another --out, or \
+             remove it"
+        )),
+        ErrorKind::NotFound | ErrorKind::PermissionDenied => {
+            Failure::usage(format!("cannot write {path_shown}: {error}; name another --out"))
+        }
+        _ => Failure::failed(format!("cannot write {path_shown}: {error}")),
     };
     let mut hidden = path.as_os_str().to_owned();
     hidden.push(format!(".{}.tmp", std::process::id()));

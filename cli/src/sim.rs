@@ -6,12 +6,13 @@ use std::ops::Range;
 use clap::Subcommand;
 use racksum_sim::swarm::{self, Summary};
 
-use crate::args::Format;
+use crate::args::{self, Format};
 use crate::exit::{Failure, say};
 use crate::stderr;
 
 /// The protocol's own code, packet by packet, on simulated links with faults.
 #[derive(Debug, clap::Args)]
+#[command(after_long_help = args::EXIT_CODES)]
 pub(crate) struct Args {
     #[command(subcommand)]
     command: Command,

@@ -18,6 +18,7 @@ use crate::{args, environment};
 
 /// The flags of a sidecar.
 #[derive(Debug, clap::Args)]
+#[command(after_long_help = args::EXIT_CODES)]
 pub(crate) struct Args {
     /// Where ranks call it: connect("unix:PATH"). Not to be given if systemd has opened the socket.
     #[arg(long, value_name = "PATH")]

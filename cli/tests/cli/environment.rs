@@ -45,6 +45,10 @@ fn an_error_names_the_variable_that_set_the_value() {
     let ended = run(&[("RACKSUM_AGGREGATOR", "a:1,")], &rank);
     let why = "RACKSUM_AGGREGATOR=\"a:1,\": an aggregator between + and , has no name";
     assert!(ended.failed(2).starts_with(why), "{ended:?}");
+    let ended = run(&[("RACKSUM_AGGREGATOR", "bogus")], &rank);
+    let why =
+        "RACKSUM_AGGREGATOR=\"bogus\": \"bogus\" is no address of an aggregator (HOST:PORT): ";
+    assert!(ended.failed(2).starts_with(why), "{ended:?}");
     let insecure = [&rank[..], &["--aggregator", "127.0.0.1:9", "--insecure"]].concat();
     let aggregator = ["aggregator", "--port", "0", "--insecure"];
     let status = ["status", "127.0.0.1:9", "--insecure"];

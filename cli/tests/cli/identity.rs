@@ -1,12 +1,13 @@
 //! Identities: how they are made and shown, and who is let in by them.
 
 use std::os::unix::fs::PermissionsExt;
+use std::process::Command;
 
 use safetensors::Dtype;
 
 use crate::files::{Folder, Tensor};
 use crate::ports::own_port;
-use crate::process::{Process, Serving, bench_rank, run, signal};
+use crate::process::{Process, RACKSUM, Serving, bench_rank, run, signal};
 use crate::waits::await_that;
 
 /// A folder of a test's own, with an authority of a name.
@@ -46,6 +47,11 @@ fn keys_are_for_their_owner_and_never_written_over() {
     assert!(ended.failed(2).contains("no: No such file"), "{ended:?}");
     let ended = run(&["identity", "init", "--out", &folder.path("none/a.pem")]);
     assert!(ended.failed(2).starts_with("cannot write "), "{ended:?}");
+    // No room is no fault of the command line. A limit on the size of files is as a full disk.
+    let full = folder.path("full.pem");
+    let script = format!("trap '' XFSZ; ulimit -f 0; exec {RACKSUM} identity init --out {full}");
+    let ended = Process::spawn(Command::new("sh").args(["-c", &script])).end(60);
+    assert!(ended.failed(1).starts_with(&format!("cannot write {full}: ")), "{ended:?}");
     assert_eq!(folder.names(), ["authority.pem", "node-7.pem"], "no temporary file stays");
 }
 
@@ -249,7 +255,7 @@ fn limits_rules_and_certificates_are_reloaded_while_jobs_run() {
 fn a_run_on_one_host_needs_no_identity_although_the_environment_names_one() {
     let (folder, ours) = authority("local", "rack");
     let node = issue(&folder, &ours, "node", "worker");
-    let mut command = std::process::Command::new(crate::process::RACKSUM);
+    let mut command = Command::new(RACKSUM);
     command.args(["bench", "--workers", "2"]).args(SHORT).env("RACKSUM_IDENTITY", &node);
     Process::spawn(&mut command).end(60).ok();
 }

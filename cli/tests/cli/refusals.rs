@@ -345,9 +345,10 @@ fn an_aggregator_ends_well_when_it_is_told_to() {
 #[test]
 fn help_says_what_there_is() {
     let ended = run(&["--help"]).ok();
-    for command in ["aggregator", "bench", "reduce"] {
+    for command in ["aggregator", "bench", "reduce", "status", "worker", "sim", "identity"] {
         assert!(ended.out.contains(command), "{}", ended.out);
         let help = run(&[command, "--help"]).ok().out;
+        assert!(help.contains("Exit codes:"), "{help}");
         assert!(!help.contains("--raw") && !help.contains("--into"), "{help}");
     }
     let ended = run(&["nonsense"]);
