@@ -285,7 +285,8 @@ impl Job {
         if pool_slots < 2 {
             return Err(format!(
                 "{} ranks with {} lanes need more packet buffers than a job's share; raise \
-                 --pool-mib or lower --max-jobs at the aggregator",
+                 --pool-mib or lower --max-jobs at the aggregator, or raise share_percent of \
+                 the job's [[admit]] rule",
                 self.order.len(),
                 self.lanes
             ));
