@@ -18,6 +18,7 @@ use job::{Job, State, group_of};
 use lives::beginner_of;
 use member::Member;
 pub(crate) use member::WORDS;
+use racksum_net::log_limit::LogLimit;
 use racksum_proto::control::{Absent, FromAggregator, Join, Loss, Welcome};
 use racksum_proto::ids::{JobId, Rank};
 use racksum_proto::job_name::JobName;
@@ -44,6 +45,10 @@ const PROBES: u32 = 15;
 /// How often where there are none: 5 s. A link that has just come up, or a switch that has just
 /// heard of the group, may take seconds to pass multicast on.
 const DEMANDED_PROBES: u32 = 250;
+
+/// Ranks that were lost, and jobs that ended by that: a tenant may lose as many as it likes, and when a
+/// host fails, all jobs that have ranks there lose some at once.
+static LOST: LogLimit = LogLimit::new(64);
 
 /// A rank's place in a job, which another job of the same name does not have.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -517,7 +522,10 @@ impl Registry {
                 job.tell(&FromAggregator::Without(absent));
                 job.absent.push(absent);
                 if why != Loss::Left {
-                    tracing::warn!(job = %name, rank, "rank lost, job goes on: {}", why.name());
+                    LOST.note(|left_out| {
+                        let why = why.name();
+                        tracing::warn!(job = %name, rank, left_out, "rank lost, job goes on: {why}");
+                    });
                 }
                 self.tell_shards(|| Command::Gone(seat.id, Rank(rank)));
                 false
@@ -529,7 +537,9 @@ impl Registry {
                 false
             }
             (why, State::Probing | State::Running) => {
-                tracing::warn!(job = %name, ?ranks, "rank lost: {}", why.name());
+                LOST.note(|left_out| {
+                    tracing::warn!(job = %name, ?ranks, left_out, "rank lost: {}", why.name());
+                });
                 job.tell(&FromAggregator::PeerLost { ranks, why });
                 true
             }

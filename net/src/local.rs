@@ -8,6 +8,7 @@ mod sealed;
 mod systemd;
 #[cfg(test)]
 mod tests;
+mod trust;
 
 pub use limits::{is_known_user, raise_open_files};
 pub use line::{Line, LineError, Peer};

@@ -35,6 +35,7 @@ pub(crate) fn of_connect(py: Python<'_>, error: &ConnectError) -> PyErr {
         | ConnectError::Silent
         | ConnectError::Closed(_)
         | ConnectError::NoSidecar { .. }
+        | ConnectError::ImpostorBeside { .. }
         | ConnectError::NoAggregator(_) => raise(py, "NoAggregator", text),
         ConnectError::GivenUp => raise(py, "SessionClosed", text),
         ConnectError::Protocol(_) | ConnectError::Io(_) => raise(py, "Error", text),

@@ -8,6 +8,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
+use racksum_net::log_limit::LogLimit;
 use racksum_proto::call::Call;
 use racksum_proto::control::{Absent, Loss, Welcome};
 use racksum_proto::descriptor::Descriptor;
@@ -94,7 +95,10 @@ impl Client {
 
     fn join(options: &ConnectOptions, mut mailbox: Mailbox) -> Result<Self, ConnectError> {
         if options.insecure {
-            tracing::warn!("insecure: whoever answers at the aggregator's address is believed");
+            INSECURE.note(|left_out| {
+                let what = "whoever answers at the aggregator's address is believed";
+                tracing::warn!(left_out, "insecure: {what}");
+            });
         }
         let stop = mailbox.sender();
         let (at, session) = join_first(options, &mut mailbox)?;
@@ -475,6 +479,9 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> std::io::Result<Joi
 pub(crate) fn span(duration: Duration) -> Span {
     Span(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX))
 }
+
+/// That nobody is asked who it is: a sidecar says so for every job.
+static INSECURE: LogLimit = LogLimit::new(4);
 
 /// An op that was waited for, and is not there.
 const GONE: SubmitError = SubmitError::Ended { why: Cow::Borrowed("the op is gone") };

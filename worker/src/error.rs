@@ -85,6 +85,14 @@ pub enum ConnectError {
         /// Nobody listens there, now at least.
         absent: bool,
     },
+    /// The process that listens at the sidecar's path may be an impostor.
+    #[error("the sidecar at {} is not believed: {why}", path.display())]
+    ImpostorBeside {
+        /// Where it was called.
+        path: PathBuf,
+        /// Why it is not believed.
+        why: String,
+    },
     /// The sidecar refused the rank, or has let it go before the job was complete.
     #[error("the sidecar refused: {0}")]
     SidecarRefused(String),

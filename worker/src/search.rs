@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
+use racksum_net::log_limit::LogLimit;
 use racksum_net::quic::IDLE_TIMEOUT;
 use racksum_proto::control::Resume;
 use racksum_proto::time::{Span, Time};
@@ -24,6 +25,9 @@ const LONGEST_SHUN: Duration = Duration::from_secs(30);
 /// How long an aggregator that is back may still take a rank for there, and refuse it as its own
 /// double: a little longer than it may take to miss one that is gone.
 const DOUBLES: Span = Span::from_secs(IDLE_TIMEOUT.as_millis() / 1_000 + 1);
+
+/// Jobs that were not joined: a user of a sidecar may start as many as it likes.
+static NOT_JOINED: LogLimit = LogLimit::new(64);
 
 /// A search under way.
 #[derive(Debug)]
@@ -222,7 +226,9 @@ impl<'a> Search<'a> {
                 }
                 _ => String::new(),
             };
-            tracing::warn!(aggregator = set.name, "not joined: {why}{next}");
+            NOT_JOINED.note(|left_out| {
+                tracing::warn!(aggregator = set.name, left_out, "not joined: {why}{next}");
+            });
         }
         (set.said, set.error) = (Some(why), Some(error));
     }

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use super::job::{Job, State};
 use super::member::Member;
-use super::{Joined, Registry, Seat};
+use super::{Joined, LOST, Registry, Seat};
 
 /// How long the ranks of a job that moves are waited for: as long as one may be silent.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -91,7 +91,10 @@ impl Registry {
             .filter_map(|rank| Some((*rank, job.members[usize::from(*rank)].take()?)))
             .collect();
         let goes_on = job.goes_on_without(&lost, now);
-        tracing::warn!(job = %name, ?missing, goes_on, "ranks did not come along");
+        LOST.note(|left_out| {
+            let what = "ranks did not come along";
+            tracing::warn!(job = %name, ?missing, goes_on, left_out, "{what}");
+        });
         for (rank, member) in may_leave {
             member.tell(if goes_on {
                 FromAggregator::Refused { reason: given_up(name, rank) }

@@ -19,7 +19,8 @@ use tokio::time::Instant;
 
 use super::job::{Job, State};
 use super::member::Member;
-use super::{Joined, Registry, Seat};
+use super::{Joined, LOST, Registry, Seat};
+use crate::handshake::NOT_JOINED;
 use crate::shard::{Command, NewAbove};
 
 /// A job's way to the parent.
@@ -226,7 +227,7 @@ impl Registry {
             return true;
         }
         let reason = format!("the aggregator's parent at {parent} cannot be had: {why}");
-        tracing::warn!(job = %seat.job, "{reason}");
+        LOST.note(|left_out| tracing::warn!(job = %seat.job, left_out, "{reason}"));
         if job.state == State::Gathering {
             self.refuse_all(&seat.job, &reason);
         } else if let Some(job) = self.remove(&seat.job) {
@@ -247,7 +248,9 @@ impl Registry {
         let Some(member) = member else { return self.refuse_all(&seat.job, &strange(parent)) };
         job.hang_up();
         let reason = format!("its parent at {parent} refused: {reason}");
-        tracing::warn!(job = %seat.job, rank, reason, "join refused");
+        NOT_JOINED.note(|left_out| {
+            tracing::warn!(job = %seat.job, rank, reason, left_out, "join refused");
+        });
         if member.join.relays {
             member.tell(FromAggregator::RefusedRank { rank, reason });
         } else {
@@ -279,7 +282,9 @@ impl Registry {
                 // If it is the job that cannot be served, its members have been told so.
                 let job = self.job(seat);
                 if let Some(member) = job.and_then(|job| job.members[place].as_ref()) {
-                    tracing::warn!(job = %seat.job, rank, reason, "join refused");
+                    NOT_JOINED.note(|left_out| {
+                        tracing::warn!(job = %seat.job, rank, reason, left_out, "join refused");
+                    });
                     member.tell(FromAggregator::RefusedRank { rank, reason });
                 }
                 self.leave(seat, Loss::Broke, now);
@@ -335,7 +340,9 @@ impl Registry {
             }
             return;
         }
-        tracing::warn!(job = %seat.job, rank, "rank lost: {}", why.name());
+        LOST.note(|left_out| {
+            tracing::warn!(job = %seat.job, rank, left_out, "rank lost: {}", why.name());
+        });
         job.tell(&FromAggregator::PeerLost { ranks: vec![rank], why });
         self.remove(&seat.job);
         tracing::info!(job = %seat.job, "job ended");

@@ -22,6 +22,12 @@ pub fn raise_open_files() -> io::Result<()> {
     }
 }
 
+/// Returns the user of this process, as other processes see it.
+pub(super) fn own_user() -> u32 {
+    // SAFETY: it takes nothing and cannot fail.
+    unsafe { libc::geteuid() }
+}
+
 /// Whether a user is one, as far as can be told: in a user namespace all users that have no number
 /// there look like the one of the overflow.
 #[must_use]

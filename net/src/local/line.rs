@@ -22,6 +22,8 @@ use rustix::net::{
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::limits::own_user;
+use super::trust;
 use crate::alive::Alive;
 
 /// The largest message, in bytes of JSON.
@@ -99,14 +101,18 @@ pub struct Line {
 }
 
 impl Line {
-    /// Calls whoever listens at a path.
+    /// Calls the process that listens at a path, which must be one of this user or of root, or of
+    /// the user who alone can put a socket there.
     ///
     /// # Errors
-    /// The kernel's: nobody listens there, or this user may not.
+    /// The kernel's: nobody listens there, or this user may not; `PermissionDenied` with a sentence
+    /// when it is a process that is not believed.
     pub fn connect(path: &Path) -> io::Result<Self> {
         // Whoever is to answer may be stopped, with many callers before this one.
         let line = Self::of(new_socket()?)?;
         connect(&line.socket, &SocketAddrUnix::new(path)?)?;
+        // The kernel keeps who began to listen: systemd, if it has opened the socket.
+        trust::check(line.peer()?.uid, path, own_user())?;
         Ok(line)
     }
 

@@ -2,12 +2,14 @@
 
 #![expect(unsafe_code, reason = "shared memory is read and written")]
 
-use std::fs::File;
+use std::fs::{File, Permissions};
 use std::io::ErrorKind::{self, InvalidInput};
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use racksum_test_report::skip;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
 use super::*;
@@ -184,4 +186,30 @@ fn what_there_is_no_room_for_is_not_sent_and_the_line_goes_on() {
     assert_eq!(other.recv::<usize>().unwrap().unwrap().0, 7);
     other.hang_up();
     one.offer(&8).unwrap_err();
+}
+
+#[test]
+fn a_process_of_another_user_is_not_called_where_all_may_put_sockets() {
+    if limits::own_user() != 0 {
+        return skip("only root has processes of two users");
+    }
+    let folder = path("squatted");
+    std::fs::create_dir(&folder).unwrap();
+    std::fs::set_permissions(&folder, Permissions::from_mode(0o1777)).unwrap();
+    let at = folder.join("socket");
+    let listen = || {
+        // SAFETY: it takes numbers. The C library's changes the user of all threads, and this that
+        // of the one that is about to end.
+        assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, -1, 1234, -1) }, 0);
+        Listener::bind(&at, 0o777).unwrap()
+    };
+    let squatter = std::thread::scope(|scope| scope.spawn(listen).join().unwrap());
+    let refused = Line::connect(&at).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::PermissionDenied);
+    assert!(refused.to_string().starts_with("a process of user 1234 listens there"), "{refused}");
+    // In a folder that root has given to that user nobody else can listen.
+    std::fs::set_permissions(&folder, Permissions::from_mode(0o755)).unwrap();
+    Line::connect(&at).unwrap();
+    drop(squatter);
+    std::fs::remove_dir(folder).unwrap();
 }

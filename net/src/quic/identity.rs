@@ -12,6 +12,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use rustls::sign::CertifiedKey;
 
 use super::Certificate;
+use crate::log_limit::LogLimit;
 use crate::{NetError, file};
 
 /// The name in every aggregator's certificate and the one that clients ask for. Addresses say where
@@ -142,10 +143,16 @@ pub(super) fn read_secret(path: &Path) -> Result<Vec<u8>, NetError> {
         .map_err(|error| NetError::IdentityFile { path: path.into(), why: error.to_string() })?;
     if mode & 0o077 != 0 {
         let mode = format!("{:o}", mode & 0o777);
-        tracing::warn!(path = %path.display(), mode, "others may read this key: make it 0600");
+        READABLE.note(|left_out| {
+            let path = path.display();
+            tracing::warn!(%path, mode, left_out, "others may read this key: make it 0600");
+        });
     }
     Ok(bytes)
 }
+
+/// Keys that others may read: a sidecar reads its own for every job.
+static READABLE: LogLimit = LogLimit::new(4);
 
 /// Bytes that are read of a file that should hold an identity.
 const MAX_FILE: u64 = 1 << 20;

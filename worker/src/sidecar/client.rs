@@ -89,21 +89,15 @@ impl Client {
     /// Calls the sidecar at a path, and asks to be a rank.
     ///
     /// # Errors
-    /// [`ConnectError::NoSidecar`], or [`ConnectError::Arguments`] about the job's name.
+    /// [`ConnectError::NoSidecar`], [`ConnectError::ImpostorBeside`], or
+    /// [`ConnectError::Arguments`] about the job's name.
     pub fn call(
         path: &Path,
         options: &ConnectOptions,
         local_world: u16,
     ) -> Result<Self, ConnectError> {
-        let none = |why: &dyn std::fmt::Display, absent| ConnectError::NoSidecar {
-            path: path.to_owned(),
-            why: why.to_string(),
-            absent,
-        };
         check_name(&options.job)?;
-        let is_absent =
-            |kind| matches!(kind, io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused);
-        let line = Line::connect(path).map_err(|error| none(&error, is_absent(error.kind())))?;
+        let line = Line::connect(path).map_err(|error| not_called(path, &error))?;
         let line = Arc::new(line);
         let join = Join {
             version: VERSION,
@@ -125,7 +119,11 @@ impl Client {
         let ear = Some(std::thread::Builder::new().name("racksum-ear".into()).spawn(hear)?);
         let (lanes, order) = (options.lanes, Mutex::default());
         let client = Self { line, lanes, shared, copier, order, ear };
-        client.line.send(&FromRank::Join(join), None).map_err(|error| none(&error, false))?;
+        client.line.send(&FromRank::Join(join), None).map_err(|error| ConnectError::NoSidecar {
+            path: path.to_owned(),
+            why: error.to_string(),
+            absent: false,
+        })?;
         Ok(client)
     }
 
@@ -473,5 +471,36 @@ impl<T> Drop for Handle<T> {
         if let Some(shared) = self.client.upgrade() {
             shared.abandon(self.op);
         }
+    }
+}
+
+/// Why the sidecar at a path was not called.
+fn not_called(path: &Path, error: &io::Error) -> ConnectError {
+    let (path, why, kind) = (path.to_owned(), error.to_string(), error.kind());
+    // The kernel's own errors, such as that of a socket of others, have a number.
+    if kind == io::ErrorKind::PermissionDenied && error.raw_os_error().is_none() {
+        return ConnectError::ImpostorBeside { path, why };
+    }
+    let absent = matches!(kind, io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused);
+    ConnectError::NoSidecar { path, why, absent }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sidecar_that_is_not_believed_is_told_from_one_that_may_not_be_called() {
+        let path = Path::new("/tmp/socket");
+        let why = "a process of user 1234 listens there";
+        let impostor = io::Error::new(io::ErrorKind::PermissionDenied, why);
+        let error = not_called(path, &impostor);
+        assert_eq!(error.to_string(), format!("the sidecar at /tmp/socket is not believed: {why}"));
+        assert!(!error.may_pass());
+        // EACCES
+        let closed = io::Error::from_raw_os_error(13);
+        assert!(matches!(not_called(path, &closed), ConnectError::NoSidecar { absent: false, .. }));
+        let none = io::Error::from(io::ErrorKind::ConnectionRefused);
+        assert!(not_called(path, &none).may_pass());
     }
 }

@@ -13,7 +13,7 @@ use super::fold::{Handed, List, Memory, Place};
 use super::job::Job;
 use super::message::{FromRank, FromSidecar, ListAt};
 use super::queue::Task;
-use super::server::Shared;
+use super::server::{LOST, Shared};
 
 /// A rank, and the memory that it has lent.
 #[derive(Debug)]
@@ -78,7 +78,9 @@ impl<'a> Hearing<'a> {
                 None
             }
             Err(error) => {
-                tracing::warn!(rank = self.rank, %error, "memory is not taken");
+                LOST.note(|left_out| {
+                    tracing::warn!(rank = self.rank, %error, left_out, "memory is not taken");
+                });
                 Some(error.to_string())
             }
         };

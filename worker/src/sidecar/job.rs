@@ -18,6 +18,7 @@ use super::calls::{Folding, Gathering};
 use super::fold::{Fold, Handed, Memory, Share, Spoilt};
 use super::member::Member;
 use super::message::{FromSidecar, Join, Outcome};
+use super::server::LOST;
 use super::status::{JobStatus, RankStatus};
 use super::sums::Sums;
 use super::upstream::{Folded, Upstream};
@@ -185,7 +186,9 @@ impl Job {
                 tracing::info!(job = %state.job, "job runs, with ranks of other hosts");
             }
             Err(error) => {
-                tracing::warn!(job = %state.job, %error, "job is not joined");
+                LOST.note(|left_out| {
+                    tracing::warn!(job = %state.job, %error, left_out, "job is not joined");
+                });
                 state.refuse(FromSidecar::NotJoined(not_joined(error)));
             }
         }
@@ -300,7 +303,7 @@ impl Job {
         match spoilt {
             Spoilt::By(rank) => state.break_with(rank, "has handed a list that cannot be"),
             Spoilt::NoMemory(why) => {
-                tracing::error!("{why}");
+                LOST.note(|left_out| tracing::error!(left_out, "{why}"));
                 state.end(FromSidecar::CutOff { why });
             }
         }
@@ -560,7 +563,7 @@ impl State {
 
     /// Ends the job since a rank does what it may not.
     fn break_with(&mut self, rank: u16, what: &str) {
-        tracing::warn!(job = %self.job, rank, "rank {what}");
+        LOST.note(|left_out| tracing::warn!(job = %self.job, rank, left_out, "rank {what}"));
         self.end(FromSidecar::Lost { ranks: vec![rank], why: Loss::Broke });
         // Its own thread lets it go, which may take a while; it may be gone already.
         self.members.get(&rank).into_iter().for_each(Member::hang_up);
@@ -579,7 +582,9 @@ impl State {
     /// Ends the job. Its ranks hear so when nothing writes to their tensors any more.
     fn end(&mut self, why: FromSidecar) {
         if self.over.is_none() {
-            tracing::warn!(job = %self.job, "job is over: {}", in_words(&why));
+            LOST.note(|left_out| {
+                tracing::warn!(job = %self.job, left_out, "job is over: {}", in_words(&why));
+            });
         }
         self.over.get_or_insert(why);
         self.changed.notify_all();

@@ -9,6 +9,7 @@ use racksum_net::local::{Line, LineError};
 
 use super::fold::Handed;
 use super::message::FromSidecar;
+use super::server::LOST;
 
 /// A rank that has joined.
 #[derive(Debug)]
@@ -63,7 +64,10 @@ impl Member {
             Err(LineError::TooManyOnTheWay) if descriptor.is_some() => self.tell(message, None),
             // The line is hung up, so that its thread lets the rank go.
             Err(LineError::Io(error)) if error.kind() == io::ErrorKind::WouldBlock => {
-                tracing::warn!(pid = self.pid, "rank does not read what it is told, and is let go");
+                LOST.note(|left_out| {
+                    let what = "rank does not read what it is told, and is let go";
+                    tracing::warn!(pid = self.pid, left_out, "{what}");
+                });
             }
             // Whoever has hung up needs no word.
             Ok(()) | Err(_) => {}

@@ -154,6 +154,9 @@ impl Drop for Sidecar {
     }
 }
 
+/// Jobs that ended otherwise than by their ranks, ranks that made them, and memory that was not taken: a
+/// user may cause any number.
+pub(super) static LOST: LogLimit = LogLimit::new(64);
 /// Callers that keep to nothing, and ranks that were refused: all of a job may be at once.
 static CALLERS: LogLimit = LogLimit::new(16);
 static REFUSED: LogLimit = LogLimit::new(64);
@@ -166,7 +169,9 @@ impl Shared {
                 Ok(None) => return,
                 // A caller that has hung up already, or too many open files: others may be luckier.
                 Err(error) => {
-                    tracing::warn!(%error, "a caller could not be answered");
+                    CALLERS.note(|left_out| {
+                        tracing::warn!(%error, left_out, "a caller could not be answered");
+                    });
                     std::thread::sleep(TICK);
                     continue;
                 }
@@ -182,7 +187,9 @@ impl Shared {
                 shared.let_go(&served);
             });
             if let Err(error) = served {
-                tracing::warn!(%error, "a caller could not be served");
+                CALLERS.note(|left_out| {
+                    tracing::warn!(%error, left_out, "a caller could not be served");
+                });
                 self.let_go(&line);
             }
         }
@@ -242,7 +249,10 @@ impl Shared {
         };
         tracing::info!(job = %join.job, rank = join.rank, pid = peer.pid, "rank joined");
         let why = Hearing::new(self, line, &job, join.rank).hear().unwrap_or_else(|error| {
-            tracing::warn!(job = %join.job, rank = join.rank, %error, "rank broke the connection");
+            LOST.note(|left_out| {
+                let (job, rank) = (&join.job, join.rank);
+                tracing::warn!(%job, rank, %error, left_out, "rank broke the connection");
+            });
             Loss::Broke
         });
         tracing::info!(job = %join.job, rank = join.rank, "rank is gone: {}", why.name());
