@@ -46,8 +46,8 @@ const PROBES: u32 = 15;
 /// heard of the group, may take seconds to pass multicast on.
 const DEMANDED_PROBES: u32 = 250;
 
-/// Ranks that were lost, and jobs that ended by that: a tenant may lose as many as it likes, and when a
-/// host fails, all jobs that have ranks there lose some at once.
+/// Ranks that were lost, and jobs that ended by that: a tenant may lose as many as it likes, and when
+/// a host fails, all jobs that have ranks there lose some at once.
 static LOST: LogLimit = LogLimit::new(64);
 
 /// A rank's place in a job, which another job of the same name does not have.
@@ -482,7 +482,7 @@ impl Registry {
                 shard.tell(Command::Gone(job.id, Rank(absent.rank)));
             }
         }
-        tracing::info!(job = %name, world = job.world, id = job.id.0, "job runs");
+        tracing::info!(job = ?name, world = job.world, id = job.id.0, "job runs");
     }
 
     fn refuse_all(&mut self, name: &JobName, reason: &str) {
@@ -523,8 +523,8 @@ impl Registry {
                 job.absent.push(absent);
                 if why != Loss::Left {
                     LOST.note(|left_out| {
-                        let why = why.name();
-                        tracing::warn!(job = %name, rank, left_out, "rank lost, job goes on: {why}");
+                        let why = format_args!("rank lost, job goes on: {}", why.name());
+                        tracing::warn!(job = ?name, rank, left_out, "{why}");
                     });
                 }
                 self.tell_shards(|| Command::Gone(seat.id, Rank(rank)));
@@ -538,7 +538,7 @@ impl Registry {
             }
             (why, State::Probing | State::Running) => {
                 LOST.note(|left_out| {
-                    tracing::warn!(job = %name, ?ranks, left_out, "rank lost: {}", why.name());
+                    tracing::warn!(job = ?name, ?ranks, left_out, "rank lost: {}", why.name());
                 });
                 job.tell(&FromAggregator::PeerLost { ranks, why });
                 true
@@ -547,7 +547,7 @@ impl Registry {
         let empty = |job: &Job| job.members.iter().all(Option::is_none);
         if over || self.jobs.get(name).is_some_and(empty) {
             self.remove(name);
-            tracing::info!(job = %name, "job ended");
+            tracing::info!(job = ?name, "job ended");
         }
     }
 

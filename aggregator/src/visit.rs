@@ -201,14 +201,14 @@ impl<'a> Visit<'a> {
                 let reason = refusal.clone().why();
                 NOT_JOINED.note(|left_out| {
                     let job = &name;
-                    tracing::warn!(%job, rank, %addr, identity, reason, left_out, "join refused");
+                    tracing::warn!(?job, rank, %addr, identity, reason, left_out, "join refused");
                 });
                 let refused = refused(&refusal, reason, rank, relays);
                 if say(&mut send, &refused).await { self.end(send).await } else { Turned::Away }
             }
             Ok((seat, joined)) => {
                 self.place = None;
-                tracing::info!(job = %name, rank, %addr, identity, "rank joined");
+                tracing::info!(job = ?name, rank, %addr, identity, "rank joined");
                 Turned::Rank(Box::new(Seated { seat, joined, send, words, inbox, dead }))
             }
         }

@@ -46,7 +46,7 @@ impl Registry {
             job.generation.0,
             job.begun_by()
         );
-        tracing::info!(job = %join.job, "{why}");
+        tracing::info!(job = ?join.job, "{why}");
         job.tell(&FromAggregator::Superseded { by: join.generation, why });
         job.above.take()
     }

@@ -93,7 +93,7 @@ impl Registry {
         let goes_on = job.goes_on_without(&lost, now);
         LOST.note(|left_out| {
             let what = "ranks did not come along";
-            tracing::warn!(job = %name, ?missing, goes_on, left_out, "{what}");
+            tracing::warn!(job = ?name, ?missing, goes_on, left_out, "{what}");
         });
         for (rank, member) in may_leave {
             member.tell(if goes_on {
@@ -179,7 +179,7 @@ impl Registry {
         let member = job.and_then(|job| job.members[usize::from(seat.rank)].as_mut());
         let Some(member) = member else { return false };
         member.withdraws = true;
-        tracing::info!(job = %seat.job, rank = seat.rank, "rank would rather be elsewhere");
+        tracing::info!(job = ?seat.job, rank = seat.rank, "rank would rather be elsewhere");
         true
     }
 
@@ -208,7 +208,7 @@ impl Registry {
         }
         if job.members.iter().all(Option::is_none) {
             self.remove(&seat.job);
-            tracing::info!(job = %seat.job, "job moved");
+            tracing::info!(job = ?seat.job, "job moved");
         }
     }
 }

@@ -227,7 +227,7 @@ impl Registry {
             return true;
         }
         let reason = format!("the aggregator's parent at {parent} cannot be had: {why}");
-        LOST.note(|left_out| tracing::warn!(job = %seat.job, left_out, "{reason}"));
+        LOST.note(|left_out| tracing::warn!(job = ?seat.job, left_out, "{reason}"));
         if job.state == State::Gathering {
             self.refuse_all(&seat.job, &reason);
         } else if let Some(job) = self.remove(&seat.job) {
@@ -249,7 +249,7 @@ impl Registry {
         job.hang_up();
         let reason = format!("its parent at {parent} refused: {reason}");
         NOT_JOINED.note(|left_out| {
-            tracing::warn!(job = %seat.job, rank, reason, left_out, "join refused");
+            tracing::warn!(job = ?seat.job, rank, reason, left_out, "join refused");
         });
         if member.join.relays {
             member.tell(FromAggregator::RefusedRank { rank, reason });
@@ -283,7 +283,7 @@ impl Registry {
                 let job = self.job(seat);
                 if let Some(member) = job.and_then(|job| job.members[place].as_ref()) {
                     NOT_JOINED.note(|left_out| {
-                        tracing::warn!(job = %seat.job, rank, reason, left_out, "join refused");
+                        tracing::warn!(job = ?seat.job, rank, reason, left_out, "join refused");
                     });
                     member.tell(FromAggregator::RefusedRank { rank, reason });
                 }
@@ -341,11 +341,11 @@ impl Registry {
             return;
         }
         LOST.note(|left_out| {
-            tracing::warn!(job = %seat.job, rank, left_out, "rank lost: {}", why.name());
+            tracing::warn!(job = ?seat.job, rank, left_out, "rank lost: {}", why.name());
         });
         job.tell(&FromAggregator::PeerLost { ranks: vec![rank], why });
         self.remove(&seat.job);
-        tracing::info!(job = %seat.job, "job ended");
+        tracing::info!(job = ?seat.job, "job ended");
     }
 }
 

@@ -134,7 +134,7 @@ impl Job {
         state.began = all_here && is_alone;
         if state.began {
             state.tell_all(&FromSidecar::Ready);
-            tracing::info!(job = %join.job, "job runs, of this host alone");
+            tracing::info!(job = ?join.job, "job runs, of this host alone");
         } else if is_alone {
             // Of other hosts nothing is known.
             let is_missing = |rank: &u16| !state.members.contains_key(rank);
@@ -183,11 +183,11 @@ impl Job {
                 state.give_up = None;
                 (state.upstream, state.began) = (Some(Arc::new(upstream)), true);
                 state.tell_all(&FromSidecar::Ready);
-                tracing::info!(job = %state.job, "job runs, with ranks of other hosts");
+                tracing::info!(job = ?state.job, "job runs, with ranks of other hosts");
             }
             Err(error) => {
                 LOST.note(|left_out| {
-                    tracing::warn!(job = %state.job, %error, left_out, "job is not joined");
+                    tracing::warn!(job = ?state.job, %error, left_out, "job is not joined");
                 });
                 state.refuse(FromSidecar::NotJoined(not_joined(error)));
             }
@@ -563,7 +563,7 @@ impl State {
 
     /// Ends the job since a rank does what it may not.
     fn break_with(&mut self, rank: u16, what: &str) {
-        LOST.note(|left_out| tracing::warn!(job = %self.job, rank, left_out, "rank {what}"));
+        LOST.note(|left_out| tracing::warn!(job = ?self.job, rank, left_out, "rank {what}"));
         self.end(FromSidecar::Lost { ranks: vec![rank], why: Loss::Broke });
         // Its own thread lets it go, which may take a while; it may be gone already.
         self.members.get(&rank).into_iter().for_each(Member::hang_up);
@@ -583,7 +583,7 @@ impl State {
     fn end(&mut self, why: FromSidecar) {
         if self.over.is_none() {
             LOST.note(|left_out| {
-                tracing::warn!(job = %self.job, left_out, "job is over: {}", in_words(&why));
+                tracing::warn!(job = ?self.job, left_out, "job is over: {}", in_words(&why));
             });
         }
         self.over.get_or_insert(why);

@@ -154,8 +154,8 @@ impl Drop for Sidecar {
     }
 }
 
-/// Jobs that ended otherwise than by their ranks, ranks that made them, and memory that was not taken: a
-/// user may cause any number.
+/// Jobs that ended otherwise than by their ranks, ranks that made them, and memory that was not
+/// taken: a user may cause any number.
 pub(super) static LOST: LogLimit = LogLimit::new(64);
 /// Callers that keep to nothing, and ranks that were refused: all of a job may be at once.
 static CALLERS: LogLimit = LogLimit::new(16);
@@ -242,20 +242,20 @@ impl Shared {
             Err(reason) => {
                 REFUSED.note(|left_out| {
                     let (job, rank, pid) = (&join.job, join.rank, peer.pid);
-                    tracing::warn!(%job, rank, pid, reason, left_out, "refused");
+                    tracing::warn!(?job, rank, pid, reason, left_out, "refused");
                 });
                 return say(line, &FromSidecar::Refused { reason });
             }
         };
-        tracing::info!(job = %join.job, rank = join.rank, pid = peer.pid, "rank joined");
+        tracing::info!(job = ?join.job, rank = join.rank, pid = peer.pid, "rank joined");
         let why = Hearing::new(self, line, &job, join.rank).hear().unwrap_or_else(|error| {
             LOST.note(|left_out| {
                 let (job, rank) = (&join.job, join.rank);
-                tracing::warn!(%job, rank, %error, left_out, "rank broke the connection");
+                tracing::warn!(?job, rank, %error, left_out, "rank broke the connection");
             });
             Loss::Broke
         });
-        tracing::info!(job = %join.job, rank = join.rank, "rank is gone: {}", why.name());
+        tracing::info!(job = ?join.job, rank = join.rank, "rank is gone: {}", why.name());
         match why {
             // It takes its memory back once it is let go, and goes on with it.
             Loss::Left => job.leave(join.rank, LINGER),
