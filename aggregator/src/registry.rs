@@ -46,8 +46,8 @@ const PROBES: u32 = 15;
 /// heard of the group, may take seconds to pass multicast on.
 const DEMANDED_PROBES: u32 = 250;
 
-/// Ranks that were lost, and jobs that ended by that: a tenant may lose any number, and all jobs that
-/// have ranks on a host lose some at once when it fails.
+/// Ranks that were lost, and jobs that ended by that: a tenant may lose any number, and all jobs
+/// that have ranks on a host lose some at once when it fails.
 static LOST: LogLimit = LogLimit::new(64);
 
 /// A rank's place in a job, which another job of the same name does not have.
