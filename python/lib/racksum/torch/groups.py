@@ -36,7 +36,8 @@ def connect(
     of its ranks has drawn, and that the group's store keeps.
 
     :param group: The group; by default that of all ranks. A smaller one sums by itself, under the
-        name of the job and its own. So does each further session of a group that is open.
+        name of the job and its own. So does each further session of a group that is open, unless
+        ``generation`` says which life it is.
     :param options: As of :func:`racksum.connect`, but for ``rank`` and ``world``. The timeouts are
         by default that of the group.
     :raises racksum.Error: As :func:`racksum.connect`.
@@ -49,9 +50,10 @@ def connect(
     own = {"rank": dist.get_rank(group), "world": dist.get_world_size(group)}
     if own["rank"] < 0:
         raise BadArgument("this process is not in the group")
-    place = _first_free(group)
+    # Who says which life it is has it end those before it.
+    place = 0
     if not is_generation_given(options):
-        begun = [new_generation(), place]
+        begun = [new_generation(), _first_free(group)]
         dist.broadcast_object_list(begun, group_src=0, group=group)
         options["generation"], place = begun
     given = {name: value for name, value in options.items() if value is not None}
