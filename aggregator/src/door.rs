@@ -70,14 +70,14 @@ struct Places {
     counts: BTreeSet<(usize, IpAddr)>,
 }
 
-/// Whose places are counted together.
+/// A caller whose places are counted together.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum Who {
     Address(IpAddr),
     Identity(String),
 }
 
-/// Who calls, and from where.
+/// A caller and the address that it calls from.
 #[derive(Debug, Clone)]
 pub(crate) struct Party {
     who: Who,
@@ -97,7 +97,7 @@ pub(crate) struct Place {
 pub(crate) struct Needed(oneshot::Receiver<()>);
 
 impl Party {
-    /// Who calls from an address, by an identity if one is known.
+    /// Makes the party of a call from an address, and of its identity if one is known.
     pub(crate) fn new(identity: Option<&str>, addr: IpAddr) -> Self {
         let of = network(addr);
         let who = identity.map_or(Who::Address(of), |name| Who::Identity(name.to_owned()));
@@ -162,7 +162,7 @@ impl Drop for Place {
 struct Full;
 
 impl Inside {
-    /// Who has to give up a place so that somebody can have one: nobody while some are free.
+    /// Returns the party that must give up a place to `party`, or none while places are free.
     fn giver(&self, party: &Party) -> Result<Option<Party>, Full> {
         let own = self.callers.get(&party.who);
         let own_at = own.and_then(|own| own.by_address.get(&party.of)).map_or(0, BTreeMap::len);

@@ -16,7 +16,7 @@ use crate::registry::{Registry, WORDS};
 /// A job of two that may move, of which rank 1 has left while rank 0 lacks a result, or says so.
 struct Unsettled {
     registry: Shared,
-    /// What rank 1 comes back with.
+    /// The join with which rank 1 comes back.
     back: Join,
     /// Rank 0's data socket, and where that sends to.
     socket: UdpSocket,
@@ -105,7 +105,7 @@ fn ack(job: JobId, rank: Rank) -> Vec<u8> {
     datagram(Header { ack, ..header(job, rank, Kind::Ack) }, &[])
 }
 
-/// Who calls from an address.
+/// A caller from an address.
 fn caller(ip: [u8; 4]) -> Caller {
     let (tell, _) = channel(WORDS);
     Caller { identity: None, addr: (ip, 9).into(), tell }

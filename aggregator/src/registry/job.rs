@@ -78,7 +78,7 @@ pub(super) struct Job {
 pub(super) struct Left {
     /// The op that it would start next, unless it left in the middle of one.
     pub(super) next_op: Option<OpId>,
-    /// Who it was.
+    /// The caller that had the seat.
     pub(super) by: Beginner,
 }
 

@@ -18,7 +18,7 @@ pub(super) fn beginner_of(join: &Join, caller: &Caller) -> Beginner {
     if join.relays { join.begun_by.clone().unwrap_or(own) } else { own }
 }
 
-/// Who calls, whatever it says: the identity, or the address where there is none.
+/// Returns the caller as this side knows it: its identity, or its address where it has none.
 pub(super) fn who(identity: Option<&str>, addr: SocketAddr) -> Beginner {
     identity.map_or_else(
         || Beginner::Address(addr.ip().to_canonical()),

@@ -86,23 +86,23 @@ impl Floods {
         if now.since(self.looked) < INTERVAL {
             return None;
         }
-        let count = |(from, useless): (&SocketAddr, &Useless)| {
-            let unproven = if is_rank(*from) { 0 } else { useless.unproven };
-            (useless.proven + unproven, *from)
+        let is_most = |count: u32| count >= LEAST && count > self.messages / 2;
+        let floods = |from: SocketAddr, it: Useless| {
+            is_most(it.proven) || is_most(it.proven + it.unproven) && !is_rank(from)
         };
-        let worst = self.useless.iter().map(count).max();
-        let flooder = worst.filter(|(count, _)| *count >= LEAST && *count > self.messages / 2);
+        let flooder = self.useless.iter().find(|(from, it)| floods(**from, **it));
+        let flooder = flooder.map(|(from, _)| *from);
         self.looked = now;
         self.overflows = drops > self.drops;
         self.drops = drops;
         self.messages = 0;
         self.useless.clear();
-        let changed = self.let_back(now) | flooder.is_some_and(|(_, from)| self.refuse(now, from));
+        let changed = self.let_back(now) | flooder.is_some_and(|from| self.refuse(now, from));
         let on = self.refused.iter().filter(|(_, refusal)| refusal.is_on);
         changed.then(|| on.map(|(from, _)| *from).collect())
     }
 
-    /// Whether there is somebody whose time is over.
+    /// Refuses nobody any more whose time is over. Returns whether there was such a sender.
     fn let_back(&mut self, now: Time) -> bool {
         let mut any = false;
         for refusal in self.refused.values_mut().filter(|it| it.is_on && it.until <= now) {
@@ -113,6 +113,7 @@ impl Floods {
         any
     }
 
+    /// Refuses a sender from now on. Returns false if too many are refused already.
     fn refuse(&mut self, now: Time, from: SocketAddr) -> bool {
         let lasts = self.refused.get(&from).map_or(FIRST, |it| Span(it.lasts.0 * 4).min(LONGEST));
         if self.refused.len() >= MOST_SENDERS && !self.refused.contains_key(&from) {
