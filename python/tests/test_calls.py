@@ -202,7 +202,7 @@ def destroy_before_joining(address: str, job: str) -> None:
         dist.destroy_process_group(group)
         with pytest.raises((racksum.Error, RuntimeError)):
             work.wait()
-        assert backend._session is None or backend._session.closed
+        assert not backend._membership.has_joined or backend.session.closed
     else:
         dist.destroy_process_group(group)
 

@@ -72,6 +72,9 @@ struct PeersArgs {
     /// Rounds before those.
     #[arg(long, default_value_t = 2)]
     warmup: u32,
+    /// Set all sides up anew so often, each time for those rounds; bounds are about the median.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    setups: u32,
     /// Append the results to this file, one JSON object a line.
     /// [default: peers/results.jsonl in cargo's target folder]
     #[arg(long, value_name = "FILE.jsonl")]
@@ -116,7 +119,7 @@ fn peers(root: &Path, args: &PeersArgs) -> Result<bool> {
     if let Some(bytes) = args.bytes {
         cases.iter_mut().for_each(|case| resize(case, bytes / 4 * 4));
     }
-    let rounds = Rounds { warmup: args.warmup, counted: args.rounds };
+    let rounds = Rounds { setups: args.setups, warmup: args.warmup, counted: args.rounds };
     if args.against.is_some() {
         cases.iter_mut().for_each(Case::against_before);
         cases.retain(|case| !matches!(case, Case::Race(race) if race.sides.is_empty()));
@@ -134,7 +137,7 @@ fn peers(root: &Path, args: &PeersArgs) -> Result<bool> {
 /// Every mechanism once and small, without peers: a step of the test run. Returns the cases that
 /// were skipped. A case that moves more bytes than invariant I3 allows fails.
 pub(crate) fn smoke(root: &Path) -> Result<Vec<Skip>> {
-    let rounds = Rounds { warmup: 0, counted: 2 };
+    let rounds = Rounds { setups: 1, warmup: 0, counted: 2 };
     let cases = cases::smoke(1);
     let endings = run_cases(root, &cases, rounds, &Given::default(), None)?;
     if !endings.iter().all(|ending| ending.is_skipped() || ending.is_as_demanded()) {
@@ -161,7 +164,8 @@ fn run_cases(
         network::sweep();
     }
     println!("{}", Provenance::now(root).line());
-    println!("{} round(s) after {}", rounds.counted, rounds.warmup);
+    let Rounds { setups, warmup, counted } = rounds;
+    println!("{counted} round(s) after {warmup}, in {setups} set-up(s)");
     println!("slow links: {} at a host, {} at the switch", network::HOST_TBF, network::SWITCH_TBF);
     let out = out.map_or_else(|| setup.work.join("results.jsonl"), Path::to_owned);
     let mut results = Vec::new();

@@ -1,6 +1,8 @@
 //! A race: all sides are set up, and then take turns, one iteration or a few of each in a round.
 //!
 //! Turns are what makes the ratios fair: whatever else the machine does, it does to all sides.
+//! What turns cannot cancel is the luck of a set-up (where memory lies, which core a thread is
+//! put on): it stays with a process for its life, so small differences want several set-ups.
 
 use std::path::Path;
 
@@ -18,6 +20,9 @@ use crate::interrupt;
 /// How often the sides take their turns.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(crate) struct Rounds {
+    /// How often all sides are set up anew, for the rounds below. A bound is judged by the median
+    /// of what the set-ups come to.
+    pub(crate) setups: u32,
     /// Rounds that are not counted.
     pub(crate) warmup: u32,
     pub(crate) counted: u32,
@@ -79,6 +84,25 @@ pub(crate) fn run(
     logs: &Path,
     tell: &mut dyn FnMut(&str),
 ) -> Result<Outcome> {
+    let mut done = Vec::new();
+    for number in 1..=rounds.setups {
+        let of_setups = format!("set-up {number} of {}: ", rounds.setups);
+        let which = if rounds.setups > 1 { &of_setups } else { "" };
+        done.push(run_once(race, rounds, setup, logs, &mut |what| {
+            tell(&format!("{which}{what}"))
+        })?);
+    }
+    Ok(Outcome::of(race, &done))
+}
+
+/// Sets the sides up, and has them take their turns.
+fn run_once(
+    race: &Race,
+    rounds: Rounds,
+    setup: &Setup,
+    logs: &Path,
+    tell: &mut dyn FnMut(&str),
+) -> Result<Vec<Log>> {
     tell("setting up the network and the aggregators");
     let place = Place::new(race, setup, logs)?;
     let mut racers: Vec<_> = race.sides.iter().map(|side| Racer::start(side, setup)).collect();
@@ -107,8 +131,7 @@ pub(crate) fn run(
             }
         }
     }
-    let logs: Vec<_> = racers.into_iter().map(|racer| racer.log).collect();
-    Ok(Outcome::of(race, &logs))
+    Ok(racers.into_iter().map(|racer| racer.log).collect())
 }
 
 /// A side at work.
@@ -119,7 +142,7 @@ struct Racer {
 }
 
 /// What a side did.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 struct Log {
     skipped: Option<String>,
     failed: Option<String>,
@@ -151,6 +174,21 @@ impl Racer {
 }
 
 impl Log {
+    /// What each side did in all set-ups.
+    fn joined(setups: &[Vec<Self>]) -> Vec<Self> {
+        let mut sides: Vec<Self> = setups.first().cloned().unwrap_or_default();
+        for log in setups.iter().skip(1).flat_map(|logs| logs.iter().cloned().enumerate()) {
+            let (side, later) = log;
+            let all = &mut sides[side];
+            all.skipped = all.skipped.take().or(later.skipped);
+            all.failed = all.failed.take().or(later.failed);
+            all.predicted_us = all.predicted_us.or(later.predicted_us);
+            all.rounds.extend(later.rounds);
+            all.drops += later.drops;
+        }
+        sides
+    }
+
     /// What was had, or nothing and the reason noted.
     fn keep<T>(&mut self, had: Result<T>, when: &str) -> Option<T> {
         match had {
@@ -164,22 +202,30 @@ impl Log {
 }
 
 impl Outcome {
-    /// Judges what the sides of a race did, in their order.
-    fn of(race: &Race, logs: &[Log]) -> Self {
+    /// Judges what the sides of a race did, in their order, in each of its set-ups.
+    fn of(race: &Race, setups: &[Vec<Log>]) -> Self {
         let volume = race.data.volume(race.world);
-        let sides = race.sides.iter().zip(logs);
-        let sides: Vec<_> = sides.map(|(side, log)| SideOutcome::of(side, log, &volume)).collect();
-        let took = |name: &str| {
-            let side = sides.get(race.side(name)?.0)?;
-            Some(Took { measured: side.summary?.median, predicted: side.predicted_us })
+        let judged = |logs: &[Log]| -> Vec<_> {
+            let sides = race.sides.iter().zip(logs);
+            sides.map(|(side, log)| SideOutcome::of(side, log, &volume)).collect()
+        };
+        let of_setups: Vec<Vec<SideOutcome>> = setups.iter().map(|logs| judged(logs)).collect();
+        let value = |figure: Figure, sides: &[SideOutcome]| {
+            figure.value(|name| {
+                let side = sides.get(race.side(name)?.0)?;
+                Some(Took { measured: side.summary?.median, predicted: side.predicted_us })
+            })
         };
         let judge = |bound: &Bound| {
-            let value = bound.figure.value(took);
-            let verdict = bound.judge(value);
             let Bound { figure, must, reach } = *bound;
+            let values: Option<Vec<_>> =
+                of_setups.iter().map(|sides| value(figure, sides)).collect();
+            let value = values.and_then(|values| Some(Summary::of(&values)?.median));
+            let verdict = bound.judge(value);
             BoundOutcome { figure, name: figure.name(), value, must, reach, verdict }
         };
         let bounds = race.bounds.iter().map(judge).collect();
+        let sides = judged(&Log::joined(setups));
         Self { volume, sides, bounds }
     }
 }
@@ -244,7 +290,7 @@ mod tests {
         let first = vec![iteration(10.0, 0), iteration(90.0, 0), iteration(20.0, 0)];
         let ours = log(&[first, once(30.0), once(25.0)]);
         let gloo = log(&[once(30.0), once(30.0), once(31.0)]);
-        let outcome = Outcome::of(&race(), &[ours, gloo, Log::default()]);
+        let outcome = Outcome::of(&race(), &[vec![ours, gloo, Log::default()]]);
         let summary = outcome.sides[0].summary.unwrap();
         assert_eq!((summary.median, summary.min, summary.max), (25.0, 20.0, 30.0));
         assert_eq!(outcome.sides[0].retransmits, 5);
@@ -254,10 +300,23 @@ mod tests {
     }
 
     #[test]
+    fn a_bound_is_judged_by_the_median_of_its_set_ups() {
+        let once = |span_us| log(&[vec![iteration(span_us, 0)]]);
+        let setup = |ours, gloo| vec![once(ours), once(gloo), Log::default()];
+        // Ratios of 1.2, 0.1 and 1.4; of all rounds together it would be 0.6.
+        let outcome =
+            Outcome::of(&race(), &[setup(10.0, 12.0), setup(20.0, 2.0), setup(30.0, 42.0)]);
+        assert_eq!(outcome.bounds[0].value, Some(1.2));
+        assert_eq!(outcome.sides[0].times_us, [[10.0], [20.0], [30.0]]);
+        let lacks_one = Outcome::of(&race(), &[setup(10.0, 12.0), vec![Log::default(); 3]]);
+        assert_eq!(lacks_one.bounds[0].verdict, Verdict::NotMeasured);
+    }
+
+    #[test]
     fn one_greedy_iteration_breaks_the_invariant_and_peers_have_none() {
         let judged = |tx| {
             let log = || log(&[vec![iteration(1.0, 100_000_000)], vec![iteration(1.0, tx)]]);
-            let mut outcome = Outcome::of(&race(), &[log(), log(), log()]);
+            let mut outcome = Outcome::of(&race(), &[vec![log(), log(), log()]]);
             assert_eq!(outcome.sides[1].thrift, None);
             outcome.sides.remove(0).thrift.unwrap().holds
         };
@@ -268,7 +327,7 @@ mod tests {
     #[test]
     fn a_bound_on_a_missing_side_is_not_measured() {
         let ours = log(&[vec![iteration(10.0, 0)]]);
-        let outcome = Outcome::of(&race(), &[ours, Log::default(), Log::default()]);
+        let outcome = Outcome::of(&race(), &[vec![ours, Log::default(), Log::default()]]);
         assert_eq!(outcome.bounds[0].verdict, Verdict::NotMeasured);
     }
 

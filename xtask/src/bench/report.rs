@@ -300,7 +300,7 @@ mod tests {
         let case = super::super::cases::all(7).remove(0);
         let ending = race_ending(true, Verdict::Pass);
         let provenance = Provenance::now(Path::new("."));
-        let rounds = Rounds { warmup: 2, counted: 3 };
+        let rounds = Rounds { setups: 1, warmup: 2, counted: 3 };
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("new/results.jsonl");
         for _ in 0..2 {

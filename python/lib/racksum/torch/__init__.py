@@ -8,10 +8,10 @@
 """
 
 import racksum.torch.floor  # noqa: F401 - first, as it says what others need.
-from racksum.torch.backend import Options
 from racksum.torch.fsdp import set_all_reduce_hook
 from racksum.torch.groups import connect
 from racksum.torch.hook import State, allreduce_hook
+from racksum.torch.options import Options
 from racksum.torch.sparse import allreduce_sparse
 from racksum.torch.study import Study, study
 

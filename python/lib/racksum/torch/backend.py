@@ -7,13 +7,8 @@ Tensors of a GPU go to either by way of the host (:mod:`racksum.torch.staging`).
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
-import warnings
-from contextlib import suppress
-from datetime import timedelta
-from functools import partial
 from itertools import combinations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -25,20 +20,13 @@ from torch._C._distributed_c10d import Backend, PrefixStore, ProcessGroupGloo
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from racksum.eager import eager_methods
-from racksum.errors import BadArgument, Error, SessionClosed
+from racksum.errors import BadArgument
 from racksum.log import logger
-from racksum.options import OPTIONS, ConnectOptions, limits_of_group
-from racksum.session import DEFAULT_BLOCK, PartOf, Session
 from racksum.torch.calls import Call, Chain, extents_of, meet, numbered
-from racksum.torch.compress import block_of, checked_wire, wire_for
+from racksum.torch.compress import wire_for
 from racksum.torch.gathering import broadcast, gather_into
-from racksum.torch.groups import (
-    default_store,
-    drawn_in,
-    is_generation_given,
-    new_generation,
-    of_group,
-)
+from racksum.torch.membership import Membership, start_earlier
+from racksum.torch.options import Options
 from racksum.torch.reducible import (
     OF_BOOLEANS,
     OPERATORS,
@@ -51,56 +39,21 @@ from racksum.torch.reducible import (
 )
 from racksum.torch.several import alike, check_root_tensor, combined, copying_to
 from racksum.torch.sparse import allreduce_sparse
-from racksum.torch.staging import Staging, allreduce, staging_of, to_host
-from racksum.torch.work import Before, Ends, Pending, Work, let_go, writing
+from racksum.torch.staging import Staging, allreduce, to_host
+from racksum.torch.work import Before, Ends, Pending, Work, writing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from datetime import timedelta
 
+    from racksum.session import Session
     from racksum.torch.work import Waits
 
-__all__ = ["Options", "register"]
+__all__ = ["register"]
 
 _Op: Any = dist.ReduceOp.RedOpType
 
 _log = logger("racksum.torch")
-
-#: How long ranks that end the default group wait for each other.
-_MOMENT = timedelta(milliseconds=200)
-#: Seconds between two looks at what does not say by itself that it has ended.
-_SLICE = 0.002
-
-
-class Options(Backend.Options):
-    """The ``pg_options`` of a process group.
-
-    :param wire: How floating point elements travel in sums and averages, if not unchanged: see
-        :meth:`racksum.Session.allreduce`. Those that are as narrow already travel as they are.
-    :param block: Elements of a block: blocks of zeros are not sent.
-    :param connect: What :func:`racksum.connect` takes, but for ``rank`` and ``world``.
-    """
-
-    def __init__(
-        self, *, wire: str | None = None, block: int = DEFAULT_BLOCK, **connect: Any
-    ) -> None:
-        super().__init__("racksum")
-        self.wire = checked_wire(wire)
-        self.block = block_of(block)
-        known = set(OPTIONS) - {"rank", "world"}
-        for name in connect.keys() - known:
-            raise BadArgument(
-                f"{name} is no option of a process group; wire, block and "
-                f"{', '.join(sorted(known))} are"
-            )
-        self.connect = connect
-
-    def of_group(self, group: Any) -> Options:
-        """The same for a group: torch keeps the group's own data in its options."""
-        own = Options(wire=self.wire, block=self.block, **self.connect)
-        own._timeout = group.timeout
-        own.group_name = group.group_id
-        own.global_ranks_in_group = group.global_ranks_in_group
-        return own
 
 
 @eager_methods
@@ -117,21 +70,16 @@ class RacksumBackend(Backend):
         super().__init__(group.group_rank, group.group_size)
         self._options = options.of_group(group)
         self._name = group.group_id
-        self._timeout = group.timeout
-        self._store = group.store
-        self._session: Session | None = None
-        self._is_shut = threading.Event()
         self._staging = Staging()
         self._chain = Chain()
         self._in_flight: dict[Work, Any] = {}
         self._calling = threading.Lock()
         self._sequence = 0
-        # Ops that the rank has refused, and nobody could be told of before it joined.
-        self._unsaid: list[PartOf] = []
         # Ranks that torchrun 2.15 starts again find the store as it was, with old addresses in it.
         life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"racksum/gloo/{life}", group.store)
         self._gloo: Any = ProcessGroupGloo(store, self.rank(), self.size(), group.timeout)
+        self._membership = Membership(group, self._options, self._gloo, self._chain, self._staging)
         _open.add(self)
 
     def getBackendName(self) -> str:  # noqa: N802 - c10d's name.
@@ -146,40 +94,7 @@ class RacksumBackend(Backend):
     @property
     def session(self) -> Session:
         """The session of the group's ranks, who join with their first op that needs one."""
-        # That op is deferred, so the thread of the chain is the one that joins.
-        self._chain.drain()
-        return self._session or self._join()
-
-    def _join(self) -> Session:
-        self._check_open()
-        limits = limits_of_group(self._timeout.total_seconds())
-        options = ConnectOptions.resolve(
-            drawn=drawn_in(default_store() or self._store),
-            **{**limits, **self._options.connect},
-            rank=self.rank(),
-            world=self.size(),
-        )
-        if not is_generation_given(self._options.connect):
-            self._staging.drain()
-            agreed = self._agreed(new_generation())
-            options = dataclasses.replace(options, generation=agreed)
-        session = Session(of_group(options, self._name), check=self._check_open)
-        staging_of(session, self._staging)
-        # Not a method: what is in no cycle ends with its last reference, and so does the store,
-        # whose port the next process group may want.
-        session._before_op = partial(_start_earlier, self._chain, self._staging)
-        for part_of in self._unsaid:
-            session.refuse(part_of)
-        self._unsaid.clear()
-        self._session = session
-        if self._is_shut.is_set():
-            # Meanwhile: whoever destroyed the group had no session to close.
-            session.close()
-        return session
-
-    def _check_open(self) -> None:
-        if self._is_shut.is_set():
-            raise SessionClosed(f"the process group {self._name} was destroyed")
+        return self._membership.session
 
     def split(self, store: Any, ranks: Sequence[int], opts: Any) -> RacksumBackend:
         """A group of some of the ranks, for ``split_group``."""
@@ -405,7 +320,7 @@ class RacksumBackend(Backend):
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool) -> None:
         """Gloo's."""
         # Gloo pairs collectives by the order in which they begin.
-        _start_earlier(self._chain, self._staging)
+        start_earlier(self._chain, self._staging)
         self._gloo.monitored_barrier(opts.timeout, wait_all_ranks)
 
     def send(self, tensors: Sequence[Tensor], *args: Any) -> Work:
@@ -442,12 +357,7 @@ class RacksumBackend(Backend):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Limits collectives, if nothing was reduced yet: the limit is the session's."""
-        if self._session is None:
-            self._timeout = timeout
-        else:
-            warnings.warn(
-                f"racksum: the timeout of {self._name} stays: its ranks have joined", stacklevel=2
-            )
+        self._membership.set_timeout(timeout)
 
     def _get_sequence_number_for_group(self) -> int:
         """How many collectives this rank has started, sending and receiving apart."""
@@ -461,7 +371,7 @@ class RacksumBackend(Backend):
         self._leave()
         world = dist.group.WORLD
         if world is not None and world.group_name == self._name:
-            self._meet()
+            self._membership.meet()
         self._gloo.shutdown()
 
     def abort(self) -> None:
@@ -470,36 +380,8 @@ class RacksumBackend(Backend):
         self._gloo.shutdown()
 
     def _leave(self) -> None:
-        self._is_shut.set()
-        session, self._session = self._session, None
-        if session is not None:
-            session.close()
-            # Its threads take a moment to end, and the store's port may be wanted again.
-            let_go(session)
+        self._membership.leave()
         _open.discard(self)
-
-    def _meet(self) -> None:
-        """Waits a moment for the other ranks to come here too.
-
-        The store of the first rank closes its port next. A rank that was much earlier, and makes
-        the next process group at once, would meet the old store there.
-        """
-        options = dist.BarrierOptions()
-        options.timeout = _MOMENT
-        # Others may be gone, or have yet to do something.
-        with suppress(RuntimeError):
-            self._gloo.barrier(options).wait()
-
-    def _agreed(self, number: int) -> int:
-        """The number of the group's first rank."""
-        agreed = torch.tensor([number], device="cpu")
-        work = self._gloo.broadcast(agreed, 0)
-        # Gloo goes on waiting when it is shut down.
-        while not work.is_completed():
-            self._is_shut.wait(_SLICE)
-            self._check_open()
-        work.wait()
-        return int(agreed)
 
     def _new_call(self, collective: str, ops: int) -> Call:
         self._sequence += 1
@@ -511,13 +393,7 @@ class RacksumBackend(Backend):
 
         def refuse() -> Sequence[Waits]:
             for part_of in parts:
-                if self._session is None:
-                    # They have joined by then, or will.
-                    self._unsaid.append(part_of)
-                else:
-                    # One that is over has no ops to keep in step.
-                    with suppress(Error):
-                        self._session.refuse(part_of)
+                self._membership.refuse(part_of)
             return []
 
         if self._chain.is_behind():
@@ -552,7 +428,7 @@ class RacksumBackend(Backend):
             for work, theirs in list(self._in_flight.items())
             if meet(theirs, extents) and not work.has_ended()
         ]
-        must_join = joins and self._session is None
+        must_join = joins and not self._membership.has_joined
         if not earlier and not must_join and not self._chain.is_behind():
             parts = begin()
         else:
@@ -682,12 +558,6 @@ class RacksumBackend(Backend):
         own = whole[begin : begin + output.numel()]
         take = writing(lambda _: output.copy_(own.view_as(output)))
         return self._reduced(call, whole, opts).then(take)
-
-
-def _start_earlier(chain: Chain, staging: Staging) -> None:
-    """Has the ops started that were called before one on the host."""
-    chain.drain()
-    staging.drain()
 
 
 #: What torch wraps for TORCH_DISTRIBUTED_DEBUG it does not keep.

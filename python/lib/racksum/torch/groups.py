@@ -128,8 +128,7 @@ def _timeout_of_backend(backend: Any) -> float | None:
     # Debugging wraps backends of PyTorch's own.
     backend = getattr(backend, "wrapped_pg", backend)
     try:
-        # Those of Python have their own, and no options in torch before 2.16.
-        limit = backend._timeout if hasattr(backend, "_timeout") else backend.options._timeout
+        limit = backend.options._timeout
     except (AttributeError, RuntimeError):
         return None
     return float(limit.total_seconds())
