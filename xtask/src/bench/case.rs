@@ -3,7 +3,7 @@
 
 use serde::Serialize;
 
-use super::stats::ms;
+use super::stats::{Summary, ms};
 use super::volume::Data;
 
 /// One line of the table.
@@ -89,7 +89,7 @@ impl Race {
             // The cases are few, and live as long as the process.
             let name = format!("{}, before", side.name).leak();
             self.sides.extend([side, Side { name, program: Program::Racksum(before) }]);
-            let figure = Figure::Cost(side.name, name);
+            let figure = Figure::CostInTurn(side.name, name);
             self.bounds.push(Bound { figure, must: 1.0 + most, reach: 1.0 });
         }
     }
@@ -334,25 +334,35 @@ pub(crate) enum Figure {
     Gain(&'static str, &'static str),
     /// The first side's time as a multiple of the second's, which is to be small.
     Cost(&'static str, &'static str),
+    /// The same of each round by itself, and their median: what a small difference is judged by.
+    /// The two take their turns of a round within a moment, in which the machine changes least.
+    CostInTurn(&'static str, &'static str),
     /// The share by which a side's time misses what was predicted of it, which is to be small.
     Miss(&'static str),
 }
 
 /// What is known of a side's time, in microseconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct Took {
+pub(crate) struct Took<'a> {
     pub(crate) measured: f64,
+    /// Of each round.
+    pub(crate) rounds: &'a [f64],
     pub(crate) predicted: Option<f64>,
 }
 
 impl Figure {
     /// The figure, given the sides' times; `None` without one of them.
-    pub(crate) fn value(self, took: impl Fn(&str) -> Option<Took>) -> Option<f64> {
+    pub(crate) fn value<'a>(self, took: impl Fn(&str) -> Option<Took<'a>>) -> Option<f64> {
         let time = |side| Some(took(side)?.measured);
         Some(match self {
             Self::Time(side) => time(side)?,
             Self::Gain(side, other) => time(other)? / time(side)?,
             Self::Cost(side, other) => time(side)? / time(other)?,
+            Self::CostInTurn(side, other) => {
+                let rounds = took(side)?.rounds.iter().zip(took(other)?.rounds);
+                let ratios: Vec<_> = rounds.map(|(own, its)| own / its).collect();
+                Summary::of(&ratios)?.median
+            }
             Self::Miss(side) => (took(side)?.predicted? / time(side)? - 1.0).abs(),
         })
     }
@@ -361,7 +371,7 @@ impl Figure {
         match self {
             Self::Time(side) => side.to_owned(),
             Self::Gain(side, other) => format!("{other} / {side}"),
-            Self::Cost(side, other) => format!("{side} / {other}"),
+            Self::Cost(side, other) | Self::CostInTurn(side, other) => format!("{side} / {other}"),
             Self::Miss(side) => format!("{side}, off its prediction"),
         }
     }
@@ -371,6 +381,7 @@ impl Figure {
         match self {
             Self::Time(_) => ms(value),
             Self::Gain(..) | Self::Cost(..) => format!("{value:.2}"),
+            Self::CostInTurn(..) => format!("{value:.3}"),
             Self::Miss(_) => format!("{:.0} %", value * 100.0),
         }
     }
@@ -378,14 +389,14 @@ impl Figure {
     /// The sign between a value and its bound.
     pub(crate) const fn sign(self) -> &'static str {
         match self {
-            Self::Time(_) | Self::Cost(..) | Self::Miss(_) => "<=",
+            Self::Time(_) | Self::Cost(..) | Self::CostInTurn(..) | Self::Miss(_) => "<=",
             Self::Gain(..) => ">=",
         }
     }
 
     fn keeps(self, value: f64, bound: f64) -> bool {
         match self {
-            Self::Time(_) | Self::Cost(..) | Self::Miss(_) => value <= bound,
+            Self::Time(_) | Self::Cost(..) | Self::CostInTurn(..) | Self::Miss(_) => value <= bound,
             Self::Gain(..) => value >= bound,
         }
     }
@@ -431,10 +442,11 @@ impl Bound {
 mod tests {
     use super::*;
 
-    fn took(side: &str) -> Option<Took> {
+    fn took(side: &str) -> Option<Took<'static>> {
+        let took = |measured, rounds, predicted| Some(Took { measured, rounds, predicted });
         match side {
-            "racksum" => Some(Took { measured: 200.0, predicted: Some(180.0) }),
-            "gloo" => Some(Took { measured: 300.0, predicted: None }),
+            "racksum" => took(200.0, &[200.0, 100.0, 300.0], Some(180.0)),
+            "gloo" => took(300.0, &[300.0, 40.0, 450.0], None),
             _ => None,
         }
     }
@@ -444,6 +456,7 @@ mod tests {
         assert_eq!(Figure::Time("racksum").value(took), Some(200.0));
         assert_eq!(Figure::Gain("racksum", "gloo").value(took), Some(1.5));
         assert_eq!(Figure::Cost("gloo", "racksum").value(took), Some(1.5));
+        assert_eq!(Figure::CostInTurn("racksum", "gloo").value(took), Some(2.0 / 3.0));
         assert_eq!(Figure::Gain("racksum", "openmpi").value(took), None);
         let miss = Figure::Miss("racksum").value(took).unwrap();
         assert!((miss - 0.1).abs() < 1e-9, "{miss}");

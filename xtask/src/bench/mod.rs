@@ -72,7 +72,7 @@ struct PeersArgs {
     /// Rounds before those.
     #[arg(long, default_value_t = 2)]
     warmup: u32,
-    /// Set all sides up anew so often, each time for those rounds; bounds are about the median.
+    /// Set all sides up so often, each time for those rounds.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     setups: u32,
     /// Append the results to this file, one JSON object a line.

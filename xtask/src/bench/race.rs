@@ -1,8 +1,8 @@
 //! A race: all sides are set up, and then take turns, one iteration or a few of each in a round.
 //!
 //! Turns are what makes the ratios fair: whatever else the machine does, it does to all sides.
-//! What turns cannot cancel is the luck of a set-up (where memory lies, which core a thread is
-//! put on): it stays with a process for its life, so small differences want several set-ups.
+//! What turns cannot cancel is the luck of a set-up (where memory lies, which core a thread is put
+//! on), which stays with a process for its life: small differences want several set-ups.
 
 use std::path::Path;
 
@@ -20,8 +20,7 @@ use crate::interrupt;
 /// How often the sides take their turns.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(crate) struct Rounds {
-    /// How often all sides are set up anew, for the rounds below. A bound is judged by the median
-    /// of what the set-ups come to.
+    /// How often all sides are set up anew, each time for the rounds below.
     pub(crate) setups: u32,
     /// Rounds that are not counted.
     pub(crate) warmup: u32,
@@ -55,6 +54,9 @@ pub(crate) struct SideOutcome {
     pub(crate) retransmits: u64,
     /// What the links' queues dropped in the rounds that count.
     pub(crate) drops: Drops,
+    /// The median of each round's iterations.
+    #[serde(skip)]
+    pub(crate) rounds_us: Vec<f64>,
     /// The iterations of each round.
     pub(crate) times_us: Vec<Vec<f64>>,
     /// What each rank measured of itself in them.
@@ -84,15 +86,15 @@ pub(crate) fn run(
     logs: &Path,
     tell: &mut dyn FnMut(&str),
 ) -> Result<Outcome> {
-    let mut done = Vec::new();
+    let mut all = vec![Log::default(); race.sides.len()];
     for number in 1..=rounds.setups {
         let of_setups = format!("set-up {number} of {}: ", rounds.setups);
         let which = if rounds.setups > 1 { &of_setups } else { "" };
-        done.push(run_once(race, rounds, setup, logs, &mut |what| {
-            tell(&format!("{which}{what}"))
-        })?);
+        let tell = &mut |what: &str| tell(&format!("{which}{what}"));
+        let logs = run_once(race, rounds, setup, logs, tell)?;
+        all.iter_mut().zip(logs).for_each(|(all, log)| all.add(log));
     }
-    Ok(Outcome::of(race, &done))
+    Ok(Outcome::of(race, &all))
 }
 
 /// Sets the sides up, and has them take their turns.
@@ -174,19 +176,13 @@ impl Racer {
 }
 
 impl Log {
-    /// What each side did in all set-ups.
-    fn joined(setups: &[Vec<Self>]) -> Vec<Self> {
-        let mut sides: Vec<Self> = setups.first().cloned().unwrap_or_default();
-        for log in setups.iter().skip(1).flat_map(|logs| logs.iter().cloned().enumerate()) {
-            let (side, later) = log;
-            let all = &mut sides[side];
-            all.skipped = all.skipped.take().or(later.skipped);
-            all.failed = all.failed.take().or(later.failed);
-            all.predicted_us = all.predicted_us.or(later.predicted_us);
-            all.rounds.extend(later.rounds);
-            all.drops += later.drops;
-        }
-        sides
+    /// Adds what the side did in a further set-up.
+    fn add(&mut self, later: Self) {
+        self.skipped = self.skipped.take().or(later.skipped);
+        self.failed = self.failed.take().or(later.failed);
+        self.predicted_us = self.predicted_us.or(later.predicted_us);
+        self.rounds.extend(later.rounds);
+        self.drops += later.drops;
     }
 
     /// What was had, or nothing and the reason noted.
@@ -202,30 +198,24 @@ impl Log {
 }
 
 impl Outcome {
-    /// Judges what the sides of a race did, in their order, in each of its set-ups.
-    fn of(race: &Race, setups: &[Vec<Log>]) -> Self {
+    /// Judges what the sides of a race did, in their order.
+    fn of(race: &Race, logs: &[Log]) -> Self {
         let volume = race.data.volume(race.world);
-        let judged = |logs: &[Log]| -> Vec<_> {
-            let sides = race.sides.iter().zip(logs);
-            sides.map(|(side, log)| SideOutcome::of(side, log, &volume)).collect()
-        };
-        let of_setups: Vec<Vec<SideOutcome>> = setups.iter().map(|logs| judged(logs)).collect();
-        let value = |figure: Figure, sides: &[SideOutcome]| {
-            figure.value(|name| {
-                let side = sides.get(race.side(name)?.0)?;
-                Some(Took { measured: side.summary?.median, predicted: side.predicted_us })
-            })
+        let sides = race.sides.iter().zip(logs);
+        let sides: Vec<_> = sides.map(|(side, log)| SideOutcome::of(side, log, &volume)).collect();
+        let took = |name: &str| {
+            let SideOutcome { summary, rounds_us, predicted_us, .. } =
+                sides.get(race.side(name)?.0)?;
+            let measured = (*summary)?.median;
+            Some(Took { measured, rounds: rounds_us, predicted: *predicted_us })
         };
         let judge = |bound: &Bound| {
-            let Bound { figure, must, reach } = *bound;
-            let values: Option<Vec<_>> =
-                of_setups.iter().map(|sides| value(figure, sides)).collect();
-            let value = values.and_then(|values| Some(Summary::of(&values)?.median));
+            let value = bound.figure.value(took);
             let verdict = bound.judge(value);
+            let Bound { figure, must, reach } = *bound;
             BoundOutcome { figure, name: figure.name(), value, must, reach, verdict }
         };
         let bounds = race.bounds.iter().map(judge).collect();
-        let sides = judged(&Log::joined(setups));
         Self { volume, sides, bounds }
     }
 }
@@ -254,6 +244,7 @@ impl SideOutcome {
             thrift,
             retransmits: all().map(|iteration| iteration.retransmits).sum(),
             drops: log.drops,
+            rounds_us: medians,
             times_us,
             rank_times_us: rounds.iter().map(of_ranks).collect(),
             last_traffic: all().last().and_then(|iteration| iteration.traffic.clone()),
@@ -290,7 +281,7 @@ mod tests {
         let first = vec![iteration(10.0, 0), iteration(90.0, 0), iteration(20.0, 0)];
         let ours = log(&[first, once(30.0), once(25.0)]);
         let gloo = log(&[once(30.0), once(30.0), once(31.0)]);
-        let outcome = Outcome::of(&race(), &[vec![ours, gloo, Log::default()]]);
+        let outcome = Outcome::of(&race(), &[ours, gloo, Log::default()]);
         let summary = outcome.sides[0].summary.unwrap();
         assert_eq!((summary.median, summary.min, summary.max), (25.0, 20.0, 30.0));
         assert_eq!(outcome.sides[0].retransmits, 5);
@@ -300,23 +291,21 @@ mod tests {
     }
 
     #[test]
-    fn a_bound_is_judged_by_the_median_of_its_set_ups() {
-        let once = |span_us| log(&[vec![iteration(span_us, 0)]]);
-        let setup = |ours, gloo| vec![once(ours), once(gloo), Log::default()];
-        // Ratios of 1.2, 0.1 and 1.4; of all rounds together it would be 0.6.
-        let outcome =
-            Outcome::of(&race(), &[setup(10.0, 12.0), setup(20.0, 2.0), setup(30.0, 42.0)]);
-        assert_eq!(outcome.bounds[0].value, Some(1.2));
-        assert_eq!(outcome.sides[0].times_us, [[10.0], [20.0], [30.0]]);
-        let lacks_one = Outcome::of(&race(), &[setup(10.0, 12.0), vec![Log::default(); 3]]);
-        assert_eq!(lacks_one.bounds[0].verdict, Verdict::NotMeasured);
+    fn a_further_set_up_adds_its_rounds_and_hides_no_failure() {
+        let mut all = log(&[vec![iteration(10.0, 0)]]);
+        all.add(log(&[vec![iteration(20.0, 0)], vec![iteration(30.0, 0)]]));
+        all.add(Log { failed: Some("round 1: a rank is silent".to_owned()), ..Log::default() });
+        all.add(log(&[vec![iteration(40.0, 0)]]));
+        let outcome = Outcome::of(&race(), &[all, Log::default(), Log::default()]);
+        assert_eq!(outcome.sides[0].times_us, [[10.0], [20.0], [30.0], [40.0]]);
+        assert!(outcome.sides[0].failed.is_some());
     }
 
     #[test]
     fn one_greedy_iteration_breaks_the_invariant_and_peers_have_none() {
         let judged = |tx| {
             let log = || log(&[vec![iteration(1.0, 100_000_000)], vec![iteration(1.0, tx)]]);
-            let mut outcome = Outcome::of(&race(), &[vec![log(), log(), log()]]);
+            let mut outcome = Outcome::of(&race(), &[log(), log(), log()]);
             assert_eq!(outcome.sides[1].thrift, None);
             outcome.sides.remove(0).thrift.unwrap().holds
         };
@@ -327,7 +316,7 @@ mod tests {
     #[test]
     fn a_bound_on_a_missing_side_is_not_measured() {
         let ours = log(&[vec![iteration(10.0, 0)]]);
-        let outcome = Outcome::of(&race(), &[vec![ours, Log::default(), Log::default()]]);
+        let outcome = Outcome::of(&race(), &[ours, Log::default(), Log::default()]);
         assert_eq!(outcome.bounds[0].verdict, Verdict::NotMeasured);
     }
 

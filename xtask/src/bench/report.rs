@@ -264,6 +264,7 @@ mod tests {
             thrift: Some(Thrift { tx: 1.017, rx: 1.02, holds }),
             retransmits: 3,
             drops: Drops { at_hosts: 0, at_switch: 9 },
+            rounds_us: Vec::new(),
             times_us: vec![vec![200_000.0], vec![210_000.0], vec![205_000.0]],
             rank_times_us: Vec::new(),
             last_traffic: None,
