@@ -176,7 +176,8 @@ impl Config {
     /// # Errors
     /// The first that is not.
     fn check_ranges(&self) -> Result<(), ConfigError> {
-        let ports = u64::from(u16::MAX) - 1 - u64::from(self.shards);
+        // The shards take the ports after it.
+        let ports = u64::from(u16::MAX) - u64::from(self.shards);
         let [least_slots, most_slots] =
             [POOL_SLOTS.start(), POOL_SLOTS.end()].map(|n| u64::from(*n));
         for (key, value, min, max) in [
@@ -307,6 +308,17 @@ mod tests {
         assert!(told("\n\nport = =").starts_with("line 3: "));
         let error = Config::from_toml("shards = 0").unwrap_err().to_string();
         assert_eq!(error, "shards is 0, but must be from 1 to 64");
+    }
+
+    #[test]
+    fn the_last_shard_may_have_the_last_port() {
+        let check = |port, shards| Config { port, shards, ..Config::default() }.validate();
+        for shards in [1, 2, MAX_SHARDS] {
+            let last = u16::MAX - u16::from(shards);
+            assert_eq!(check(last, shards), Ok(()));
+            let why = check(last + 1, shards).unwrap_err().to_string();
+            assert_eq!(why, format!("port is {}, but must be from 0 to {last}", last + 1));
+        }
     }
 
     #[test]
