@@ -1,11 +1,12 @@
 //! What an operator configures.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::{AddrParseError, IpAddr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 
 use racksum_proto::auth::DataAuth;
 use racksum_proto::control::POOL_SLOTS;
-use serde::Deserialize;
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer};
 
 use crate::admission::Admit;
 
@@ -32,6 +33,7 @@ pub enum Fanout {
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
     /// The address to serve on.
+    #[serde(deserialize_with = "read_bind_address")]
     pub bind: IpAddr,
     /// The UDP port of the control plane; shard `i` takes `port + 1 + i`. 0 lets the system
     /// choose all of them.
@@ -118,6 +120,15 @@ pub enum ConfigError {
         /// What it must be.
         what: &'static str,
     },
+    /// The address to serve on means something on one link only.
+    #[error(
+        "bind is {bind}, a link-local address, and those are not served; bind another address of \
+         this host, or :: to serve on all of them"
+    )]
+    LinkLocal {
+        /// The address.
+        bind: Ipv6Addr,
+    },
     /// Rules that name identities, and none is shown.
     #[error("[[admit]] rules go by the names of identities: give --identity, or leave them out")]
     AdmitWithoutIdentity,
@@ -202,6 +213,11 @@ impl Config {
                 return Err(ConfigError::Range { key: key.into(), value, min, max });
             }
         }
+        if let IpAddr::V6(bind) = self.bind
+            && bind.is_unicast_link_local()
+        {
+            return Err(ConfigError::LinkLocal { bind });
+        }
         for (key, path) in [("identity", &self.identity), ("status_socket", &self.status_socket)] {
             if path.as_ref().is_some_and(|path| path.as_os_str().is_empty()) {
                 return Err(ConfigError::Empty { key: key.into(), what: "the path of a file" });
@@ -276,6 +292,20 @@ impl Config {
         let per_mib = (1 << 20) / racksum_net::udp::RECV_CAPACITY;
         self.pool_mib as usize * per_mib
     }
+}
+
+/// Reads the address to serve on. A link-local one may have a zone, as in `fe80::1%eth0`;
+/// [`Config::validate`] refuses it.
+///
+/// # Errors
+/// That it is no IP address.
+pub fn bind_address(text: &str) -> Result<IpAddr, AddrParseError> {
+    let zoned = text.split_once('%').and_then(|(addr, _)| addr.parse().ok());
+    zoned.filter(Ipv6Addr::is_unicast_link_local).map_or_else(|| text.parse(), |it| Ok(it.into()))
+}
+
+fn read_bind_address<'de, D: Deserializer<'de>>(from: D) -> Result<IpAddr, D::Error> {
+    bind_address(&String::deserialize(from)?).map_err(D::Error::custom)
 }
 
 /// Checks a rule, which is the `number`th of the file.
@@ -371,7 +401,10 @@ mod tests {
         };
         for (rule, why) in [
             ("identity = \"\"\njobs = [\"a\"]", "identity of [[admit]] rule 2 is empty, but must"),
-            ("identity = \"a\"\njobs = []", "jobs of [[admit]] rule 2 is empty, but must be a list"),
+            (
+                "identity = \"a\"\njobs = []",
+                "jobs of [[admit]] rule 2 is empty, but must be a list",
+            ),
             ("identity = \"a\"\njobs = [\"b\", \"\"]", "a name in jobs of [[admit]] rule 2 is"),
             (
                 "identity = \"a\"\njobs = [\"b\"]\nmax_jobs = 0",
@@ -382,6 +415,19 @@ mod tests {
         }
         assert_eq!(told("identity = \"\""), "identity is empty, but must be the path of a file");
         assert!(told("status_socket = \"\"").starts_with("status_socket is empty, but must be"));
+    }
+
+    #[test]
+    fn a_link_local_address_is_refused_with_the_reason() {
+        for bind in ["fe80::1", "fe80::1%eth0"] {
+            let why = Config::from_toml(&format!("bind = {bind:?}")).unwrap_err().to_string();
+            let told = "bind is fe80::1, a link-local address, and those are not served; bind ";
+            assert!(why.starts_with(told), "{why}");
+        }
+        for bind in ["fd00::1%eth0", "eth0", "127.0.0.1%lo"] {
+            let why = Config::from_toml(&format!("bind = {bind:?}")).unwrap_err().to_string();
+            assert_eq!(why, "line 1: invalid IP address syntax");
+        }
     }
 
     #[test]
