@@ -134,8 +134,8 @@ pub enum NetError {
     },
     /// Nothing answered in time.
     #[error(
-        "nobody answered at {addr} within {} ms; check the address, that the aggregator runs, \
-         and that no firewall drops UDP", waited.as_millis()
+        "nobody answered at {addr} within {} s; check the address, that the aggregator runs, \
+         and that no firewall drops UDP", seconds(*waited)
     )]
     NobodyThere {
         /// Who was called.
@@ -269,6 +269,11 @@ impl NetError {
             _ => Self::Bind { addr, cause },
         }
     }
+}
+
+/// Seconds, to the tenth.
+fn seconds(span: Span) -> f64 {
+    (span.as_millis() as f64 / 100.0).round() / 10.0
 }
 
 #[cfg(test)]

@@ -11,6 +11,8 @@ use racksum_proto::control::Loss;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::{Rank, listed};
 
+use crate::client::span;
+
 /// Why a worker could not connect.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
@@ -200,6 +202,21 @@ impl ConnectError {
             Self::Net(NetError::NobodyThere { .. }) => true,
             Self::Named { tried, .. } => tried.iter().all(Self::is_silence),
             _ => false,
+        }
+    }
+
+    /// Says of calls that came to nothing that they had so long, which the user knows, and not
+    /// what each of them had.
+    pub(crate) fn within(self, limit: Duration) -> Self {
+        match self {
+            Self::Net(NetError::NobodyThere { addr, .. }) => {
+                NetError::NobodyThere { addr, waited: span(limit) }.into()
+            }
+            Self::Named { name, tried } => {
+                let tried = tried.into_iter().map(|error| error.within(limit)).collect();
+                Self::Named { name, tried }
+            }
+            other => other,
         }
     }
 

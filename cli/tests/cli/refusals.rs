@@ -167,9 +167,13 @@ fn ranks_that_draw_other_data_are_told_instead_of_finding_wrong_sums() {
 #[test]
 fn a_rank_that_finds_no_aggregator_says_so() {
     let free = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
-    let ended = bench_rank(&free, 0, 1, &["--join-timeout", "7"]).end(60);
-    let why = format!("nobody answered at {free} within 5000 ms; check the address");
-    assert!(ended.failed(3).starts_with(&why), "{ended:?}");
+    for (limit, warnings) in [("3", 0), ("7", 1)] {
+        let ended = bench_rank(&free, 0, 1, &["--join-timeout", limit]).end(60);
+        let why = format!("nobody answered at {free} within {limit} s; check the address");
+        assert!(ended.failed(3).starts_with(&why), "{ended:?}");
+        assert_eq!(ended.err.matches("nobody answered at ").count(), 1 + warnings, "{ended:?}");
+        assert_eq!(ended.err.matches("; check the address").count(), 1, "{ended:?}");
+    }
 
     let unknown = "no-such-host.invalid:7177";
     let ended = bench_rank(unknown, 0, 1, &["--join-timeout", "2"]).end(60);
