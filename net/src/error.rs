@@ -2,7 +2,7 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use quinn::ConnectionError;
 
@@ -197,8 +197,10 @@ pub enum NetError {
     #[error("an identity is of no use with `insecure`, which believes everyone; leave one out")]
     InsecureIdentity,
     /// A file that should hold an identity or an authority does not.
-    #[error("{}: {why}", path.display())]
+    #[error("{what} {}: {why}", path.display())]
     IdentityFile {
+        /// What it should hold.
+        what: FileKind,
         /// The file.
         path: PathBuf,
         /// What is wrong with it.
@@ -227,6 +229,27 @@ pub enum NetError {
         /// What the TLS library said.
         reason: String,
     },
+}
+
+/// What a file of certificates should hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum FileKind {
+    /// The identity of a node.
+    #[error("identity")]
+    Identity,
+    /// An authority.
+    #[error("authority")]
+    Authority,
+    /// Certificates of either.
+    #[error("certificates")]
+    Certificates,
+}
+
+impl FileKind {
+    /// A file that does not hold it, and why.
+    pub(crate) fn wrong(self, path: &Path, why: impl Into<String>) -> NetError {
+        NetError::IdentityFile { what: self, path: path.into(), why: why.into() }
+    }
 }
 
 impl NetError {

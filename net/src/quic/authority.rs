@@ -13,7 +13,7 @@ use time::{Duration, OffsetDateTime};
 
 use super::identity::{NAME, no_key, not_pem, read_secret};
 use super::{Certificate, Role};
-use crate::NetError;
+use crate::{FileKind, NetError};
 
 /// A certificate authority: it issues the [`Identity`](super::Identity) files of nodes.
 #[derive(Debug)]
@@ -56,8 +56,8 @@ impl Authority {
     ///
     /// [`NetError::IdentityFile`] that names the file and what is wrong with it.
     pub fn load(path: &Path) -> Result<Self, NetError> {
-        let wrong = |why: String| NetError::IdentityFile { path: path.into(), why };
-        let pem = read_secret(path)?;
+        let wrong = |why: String| FileKind::Authority.wrong(path, why);
+        let pem = read_secret(FileKind::Authority, path)?;
         let certificate = CertificateDer::from_pem_slice(&pem).map_err(|error| match error {
             pki_pem::Error::NoItemsFound => wrong("it holds no certificate".into()),
             error => wrong(not_pem(&error).into()),

@@ -12,7 +12,7 @@ use x509_parser::prelude::{FromDer, X509Certificate};
 use x509_parser::x509::X509Name;
 
 use super::identity::{not_pem, read_secret};
-use crate::NetError;
+use crate::{FileKind, NetError};
 
 /// What the holder of a certificate may be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,8 +69,8 @@ impl Certificate {
     ///
     /// [`NetError::IdentityFile`] that names the file and what is wrong with it.
     pub fn all_of(path: &Path) -> Result<Vec<Self>, NetError> {
-        let wrong = |why: String| NetError::IdentityFile { path: path.into(), why };
-        let pem = read_secret(path)?;
+        let wrong = |why: String| FileKind::Certificates.wrong(path, why);
+        let pem = read_secret(FileKind::Certificates, path)?;
         let mut all = Vec::new();
         for der in CertificateDer::pem_slice_iter(&pem) {
             let der = der.map_err(|error| wrong(not_pem(&error).into()))?;

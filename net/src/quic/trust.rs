@@ -17,7 +17,7 @@ use rustls::{
 };
 
 use super::{Identity, Role};
-use crate::NetError;
+use crate::{FileKind, NetError};
 use crate::aside::Aside;
 
 /// Who we are, and whom we believe.
@@ -107,7 +107,7 @@ impl Credentials {
     pub fn of_aggregator(identity: Option<&Path>, insecure: bool) -> Result<Self, NetError> {
         let credentials = Self::new(identity, insecure)?;
         let Some(path) = identity else { return Ok(credentials) };
-        let wrong = |why: String| NetError::IdentityFile { path: path.into(), why };
+        let wrong = |why: String| FileKind::Identity.wrong(path, why);
         let told = credentials.identity.certificate().map_err(wrong)?;
         if told.role != Role::Aggregator {
             return Err(wrong(format!(

@@ -176,7 +176,7 @@ fn files_that_hold_no_identity_say_what_they_lack() {
     }
     let missing = folder.0.join("missing.pem");
     let told = Credentials::new(Some(&missing), false).unwrap_err().to_string();
-    assert!(told.contains("missing.pem: No such file"), "{told}");
+    assert!(told.starts_with("identity ") && told.contains("missing.pem: No such file"), "{told}");
     let node = folder.write("node.pem", &whole);
     let told = Authority::load(&node).unwrap_err().to_string();
     assert!(told.contains("\"n\" is no authority but a worker"), "{told}");
@@ -218,7 +218,7 @@ fn a_damaged_file_is_refused_with_one_sentence_and_none_of_its_bytes() {
         let error = Identity::load(&path).unwrap_err();
         let text = error.to_string();
         assert!(error.is_usage(), "{text}");
-        assert!(text.starts_with(&path.display().to_string()), "{text}");
+        assert!(text.starts_with(&format!("identity {}: ", path.display())), "{text}");
         assert!(!text.contains('[') && !text.contains(", 4") && text.len() < 250, "{text}");
         drop(Certificate::all_of(&path).map_err(|error| assert!(!error.to_string().contains('['))));
         drop(Authority::load(&path).map_err(|error| assert!(!error.to_string().contains('['))));
@@ -232,7 +232,7 @@ fn a_pipe_is_no_identity_and_nobody_waits_for_its_writer() {
     let pipe = rustix::fs::FileType::Fifo;
     rustix::fs::mknodat(rustix::fs::CWD, &path, pipe, rustix::fs::Mode::RWXU, 0).unwrap();
     let error = Identity::load(&path).unwrap_err().to_string();
-    assert_eq!(error, format!("{}: it is not a regular file; name one in PEM", path.display()));
+    assert_eq!(error, format!("identity {}: it is not a regular file; name one in PEM", path.display()));
 }
 
 #[test]
