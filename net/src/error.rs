@@ -164,7 +164,7 @@ pub enum NetError {
     /// The other side does not accept our certificate.
     #[error(
         "{addr} does not accept this identity: its certificate {why}; look at it with `racksum \
-         identity show`, and have it issued by the authority of that aggregator"
+         identity show`, and have one issued by the authority of both sides"
     )]
     NotBelieved {
         /// Who was called.
@@ -181,11 +181,19 @@ pub enum NetError {
         /// Who was called.
         addr: SocketAddr,
     },
+    /// The other side has no identity, and shows a certificate that it has made itself.
+    #[error(
+        "{addr} shows no identity, only a certificate that it has made itself; start it with an \
+         `identity` of this side's authority, without `insecure`, or both sides without identities"
+    )]
+    NoneShown {
+        /// Who called, or was called.
+        addr: SocketAddr,
+    },
     /// We do not accept the certificate of the other side.
     #[error(
         "the certificate of {addr} is not accepted: it {why}; both sides need identities of one \
-         authority, and the one that is called that of an aggregator; one that was started as \
-         insecure shows none"
+         authority, and the one that is called that of an aggregator"
     )]
     Unbelievable {
         /// Who was called.
@@ -277,6 +285,7 @@ impl NetError {
             | Self::Connect { addr, .. }
             | Self::NotBelieved { addr, .. }
             | Self::NoIdentity { addr }
+            | Self::NoneShown { addr }
             | Self::Unbelievable { addr, .. }
             | Self::NotCallable { addr, .. } => Some(addr),
             _ => None,

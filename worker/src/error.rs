@@ -231,8 +231,13 @@ impl ConnectError {
 
     /// Whether an aggregator has answered the call, so that another address of it is no better.
     pub(crate) const fn is_answered(&self) -> bool {
-        use NetError::{NoIdentity, NotBelieved, Unbelievable};
-        matches!(self, Self::Net(NotBelieved { .. } | NoIdentity { .. } | Unbelievable { .. }))
+        use NetError::{NoIdentity, NoneShown, NotBelieved, Unbelievable};
+        matches!(
+            self,
+            Self::Net(
+                NotBelieved { .. } | NoIdentity { .. } | NoneShown { .. } | Unbelievable { .. }
+            )
+        )
     }
 
     /// Whether an aggregator was there and is gone, or is about to go.

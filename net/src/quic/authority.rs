@@ -62,7 +62,7 @@ impl Authority {
             pki_pem::Error::NoItemsFound => wrong("it holds no certificate".into()),
             error => wrong(not_pem(&error).into()),
         })?;
-        let told = Certificate::parse(&certificate).map_err(wrong)?;
+        let told = Certificate::parse_own(&certificate).map_err(wrong)?;
         if told.role != Role::Authority {
             let (name, role) = (told.name, told.role);
             return Err(wrong(format!("{name:?} is no authority but a {role}; issue with one")));

@@ -9,9 +9,9 @@ use rustls::pki_types::pem::PemObject;
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 use x509_parser::prelude::{FromDer, X509Certificate};
-use x509_parser::x509::X509Name;
+use x509_parser::x509::{X509Name, X509Version};
 
-use super::identity::{not_pem, read_secret};
+use super::identity::{NAME, not_pem, read_secret};
 use crate::{FileKind, NetError};
 
 /// What the holder of a certificate may be.
@@ -91,8 +91,24 @@ impl Certificate {
 
     /// Reads a certificate; the error says why it cannot be one.
     pub(super) fn parse(der: &CertificateDer<'_>) -> Result<Self, String> {
-        let (_, x509) =
-            X509Certificate::from_der(der).map_err(|_| "a certificate in it is damaged")?;
+        Self::of(&x509(der)?, der)
+    }
+
+    /// Reads the certificate of a file that has its key: TLS takes no other version.
+    pub(super) fn parse_own(der: &CertificateDer<'_>) -> Result<Self, String> {
+        let x509 = x509(der)?;
+        if x509.version() != X509Version::V3 {
+            return Err(format!(
+                "its certificate is of X.509 version {}, without extensions, and TLS takes version \
+                 3 alone; issue it anew with `racksum identity`, or with extensions: of an \
+                 aggregator, subjectAltName=DNS:{NAME}",
+                x509.version().0.saturating_add(1)
+            ));
+        }
+        Self::of(&x509, der)
+    }
+
+    fn of(x509: &X509Certificate<'_>, der: &CertificateDer<'_>) -> Result<Self, String> {
         // Names are compared, logged and shown, so a certificate whose name would not show as it
         // is counts as none.
         let names = [x509.subject(), x509.issuer()];
@@ -119,6 +135,16 @@ impl Certificate {
             fingerprint: digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect(),
         })
     }
+}
+
+fn x509<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, String> {
+    let (_, x509) = X509Certificate::from_der(der).map_err(|_| "a certificate in it is damaged")?;
+    Ok(x509)
+}
+
+/// Whether whoever has made a certificate has signed it too, as where there is no authority.
+pub(super) fn is_self_issued(der: &CertificateDer<'_>) -> bool {
+    x509(der).is_ok_and(|x509| x509.subject().as_raw() == x509.issuer().as_raw())
 }
 
 /// The common name.

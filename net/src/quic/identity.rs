@@ -7,8 +7,10 @@ use std::path::Path;
 
 use rcgen::{CertificateParams, KeyPair};
 use rustls::RootCertStore;
+use rustls::client::verify_server_name;
 use rustls::pki_types::pem::{self, PemObject};
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};
+use rustls::server::ParsedCertificate;
 use rustls::sign::CertifiedKey;
 
 use super::Certificate;
@@ -66,7 +68,7 @@ impl Identity {
                  `racksum identity issue`",
             ));
         }
-        let told = Certificate::parse(&certificate).map_err(|why| wrong(&why))?;
+        let told = Certificate::parse_own(&certificate).map_err(|why| wrong(&why))?;
         let provider = rustls::crypto::aws_lc_rs::default_provider();
         CertifiedKey::from_der(vec![certificate.clone()], key.clone_key(), &provider)
             .map_err(|_| wrong("its private key is damaged, or of another certificate"))?;
@@ -86,6 +88,13 @@ impl Identity {
     /// What its certificate says.
     pub(super) fn certificate(&self) -> Result<Certificate, String> {
         Certificate::parse(&self.certificate)
+    }
+
+    /// Whether its certificate is one that callers take for an aggregator's.
+    pub(super) fn bears_name(&self) -> bool {
+        let parsed = ParsedCertificate::try_from(&self.certificate);
+        let name = ServerName::try_from(NAME);
+        parsed.is_ok_and(|it| name.is_ok_and(|name| verify_server_name(&it, &name).is_ok()))
     }
 
     pub(super) fn key(&self) -> PrivateKeyDer<'static> {
@@ -161,7 +170,7 @@ fn holds_key(pem: &[u8]) -> bool {
     pem.windows(KEY.len()).any(|bytes| bytes == KEY)
 }
 
-/// What the line begins or ends with in PEM that begins or ends a key of any kind.
+/// Ends the first line of a private key in PEM, whatever its kind, and the last.
 const KEY: &[u8] = b"PRIVATE KEY-----";
 
 /// Keys that others may read: a sidecar reads its own for every job.

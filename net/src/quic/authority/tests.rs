@@ -109,8 +109,42 @@ async fn who_is_of_another_authority_is_refused_with_the_reason_on_both_sides() 
     // A caller that believes everyone is refused by the server.
     let (peer, told) = call(&served, &Credentials::new(None, false).unwrap()).await;
     let told = told.unwrap_err();
-    assert!(told.contains("does not accept this identity: its certificate is of"), "{told}");
-    assert!(peer.is_err());
+    assert!(told.contains("does not accept this identity: its certificate is its own"), "{told}");
+    let told = log_of(peer);
+    assert!(told.contains("shows no identity, only a certificate that it has made"), "{told}");
+    // Nor is one taken for an aggregator of another authority that has none.
+    let (_, told) = call(&Credentials::new(None, false).unwrap(), &stranger).await;
+    let told = told.unwrap_err();
+    assert!(told.contains("shows no identity, only a certificate that it has made"), "{told}");
+}
+
+/// What a server logs of a caller that it has not come to know.
+fn log_of(peer: Result<Certificate, ConnectionError>) -> String {
+    not_connected("192.0.2.1:7".parse().unwrap(), peer.unwrap_err()).to_string()
+}
+
+#[tokio::test]
+async fn a_certificate_without_the_name_of_aggregators_serves_nobody_and_both_sides_say_why() {
+    let folder = Folder::new("name");
+    let authority = folder.authority("rack");
+    let node = folder.credentials(&authority, "node", Role::Worker);
+    let mut params = params("agg", in_days(1)).unwrap();
+    params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+    for names in [vec![], vec!["agg.example".to_owned(), "racksum.example".to_owned()]] {
+        params.subject_alt_names = CertificateParams::new(names).unwrap().subject_alt_names;
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.signed_by(&key, &authority.issuer).unwrap();
+        let of_authority = std::fs::read_to_string(folder.0.join("rack.pem")).unwrap();
+        let pem = certificate.pem() + &key.serialize_pem() + &of_authority;
+        let path = folder.write("agg", &pem);
+        let why = Credentials::of_aggregator(Some(&path), false).unwrap_err().to_string();
+        assert!(why.contains("lacks the name that callers of an aggregator ask for, "), "{why}");
+        assert!(why.contains("subjectAltName=DNS:racksum; "), "{why}");
+        let (peer, told) = call(&Credentials::new(Some(&path), false).unwrap(), &node).await;
+        let (told, logged) = (told.unwrap_err(), log_of(peer));
+        assert!(told.contains("is not accepted: it lacks subjectAltName=DNS:racksum"), "{told}");
+        assert!(logged.contains("its certificate lacks subjectAltName=DNS:racksum"), "{logged}");
+    }
 }
 
 #[tokio::test]
@@ -174,6 +208,8 @@ fn files_that_hold_no_identity_say_what_they_lack() {
         let told = told("broken.pem", pem);
         assert!(told.contains("broken.pem: ") && told.contains(why), "{told}");
     }
+    let told = told("first.pem", &(FIRST_VERSION.to_owned() + &whole[key..]));
+    assert!(told.contains("its certificate is of X.509 version 1, without extensions"), "{told}");
     let missing = folder.0.join("missing.pem");
     let told = Credentials::new(Some(&missing), false).unwrap_err().to_string();
     assert!(told.starts_with("identity ") && told.contains("missing.pem: No such file"), "{told}");
@@ -183,6 +219,17 @@ fn files_that_hold_no_identity_say_what_they_lack() {
     let told = Credentials::new(Some(&node), true).unwrap_err().to_string();
     assert!(told.starts_with("an identity is of no use with `insecure`"), "{told}");
 }
+
+/// `openssl x509 -req` without extensions.
+const FIRST_VERSION: &str = "-----BEGIN CERTIFICATE-----
+MIIBGjCBwQIUJLruomap70mOunenvm0JMnKFcPYwCgYIKoZIzj0EAwIwDzENMAsG
+A1UEAwwEbm9kZTAgFw0yNjExMjYwMTA3NDJaGA8yMTI2MTEwMjAxMDc0MlowDzEN
+MAsGA1UEAwwEbm9kZTBZMBMGByqGSM49AgEGCCqGSM49AwEHA0IABApHAV+s4wJ9
+To2n4J4uFXN6k6Nu+ui2uo79aT4tfQUSrZGNkDU9fveW85fCFTObOTnLvo30Eboz
+Em25XGTkyXkwCgYIKoZIzj0EAwIDSAAwRQIgGmZ7j2tV/i2Ti+BtlgdMc0DLBps/
+1isVmGsVnIb1lZkCIQDXkH8i2mnpv28AOXA7eZT7+hOeBdMAEXXCP98PJ7VjRA==
+-----END CERTIFICATE-----
+";
 
 #[test]
 fn a_damaged_file_is_refused_with_one_sentence_and_none_of_its_bytes() {
