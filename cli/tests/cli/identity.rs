@@ -62,6 +62,16 @@ fn an_identity_says_whose_it_is_and_until_when() {
     let shown = run(&["identity", "show", &node]).ok().out;
     assert!(shown.starts_with(&format!("{node}: aggregator \"agg-1\" of \"rack\", 20")), "{shown}");
     assert!(shown.contains(": authority \"rack\" of \"rack\", 20"), "{shown}");
+    let short = folder.path("short.pem");
+    let issue = |name: &str, days: &[&str]| {
+        let out = folder.path(name);
+        run(&[&["identity", "issue", name, "--authority", &short, "--out", &out], days].concat())
+    };
+    run(&["identity", "init", "--days", "30", "--out", &short]).ok();
+    let told = issue("node-1", &[]).ok().out;
+    assert!(told.contains("the identity of worker \"node-1\", valid until 20"), "{told}");
+    let ended = issue("node-2", &["--days", "31"]);
+    assert!(ended.failed(2).contains("31 days are more than its authority has left"), "{ended:?}");
     let shown = run(&["identity", "show", "--format", "json", &authority, &node]).ok().out;
     let roles: Vec<_> = shown
         .lines()
@@ -71,7 +81,10 @@ fn an_identity_says_whose_it_is_and_until_when() {
     let expected = ["authority", "aggregator", "authority"].map(|role| (role.to_owned(), true));
     assert_eq!(roles, expected);
     let ended = run(&["identity", "show", "/dev/null"]);
-    assert_eq!(ended.failed(2), "certificates /dev/null: it is not a regular file; name one in PEM");
+    assert_eq!(
+        ended.failed(2),
+        "certificates /dev/null: it is not a regular file; name one in PEM"
+    );
 }
 
 #[test]

@@ -142,6 +142,11 @@ fn x509<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, String> 
     Ok(x509)
 }
 
+/// When a certificate expires.
+pub(super) fn end_of(der: &CertificateDer<'_>) -> Result<OffsetDateTime, String> {
+    Ok(x509(der)?.validity().not_after.to_datetime())
+}
+
 /// Whether whoever has made a certificate has signed it too, as where there is no authority.
 pub(super) fn is_self_issued(der: &CertificateDer<'_>) -> bool {
     x509(der).is_ok_and(|x509| x509.subject().as_raw() == x509.issuer().as_raw())
@@ -154,7 +159,7 @@ fn name_of(name: &X509Name<'_>) -> String {
 }
 
 /// A moment in seconds since 1970 as RFC 3339.
-fn rfc3339(timestamp: i64) -> String {
+pub(super) fn rfc3339(timestamp: i64) -> String {
     let at = OffsetDateTime::from_unix_timestamp(timestamp).ok();
     at.and_then(|at| at.format(&Rfc3339).ok()).unwrap_or_else(|| timestamp.to_string())
 }

@@ -151,7 +151,9 @@ pub(super) fn read_secret(what: FileKind, path: &Path) -> Result<Vec<u8>, NetErr
     let (bytes, mode) = read().map_err(|error| match error.kind() {
         ErrorKind::NotFound => what.wrong(
             path,
-            format!("{error}; check the path, or see `racksum identity --help` for how to make one"),
+            format!(
+                "{error}; check the path, or see `racksum identity --help` for how to make one"
+            ),
         ),
         _ => what.wrong(path, error.to_string()),
     })?;
@@ -190,8 +192,8 @@ mod tests {
         std::fs::write(&path, Authority::create("rack", 1).unwrap()).unwrap();
         let authority = Authority::load(&path).unwrap();
         std::fs::remove_file(path).unwrap();
-        let subject = Subject { name: "node", role: Role::Worker, days: 1 };
-        let whole = authority.issue(&subject).unwrap();
+        let subject = Subject { name: "node", role: Role::Worker, days: None };
+        let whole = authority.issue(&subject).unwrap().0;
         let (certificate, key) = whole.split_at(whole.find("-----BEGIN PRIVATE").unwrap());
         assert!(holds_key(whole.as_bytes()) && !holds_key(certificate.as_bytes()));
         // As older tools write it, and cut off.

@@ -30,13 +30,13 @@ impl Folder {
     }
 
     fn credentials(&self, authority: &Authority, name: &str, role: Role) -> Credentials {
-        let pem = authority.issue(&Subject { name, role, days: 1 }).unwrap();
+        let (pem, _) = authority.issue(&Subject { name, role, days: None }).unwrap();
         Credentials::new(Some(&self.write(name, &pem)), false).unwrap()
     }
 
     fn expired(&self, authority: &Authority, name: &str, role: Role) -> Credentials {
         let past = OffsetDateTime::now_utc() - Duration::minutes(1);
-        let pem = authority.issue_until(&Subject { name, role, days: 0 }, past).unwrap();
+        let pem = authority.issue_until(&Subject { name, role, days: None }, past).unwrap();
         Credentials::new(Some(&self.write(name, &pem)), false).unwrap()
     }
 }
@@ -177,7 +177,7 @@ async fn a_worker_cannot_pass_for_an_aggregator() {
 #[test]
 fn names_that_are_no_plain_names_are_refused() {
     let authority = Folder::new("names").authority("rack");
-    let issue = |name| authority.issue(&Subject { name, role: Role::Worker, days: 1 });
+    let issue = |name| authority.issue(&Subject { name, role: Role::Worker, days: None });
     let long = "x".repeat(65);
     for name in ["", ".hidden", "../up", "a b", "a/b", "-flag", "nöde", &long] {
         let error = issue(name).unwrap_err().to_string();
@@ -189,10 +189,34 @@ fn names_that_are_no_plain_names_are_refused() {
 }
 
 #[test]
+fn no_identity_outlives_its_authority() {
+    let folder = Folder::new("outlives");
+    let authority = folder.authority("rack");
+    let until = rfc3339(authority.not_after.unix_timestamp());
+    let issue = |days| authority.issue(&Subject { name: "node", role: Role::Worker, days });
+    let error = issue(Some(11)).unwrap_err();
+    let why = format!("11 days are more than its authority has left, which expires at {until}; ");
+    assert!(error.is_usage() && error.to_string().contains(&why), "{error}");
+    // As many as the authority was made for, and those that are usual.
+    for days in [Some(10), None] {
+        let (pem, not_after) = issue(days).unwrap();
+        assert_eq!(not_after, until);
+        let told = Certificate::all_of(&folder.write("node", &pem)).unwrap();
+        assert_eq!(told[0].not_after, until);
+    }
+    assert!(issue(Some(1)).unwrap().1 < until);
+    let path = folder.write("old.pem", &Authority::create("old", 0).unwrap());
+    let old = Authority::load(&path).unwrap();
+    let why = old.issue(&Subject { name: "node", role: Role::Worker, days: None }).unwrap_err();
+    assert!(why.to_string().contains("the authority has expired at "), "{why}");
+}
+
+#[test]
 fn files_that_hold_no_identity_say_what_they_lack() {
     let folder = Folder::new("files");
     let authority = folder.authority("rack");
-    let whole = authority.issue(&Subject { name: "n", role: Role::Worker, days: 1 }).unwrap();
+    let whole = authority.issue(&Subject { name: "n", role: Role::Worker, days: None }).unwrap();
+    let (whole, _) = whole;
     let key = whole.find("-----BEGIN PRIVATE KEY").unwrap();
     let behind = whole.rfind("-----BEGIN CERTIFICATE").unwrap();
     let told = |name: &str, pem: &str| {
@@ -235,8 +259,8 @@ Em25XGTkyXkwCgYIKoZIzj0EAwIDSAAwRQIgGmZ7j2tV/i2Ti+BtlgdMc0DLBps/
 fn a_damaged_file_is_refused_with_one_sentence_and_none_of_its_bytes() {
     let folder = Folder::new("damaged");
     let (one, two) = (folder.authority("one"), folder.authority("two"));
-    let issue =
-        |by: &Authority| by.issue(&Subject { name: "node", role: Role::Worker, days: 1 }).unwrap();
+    let subject = Subject { name: "node", role: Role::Worker, days: None };
+    let issue = |by: &Authority| by.issue(&subject).unwrap().0;
     let (whole, other) = (issue(&one), issue(&two));
     let sections = |pem: &str| -> Vec<String> {
         pem.split_inclusive("-----\n")
@@ -279,7 +303,10 @@ fn a_pipe_is_no_identity_and_nobody_waits_for_its_writer() {
     let pipe = rustix::fs::FileType::Fifo;
     rustix::fs::mknodat(rustix::fs::CWD, &path, pipe, rustix::fs::Mode::RWXU, 0).unwrap();
     let error = Identity::load(&path).unwrap_err().to_string();
-    assert_eq!(error, format!("identity {}: it is not a regular file; name one in PEM", path.display()));
+    assert_eq!(
+        error,
+        format!("identity {}: it is not a regular file; name one in PEM", path.display())
+    );
 }
 
 #[test]
