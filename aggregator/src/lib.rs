@@ -84,7 +84,10 @@ pub enum StartError {
         mib: usize,
     },
     /// A thread could not be started.
-    #[error("cannot start a thread: {0}")]
+    #[error(
+        "cannot start a thread: {0}; raise the limits on threads (ulimit -u) and on open files \
+         (ulimit -n)"
+    )]
     Thread(#[from] io::Error),
     /// The parent can never be called.
     #[error("--parent: {0}")]

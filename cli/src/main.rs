@@ -19,6 +19,7 @@ mod sim;
 mod standby;
 mod status;
 mod stderr;
+mod thread;
 mod worker;
 
 use std::fs::File;

@@ -397,6 +397,29 @@ fn a_benchmark_that_cannot_be_is_refused_before_it_starts() {
         assert!(ended.failed(2).contains(why), "{ended:?}");
         assert_eq!(ended.err.lines().count(), 1, "{ended:?}");
     }
+    let long = "x".repeat(129);
+    for (job, why) in [
+        ("a\nb", "\"a\\nb\" has characters that"),
+        (&long, "1 to 128 bytes, not 129"),
+        ("", "not 0"),
+    ] {
+        for command in ["bench", "reduce"] {
+            let ended = run(&[&[command], &far[..], &["--job", job, "file"]].concat());
+            assert_eq!(ended.code, Some(2), "{ended:?}");
+            assert!(ended.err.contains(why), "{ended:?}");
+        }
+    }
+    for args in [
+        &["reduce", "--seed", "3", "file"][..],
+        &["status", "--insecure"],
+        &["status", "/tmp/none", "--identity", "node.pem"],
+        &["status", "unix:/tmp/none", "--insecure"],
+        &["sim", "swarm", "--threads", "0"],
+        &["sim", "swarm", "--threads", "99999"],
+    ] {
+        let ended = run(args);
+        assert_eq!((ended.code, &ended.out[..]), (Some(2), ""), "{ended:?}");
+    }
     for flags in [["--timeout", "0"], ["--check", "2"], ["--job", "x"], ["--density", "nan"]] {
         let ended = run(&[&["bench"][..], &flags].concat());
         assert_eq!((ended.code, &ended.out[..]), (Some(2), ""), "{ended:?}");
