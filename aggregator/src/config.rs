@@ -1,16 +1,20 @@
 //! What an operator configures.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::{AddrParseError, IpAddr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 
 use racksum_proto::auth::DataAuth;
 use racksum_proto::control::POOL_SLOTS;
-use serde::Deserialize;
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer};
 
 use crate::admission::Admit;
 
 /// Most shards of an aggregator.
 pub const MAX_SHARDS: u8 = 64;
+
+const LEAST_SLOTS: u64 = *POOL_SLOTS.start() as u64;
+const MOST_SLOTS: u64 = *POOL_SLOTS.end() as u64;
 
 /// How results reach the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
@@ -29,6 +33,7 @@ pub enum Fanout {
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
     /// The address to serve on.
+    #[serde(deserialize_with = "read_bind_address")]
     pub bind: IpAddr,
     /// The UDP port of the control plane; shard `i` takes `port + 1 + i`. 0 lets the system
     /// choose all of them.
@@ -98,14 +103,31 @@ pub enum ConfigError {
     /// A number is out of its range.
     #[error("{key} is {value}, but must be from {min} to {max}")]
     Range {
-        /// The key, as in the file; the flag is the same with dashes.
-        key: &'static str,
+        /// The key, as in the file, and its rule; the flag is the same with dashes.
+        key: String,
         /// What was given.
         value: u64,
         /// The least it may be.
         min: u64,
         /// The most it may be.
         max: u64,
+    },
+    /// A key that must name something names nothing.
+    #[error("{key} is empty, but must be {what}")]
+    Empty {
+        /// The key, as in the file, and its rule.
+        key: String,
+        /// What it must be.
+        what: &'static str,
+    },
+    /// The address to serve on means something on one link only.
+    #[error(
+        "bind is {bind}, a link-local address, and those are not served; bind another address of \
+         this host, or :: to serve on all of them"
+    )]
+    LinkLocal {
+        /// The address.
+        bind: Ipv6Addr,
     },
     /// Rules that name identities, and none is shown.
     #[error("[[admit]] rules go by the names of identities: give --identity, or leave them out")]
@@ -176,12 +198,11 @@ impl Config {
     /// # Errors
     /// The first that is not.
     fn check_ranges(&self) -> Result<(), ConfigError> {
-        let ports = u64::from(u16::MAX) - 1 - u64::from(self.shards);
-        let [least_slots, most_slots] =
-            [POOL_SLOTS.start(), POOL_SLOTS.end()].map(|n| u64::from(*n));
+        // The shards take the ports after it.
+        let ports = u64::from(u16::MAX) - u64::from(self.shards);
         for (key, value, min, max) in [
             ("shards", u64::from(self.shards), 1, u64::from(MAX_SHARDS)),
-            ("pool_slots", u64::from(self.pool_slots), least_slots, most_slots),
+            ("pool_slots", u64::from(self.pool_slots), LEAST_SLOTS, MOST_SLOTS),
             ("pool_mib", u64::from(self.pool_mib), 1, 1 << 20),
             ("max_jobs", u64::from(self.max_jobs), 1, 1024),
             ("max_ranks", u64::from(self.max_ranks), 1, 1 << 18),
@@ -189,23 +210,20 @@ impl Config {
             ("port", u64::from(self.port), 0, ports),
         ] {
             if !(min..=max).contains(&value) {
-                return Err(ConfigError::Range { key, value, min, max });
+                return Err(ConfigError::Range { key: key.into(), value, min, max });
             }
         }
-        for rule in &self.admit {
-            let Admit { max_jobs, max_ranks, pool_slots, share_percent, .. } = *rule;
-            for (key, value, min, max) in [
-                ("max_jobs of [[admit]]", max_jobs.map(u64::from), 1, 1024),
-                ("max_ranks of [[admit]]", max_ranks.map(u64::from), 1, 1 << 18),
-                ("pool_slots of [[admit]]", pool_slots.map(u64::from), least_slots, most_slots),
-                ("share_percent of [[admit]]", share_percent.map(u64::from), 1, 100),
-            ] {
-                if let Some(value) = value.filter(|value| !(min..=max).contains(value)) {
-                    return Err(ConfigError::Range { key, value, min, max });
-                }
+        if let IpAddr::V6(bind) = self.bind
+            && bind.is_unicast_link_local()
+        {
+            return Err(ConfigError::LinkLocal { bind });
+        }
+        for (key, path) in [("identity", &self.identity), ("status_socket", &self.status_socket)] {
+            if path.as_ref().is_some_and(|path| path.as_os_str().is_empty()) {
+                return Err(ConfigError::Empty { key: key.into(), what: "the path of a file" });
             }
         }
-        Ok(())
+        (1..).zip(&self.admit).try_for_each(|(number, rule)| check_rule(number, rule))
     }
 
     /// Checks that pools larger than the default fit a host's memory: they are used page by page
@@ -276,6 +294,46 @@ impl Config {
     }
 }
 
+/// Reads the address to serve on. A link-local one may have a zone, as in `fe80::1%eth0`;
+/// [`Config::validate`] refuses it.
+///
+/// # Errors
+/// That it is no IP address.
+pub fn bind_address(text: &str) -> Result<IpAddr, AddrParseError> {
+    let zoned = text.split_once('%').and_then(|(addr, _)| addr.parse().ok());
+    zoned.filter(Ipv6Addr::is_unicast_link_local).map_or_else(|| text.parse(), |it| Ok(it.into()))
+}
+
+fn read_bind_address<'de, D: Deserializer<'de>>(from: D) -> Result<IpAddr, D::Error> {
+    bind_address(&String::deserialize(from)?).map_err(D::Error::custom)
+}
+
+/// Checks a rule, which is the `number`th of the file.
+fn check_rule(number: usize, rule: &Admit) -> Result<(), ConfigError> {
+    let Admit { ref identity, ref jobs, max_jobs, max_ranks, pool_slots, share_percent } = *rule;
+    let key = |key: &str| format!("{key} of [[admit]] rule {number}");
+    for (name, is_empty, what) in [
+        ("identity", identity.is_empty(), "a pattern of the names of certificates"),
+        ("jobs", jobs.is_empty(), "a list of patterns of the names of jobs"),
+        ("a name in jobs", jobs.iter().any(String::is_empty), "a pattern of the names of jobs"),
+    ] {
+        if is_empty {
+            return Err(ConfigError::Empty { key: key(name), what });
+        }
+    }
+    for (name, value, min, max) in [
+        ("max_jobs", max_jobs.map(u64::from), 1, 1024),
+        ("max_ranks", max_ranks.map(u64::from), 1, 1 << 18),
+        ("pool_slots", pool_slots.map(u64::from), LEAST_SLOTS, MOST_SLOTS),
+        ("share_percent", share_percent.map(u64::from), 1, 100),
+    ] {
+        if let Some(value) = value.filter(|value| !(min..=max).contains(value)) {
+            return Err(ConfigError::Range { key: key(name), value, min, max });
+        }
+    }
+    Ok(())
+}
+
 /// The memory of this host in MiB; `None` where the system does not say.
 #[must_use]
 pub fn host_mib() -> Option<u64> {
@@ -310,6 +368,17 @@ mod tests {
     }
 
     #[test]
+    fn the_last_shard_may_have_the_last_port() {
+        let check = |port, shards| Config { port, shards, ..Config::default() }.validate();
+        for shards in [1, 2, MAX_SHARDS] {
+            let last = u16::MAX - u16::from(shards);
+            assert_eq!(check(last, shards), Ok(()));
+            let why = check(last + 1, shards).unwrap_err().to_string();
+            assert_eq!(why, format!("port is {}, but must be from 0 to {last}", last + 1));
+        }
+    }
+
+    #[test]
     fn rules_of_admission_are_read_and_need_an_identity() {
         let rules = "[[admit]]\nidentity = \"team-*\"\njobs = [\"a\", \"b-*\"]\n";
         let config = Config::from_toml(&format!("identity = \"agg.pem\"\n{rules}")).unwrap();
@@ -322,6 +391,43 @@ mod tests {
         assert_eq!(bare.validate(), Err(ConfigError::AdmitWithoutIdentity));
         let wrong = Config::from_toml("[[admit]]\nidentity = \"x\"\n").unwrap_err().to_string();
         assert!(wrong.contains("line 1: missing field `jobs`"), "{wrong}");
+    }
+
+    #[test]
+    fn a_key_that_names_nothing_is_refused_with_its_rule() {
+        let told = |text: &str| Config::from_toml(text).unwrap_err().to_string();
+        let second = |rule: &str| {
+            told(&format!("[[admit]]\nidentity = \"a\"\njobs = [\"b\"]\n[[admit]]\n{rule}"))
+        };
+        for (rule, why) in [
+            ("identity = \"\"\njobs = [\"a\"]", "identity of [[admit]] rule 2 is empty, but must"),
+            (
+                "identity = \"a\"\njobs = []",
+                "jobs of [[admit]] rule 2 is empty, but must be a list",
+            ),
+            ("identity = \"a\"\njobs = [\"b\", \"\"]", "a name in jobs of [[admit]] rule 2 is"),
+            (
+                "identity = \"a\"\njobs = [\"b\"]\nmax_jobs = 0",
+                "max_jobs of [[admit]] rule 2 is 0, but must be from 1 to 1024",
+            ),
+        ] {
+            assert!(second(rule).starts_with(why), "{}", second(rule));
+        }
+        assert_eq!(told("identity = \"\""), "identity is empty, but must be the path of a file");
+        assert!(told("status_socket = \"\"").starts_with("status_socket is empty, but must be"));
+    }
+
+    #[test]
+    fn a_link_local_address_is_refused_with_the_reason() {
+        for bind in ["fe80::1", "fe80::1%eth0"] {
+            let why = Config::from_toml(&format!("bind = {bind:?}")).unwrap_err().to_string();
+            let told = "bind is fe80::1, a link-local address, and those are not served; bind ";
+            assert!(why.starts_with(told), "{why}");
+        }
+        for bind in ["fd00::1%eth0", "eth0", "127.0.0.1%lo"] {
+            let why = Config::from_toml(&format!("bind = {bind:?}")).unwrap_err().to_string();
+            assert_eq!(why, "line 1: invalid IP address syntax");
+        }
     }
 
     #[test]

@@ -39,7 +39,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 pub use admission::Admit;
-pub use config::{Config, ConfigError, Fanout, MAX_SHARDS, host_mib};
+pub use config::{Config, ConfigError, Fanout, MAX_SHARDS, bind_address, host_mib};
 use failure::Failure;
 use racksum_net::NetError;
 use racksum_net::clock::Clock;
@@ -84,7 +84,10 @@ pub enum StartError {
         mib: usize,
     },
     /// A thread could not be started.
-    #[error("cannot start a thread: {0}")]
+    #[error(
+        "cannot start a thread: {0}; raise the limits on threads (ulimit -u) and on open files \
+         (ulimit -n)"
+    )]
     Thread(#[from] io::Error),
     /// The parent can never be called.
     #[error("--parent: {0}")]

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use racksum_net::interface::{interface_of, local_addr_towards, max_datagram};
 use racksum_net::quic::{self, Caller, Credentials, Line, talk};
+use racksum_net::resolve::{NO_ZONE, lacks_zone, resolve};
 use racksum_proto::control::{FromAggregator, FromWorker, Join};
 use racksum_proto::time::Span;
 use tokio::sync::mpsc::{Receiver, channel};
@@ -67,9 +68,13 @@ impl Unfound {
 /// The addresses of the parent of an aggregator that is bound to `bind`: those that its shards can
 /// send to, of which there is one at least.
 pub(crate) async fn find(bind: IpAddr, parent: &str) -> Result<Vec<SocketAddr>, Unfound> {
-    let unknown = |why| format!("{parent:?} is no address of an aggregator (HOST:PORT): {why}");
-    let found = racksum_net::resolve::resolve(parent).await;
+    let unknown =
+        |why: String| format!("{parent:?} is no address of an aggregator (HOST:PORT): {why}");
+    let found = resolve(parent).await;
     let found = found.map_err(|why| Unfound::Yet(unknown(why.to_string())))?;
+    if found.iter().any(lacks_zone) {
+        return Err(Unfound::Ever(unknown(NO_ZONE.into())));
+    }
     let mut fitting = found.clone();
     fitting.retain(|addr| addr.is_ipv6() == bind.is_ipv6());
     let Some(to) = fitting.first().copied() else {

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use racksum_aggregator::{Aggregator, Config, Reload, StartError};
+use racksum_aggregator::{Aggregator, Config, Reload, StartError, bind_address};
 use racksum_net::aside::Aside;
 use racksum_net::file::read_text;
 use racksum_net::local::raise_open_files;
@@ -21,7 +21,7 @@ use crate::{environment, status, stderr};
 #[command(after_long_help = args::EXIT_CODES)]
 pub(crate) struct Args {
     /// The address to serve on [default: 127.0.0.1].
-    #[arg(long, value_name = "IP")]
+    #[arg(long, value_name = "IP", value_parser = bind_address)]
     bind: Option<IpAddr>,
     /// UDP port of the control plane; shard i takes the port i + 1 after it
     /// [default: 7177].

@@ -36,6 +36,19 @@ pub(crate) fn shards() -> RangedU64ValueParser<u8> {
     RangedU64ValueParser::new().range(1..=u64::from(MAX_SHARDS))
 }
 
+/// Reads how many threads there are.
+pub(crate) fn threads() -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=MAX_THREADS)
+}
+
+/// Most threads: more of them would need more mappings than a process may have.
+const MAX_THREADS: u64 = 1024;
+
+/// Reads how many jobs or ranks a sidecar may have.
+pub(crate) fn places() -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=1 << 18)
+}
+
 /// Reads a share from 0 to 1.
 pub(crate) fn share(text: &str) -> Result<f64, String> {
     let share: f64 = text.parse().map_err(|_| format!("{text:?} is no number"))?;

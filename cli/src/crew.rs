@@ -8,6 +8,7 @@ use racksum_aggregator::{Aggregator, Config, StartError};
 
 use crate::exit::{Exit, Failure};
 use crate::stderr;
+use crate::thread::spawn;
 
 /// Starts the aggregator of a run on this host.
 pub(crate) fn start_aggregator(config: Config) -> Result<Aggregator, Failure> {
@@ -67,12 +68,12 @@ impl Crew {
             let (leash, out) = pipes.ok_or_else(|| cannot("it has no pipes".into()))?;
             crew._leashes.push(leash);
             let tell = tell.clone();
-            std::thread::spawn(move || {
+            spawn(move || {
                 // What cannot be read is as good as the end; and nobody listens any more once
                 // another rank has failed.
                 let lines = BufReader::new(out).lines().map_while(Result::ok).map(Some);
                 lines.chain([None]).try_for_each(|line| tell.send((rank.into(), line))).ok();
-            });
+            })?;
         }
         Ok(crew)
     }
@@ -102,13 +103,14 @@ impl Crew {
 
 /// Ends this process, which is a rank of a [`Crew`], when its parent is gone: it would wait for the
 /// aggregator that went with the parent.
-pub(crate) fn end_with_parent() {
-    std::thread::spawn(|| {
+pub(crate) fn end_with_parent() -> Result<(), Failure> {
+    spawn(|| {
         let ended = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
         // Nothing is ever said to a rank: the pipe is closed, or broken.
         drop(ended);
         std::process::exit(1);
-    });
+    })?;
+    Ok(())
 }
 
 #[cfg(test)]

@@ -56,9 +56,10 @@ enum Command {
         /// What the node is.
         #[arg(long, value_enum, default_value_t = NodeRole::Worker)]
         role: NodeRole,
-        /// Days until it expires.
-        #[arg(long, default_value_t = 365, value_parser = days())]
-        days: u32,
+        /// Days until it expires, not more than its authority has left [default: 365, or as many
+        /// as that].
+        #[arg(long, value_parser = days())]
+        days: Option<u32>,
         /// The authority's file.
         #[arg(long, value_name = "FILE", default_value = "authority.pem")]
         authority: PathBuf,
@@ -113,10 +114,13 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         Command::Issue { name, role, days, authority, out } => {
             let authority = Authority::load(authority)?;
             let role = Role::from(*role);
-            let pem = authority.issue(&Subject { name, role, days: *days })?;
+            let (pem, not_after) = authority.issue(&Subject { name, role, days: *days })?;
             let out = out.clone().unwrap_or_else(|| PathBuf::from(format!("{name}.pem")));
             write_secret(&out, &pem)?;
-            say(&format!("wrote {}, the identity of {role} {name:?}", out.display()))
+            say(&format!(
+                "wrote {}, the identity of {role} {name:?}, valid until {not_after}",
+                out.display()
+            ))
         }
         Command::Show { files, format } => files.iter().try_for_each(|file| show(file, *format)),
     }

@@ -10,6 +10,7 @@ mod crew;
 mod environment;
 mod exit;
 mod identity;
+mod logs;
 mod member;
 mod memory;
 mod progress;
@@ -19,6 +20,7 @@ mod sim;
 mod standby;
 mod status;
 mod stderr;
+mod thread;
 mod worker;
 
 use std::fs::File;
@@ -34,8 +36,8 @@ use exit::{Exit, Failure};
 struct Cli {
     #[command(subcommand)]
     command: Command,
-    /// What to log, as in RUST_LOG: error, warn, info, debug, or module=level [default: warn]
-    /// [env: RACKSUM_LOG].
+    /// What to log: off, error, warn, info, debug or trace, or module=level, beside which warnings
+    /// of other modules are logged [default: warn] [env: RACKSUM_LOG].
     #[arg(long, global = true)]
     log: Option<String>,
 }
@@ -68,24 +70,8 @@ fn main() -> Exit {
             return code;
         }
     };
-    let (name, log) = match (cli.log, environment::variable(environment::LOG)) {
-        (Some(log), _) => ("--log", log),
-        (None, Some(log)) => (environment::LOG, log),
-        (None, None) => ("--log", "warn".to_owned()),
-    };
-    let filter = tracing_subscriber::EnvFilter::try_new(&log);
-    let started = match filter {
-        Ok(filter) => {
-            tracing_subscriber::fmt()
-                .with_env_filter(filter)
-                .with_writer(stderr::lines)
-                .with_target(false)
-                .init();
-            Ok(())
-        }
-        Err(error) => Err(Failure::usage(format!("{name} {log:?}: {error}"))),
-    };
-    let done = started.and_then(|()| check_descriptors()).and_then(|()| match cli.command {
+    let started = logs::start(cli.log).and_then(|()| check_descriptors());
+    let done = started.and_then(|()| match cli.command {
         Command::Aggregator(args) => aggregator::run(&args),
         Command::Identity(args) => identity::run(&args),
         Command::Bench(args) => bench::run(&args),

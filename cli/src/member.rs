@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use racksum_proto::auth::DataAuth;
 use racksum_proto::ids::Generation;
+use racksum_proto::job_name::JobName;
 use racksum_worker::{ConnectOptions, Faults, aggregator_sets, check_address};
 
 use crate::exit::Failure;
@@ -25,7 +26,7 @@ pub(crate) struct MemberArgs {
     )]
     aggregator: Option<Aggregators>,
     /// The job's name in a distributed run [default: the subcommand's].
-    #[arg(long, requires = "rank")]
+    #[arg(long, requires = "rank", value_parser = job)]
     job: Option<String>,
     /// Which life of the job it is: a restart has the next number.
     #[arg(long, requires = "rank", default_value_t = 0)]
@@ -69,6 +70,10 @@ pub(crate) struct Aggregators(Vec<Vec<String>>);
 
 fn aggregators(text: &str) -> Result<Aggregators, String> {
     aggregator_sets(text).map(Aggregators)
+}
+
+fn job(name: &str) -> Result<String, String> {
+    JobName::from(name).check().map(|()| name.to_owned())
 }
 
 /// Which rank of which job a process is, and how it connects.

@@ -13,6 +13,7 @@ use racksum_net::clock::Clock;
 use racksum_worker::{Client, ConnectError, ConnectOptions, Connecting};
 
 use crate::stderr;
+use crate::thread::spawn;
 
 /// What takes less needs no line.
 const SOON: Duration = Duration::from_secs(2);
@@ -37,7 +38,8 @@ impl Line {
         }
         let (end, ended) = channel::<()>();
         let drawn = Arc::clone(&turn);
-        let thread = std::thread::spawn(move || {
+        // Without a thread for it the line is not drawn.
+        let thread = spawn(move || {
             let clock = Clock::start();
             let began = clock.now();
             let mut pause = SOON;
@@ -48,7 +50,7 @@ impl Line {
                 stderr::draw(format_args!("\r{}\x1b[K", text(passed)));
             }
         });
-        Self { turn, end: Some(end), thread: Some(thread) }
+        Self { turn, end: Some(end), thread: thread.ok() }
     }
 
     /// Prints something else in its place.

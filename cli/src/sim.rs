@@ -9,6 +9,7 @@ use racksum_sim::swarm::{self, Summary};
 use crate::args::{self, Format};
 use crate::exit::{Failure, say};
 use crate::stderr;
+use crate::thread::not_started;
 
 /// The protocol's own code, packet by packet, on simulated links with faults.
 #[derive(Debug, clap::Args)]
@@ -27,7 +28,7 @@ enum Command {
         #[arg(long, value_name = "A..B", value_parser = seeds, default_value = "0..100")]
         seeds: Range<u64>,
         /// Threads; by default, one a core.
-        #[arg(long)]
+        #[arg(long, value_parser = args::threads())]
         threads: Option<usize>,
         /// Also print how many seeds tried what; JSON always says.
         #[arg(long)]
@@ -66,6 +67,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
             stderr::draw(format_args!("\r{} of {total} seeds …\x1b[K\r", summary.seeds));
         }
     });
+    let summary = summary.map_err(|error| not_started(&error))?;
     if progress {
         stderr::draw("\x1b[K");
     }

@@ -9,7 +9,7 @@ use std::io::{self, ErrorKind, Read};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::thread::ScopedJoinHandle;
+use std::thread::{Builder, ScopedJoinHandle};
 use std::time::Duration;
 
 use racksum_aggregator::{JobStatus, ShardStatus, Status};
@@ -44,13 +44,21 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let named = args.socket.as_deref().and_then(Path::to_str);
-    if let Some(path) = named.and_then(|named| named.strip_prefix("unix:")) {
+    let beside = named.and_then(|named| named.strip_prefix("unix:"));
+    let addr = named.filter(|named| beside.is_none() && !is_path(named));
+    if addr.is_none() && (args.identity.is_some() || args.insecure) {
+        return Err(Failure::usage(
+            "--identity and --insecure are for an aggregator that is asked at HOST:PORT; leave \
+             them out for those of this host",
+        ));
+    }
+    if let Some(path) = beside {
         if path.is_empty() {
             return Err(Failure::usage("unix: names no sidecar; give unix:PATH, its --socket"));
         }
         return sidecar::print(Path::new(path), args.format);
     }
-    if let Some(addr) = named.filter(|named| !is_path(named)) {
+    if let Some(addr) = addr {
         return print(&remote::ask(addr, args)?, args.format);
     }
     match &args.socket {
@@ -75,14 +83,18 @@ fn ask_all(format: Format) -> Result<(), Failure> {
         let answers = std::thread::scope(|scope| {
             let ask = |(socket, owner): &'_ (PathBuf, u32)| {
                 let (socket, owner) = (socket.clone(), *owner);
-                scope.spawn(move || ask(&socket, owner))
+                Builder::new().spawn_scoped(scope, move || ask(&socket, owner))
             };
             // All at once: each that is silent takes its time.
             let asked: Vec<_> = sockets.iter().map(ask).collect();
-            asked.into_iter().map(ScopedJoinHandle::join).collect::<Vec<_>>()
+            let answer = |asked: io::Result<ScopedJoinHandle<'_, _>>| match asked?.join() {
+                Ok(answer) => answer,
+                Err(_) => Err(io::Error::other("asking it panicked")),
+            };
+            asked.into_iter().map(answer).collect::<Vec<_>>()
         });
         for ((socket, _), answer) in sockets.iter().zip(answers) {
-            match answer.unwrap_or_else(|_| Err(io::Error::other("asking it panicked"))) {
+            match answer {
                 Ok(status) => {
                     told = true;
                     print(&status, format)?;

@@ -14,6 +14,7 @@ use racksum_worker::{ConnectOptions, aggregator_sets, check_sidecar};
 use crate::exit::{Failure, tell, with_flags};
 use crate::signals::Ending;
 use crate::stderr;
+use crate::thread::not_started;
 use crate::{args, environment};
 
 /// The flags of a sidecar.
@@ -27,17 +28,17 @@ pub(crate) struct Args {
     #[arg(long, value_name = "OCTAL", value_parser = mode)]
     mode: Option<u32>,
     /// Threads that sum [default: one for each core].
-    #[arg(long, value_name = "N")]
-    threads: Option<NonZeroUsize>,
+    #[arg(long, value_name = "N", value_parser = args::threads())]
+    threads: Option<usize>,
     /// Most jobs at a time.
-    #[arg(long, value_name = "N", default_value = "64")]
-    max_jobs: NonZeroUsize,
+    #[arg(long, value_name = "N", default_value = "64", value_parser = args::places())]
+    max_jobs: usize,
     /// Most ranks at a time, of all jobs.
-    #[arg(long, value_name = "N", default_value = "256")]
-    max_ranks: NonZeroUsize,
-    /// Most memory for what ranks share and for sums of lists, with K, M or G [default: half of the
-    /// host's].
-    #[arg(long, value_name = "SIZE", value_parser = args::size)]
+    #[arg(long, value_name = "N", default_value = "256", value_parser = args::places())]
+    max_ranks: usize,
+    /// Most memory for what ranks share and for sums of lists, with K, M or G: 1M or more [default:
+    /// half of the host's].
+    #[arg(long, value_name = "SIZE", value_parser = memory)]
     memory: Option<u64>,
     /// The aggregator where jobs meet that have ranks on other hosts, HOST:PORT; A,B goes on at B
     /// when A is gone. Only the command line says so: RACKSUM_AGGREGATOR is of the ranks, which may
@@ -46,20 +47,20 @@ pub(crate) struct Args {
     aggregator: Option<String>,
     /// The identity file to connect with, of an aggregator's role, since it speaks for several
     /// ranks: `racksum identity issue --role aggregator` writes it [env: RACKSUM_IDENTITY].
-    #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
+    #[arg(long, value_name = "FILE", requires = "aggregator", conflicts_with = "insecure")]
     identity: Option<PathBuf>,
     /// Connect beyond loopback without identities.
-    #[arg(long)]
+    #[arg(long, requires = "aggregator")]
     insecure: bool,
     /// How datagrams are authenticated: none, mac or aead, as the aggregator does.
-    #[arg(long, value_name = "HOW")]
+    #[arg(long, value_name = "HOW", requires = "aggregator")]
     data_auth: Option<DataAuth>,
     /// Which of this host's interfaces to call from, in the grammar of NCCL_SOCKET_IFNAME [env:
     /// RACKSUM_INTERFACE].
-    #[arg(long, value_name = "NAMES")]
+    #[arg(long, value_name = "NAMES", requires = "aggregator")]
     interface: Option<String>,
     /// Wait while the aggregator has no room for a job, rather than be refused.
-    #[arg(long)]
+    #[arg(long, requires = "aggregator")]
     wait: bool,
 }
 
@@ -100,8 +101,8 @@ impl Args {
     fn limits(&self) -> Limits {
         let memory = self.memory.unwrap_or_else(|| memory_of_host() / 2);
         Limits {
-            jobs: self.max_jobs.get(),
-            ranks: self.max_ranks.get(),
+            jobs: self.max_jobs,
+            ranks: self.max_ranks,
             memory: usize::try_from(memory).unwrap_or(usize::MAX),
         }
     }
@@ -114,6 +115,18 @@ fn memory_of_host() -> u64 {
     let kib = total.and_then(|text| text.split_whitespace().next()?.parse::<u64>().ok());
     kib.map_or(u64::MAX, |kib| kib << 10)
 }
+
+fn memory(text: &str) -> Result<u64, String> {
+    match args::size(text)? {
+        few if few < LEAST_MEMORY => {
+            Err(format!("{few} bytes are too few for what ranks share; give 1M or more"))
+        }
+        bytes => Ok(bytes),
+    }
+}
+
+/// Bytes that hold a tensor or two of a small model.
+const LEAST_MEMORY: u64 = 1 << 20;
 
 fn mode(text: &str) -> Result<u32, String> {
     match u32::from_str_radix(text, 8) {
@@ -153,9 +166,9 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         }
     };
     let cores = || available_parallelism().map_or(1, NonZeroUsize::get);
-    let threads = args.threads.map_or_else(cores, NonZeroUsize::get);
+    let threads = args.threads.unwrap_or_else(cores);
     let sidecar = Sidecar::start(listener, threads, upstream, args.limits())
-        .map_err(|error| Failure::unavailable(format!("cannot start threads: {error}")))?;
+        .map_err(|error| not_started(&error))?;
     let beyond = args.aggregator.as_ref().map(|at| format!(", aggregator {at}"));
     let ready = format!("racksum worker at {at}: {threads} threads{}", beyond.unwrap_or_default());
     serve(&sidecar, &ready)

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use quinn::ConnectionError;
 
@@ -134,8 +134,8 @@ pub enum NetError {
     },
     /// Nothing answered in time.
     #[error(
-        "nobody answered at {addr} within {} ms; check the address, that the aggregator runs, \
-         and that no firewall drops UDP", waited.as_millis()
+        "nobody answered at {addr} within {} s; check the address, that the aggregator runs, \
+         and that no firewall drops UDP", seconds(*waited)
     )]
     NobodyThere {
         /// Who was called.
@@ -164,7 +164,7 @@ pub enum NetError {
     /// The other side does not accept our certificate.
     #[error(
         "{addr} does not accept this identity: its certificate {why}; look at it with `racksum \
-         identity show`, and have it issued by the authority of that aggregator"
+         identity show`, and have one issued by the authority of both sides"
     )]
     NotBelieved {
         /// Who was called.
@@ -181,11 +181,19 @@ pub enum NetError {
         /// Who was called.
         addr: SocketAddr,
     },
+    /// The other side has no identity, and shows a certificate that it has made itself.
+    #[error(
+        "{addr} shows no identity, only a certificate that it has made itself; start it with an \
+         `identity` of this side's authority, without `insecure`, or both sides without identities"
+    )]
+    NoneShown {
+        /// Who called, or was called.
+        addr: SocketAddr,
+    },
     /// We do not accept the certificate of the other side.
     #[error(
         "the certificate of {addr} is not accepted: it {why}; both sides need identities of one \
-         authority, and the one that is called that of an aggregator; one that was started as \
-         insecure shows none"
+         authority, and the one that is called that of an aggregator"
     )]
     Unbelievable {
         /// Who was called.
@@ -197,8 +205,10 @@ pub enum NetError {
     #[error("an identity is of no use with `insecure`, which believes everyone; leave one out")]
     InsecureIdentity,
     /// A file that should hold an identity or an authority does not.
-    #[error("{}: {why}", path.display())]
+    #[error("{what} {}: {why}", path.display())]
     IdentityFile {
+        /// What it should hold.
+        what: FileKind,
         /// The file.
         path: PathBuf,
         /// What is wrong with it.
@@ -229,6 +239,27 @@ pub enum NetError {
     },
 }
 
+/// What a file of certificates should hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum FileKind {
+    /// The identity of a node.
+    #[error("identity")]
+    Identity,
+    /// An authority.
+    #[error("authority")]
+    Authority,
+    /// Certificates of either.
+    #[error("certificates")]
+    Certificates,
+}
+
+impl FileKind {
+    /// A file that does not hold it, and why.
+    pub(crate) fn wrong(self, path: &Path, why: impl Into<String>) -> NetError {
+        NetError::IdentityFile { what: self, path: path.into(), why: why.into() }
+    }
+}
+
 impl NetError {
     /// Whether it is about what the caller has said, so that the same will never do.
     #[must_use]
@@ -254,6 +285,7 @@ impl NetError {
             | Self::Connect { addr, .. }
             | Self::NotBelieved { addr, .. }
             | Self::NoIdentity { addr }
+            | Self::NoneShown { addr }
             | Self::Unbelievable { addr, .. }
             | Self::NotCallable { addr, .. } => Some(addr),
             _ => None,
@@ -269,6 +301,11 @@ impl NetError {
             _ => Self::Bind { addr, cause },
         }
     }
+}
+
+/// Seconds, to the tenth.
+fn seconds(span: Span) -> f64 {
+    (span.as_millis() as f64 / 100.0).round() / 10.0
 }
 
 #[cfg(test)]

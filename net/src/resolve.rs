@@ -6,6 +6,7 @@ use std::sync::LazyLock;
 use std::time::Duration;
 
 use crate::aside::{Aside, AsideError};
+use crate::interface::interfaces;
 
 /// How long a name may take: a first name server that is silent costs 5 s twice (resolv.conf(5)).
 pub const PATIENCE: Duration = Duration::from_secs(12);
@@ -40,8 +41,28 @@ pub fn resolve_blocking(host: &str) -> io::Result<Vec<SocketAddr>> {
     }
 }
 
+/// Whether an address means something on one link only, and does not say on which.
+#[must_use]
+pub const fn lacks_zone(addr: &SocketAddr) -> bool {
+    matches!(addr, SocketAddr::V6(v6) if v6.ip().is_unicast_link_local() && v6.scope_id() == 0)
+}
+
+/// What to do about an address that [lacks its zone](lacks_zone).
+pub const NO_ZONE: &str = "a link-local address needs the interface that it is reached through, as in \
+     [fe80::1%eth0]:7177";
+
+/// The address that a text is; none if it is a name.
 fn parsed(host: &str) -> Option<SocketAddr> {
-    host.parse().ok()
+    host.parse().ok().or_else(|| zoned(host))
+}
+
+/// An address whose zone is the name of an interface, of which the standard library takes only the
+/// number.
+fn zoned(host: &str) -> Option<SocketAddr> {
+    let (addr, rest) = host.split_once('%')?;
+    let (zone, port) = rest.split_once("]:")?;
+    let index = interfaces().ok()?.iter().find(|interface| interface.name == zone)?.index;
+    format!("{addr}%{index}]:{port}").parse().ok()
 }
 
 fn look_up(host: &str) -> impl FnOnce() -> io::Result<Vec<SocketAddr>> + Send + use<> {
@@ -64,6 +85,10 @@ mod tests {
             assert!(found.iter().all(|addr| addr.ip().is_loopback() && addr.port() == 7));
             assert_eq!(resolve_blocking(host).unwrap(), found);
         }
+        let zoned = resolve("[fe80::1%lo]:7").await.unwrap();
+        assert!(matches!(zoned[..], [SocketAddr::V6(addr)] if addr.scope_id() > 0), "{zoned:?}");
+        assert!(!lacks_zone(&zoned[0]) && lacks_zone(&"[fe80::1]:7".parse().unwrap()));
+        assert_eq!(resolve_blocking("[fe80::1%lo]:7").unwrap(), zoned);
         let error = resolve("no port").await.unwrap_err();
         assert_eq!(error.kind(), resolve_blocking("no port").unwrap_err().kind());
     }

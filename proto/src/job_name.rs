@@ -24,10 +24,10 @@ pub struct JobName {
 }
 
 impl JobName {
-    /// Checks the lengths of both names.
+    /// Checks the lengths of both names, and that others show them as they are.
     ///
     /// # Errors
-    /// A sentence that says which is too long, or missing.
+    /// A sentence that says which is too long, missing, or not to be printed.
     pub fn check(&self) -> Result<(), String> {
         let (name, group) = (self.name.len(), self.group.len());
         if name == 0 || name > MAX_NAME {
@@ -35,6 +35,14 @@ impl JobName {
         }
         if group > MAX_NAME {
             return Err(alloc::format!("a group's name has at most {MAX_NAME} bytes, not {group}"));
+        }
+        for (what, name) in [("job", &self.name), ("group", &self.group)] {
+            if !PeerText::is_plain(name) {
+                return Err(alloc::format!(
+                    "the {what}'s name \"{}\" has characters that cannot be printed; choose another",
+                    PeerText::of(name)
+                ));
+            }
         }
         Ok(())
     }
@@ -58,5 +66,29 @@ impl From<&str> for JobName {
     /// A job without groups.
     fn from(name: &str) -> Self {
         Self { name: name.to_owned(), group: String::new() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_that_others_would_not_read_as_it_is_is_refused_and_escaped_once() {
+        let check = |name: &str, group: &str| {
+            JobName { name: name.to_owned(), group: group.to_owned() }.check()
+        };
+        for name in ["train", "a b", "..", "vision/\"big\"", &"x".repeat(MAX_NAME)] {
+            assert_eq!(check(name, name), Ok(()));
+        }
+        let told = |what: &str| {
+            let name = r#""a\nb""#;
+            Err(alloc::format!(
+                "the {what}'s name {name} has characters that cannot be printed; choose another"
+            ))
+        };
+        assert_eq!(check("a\nb", ""), told("job"));
+        assert_eq!(check("a", "a\nb"), told("group"));
+        assert!(check("", "").is_err() && check(&"x".repeat(MAX_NAME + 1), "").is_err());
     }
 }

@@ -2,7 +2,7 @@
 
 use racksum_sim::swarm;
 
-fn main() {
+fn main() -> std::io::Result<()> {
     let mut numbers = std::env::args().skip(1).filter_map(|arg| arg.parse::<u64>().ok());
     let first = numbers.next().unwrap_or(0);
     let end = numbers.next().unwrap_or(first + 100);
@@ -15,7 +15,7 @@ fn main() {
                 println!("{failure}");
             }
         }
-    });
+    })?;
     println!(
         "{} seeds, {} failed, {} ops in {} simulated seconds; {:?}",
         summary.seeds,

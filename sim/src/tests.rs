@@ -293,7 +293,7 @@ fn a_swarm_of_seeds_finds_nothing() {
         Some(seed) => seed..seed + 1,
         None => 0..60,
     };
-    let summary = swarm::run(seeds, 2, |_| {});
+    let summary = swarm::run(seeds, 2, |_| {}).unwrap();
     let failures: Vec<_> = summary.failures.iter().map(ToString::to_string).collect();
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }

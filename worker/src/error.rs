@@ -11,6 +11,8 @@ use racksum_proto::control::Loss;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::{Rank, listed};
 
+use crate::client::span;
+
 /// Why a worker could not connect.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
@@ -203,6 +205,21 @@ impl ConnectError {
         }
     }
 
+    /// Says of calls that came to nothing that they had so long, which the user knows, and not
+    /// what each of them had.
+    pub(crate) fn within(self, limit: Duration) -> Self {
+        match self {
+            Self::Net(NetError::NobodyThere { addr, .. }) => {
+                NetError::NobodyThere { addr, waited: span(limit) }.into()
+            }
+            Self::Named { name, tried } => {
+                let tried = tried.into_iter().map(|error| error.within(limit)).collect();
+                Self::Named { name, tried }
+            }
+            other => other,
+        }
+    }
+
     /// Whether it is about the call of an address, which it names.
     pub(crate) const fn is_of_address(&self) -> bool {
         match self {
@@ -214,8 +231,13 @@ impl ConnectError {
 
     /// Whether an aggregator has answered the call, so that another address of it is no better.
     pub(crate) const fn is_answered(&self) -> bool {
-        use NetError::{NoIdentity, NotBelieved, Unbelievable};
-        matches!(self, Self::Net(NotBelieved { .. } | NoIdentity { .. } | Unbelievable { .. }))
+        use NetError::{NoIdentity, NoneShown, NotBelieved, Unbelievable};
+        matches!(
+            self,
+            Self::Net(
+                NotBelieved { .. } | NoIdentity { .. } | NoneShown { .. } | Unbelievable { .. }
+            )
+        )
     }
 
     /// Whether an aggregator was there and is gone, or is about to go.

@@ -15,7 +15,6 @@ use racksum_net::udp::{self, RECV_BATCH, RECV_CAPACITY, RecvRing, UdpConfig, Udp
 use racksum_proto::auth::DataAuth;
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Resume, Welcome};
 use racksum_proto::ids::{Rank, listed};
-use racksum_proto::peer_text::PeerText;
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::Header;
 
@@ -274,7 +273,7 @@ fn check(options: &ConnectOptions, aggregators: &[String]) -> Result<(), Connect
             aggregators.len()
         )));
     }
-    check_name(&options.job)?;
+    check_name(options)?;
     if options.rank >= options.world {
         return Err(ConnectError::Arguments(format!(
             "rank {} is not below the world of {}; ranks count from 0",
@@ -284,15 +283,9 @@ fn check(options: &ConnectOptions, aggregators: &[String]) -> Result<(), Connect
     Ok(())
 }
 
-/// Checks that the name of a job is read by others as it is.
-pub(crate) fn check_name(job: &str) -> Result<(), ConnectError> {
-    if PeerText::is_plain(job) {
-        return Ok(());
-    }
-    Err(ConnectError::Arguments(format!(
-        "the job's name {:?} has characters that cannot be printed, or is too long; choose another",
-        PeerText::of(format_args!("{job:.64}"))
-    )))
+/// Checks the name of a job.
+pub(crate) fn check_name(options: &ConnectOptions) -> Result<(), ConnectError> {
+    options.job_name().check().map_err(ConnectError::Arguments)
 }
 
 /// Checks that datagrams are authenticated as they should be, and can be.

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use racksum_net::interface::{Interface, interface_of, interfaces, local_addr_towards, select};
 use racksum_net::quic::Credentials;
-use racksum_net::resolve::resolve_blocking;
+use racksum_net::resolve::{NO_ZONE, lacks_zone, resolve_blocking};
 
 use crate::error::ConnectError;
 use crate::options::ConnectOptions;
@@ -180,12 +180,14 @@ pub fn check_address(text: &str) -> Result<(), ConnectError> {
         return wrong("it is given without a scheme and ://");
     }
     let Some((host, port)) = text.rsplit_once(':') else { return wrong("the port is missing") };
-    let is_ip = format!("{host}:1").parse::<SocketAddr>().is_ok();
-    if !is_ip && host.contains(':') {
-        return wrong("an IPv6 address with a port is written as [ADDRESS]:PORT");
-    }
-    if !is_ip && !is_name(host) {
-        return wrong("its host is neither a name nor an IP address");
+    match literal(host) {
+        Some(addr) if lacks_zone(&addr) => return wrong(NO_ZONE),
+        Some(_) => {}
+        None if host.contains(':') => {
+            return wrong("an IPv6 address with a port is written as [ADDRESS]:PORT");
+        }
+        None if !is_name(host) => return wrong("its host is neither a name nor an IP address"),
+        None => {}
     }
     match port.parse::<u16>() {
         Ok(0) => wrong("0 is no port"),
@@ -193,6 +195,14 @@ pub fn check_address(text: &str) -> Result<(), ConnectError> {
         Err(_) if host == "unix" => wrong("unix:PATH is a sidecar's, which only Python calls"),
         Err(_) => wrong("its port is no number from 1 to 65535"),
     }
+}
+
+/// The IP address that a host is given as, with any port, and any zone if it has one: which
+/// interfaces there are shows when it is resolved.
+fn literal(host: &str) -> Option<SocketAddr> {
+    let zoned = host.split_once('%').filter(|(_, zone)| zone.len() > 1 && zone.ends_with(']'));
+    let host = zoned.map_or_else(|| host.to_owned(), |(addr, _)| format!("{addr}%1]"));
+    format!("{host}:1").parse().ok()
 }
 
 /// Whether a text can be the name of a host (RFC 1123; underscores are common in practice). A last

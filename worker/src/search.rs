@@ -26,6 +26,9 @@ const LONGEST_SHUN: Duration = Duration::from_secs(30);
 /// double: a little longer than it may take to miss one that is gone.
 const DOUBLES: Span = Span::from_secs(IDLE_TIMEOUT.as_millis() / 1_000 + 1);
 
+/// The shortest try that is worth its while: one with less time would say nothing.
+const LEAST_TRY: Duration = Duration::from_millis(500);
+
 /// Jobs that were not joined: a user of a sidecar may start as many as it likes.
 static NOT_JOINED: LogLimit = LogLimit::new(64);
 
@@ -203,39 +206,55 @@ impl<'a> Search<'a> {
             let long = (last * 2).clamp(FIRST_SHUN, LONGEST_SHUN);
             set.shunned = Some((now + span(long), long));
         }
-        self.keep(error);
-        self.at = (self.at + 1) % self.sets.len();
-        self.at == self.first
+        let next = (self.at + 1) % self.sets.len();
+        let is_round_over = next == self.first;
+        if let Some(why) = self.keep(error)
+            // What ends the search is returned, and said by whoever called.
+            && !(is_round_over && self.next_try().is_none())
+        {
+            NOT_JOINED.note(|left_out| {
+                tracing::warn!(aggregator = self.name(), left_out, "not joined: {why}");
+            });
+        }
+        self.at = next;
+        is_round_over
     }
 
-    /// Keeps why the set whose turn it is could not be joined, and says so unless that is said.
-    fn keep(&mut self, error: ConnectError) {
-        // What ends the search is returned, and said by whoever called.
-        let is_final = self.sets.len() == 1 && !error.may_pass();
-        let left = self.limit.map(|limit| limit.saturating_sub(self.waited()).as_secs());
+    /// Keeps why the set whose turn it is could not be joined. Returns what there is to say of it,
+    /// unless that is said.
+    fn keep(&mut self, error: ConnectError) -> Option<String> {
+        let left = self.limit.map(|limit| limit.saturating_sub(self.waited()));
         let set = &mut self.sets[self.at];
         if set.error.as_ref().is_some_and(|before| says_more(before, &error)) {
             tracing::debug!(aggregator = set.name, %error, "not joined either");
-            return;
+            return None;
         }
-        let why = error.to_string();
-        if set.said.as_ref() != Some(&why) && !is_final {
-            let next = match left {
-                Some(left) if error.may_pass() && left > 0 => {
-                    format!("; trying again for up to {left} s")
-                }
-                _ => String::new(),
-            };
-            NOT_JOINED.note(|left_out| {
-                tracing::warn!(aggregator = set.name, left_out, "not joined: {why}{next}");
-            });
+        let mut why = error.to_string();
+        if let Some(left) = left.filter(|left| error.may_pass() && !left.is_zero()) {
+            // What to do about it is said in the end.
+            let (what, _) = why.split_once("; ").unwrap_or((&why, ""));
+            why = format!("{what}; trying again for up to {} s", left.as_secs_f64().ceil());
         }
-        (set.said, set.error) = (Some(why), Some(error));
+        let error = match self.limit {
+            Some(limit) => error.within(limit),
+            None => error,
+        };
+        let said = error.to_string();
+        let is_news = set.said.as_ref() != Some(&said);
+        (set.said, set.error) = (Some(said), Some(error));
+        is_news.then_some(why)
+    }
+
+    /// How long another round may take; none if there is no time for it, or no use in it.
+    pub(crate) fn next_try(&self) -> Option<Duration> {
+        let left = self.limit.map_or(Duration::MAX, |limit| limit.saturating_sub(self.waited()));
+        let left = left.checked_sub(LEAST_TRY).filter(|left| !left.is_zero());
+        left.filter(|_| self.may_succeed())
     }
 
     /// Whether another round may come to something: some aggregator may yet answer, or is back and
     /// may still take this rank for its own double.
-    pub(crate) fn may_succeed(&self) -> bool {
+    fn may_succeed(&self) -> bool {
         let is_double = |set: &Set<'_>| {
             let gone_at =
                 set.gone_at.filter(|_| matches!(set.error, Some(ConnectError::Refused(_))));

@@ -26,8 +26,6 @@ const MOVE_TIMEOUT: Duration = Duration::from_secs(25);
 const PAUSE: Duration = Duration::from_millis(250);
 /// The longest such pause of a rank that joins, each of which is twice as long as the one before.
 const LONGEST_PAUSE: Duration = Duration::from_secs(4);
-/// The shortest try that is worth its while: one with less time would say nothing.
-const LEAST_TRY: Duration = Duration::from_millis(500);
 
 /// Limits on what aggregators can make a worker log.
 static LOST: LogLimit = LogLimit::new(64);
@@ -73,11 +71,8 @@ pub(crate) fn join_first(
             }
             error => {
                 if search.pass_over(error) {
-                    let left = options.join_timeout.saturating_sub(search.waited());
-                    if !search.may_succeed() || left <= LEAST_TRY {
-                        return Err(search.failure());
-                    }
-                    mailbox.pause(pause.min(left - LEAST_TRY));
+                    let Some(longest) = search.next_try() else { return Err(search.failure()) };
+                    mailbox.pause(pause.min(longest));
                     if mailbox.closed.is_some() {
                         return Err(ConnectError::GivenUp);
                     }

@@ -286,7 +286,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let Some(member) = args.member.member("bench")? else { return parent::run(args) };
     let Member { rank, world, .. } = member;
     if args.raw {
-        end_with_parent();
+        end_with_parent()?;
     }
     let mut runner = Runner::connect(args, &member)?;
     if args.interactive {

@@ -9,6 +9,7 @@ mod survey;
 
 use std::path::PathBuf;
 
+use clap::ArgGroup;
 use racksum_proto::control::OnRankLoss;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{Reduction, WireType};
@@ -24,6 +25,7 @@ use crate::stderr;
 
 #[derive(Debug, Clone, clap::Args)]
 #[command(before_long_help = HELP, after_long_help = args::EXIT_CODES)]
+#[command(group(ArgGroup::new("faults").args(["drop", "dup", "reorder"]).multiple(true)))]
 pub(crate) struct Args {
     /// Gradients, one file a rank, rank 0 first; with --rank this rank's alone.
     #[arg(required = true, value_name = "RANK.safetensors")]
@@ -64,7 +66,7 @@ pub(crate) struct Args {
     #[arg(long, value_parser = args::share, default_value = "0")]
     reorder: f64,
     /// Seed of the faults.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, requires = "faults")]
     seed: u64,
     /// Seconds that each tensor may take.
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..))]
@@ -175,7 +177,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         )));
     };
     if args.raw {
-        end_with_parent();
+        end_with_parent()?;
         let said = rank::run_for_parent(args, &member, path);
         return say(&serde_json::to_string(&said).unwrap_or_default());
     }

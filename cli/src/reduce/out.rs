@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use crate::exit::Failure;
 use crate::signals::Ending;
+use crate::thread::spawn;
 
 /// A file that is written under another name beside its place, and put there once it is whole.
 /// Dropped before, it leaves nothing behind.
@@ -87,11 +88,11 @@ impl OutFile {
         let mut signals = Ending::listen().map_err(cannot)?;
         drop(entered);
         let temporary = self.temporary.clone();
-        std::thread::spawn(move || {
+        spawn(move || {
             let code = runtime.block_on(signals.next());
             drop(std::fs::remove_file(temporary));
             std::process::exit(code);
-        });
+        })?;
         Ok(())
     }
 

@@ -59,6 +59,9 @@ fn an_error_names_the_variable_that_set_the_value() {
     }
     let ended = run(&[("RACKSUM_LOG", "a=b=c")], &["bench", "-e", "4K"]);
     assert!(ended.failed(2).starts_with("RACKSUM_LOG \"a=b=c\": "), "{ended:?}");
+    let ended = run(&[("RACKSUM_LOG", "nonsense")], &["bench", "-e", "4K"]);
+    let why = "RACKSUM_LOG \"nonsense\": \"nonsense\" is no level; give off, error, warn, ";
+    assert!(ended.failed(2).starts_with(why), "{ended:?}");
 }
 
 #[test]

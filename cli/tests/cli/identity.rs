@@ -44,7 +44,7 @@ fn keys_are_for_their_owner_and_never_written_over() {
     let ended = run(&["identity", "issue", "x", "--authority", &node, "--out", &folder.path("x")]);
     assert!(ended.failed(2).contains("\"node-7\" is no authority but a worker"), "{ended:?}");
     let ended = run(&["identity", "issue", "x", "--authority", &folder.path("no")]);
-    assert!(ended.failed(2).contains("no: No such file"), "{ended:?}");
+    assert!(ended.failed(2).starts_with("authority ") && ended.err.contains("no: No such file"));
     let ended = run(&["identity", "init", "--out", &folder.path("none/a.pem")]);
     assert!(ended.failed(2).starts_with("cannot write "), "{ended:?}");
     // No room is no fault of the command line. A limit on the size of files is as a full disk.
@@ -62,6 +62,16 @@ fn an_identity_says_whose_it_is_and_until_when() {
     let shown = run(&["identity", "show", &node]).ok().out;
     assert!(shown.starts_with(&format!("{node}: aggregator \"agg-1\" of \"rack\", 20")), "{shown}");
     assert!(shown.contains(": authority \"rack\" of \"rack\", 20"), "{shown}");
+    let short = folder.path("short.pem");
+    let issue = |name: &str, days: &[&str]| {
+        let out = folder.path(name);
+        run(&[&["identity", "issue", name, "--authority", &short, "--out", &out], days].concat())
+    };
+    run(&["identity", "init", "--days", "30", "--out", &short]).ok();
+    let told = issue("node-1", &[]).ok().out;
+    assert!(told.contains("the identity of worker \"node-1\", valid until 20"), "{told}");
+    let ended = issue("node-2", &["--days", "31"]);
+    assert!(ended.failed(2).contains("31 days are more than its authority has left"), "{ended:?}");
     let shown = run(&["identity", "show", "--format", "json", &authority, &node]).ok().out;
     let roles: Vec<_> = shown
         .lines()
@@ -71,7 +81,10 @@ fn an_identity_says_whose_it_is_and_until_when() {
     let expected = ["authority", "aggregator", "authority"].map(|role| (role.to_owned(), true));
     assert_eq!(roles, expected);
     let ended = run(&["identity", "show", "/dev/null"]);
-    assert_eq!(ended.failed(2), "/dev/null: it is not a regular file; name one in PEM");
+    assert_eq!(
+        ended.failed(2),
+        "certificates /dev/null: it is not a regular file; name one in PEM"
+    );
 }
 
 #[test]
@@ -125,7 +138,7 @@ fn who_calls_for_others_learns_at_the_start_that_it_cannot() {
     for (flags, why) in [
         (&["192.0.2.1:7177"][..], "only loopback addresses"),
         (&["192.0.2.1:7177", "--identity", &node], "it is of a worker, and an aggregator's is"),
-        (&["127.0.0.1:7177", "--identity", "/nowhere"], "/nowhere"),
+        (&["127.0.0.1:7177", "--identity", "/nowhere"], "identity /nowhere: No such file"),
         (&["127.0.0.1:7177", "--interface", "=none"], "no usable interface matches \"=none\""),
         (&["127.0.0.1:7177,127.0.0.1:7177"], "is named twice"),
         (&["127.0.0.1"], "HOST:PORT"),

@@ -167,9 +167,13 @@ fn ranks_that_draw_other_data_are_told_instead_of_finding_wrong_sums() {
 #[test]
 fn a_rank_that_finds_no_aggregator_says_so() {
     let free = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
-    let ended = bench_rank(&free, 0, 1, &["--join-timeout", "7"]).end(60);
-    let why = format!("nobody answered at {free} within 5000 ms; check the address");
-    assert!(ended.failed(3).starts_with(&why), "{ended:?}");
+    for (limit, warnings) in [("3", 0), ("7", 1)] {
+        let ended = bench_rank(&free, 0, 1, &["--join-timeout", limit]).end(60);
+        let why = format!("nobody answered at {free} within {limit} s; check the address");
+        assert!(ended.failed(3).starts_with(&why), "{ended:?}");
+        assert_eq!(ended.err.matches("nobody answered at ").count(), 1 + warnings, "{ended:?}");
+        assert_eq!(ended.err.matches("; check the address").count(), 1, "{ended:?}");
+    }
 
     let unknown = "no-such-host.invalid:7177";
     let ended = bench_rank(unknown, 0, 1, &["--join-timeout", "2"]).end(60);
@@ -392,6 +396,29 @@ fn a_benchmark_that_cannot_be_is_refused_before_it_starts() {
         let ended = run(&[&["bench"], flags].concat());
         assert!(ended.failed(2).contains(why), "{ended:?}");
         assert_eq!(ended.err.lines().count(), 1, "{ended:?}");
+    }
+    let long = "x".repeat(129);
+    for (job, why) in [
+        ("a\nb", "\"a\\nb\" has characters that"),
+        (&long, "1 to 128 bytes, not 129"),
+        ("", "not 0"),
+    ] {
+        for command in ["bench", "reduce"] {
+            let ended = run(&[&[command], &far[..], &["--job", job, "file"]].concat());
+            assert_eq!(ended.code, Some(2), "{ended:?}");
+            assert!(ended.err.contains(why), "{ended:?}");
+        }
+    }
+    for args in [
+        &["reduce", "--seed", "3", "file"][..],
+        &["status", "--insecure"],
+        &["status", "/tmp/none", "--identity", "node.pem"],
+        &["status", "unix:/tmp/none", "--insecure"],
+        &["sim", "swarm", "--threads", "0"],
+        &["sim", "swarm", "--threads", "99999"],
+    ] {
+        let ended = run(args);
+        assert_eq!((ended.code, &ended.out[..]), (Some(2), ""), "{ended:?}");
     }
     for flags in [["--timeout", "0"], ["--check", "2"], ["--job", "x"], ["--density", "nan"]] {
         let ended = run(&[&["bench"][..], &flags].concat());

@@ -151,6 +151,23 @@ fn what_a_sidecar_cannot_do_is_a_wrong_command_line() {
     let ended = run(&["worker", "--socket", &socket, "--aggregator", "a:1,"]);
     assert!(ended.failed(2).contains("has no name"), "{ended:?}");
     assert!(run(&["worker"]).failed(2).contains("give --socket PATH"));
+    for (flags, why) in [
+        (&["--threads", "0"][..], "0 is not in 1..=1024"),
+        (&["--threads", "99999"], "99999 is not in 1..=1024"),
+        (&["--max-jobs", "0"], "0 is not in 1..=262144"),
+        (&["--max-ranks", "18446744073709551615"], "is not in 1..=262144"),
+        (&["--memory", "0"], "0 bytes are too few for what ranks share; give 1M or more"),
+        (&["--memory", "1K"], "1024 bytes are too few for what ranks share; give 1M or more"),
+        (&["--wait"], "--aggregator <HOSTS>"),
+        (&["--insecure"], "--aggregator <HOSTS>"),
+        (&["--identity", "node.pem"], "--aggregator <HOSTS>"),
+        (&["--data-auth", "mac"], "--aggregator <HOSTS>"),
+        (&["--interface", "eth0"], "--aggregator <HOSTS>"),
+    ] {
+        let ended = run(&[&["worker", "--socket", &socket], flags].concat());
+        assert_eq!(ended.code, Some(2), "{ended:?}");
+        assert!(ended.err.contains(why) && !ended.err.contains("panicked"), "{ended:?}");
+    }
     std::fs::write(&socket, "precious").unwrap();
     let ended = run(&["worker", "--socket", &socket]);
     assert!(ended.failed(3).contains("something else than a socket"), "{ended:?}");

@@ -11,14 +11,16 @@ use rustls::pki_types::pem::{self as pki_pem, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use time::{Duration, OffsetDateTime};
 
+use super::certificate::{end_of, rfc3339};
 use super::identity::{NAME, no_key, not_pem, read_secret};
 use super::{Certificate, Role};
-use crate::NetError;
+use crate::{FileKind, NetError};
 
 /// A certificate authority: it issues the [`Identity`](super::Identity) files of nodes.
 #[derive(Debug)]
 pub struct Authority {
     certificate: CertificateDer<'static>,
+    not_after: OffsetDateTime,
     issuer: Issuer<'static, KeyPair>,
 }
 
@@ -30,8 +32,9 @@ pub struct Subject<'a> {
     pub name: &'a str,
     /// What it may be.
     pub role: Role,
-    /// Days until it expires.
-    pub days: u32,
+    /// Days until it expires, not more than its authority has left. By default it expires after a
+    /// year, or with its authority.
+    pub days: Option<u32>,
 }
 
 impl Authority {
@@ -56,13 +59,13 @@ impl Authority {
     ///
     /// [`NetError::IdentityFile`] that names the file and what is wrong with it.
     pub fn load(path: &Path) -> Result<Self, NetError> {
-        let wrong = |why: String| NetError::IdentityFile { path: path.into(), why };
-        let pem = read_secret(path)?;
+        let wrong = |why: String| FileKind::Authority.wrong(path, why);
+        let pem = read_secret(FileKind::Authority, path)?;
         let certificate = CertificateDer::from_pem_slice(&pem).map_err(|error| match error {
             pki_pem::Error::NoItemsFound => wrong("it holds no certificate".into()),
             error => wrong(not_pem(&error).into()),
         })?;
-        let told = Certificate::parse(&certificate).map_err(wrong)?;
+        let told = Certificate::parse_own(&certificate).map_err(wrong)?;
         if told.role != Role::Authority {
             let (name, role) = (told.name, told.role);
             return Err(wrong(format!("{name:?} is no authority but a {role}; issue with one")));
@@ -73,17 +76,37 @@ impl Authority {
             KeyPair::try_from(&key).map_err(|_| wrong("its private key is damaged".into()))?;
         let issuer = Issuer::from_ca_cert_der(&certificate, key)
             .map_err(|error| wrong(error.to_string()))?;
-        Ok(Self { certificate, issuer })
+        let not_after = end_of(&certificate).map_err(wrong)?;
+        Ok(Self { certificate, not_after, issuer })
     }
 
     /// Issues an identity file in PEM: the node's certificate, its key, and this authority's
-    /// certificate, by which the node knows others of the cluster.
+    /// certificate, by which the node knows others of the cluster. Returns the file, and when it
+    /// expires, as RFC 3339 in UTC.
     ///
     /// # Errors
     ///
-    /// [`NetError::Certificate`] if the name cannot be one, or the system gives no randomness.
-    pub fn issue(&self, subject: &Subject<'_>) -> Result<String, NetError> {
-        self.issue_until(subject, in_days(subject.days))
+    /// [`NetError::Certificate`] if the name cannot be one, if it would outlive this authority, or
+    /// if the system gives no randomness.
+    pub fn issue(&self, subject: &Subject<'_>) -> Result<(String, String), NetError> {
+        let left = self.not_after - OffsetDateTime::now_utc();
+        let until = rfc3339(self.not_after.unix_timestamp());
+        if !left.is_positive() {
+            let reason = format!("the authority has expired at {until}; make another one");
+            return Err(NetError::Certificate { reason });
+        }
+        // A day that has begun counts whole: one may give as many as the authority was made for.
+        if let Some(days) = subject.days.filter(|days| Duration::days((*days).into()) > left + DAY)
+        {
+            let reason = format!(
+                "{days} days are more than its authority has left, which expires at {until}; give \
+                 fewer, or make another authority"
+            );
+            return Err(NetError::Certificate { reason });
+        }
+        let not_after = in_days(subject.days.unwrap_or(USUAL_DAYS)).min(self.not_after);
+        let pem = self.issue_until(subject, not_after)?;
+        Ok((pem, rfc3339(not_after.unix_timestamp())))
     }
 
     fn issue_until(
@@ -150,6 +173,9 @@ fn cannot(error: &rcgen::Error) -> NetError {
 
 /// Most characters of a name: those of a common name in X.509.
 const MAX_NAME: usize = 64;
+/// Days that an identity is valid for unless something else is said.
+const USUAL_DAYS: u32 = 365;
+const DAY: Duration = Duration::days(1);
 /// How far the clock of another host may be behind the authority's.
 const CLOCK_SKEW: Duration = Duration::minutes(10);
 

@@ -9,10 +9,10 @@ use rustls::pki_types::pem::PemObject;
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 use x509_parser::prelude::{FromDer, X509Certificate};
-use x509_parser::x509::X509Name;
+use x509_parser::x509::{X509Name, X509Version};
 
-use super::identity::{not_pem, read_secret};
-use crate::NetError;
+use super::identity::{NAME, not_pem, read_secret};
+use crate::{FileKind, NetError};
 
 /// What the holder of a certificate may be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,8 +69,8 @@ impl Certificate {
     ///
     /// [`NetError::IdentityFile`] that names the file and what is wrong with it.
     pub fn all_of(path: &Path) -> Result<Vec<Self>, NetError> {
-        let wrong = |why: String| NetError::IdentityFile { path: path.into(), why };
-        let pem = read_secret(path)?;
+        let wrong = |why: String| FileKind::Certificates.wrong(path, why);
+        let pem = read_secret(FileKind::Certificates, path)?;
         let mut all = Vec::new();
         for der in CertificateDer::pem_slice_iter(&pem) {
             let der = der.map_err(|error| wrong(not_pem(&error).into()))?;
@@ -91,8 +91,24 @@ impl Certificate {
 
     /// Reads a certificate; the error says why it cannot be one.
     pub(super) fn parse(der: &CertificateDer<'_>) -> Result<Self, String> {
-        let (_, x509) =
-            X509Certificate::from_der(der).map_err(|_| "a certificate in it is damaged")?;
+        Self::of(&x509(der)?, der)
+    }
+
+    /// Reads the certificate of a file that has its key: TLS takes no other version.
+    pub(super) fn parse_own(der: &CertificateDer<'_>) -> Result<Self, String> {
+        let x509 = x509(der)?;
+        if x509.version() != X509Version::V3 {
+            return Err(format!(
+                "its certificate is of X.509 version {}, without extensions, and TLS takes version \
+                 3 alone; issue it anew with `racksum identity`, or with extensions: of an \
+                 aggregator, subjectAltName=DNS:{NAME}",
+                x509.version().0.saturating_add(1)
+            ));
+        }
+        Self::of(&x509, der)
+    }
+
+    fn of(x509: &X509Certificate<'_>, der: &CertificateDer<'_>) -> Result<Self, String> {
         // Names are compared, logged and shown, so a certificate whose name would not show as it
         // is counts as none.
         let names = [x509.subject(), x509.issuer()];
@@ -121,6 +137,21 @@ impl Certificate {
     }
 }
 
+fn x509<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, String> {
+    let (_, x509) = X509Certificate::from_der(der).map_err(|_| "a certificate in it is damaged")?;
+    Ok(x509)
+}
+
+/// When a certificate expires.
+pub(super) fn end_of(der: &CertificateDer<'_>) -> Result<OffsetDateTime, String> {
+    Ok(x509(der)?.validity().not_after.to_datetime())
+}
+
+/// Whether whoever has made a certificate has signed it too, as where there is no authority.
+pub(super) fn is_self_issued(der: &CertificateDer<'_>) -> bool {
+    x509(der).is_ok_and(|x509| x509.subject().as_raw() == x509.issuer().as_raw())
+}
+
 /// The common name.
 fn name_of(name: &X509Name<'_>) -> String {
     let common = name.iter_common_name().next().and_then(|name| name.as_str().ok());
@@ -128,7 +159,7 @@ fn name_of(name: &X509Name<'_>) -> String {
 }
 
 /// A moment in seconds since 1970 as RFC 3339.
-fn rfc3339(timestamp: i64) -> String {
+pub(super) fn rfc3339(timestamp: i64) -> String {
     let at = OffsetDateTime::from_unix_timestamp(timestamp).ok();
     at.and_then(|at| at.format(&Rfc3339).ok()).unwrap_or_else(|| timestamp.to_string())
 }

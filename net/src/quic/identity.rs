@@ -7,13 +7,15 @@ use std::path::Path;
 
 use rcgen::{CertificateParams, KeyPair};
 use rustls::RootCertStore;
+use rustls::client::verify_server_name;
 use rustls::pki_types::pem::{self, PemObject};
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};
+use rustls::server::ParsedCertificate;
 use rustls::sign::CertifiedKey;
 
 use super::Certificate;
 use crate::log_limit::LogLimit;
-use crate::{NetError, file};
+use crate::{FileKind, NetError, file};
 
 /// The name in every aggregator's certificate and the one that clients ask for. Addresses say where
 /// an aggregator is; the certificate says that it is one.
@@ -53,8 +55,8 @@ impl Identity {
     ///
     /// [`NetError::IdentityFile`] that names the file and what is wrong with it.
     pub fn load(path: &Path) -> Result<Self, NetError> {
-        let pem = read_secret(path)?;
-        let wrong = |why: &str| NetError::IdentityFile { path: path.into(), why: why.into() };
+        let pem = read_secret(FileKind::Identity, path)?;
+        let wrong = |why: &str| FileKind::Identity.wrong(path, why);
         let parsed: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&pem).collect();
         let mut certificates = parsed.map_err(|error| wrong(not_pem(&error)))?.into_iter();
         let certificate = certificates.next().ok_or_else(|| wrong("it holds no certificate"))?;
@@ -66,7 +68,7 @@ impl Identity {
                  `racksum identity issue`",
             ));
         }
-        let told = Certificate::parse(&certificate).map_err(|why| wrong(&why))?;
+        let told = Certificate::parse_own(&certificate).map_err(|why| wrong(&why))?;
         let provider = rustls::crypto::aws_lc_rs::default_provider();
         CertifiedKey::from_der(vec![certificate.clone()], key.clone_key(), &provider)
             .map_err(|_| wrong("its private key is damaged, or of another certificate"))?;
@@ -86,6 +88,13 @@ impl Identity {
     /// What its certificate says.
     pub(super) fn certificate(&self) -> Result<Certificate, String> {
         Certificate::parse(&self.certificate)
+    }
+
+    /// Whether its certificate is one that callers take for an aggregator's.
+    pub(super) fn bears_name(&self) -> bool {
+        let parsed = ParsedCertificate::try_from(&self.certificate);
+        let name = ServerName::try_from(NAME);
+        parsed.is_ok_and(|it| name.is_ok_and(|name| verify_server_name(&it, &name).is_ok()))
     }
 
     pub(super) fn key(&self) -> PrivateKeyDer<'static> {
@@ -126,8 +135,8 @@ pub(super) const fn no_key(error: &pem::Error) -> &'static str {
     }
 }
 
-/// Reads a file that holds a key.
-pub(super) fn read_secret(path: &Path) -> Result<Vec<u8>, NetError> {
+/// Reads a file that may hold a key.
+pub(super) fn read_secret(what: FileKind, path: &Path) -> Result<Vec<u8>, NetError> {
     let read = || -> std::io::Result<(Vec<u8>, u32)> {
         let file = file::open(path).map_err(|error| match error.kind() {
             // Whatever it is, it holds no identity.
@@ -139,9 +148,16 @@ pub(super) fn read_secret(path: &Path) -> Result<Vec<u8>, NetError> {
         file.take(MAX_FILE).read_to_end(&mut bytes)?;
         Ok((bytes, mode))
     };
-    let (bytes, mode) = read()
-        .map_err(|error| NetError::IdentityFile { path: path.into(), why: error.to_string() })?;
-    if mode & 0o077 != 0 {
+    let (bytes, mode) = read().map_err(|error| match error.kind() {
+        ErrorKind::NotFound => what.wrong(
+            path,
+            format!(
+                "{error}; check the path, or see `racksum identity --help` for how to make one"
+            ),
+        ),
+        _ => what.wrong(path, error.to_string()),
+    })?;
+    if mode & 0o077 != 0 && holds_key(&bytes) {
         let mode = format!("{:o}", mode & 0o777);
         READABLE.note(|left_out| {
             let path = path.display();
@@ -151,8 +167,37 @@ pub(super) fn read_secret(path: &Path) -> Result<Vec<u8>, NetError> {
     Ok(bytes)
 }
 
+/// Whether a file in PEM holds a private key, be it damaged.
+fn holds_key(pem: &[u8]) -> bool {
+    pem.windows(KEY.len()).any(|bytes| bytes == KEY)
+}
+
+/// Ends the first line of a private key in PEM, whatever its kind, and the last.
+const KEY: &[u8] = b"PRIVATE KEY-----";
+
 /// Keys that others may read: a sidecar reads its own for every job.
 static READABLE: LogLimit = LogLimit::new(4);
 
 /// Bytes that are read of a file that should hold an identity.
 const MAX_FILE: u64 = 1 << 20;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quic::{Authority, Role, Subject};
+
+    #[test]
+    fn only_a_file_that_holds_a_key_gives_one_away() {
+        let path = std::env::temp_dir().join(format!("racksum-key-{}", std::process::id()));
+        std::fs::write(&path, Authority::create("rack", 1).unwrap()).unwrap();
+        let authority = Authority::load(&path).unwrap();
+        std::fs::remove_file(path).unwrap();
+        let subject = Subject { name: "node", role: Role::Worker, days: None };
+        let whole = authority.issue(&subject).unwrap().0;
+        let (certificate, key) = whole.split_at(whole.find("-----BEGIN PRIVATE").unwrap());
+        assert!(holds_key(whole.as_bytes()) && !holds_key(certificate.as_bytes()));
+        // As older tools write it, and cut off.
+        let old = key.replace("PRIVATE KEY", "EC PRIVATE KEY");
+        assert!(holds_key(old.as_bytes()) && holds_key(&old.as_bytes()[..40]));
+    }
+}

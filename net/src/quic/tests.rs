@@ -311,7 +311,7 @@ async fn calling_nobody_gives_up_in_time_and_says_so() {
     let to = silent.local_addr().unwrap();
     let error = call(to, IMPATIENCE).await.unwrap_err();
     assert!(matches!(error, NetError::NobodyThere { .. }), "{error}");
-    assert!(error.to_string().starts_with(&format!("nobody answered at {to} within 300 ms; ")));
+    assert!(error.to_string().starts_with(&format!("nobody answered at {to} within 0.3 s; ")));
     drop(silent);
     let error = call(to, IMPATIENCE).await.unwrap_err();
     assert!(matches!(error, NetError::NobodyThere { .. }), "{error}");

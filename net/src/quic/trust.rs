@@ -12,13 +12,15 @@ use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::{
-    DigitallySignedStruct, DistinguishedName, Error, PeerIncompatible, RootCertStore,
-    SignatureScheme,
+    CertificateError, DigitallySignedStruct, DistinguishedName, Error, PeerIncompatible,
+    RootCertStore, SignatureScheme,
 };
 
+use super::certificate::is_self_issued;
+use super::identity::NAME;
 use super::{Identity, Role};
-use crate::NetError;
 use crate::aside::Aside;
+use crate::{FileKind, NetError};
 
 /// Who we are, and whom we believe.
 ///
@@ -107,13 +109,20 @@ impl Credentials {
     pub fn of_aggregator(identity: Option<&Path>, insecure: bool) -> Result<Self, NetError> {
         let credentials = Self::new(identity, insecure)?;
         let Some(path) = identity else { return Ok(credentials) };
-        let wrong = |why: String| NetError::IdentityFile { path: path.into(), why };
+        let wrong = |why: String| FileKind::Identity.wrong(path, why);
         let told = credentials.identity.certificate().map_err(wrong)?;
         if told.role != Role::Aggregator {
             return Err(wrong(format!(
                 "it is of a {}, and an aggregator's is needed; have one issued with `racksum \
                  identity issue NAME --role aggregator`",
                 told.role
+            )));
+        }
+        if !credentials.identity.bears_name() {
+            return Err(wrong(format!(
+                "its certificate lacks the name that callers of an aggregator ask for, \
+                 subjectAltName=DNS:{NAME}; have one issued with that, or with `racksum identity \
+                 issue NAME --role aggregator`"
             )));
         }
         if !told.valid {
@@ -157,14 +166,15 @@ impl Credentials {
         &self,
         provider: Arc<CryptoProvider>,
     ) -> Result<Arc<dyn ServerCertVerifier>, NetError> {
-        Ok(match self.trust {
-            Trust::Loopback | Trust::Insecure => Arc::new(Anyone { provider }),
-            Trust::Authorities => {
-                WebPkiServerVerifier::builder_with_provider(self.roots()?, provider)
+        let authorities = match self.trust {
+            Trust::Loopback | Trust::Insecure => None,
+            Trust::Authorities => Some(
+                WebPkiServerVerifier::builder_with_provider(self.roots()?, Arc::clone(&provider))
                     .build()
-                    .map_err(|error| NetError::Tls { reason: error.to_string() })?
-            }
-        })
+                    .map_err(|error| NetError::Tls { reason: error.to_string() })?,
+            ),
+        };
+        Ok(Arc::new(Judge { authorities, provider }))
     }
 
     /// Judges clients for a server.
@@ -172,14 +182,15 @@ impl Credentials {
         &self,
         provider: Arc<CryptoProvider>,
     ) -> Result<Arc<dyn ClientCertVerifier>, NetError> {
-        Ok(match self.trust {
-            Trust::Loopback | Trust::Insecure => Arc::new(Anyone { provider }),
-            Trust::Authorities => {
-                WebPkiClientVerifier::builder_with_provider(self.roots()?, provider)
+        let authorities = match self.trust {
+            Trust::Loopback | Trust::Insecure => None,
+            Trust::Authorities => Some(
+                WebPkiClientVerifier::builder_with_provider(self.roots()?, Arc::clone(&provider))
                     .build()
-                    .map_err(|error| NetError::Tls { reason: error.to_string() })?
-            }
-        })
+                    .map_err(|error| NetError::Tls { reason: error.to_string() })?,
+            ),
+        };
+        Ok(Arc::new(Judge { authorities, provider }))
     }
 
     fn roots(&self) -> Result<Arc<RootCertStore>, NetError> {
@@ -193,13 +204,26 @@ impl Credentials {
     }
 }
 
-/// Accepts every certificate, but not a handshake that its key did not sign.
+/// Accepts the certificates of authorities, or without any every certificate; in no case a handshake
+/// that its key did not sign.
 #[derive(Debug)]
-struct Anyone {
+struct Judge<V: ?Sized> {
+    authorities: Option<Arc<V>>,
     provider: Arc<CryptoProvider>,
 }
 
-impl Anyone {
+/// Tells a certificate that its own side has made from one of another authority: whoever shows it
+/// has no identity. The alert for it is [`AlertDescription::AccessDenied`](rustls::AlertDescription).
+fn refusal(error: Error, shown: &CertificateDer<'_>) -> Error {
+    match error {
+        Error::InvalidCertificate(CertificateError::UnknownIssuer) if is_self_issued(shown) => {
+            CertificateError::ApplicationVerificationFailure.into()
+        }
+        error => error,
+    }
+}
+
+impl<V: ?Sized> Judge<V> {
     fn tls13(
         &self,
         message: &[u8],
@@ -215,16 +239,20 @@ impl Anyone {
     }
 }
 
-impl ServerCertVerifier for Anyone {
+impl ServerCertVerifier for Judge<WebPkiServerVerifier> {
     fn verify_server_cert(
         &self,
-        _: &CertificateDer<'_>,
-        _: &[CertificateDer<'_>],
-        _: &ServerName<'_>,
-        _: &[u8],
-        _: UnixTime,
+        shown: &CertificateDer<'_>,
+        between: &[CertificateDer<'_>],
+        name: &ServerName<'_>,
+        ocsp: &[u8],
+        now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        Ok(ServerCertVerified::assertion())
+        let Some(authorities) = &self.authorities else {
+            return Ok(ServerCertVerified::assertion());
+        };
+        let judged = authorities.verify_server_cert(shown, between, name, ocsp, now);
+        judged.map_err(|error| refusal(error, shown))
     }
 
     fn verify_tls12_signature(
@@ -250,18 +278,22 @@ impl ServerCertVerifier for Anyone {
     }
 }
 
-impl ClientCertVerifier for Anyone {
+impl ClientCertVerifier for Judge<dyn ClientCertVerifier> {
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
         &[]
     }
 
     fn verify_client_cert(
         &self,
-        _: &CertificateDer<'_>,
-        _: &[CertificateDer<'_>],
-        _: UnixTime,
+        shown: &CertificateDer<'_>,
+        between: &[CertificateDer<'_>],
+        now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        Ok(ClientCertVerified::assertion())
+        let Some(authorities) = &self.authorities else {
+            return Ok(ClientCertVerified::assertion());
+        };
+        let judged = authorities.verify_client_cert(shown, between, now);
+        judged.map_err(|error| refusal(error, shown))
     }
 
     fn verify_tls12_signature(

@@ -4,6 +4,7 @@
 mod coverage;
 mod draw;
 
+use std::io;
 use std::ops::Range;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -94,14 +95,21 @@ pub fn run_seed(seed: u64) -> Result<Report, Failure> {
 }
 
 /// Runs the plans of many seeds on `threads` threads, and tells `progress` after each.
-pub fn run(seeds: Range<u64>, threads: usize, mut progress: impl FnMut(&Summary)) -> Summary {
+///
+/// # Errors
+/// The system's, if it gives no threads.
+pub fn run(
+    seeds: Range<u64>,
+    threads: usize,
+    mut progress: impl FnMut(&Summary),
+) -> io::Result<Summary> {
     let next = AtomicU64::new(seeds.start);
     let mut summary = Summary::default();
     thread::scope(|scope| {
         let (results, collected) = mpsc::channel();
         for _ in 0..threads.max(1) {
             let (next, results) = (&next, results.clone());
-            scope.spawn(move || {
+            let work = move || {
                 loop {
                     let after = |seed| (seed < seeds.end).then(|| seed + 1);
                     let Ok(seed) = next.try_update(Ordering::Relaxed, Ordering::Relaxed, after)
@@ -113,16 +121,18 @@ pub fn run(seeds: Range<u64>, threads: usize, mut progress: impl FnMut(&Summary)
                         break;
                     }
                 }
-            });
+            };
+            thread::Builder::new().spawn_scoped(scope, work)?;
         }
         drop(results);
         for result in collected {
             summary.add(result);
             progress(&summary);
         }
-    });
+        Ok::<_, io::Error>(())
+    })?;
     summary.failures.sort_by_key(|failure| failure.seed);
-    summary
+    Ok(summary)
 }
 
 /// Runs the plan of `seed`, and once more where another run must come to the same.

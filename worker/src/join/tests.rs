@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use racksum_net::auth::Sealer;
 use racksum_proto::auth::{DataAuth, Key, Keys};
 use racksum_proto::ids::{Generation, JobId, OpId, WindowId};
+use racksum_proto::peer_text::PeerText;
 use racksum_proto::wire::Kind;
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Metadata, Subscriber};

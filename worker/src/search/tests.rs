@@ -374,6 +374,25 @@ fn a_rank_that_left_a_queue_for_others_in_vain_queues_again() {
 }
 
 #[test]
+fn why_nobody_was_joined_says_the_limit_that_the_user_gave() {
+    let options = ConnectOptions::new("127.0.0.1:7", "job");
+    let search = |limit| Search::new(&options, 0).within(Duration::from_millis(limit));
+    let addr = "127.0.0.1:7".parse().unwrap();
+    let late = || NetError::NobodyThere { addr, waited: Span::from_millis(2699) }.into();
+    let mut long = search(300_000);
+    let warned = long.keep(late()).unwrap();
+    let told = "nobody answered at 127.0.0.1:7 within 2.7 s; trying again for up to ";
+    assert!(warned.starts_with(told), "{warned}");
+    assert!(long.next_try().is_some());
+    let error = long.failure().to_string();
+    assert!(error.starts_with("nobody answered at 127.0.0.1:7 within 300 s; check "), "{error}");
+    // Without time for another try the error alone says it.
+    let mut short = search(400);
+    short.keep(late());
+    assert!(short.next_try().is_none());
+}
+
+#[test]
 fn no_aggregator_is_named_twice() {
     let options = ConnectOptions {
         aggregators: vec!["a:1".into(), "b:1".into()],

@@ -96,7 +96,7 @@ impl Client {
         options: &ConnectOptions,
         local_world: u16,
     ) -> Result<Self, ConnectError> {
-        check_name(&options.job)?;
+        check_name(options)?;
         let line = Line::connect(path).map_err(|error| not_called(path, &error))?;
         let line = Arc::new(line);
         let join = Join {

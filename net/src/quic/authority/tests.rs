@@ -30,13 +30,13 @@ impl Folder {
     }
 
     fn credentials(&self, authority: &Authority, name: &str, role: Role) -> Credentials {
-        let pem = authority.issue(&Subject { name, role, days: 1 }).unwrap();
+        let (pem, _) = authority.issue(&Subject { name, role, days: None }).unwrap();
         Credentials::new(Some(&self.write(name, &pem)), false).unwrap()
     }
 
     fn expired(&self, authority: &Authority, name: &str, role: Role) -> Credentials {
         let past = OffsetDateTime::now_utc() - Duration::minutes(1);
-        let pem = authority.issue_until(&Subject { name, role, days: 0 }, past).unwrap();
+        let pem = authority.issue_until(&Subject { name, role, days: None }, past).unwrap();
         Credentials::new(Some(&self.write(name, &pem)), false).unwrap()
     }
 }
@@ -109,8 +109,42 @@ async fn who_is_of_another_authority_is_refused_with_the_reason_on_both_sides() 
     // A caller that believes everyone is refused by the server.
     let (peer, told) = call(&served, &Credentials::new(None, false).unwrap()).await;
     let told = told.unwrap_err();
-    assert!(told.contains("does not accept this identity: its certificate is of"), "{told}");
-    assert!(peer.is_err());
+    assert!(told.contains("does not accept this identity: its certificate is its own"), "{told}");
+    let told = log_of(peer);
+    assert!(told.contains("shows no identity, only a certificate that it has made"), "{told}");
+    // Nor is one taken for an aggregator of another authority that has none.
+    let (_, told) = call(&Credentials::new(None, false).unwrap(), &stranger).await;
+    let told = told.unwrap_err();
+    assert!(told.contains("shows no identity, only a certificate that it has made"), "{told}");
+}
+
+/// What a server logs of a caller that it has not come to know.
+fn log_of(peer: Result<Certificate, ConnectionError>) -> String {
+    not_connected("192.0.2.1:7".parse().unwrap(), peer.unwrap_err()).to_string()
+}
+
+#[tokio::test]
+async fn a_certificate_without_the_name_of_aggregators_serves_nobody_and_both_sides_say_why() {
+    let folder = Folder::new("name");
+    let authority = folder.authority("rack");
+    let node = folder.credentials(&authority, "node", Role::Worker);
+    let mut params = params("agg", in_days(1)).unwrap();
+    params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+    for names in [vec![], vec!["agg.example".to_owned(), "racksum.example".to_owned()]] {
+        params.subject_alt_names = CertificateParams::new(names).unwrap().subject_alt_names;
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.signed_by(&key, &authority.issuer).unwrap();
+        let of_authority = std::fs::read_to_string(folder.0.join("rack.pem")).unwrap();
+        let pem = certificate.pem() + &key.serialize_pem() + &of_authority;
+        let path = folder.write("agg", &pem);
+        let why = Credentials::of_aggregator(Some(&path), false).unwrap_err().to_string();
+        assert!(why.contains("lacks the name that callers of an aggregator ask for, "), "{why}");
+        assert!(why.contains("subjectAltName=DNS:racksum; "), "{why}");
+        let (peer, told) = call(&Credentials::new(Some(&path), false).unwrap(), &node).await;
+        let (told, logged) = (told.unwrap_err(), log_of(peer));
+        assert!(told.contains("is not accepted: it lacks subjectAltName=DNS:racksum"), "{told}");
+        assert!(logged.contains("its certificate lacks subjectAltName=DNS:racksum"), "{logged}");
+    }
 }
 
 #[tokio::test]
@@ -143,7 +177,7 @@ async fn a_worker_cannot_pass_for_an_aggregator() {
 #[test]
 fn names_that_are_no_plain_names_are_refused() {
     let authority = Folder::new("names").authority("rack");
-    let issue = |name| authority.issue(&Subject { name, role: Role::Worker, days: 1 });
+    let issue = |name| authority.issue(&Subject { name, role: Role::Worker, days: None });
     let long = "x".repeat(65);
     for name in ["", ".hidden", "../up", "a b", "a/b", "-flag", "nöde", &long] {
         let error = issue(name).unwrap_err().to_string();
@@ -155,10 +189,34 @@ fn names_that_are_no_plain_names_are_refused() {
 }
 
 #[test]
+fn no_identity_outlives_its_authority() {
+    let folder = Folder::new("outlives");
+    let authority = folder.authority("rack");
+    let until = rfc3339(authority.not_after.unix_timestamp());
+    let issue = |days| authority.issue(&Subject { name: "node", role: Role::Worker, days });
+    let error = issue(Some(11)).unwrap_err();
+    let why = format!("11 days are more than its authority has left, which expires at {until}; ");
+    assert!(error.is_usage() && error.to_string().contains(&why), "{error}");
+    // As many as the authority was made for, and those that are usual.
+    for days in [Some(10), None] {
+        let (pem, not_after) = issue(days).unwrap();
+        assert_eq!(not_after, until);
+        let told = Certificate::all_of(&folder.write("node", &pem)).unwrap();
+        assert_eq!(told[0].not_after, until);
+    }
+    assert!(issue(Some(1)).unwrap().1 < until);
+    let path = folder.write("old.pem", &Authority::create("old", 0).unwrap());
+    let old = Authority::load(&path).unwrap();
+    let why = old.issue(&Subject { name: "node", role: Role::Worker, days: None }).unwrap_err();
+    assert!(why.to_string().contains("the authority has expired at "), "{why}");
+}
+
+#[test]
 fn files_that_hold_no_identity_say_what_they_lack() {
     let folder = Folder::new("files");
     let authority = folder.authority("rack");
-    let whole = authority.issue(&Subject { name: "n", role: Role::Worker, days: 1 }).unwrap();
+    let whole = authority.issue(&Subject { name: "n", role: Role::Worker, days: None }).unwrap();
+    let (whole, _) = whole;
     let key = whole.find("-----BEGIN PRIVATE KEY").unwrap();
     let behind = whole.rfind("-----BEGIN CERTIFICATE").unwrap();
     let told = |name: &str, pem: &str| {
@@ -174,9 +232,11 @@ fn files_that_hold_no_identity_say_what_they_lack() {
         let told = told("broken.pem", pem);
         assert!(told.contains("broken.pem: ") && told.contains(why), "{told}");
     }
+    let told = told("first.pem", &(FIRST_VERSION.to_owned() + &whole[key..]));
+    assert!(told.contains("its certificate is of X.509 version 1, without extensions"), "{told}");
     let missing = folder.0.join("missing.pem");
     let told = Credentials::new(Some(&missing), false).unwrap_err().to_string();
-    assert!(told.contains("missing.pem: No such file"), "{told}");
+    assert!(told.starts_with("identity ") && told.contains("missing.pem: No such file"), "{told}");
     let node = folder.write("node.pem", &whole);
     let told = Authority::load(&node).unwrap_err().to_string();
     assert!(told.contains("\"n\" is no authority but a worker"), "{told}");
@@ -184,12 +244,23 @@ fn files_that_hold_no_identity_say_what_they_lack() {
     assert!(told.starts_with("an identity is of no use with `insecure`"), "{told}");
 }
 
+/// `openssl x509 -req` without extensions.
+const FIRST_VERSION: &str = "-----BEGIN CERTIFICATE-----
+MIIBGjCBwQIUJLruomap70mOunenvm0JMnKFcPYwCgYIKoZIzj0EAwIwDzENMAsG
+A1UEAwwEbm9kZTAgFw0yNjExMjYwMTA3NDJaGA8yMTI2MTEwMjAxMDc0MlowDzEN
+MAsGA1UEAwwEbm9kZTBZMBMGByqGSM49AgEGCCqGSM49AwEHA0IABApHAV+s4wJ9
+To2n4J4uFXN6k6Nu+ui2uo79aT4tfQUSrZGNkDU9fveW85fCFTObOTnLvo30Eboz
+Em25XGTkyXkwCgYIKoZIzj0EAwIDSAAwRQIgGmZ7j2tV/i2Ti+BtlgdMc0DLBps/
+1isVmGsVnIb1lZkCIQDXkH8i2mnpv28AOXA7eZT7+hOeBdMAEXXCP98PJ7VjRA==
+-----END CERTIFICATE-----
+";
+
 #[test]
 fn a_damaged_file_is_refused_with_one_sentence_and_none_of_its_bytes() {
     let folder = Folder::new("damaged");
     let (one, two) = (folder.authority("one"), folder.authority("two"));
-    let issue =
-        |by: &Authority| by.issue(&Subject { name: "node", role: Role::Worker, days: 1 }).unwrap();
+    let subject = Subject { name: "node", role: Role::Worker, days: None };
+    let issue = |by: &Authority| by.issue(&subject).unwrap().0;
     let (whole, other) = (issue(&one), issue(&two));
     let sections = |pem: &str| -> Vec<String> {
         pem.split_inclusive("-----\n")
@@ -218,7 +289,7 @@ fn a_damaged_file_is_refused_with_one_sentence_and_none_of_its_bytes() {
         let error = Identity::load(&path).unwrap_err();
         let text = error.to_string();
         assert!(error.is_usage(), "{text}");
-        assert!(text.starts_with(&path.display().to_string()), "{text}");
+        assert!(text.starts_with(&format!("identity {}: ", path.display())), "{text}");
         assert!(!text.contains('[') && !text.contains(", 4") && text.len() < 250, "{text}");
         drop(Certificate::all_of(&path).map_err(|error| assert!(!error.to_string().contains('['))));
         drop(Authority::load(&path).map_err(|error| assert!(!error.to_string().contains('['))));
@@ -232,7 +303,10 @@ fn a_pipe_is_no_identity_and_nobody_waits_for_its_writer() {
     let pipe = rustix::fs::FileType::Fifo;
     rustix::fs::mknodat(rustix::fs::CWD, &path, pipe, rustix::fs::Mode::RWXU, 0).unwrap();
     let error = Identity::load(&path).unwrap_err().to_string();
-    assert_eq!(error, format!("{}: it is not a regular file; name one in PEM", path.display()));
+    assert_eq!(
+        error,
+        format!("identity {}: it is not a regular file; name one in PEM", path.display())
+    );
 }
 
 #[test]
