@@ -37,6 +37,7 @@ const REPORT: Duration = Duration::from_secs(2);
 #[derive(Debug)]
 pub(super) struct Job {
     pub(super) generation: Generation,
+    /// What its first rank has shown: see [`Join::secret`].
     pub(super) secret: Option<Key>,
     /// The process of the rank that joined first.
     pub(super) begun_by: i32,
