@@ -261,7 +261,7 @@ fn unresolved() -> ConnectError {
 
 fn unanswered(seconds: u64) -> ConnectError {
     let (addr, waited) = ("192.0.2.1:1".parse().unwrap(), Span::from_secs(seconds));
-    NetError::NobodyThere { addr, waited }.into()
+    NetError::NobodyThere { addr, waited, narrow: None }.into()
 }
 
 #[test]
