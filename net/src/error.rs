@@ -10,6 +10,7 @@ use racksum_proto::peer_text::PeerText;
 use racksum_proto::time::Span;
 
 use crate::aside::AsideError;
+use crate::interface::MIN_MTU;
 
 /// A failure of this crate. Each `Display` says what was wrong, where, and what to do.
 ///
@@ -72,7 +73,7 @@ pub enum NetError {
         cause: io::Error,
     },
     /// The interface carries datagrams that are too small.
-    #[error("an MTU of {mtu} is too small; racksum needs at least 1280, so raise the MTU")]
+    #[error("an MTU of {mtu} is too small; racksum needs at least {MIN_MTU}, so raise the MTU")]
     MtuTooSmall {
         /// The MTU in bytes.
         mtu: usize,
@@ -133,15 +134,14 @@ pub enum NetError {
         addr: SocketAddr,
     },
     /// Nothing answered in time.
-    #[error(
-        "nobody answered at {addr} within {} s; check the address, that the aggregator runs, \
-         and that no firewall drops UDP", seconds(*waited)
-    )]
+    #[error("nobody answered at {addr} within {} s; {}", seconds(*waited), advice(*narrow))]
     NobodyThere {
         /// Who was called.
         addr: SocketAddr,
         /// How long an answer was waited for.
         waited: Span,
+        /// The path's MTU, if that is known to be too small.
+        narrow: Option<usize>,
     },
     /// Something else, or another version of racksum, answered.
     #[error(
@@ -308,6 +308,19 @@ fn seconds(span: Span) -> f64 {
     (span.as_millis() as f64 / 100.0).round() / 10.0
 }
 
+/// What to do when nobody answers, over a path that may be known to be too narrow.
+fn advice(narrow: Option<usize>) -> String {
+    match narrow {
+        None => {
+            "check the address, that the aggregator runs, and that no firewall drops UDP".into()
+        }
+        Some(mtu) => format!(
+            "the path there passes no IP packet of more than {mtu} bytes, and racksum needs \
+             {MIN_MTU}, so raise the MTU of its links"
+        ),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -338,6 +351,22 @@ mod tests {
                 assert!(shown.len() < PeerText::MAX + 100, "{}", shown.len());
             }
         }
+    }
+
+    #[test]
+    fn a_path_that_is_too_narrow_is_said_where_nobody_answers() {
+        let (addr, waited) = ("10.0.0.1:7177".parse().unwrap(), Span::from_secs(5));
+        let sentence = |narrow| NetError::NobodyThere { addr, waited, narrow }.to_string();
+        assert_eq!(
+            sentence(None),
+            "nobody answered at 10.0.0.1:7177 within 5 s; check the address, that the \
+             aggregator runs, and that no firewall drops UDP"
+        );
+        assert_eq!(
+            sentence(Some(1000)),
+            "nobody answered at 10.0.0.1:7177 within 5 s; the path there passes no IP packet \
+             of more than 1000 bytes, and racksum needs 1280, so raise the MTU of its links"
+        );
     }
 
     #[test]

@@ -3,6 +3,8 @@
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 
+use rustix::net::sockopt::{ip_mtu, ipv6_mtu};
+
 use crate::NetError;
 use crate::udp::MAX_DATAGRAM;
 
@@ -65,9 +67,25 @@ pub fn local_addr_towards(peer: SocketAddr) -> io::Result<IpAddr> {
         SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
         SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
     };
-    let socket = UdpSocket::bind((any, 0))?;
+    Ok(socket_towards(any, peer)?.local_addr()?.ip())
+}
+
+/// The size of the largest IP packet that the kernel expects to pass from this address to `peer`:
+/// its routes say it, and routers that have dropped larger ones. Sends nothing.
+///
+/// # Errors
+///
+/// The kernel's, when there is no route to `peer`.
+pub fn path_mtu(from: IpAddr, peer: SocketAddr) -> io::Result<usize> {
+    let socket = socket_towards(from, peer)?;
+    let mtu = if peer.is_ipv6() { ipv6_mtu(&socket)? } else { ip_mtu(&socket)? };
+    Ok(mtu as usize)
+}
+
+fn socket_towards(from: IpAddr, peer: SocketAddr) -> io::Result<UdpSocket> {
+    let socket = UdpSocket::bind((from, 0))?;
     socket.connect(peer)?;
-    Ok(socket.local_addr()?.ip())
+    Ok(socket)
 }
 
 /// The largest UDP payload that one packet of `mtu` bytes carries; never above [`MAX_DATAGRAM`].
@@ -149,7 +167,7 @@ fn strip(text: &str, mark: char) -> (bool, &str) {
 /// Prefixes of interfaces that nobody means unless they say so.
 const UNASKED: [&str; 2] = ["docker", "lo"];
 /// The smallest MTU that a link with IPv6 may have, and the smallest this protocol is made for.
-const MIN_MTU: usize = 1280;
+pub(crate) const MIN_MTU: usize = 1280;
 const IPV4_HEADER: usize = 20;
 const IPV6_HEADER: usize = 40;
 const UDP_HEADER: usize = 8;

@@ -48,8 +48,8 @@ pub const fn lacks_zone(addr: &SocketAddr) -> bool {
 }
 
 /// What to do about an address that [lacks its zone](lacks_zone).
-pub const NO_ZONE: &str = "a link-local address needs the interface that it is reached through, as in \
-     [fe80::1%eth0]:7177";
+pub const NO_ZONE: &str = "a link-local address needs the interface that it is reached through, as \
+     in [fe80::1%eth0]:7177";
 
 /// The address that a text is; none if it is a name.
 fn parsed(host: &str) -> Option<SocketAddr> {

@@ -39,7 +39,8 @@ impl JobName {
         for (what, name) in [("job", &self.name), ("group", &self.group)] {
             if !PeerText::is_plain(name) {
                 return Err(alloc::format!(
-                    "the {what}'s name \"{}\" has characters that cannot be printed; choose another",
+                    "the {what}'s name \"{}\" has characters that cannot be printed; choose \
+                     another",
                     PeerText::of(name)
                 ));
             }

@@ -29,6 +29,7 @@ pub mod fold;
 pub mod geometry;
 pub mod ids;
 pub mod job_name;
+pub mod lives;
 pub mod names;
 pub mod observer;
 pub mod path;

@@ -13,7 +13,7 @@ use racksum_worker::{ConnectError, Error};
 pub(crate) fn of_connect(py: Python<'_>, error: &ConnectError) -> PyErr {
     let text = error.to_string();
     match error {
-        error if error.is_usage() => raise(py, "BadArgument", text),
+        error if error.is_usage() => raise(py, "BadArgument", (text, error.options())),
         error if error.is_other_version() => raise(py, "VersionMismatch", text),
         ConnectError::Refused(_) | ConnectError::SidecarRefused(_) | ConnectError::Draining => {
             raise(py, "Refused", text)
@@ -23,7 +23,7 @@ pub(crate) fn of_connect(py: Python<'_>, error: &ConnectError) -> PyErr {
             raise(py, "JoinTimeout", (text, missing.clone()))
         }
         ConnectError::PeerLost { ranks, .. } => raise(py, "PeerLost", (text, numbers(ranks))),
-        ConnectError::Arguments(_)
+        ConnectError::Arguments { .. }
         | ConnectError::NoAddress { .. }
         | ConnectError::Unresolved { .. }
         | ConnectError::Blocked(_)
@@ -74,9 +74,18 @@ fn numbers(ranks: &[Rank]) -> Vec<u16> {
     ranks.iter().map(|rank| rank.0).collect()
 }
 
-/// Reads what users call something.
-pub(crate) fn read<T: FromStr<Err: Display>>(py: Python<'_>, name: &str) -> PyResult<T> {
-    name.parse().map_err(|error: T::Err| raise(py, "BadArgument", error.to_string()))
+/// Reads an option of the user's.
+pub(crate) fn read<T: FromStr<Err: Display>>(
+    py: Python<'_>,
+    option: &str,
+    text: &str,
+) -> PyResult<T> {
+    text.parse().map_err(|error: T::Err| bad(py, option, error.to_string()))
+}
+
+/// What is wrong with an option of the user's.
+pub(crate) fn bad(py: Python<'_>, option: &str, why: String) -> PyErr {
+    raise(py, "BadArgument", (why, [option]))
 }
 
 /// The exception of this name, with these arguments.

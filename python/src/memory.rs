@@ -23,7 +23,7 @@ pub(crate) fn scan<'py>(
     block: usize,
     owner: Py<PyAny>,
 ) -> PyResult<Bound<'py, PyBytes>> {
-    let descriptor = Descriptor::sum(0, read(py, dtype)?).with_block(block);
+    let descriptor = Descriptor::sum(0, read(py, "dtype", dtype)?).with_block(block);
     let descriptor = descriptor.map_err(|error| raise(py, "BadArgument", error.to_string()))?;
     let mut region = region_of(address, nbytes, owner);
     let words = py.detach(|| racksum_worker::scan(&mut region, &descriptor));

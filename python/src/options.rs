@@ -1,15 +1,13 @@
 //! How a session connects, as the package's `ConnectOptions` says it.
 
 use std::path::PathBuf;
-use std::str::FromStr;
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use racksum_proto::auth::Key;
 use racksum_proto::ids::Generation;
 use racksum_worker::{ConnectOptions, aggregator_sets};
 
-use crate::errors::{raise, read};
+use crate::errors::{bad, read};
 
 /// The attributes of the package's `ConnectOptions`, of the same names and meanings.
 #[derive(Debug, FromPyObject)]
@@ -49,17 +47,12 @@ impl Options {
     }
 
     pub(crate) fn into_connect_options(self, py: Python<'_>) -> PyResult<ConnectOptions> {
-        let bad = |text: String| raise(py, "BadArgument", text);
-        let data_auth = self.data_auth.as_deref().map(|name| read(py, name)).transpose()?;
-        let on_rank_loss = read(py, &self.on_rank_loss)?;
-        let secret = self.secret.as_deref().map(Key::from_str).transpose();
-        let secret = secret.map_err(|error| bad(format!("secret: {error}")))?;
-        let seconds = |name: &str, seconds: f64| {
-            Duration::try_from_secs_f64(seconds).map_err(|_| {
-                bad(format!("{name} is a number of seconds, not negative, and not {seconds}"))
-            })
-        };
-        let mut sets = aggregator_sets(&self.aggregator).map_err(bad)?.into_iter();
+        let data_auth = self.data_auth.as_deref().map(|name| read(py, "data_auth", name));
+        let data_auth = data_auth.transpose()?;
+        let on_rank_loss = read(py, "on_rank_loss", &self.on_rank_loss)?;
+        let secret = self.secret.as_deref().map(|text| read(py, "secret", text)).transpose()?;
+        let sets = aggregator_sets(&self.aggregator);
+        let mut sets = sets.map_err(|why| bad(py, "aggregator", why))?.into_iter();
         Ok(ConnectOptions {
             aggregators: sets.next().unwrap_or_default(),
             standbys: sets.collect(),
@@ -77,11 +70,17 @@ impl Options {
             wait: self.wait,
             rejoin: self.rejoin,
             on_rank_loss,
-            join_timeout: seconds("join_timeout", self.join_timeout)?,
-            op_timeout: seconds("timeout", self.timeout)?,
+            join_timeout: seconds(self.join_timeout),
+            op_timeout: seconds(self.timeout),
             mtu: self.mtu,
             interface: self.interface,
             ..ConnectOptions::new("", self.job)
         })
     }
+}
+
+/// A duration, of which the package has checked that it is one.
+fn seconds(seconds: f64) -> Duration {
+    // What is longer than this is for ever.
+    Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
 }

@@ -161,10 +161,10 @@ impl Call {
         let descriptor = Descriptor {
             call: self.part_of.call(py)?,
             tag: self.tag,
-            wire: read(py, &self.wire)?,
-            reduction: read(py, &self.op)?,
+            wire: read(py, "wire", &self.wire)?,
+            reduction: read(py, "op", &self.op)?,
             lane: self.lane,
-            ..Descriptor::sum(self.elements, read(py, &self.dtype)?)
+            ..Descriptor::sum(self.elements, read(py, "dtype", &self.dtype)?)
         };
         let cut = descriptor.with_block(self.block);
         cut.map_err(|error| raise(py, "BadArgument", error.to_string()))

@@ -260,7 +260,7 @@ def test_a_tensor_of_a_type_that_cannot_be_reduced_is_not_made(place, dtype, mat
         session.empty(4, dtype)
 
 
-@pytest.mark.parametrize("timeout", ["x", float("nan"), -1])
+@pytest.mark.parametrize("timeout", ["x", float("nan"), float("inf"), True, -1])
 def test_a_wait_of_no_seconds_is_refused(place, timeout):
     with place.connect() as session:
         handle = session.allreduce(np.ones(4, np.float32), async_op=True)

@@ -15,6 +15,7 @@ import pytest
 
 import racksum
 from conftest import ROOT, Aggregator
+from racksum.extras import FLOORS, needed
 from racksum.options import ConnectOptions
 
 
@@ -60,20 +61,58 @@ def test_libraries_name_options_as_their_callers_do(room):
             assert not FLAG.search(COMMAND.sub("", code)), f"{path}: {line}"
 
 
-def test_a_torch_that_is_too_old_is_named():
-    """One that has nothing but its version, as what is older has other things."""
-    script = """
-        import sys, types
-        sys.modules["torch"] = types.ModuleType("torch")
-        sys.modules["torch"].__version__ = "2.6.0+cpu"
+@pytest.mark.parametrize(
+    ("torch", "sentence"),
+    [
+        (
+            "None",
+            "ModuleNotFoundError: racksum.torch needs torch 2.15 or newer, which is not installed; "
+            "install torch, or racksum[torch]",
+        ),
+        (
+            "SimpleNamespace(__version__='2.6.0+cpu')",
+            "ImportError: racksum.torch needs PyTorch 2.15 or newer, and this is 2.6.0+cpu; "
+            "racksum.connect reduces tensors of any",
+        ),
+        (
+            "SimpleNamespace(__version__='2.15.0', "
+            "distributed=SimpleNamespace(is_available=lambda: False))",
+            "ImportError: racksum.torch needs torch.distributed, which PyTorch 2.15.0 here was "
+            "built without; install a build that has it",
+        ),
+    ],
+    ids=["none", "too old", "not distributed"],
+)
+def test_a_torch_that_does_not_do_is_named(torch, sentence):
+    script = f"""
+        import sys
+        from types import SimpleNamespace
+        sys.modules["torch"] = {torch}
         try:
             import racksum.torch
         except ImportError as error:
-            print(error)
+            print(f"{{type(error).__name__}}: {{error}}")
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
     told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert "needs PyTorch 2.15 or newer, and this is 2.6.0+cpu" in told
+    assert told == f"{sentence}\n"
+
+
+def test_an_extra_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ModuleNotFoundError) as missing:
+        needed("matplotlib.figure", "Study.plot")
+    assert str(missing.value) == (
+        "Study.plot needs matplotlib 3.8 or newer, which is not installed; install matplotlib, or "
+        "racksum[plot]"
+    )
+    assert missing.value.name == "matplotlib"
+
+
+def test_extras_and_their_floors_are_those_of_the_project():
+    project = (ROOT / "python" / "pyproject.toml").read_text()
+    for package, (extra, floor) in FLOORS.items():
+        assert f'{extra} = ["{package}>={floor}"]' in project
 
 
 def refused(at: Aggregator, **options: Any) -> racksum.Error:

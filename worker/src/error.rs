@@ -17,8 +17,13 @@ use crate::client::span;
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
     /// The arguments contradict each other.
-    #[error("{0}")]
-    Arguments(String),
+    #[error("{why}")]
+    Arguments {
+        /// The options that they are, by name.
+        options: &'static [&'static str],
+        /// The contradiction.
+        why: String,
+    },
     /// The text that was given as an aggregator's address can never be one.
     #[error("{host:?} is no address of an aggregator (HOST:PORT): {why}")]
     NoAddress {
@@ -165,14 +170,37 @@ pub enum ConnectError {
 }
 
 impl ConnectError {
+    /// What is wrong with the aggregators that the caller has named.
+    pub(crate) fn of_aggregators(why: impl Into<String>) -> Self {
+        Self::Arguments { options: &["aggregator"], why: why.into() }
+    }
+
     /// Whether it is about what the caller has said, so that the same will never do.
     #[must_use]
     pub fn is_usage(&self) -> bool {
         match self {
-            Self::Arguments(_) | Self::NoAddress { .. } => true,
+            Self::Arguments { .. } | Self::NoAddress { .. } => true,
             Self::Net(error) => error.is_usage(),
             Self::Named { tried, .. } => tried.iter().all(Self::is_usage),
             _ => false,
+        }
+    }
+
+    /// The options of the caller that it is about, by name, as far as they are known.
+    #[must_use]
+    pub fn options(&self) -> &'static [&'static str] {
+        match self {
+            Self::Arguments { options, .. } => options,
+            Self::NoAddress { .. } | Self::Net(NetError::Unprotected { .. }) => &["aggregator"],
+            Self::Net(NetError::IdentityFile { .. } | NetError::Certificate { .. }) => {
+                &["identity"]
+            }
+            Self::Net(NetError::InsecureIdentity) => &["identity", "insecure"],
+            Self::Net(NetError::NoInterface { .. } | NetError::EmptyPattern { .. }) => {
+                &["interface"]
+            }
+            Self::Named { tried, .. } => tried.first().map_or(&[], Self::options),
+            _ => &[],
         }
     }
 
@@ -209,8 +237,8 @@ impl ConnectError {
     /// what each of them had.
     pub(crate) fn within(self, limit: Duration) -> Self {
         match self {
-            Self::Net(NetError::NobodyThere { addr, .. }) => {
-                NetError::NobodyThere { addr, waited: span(limit) }.into()
+            Self::Net(NetError::NobodyThere { addr, narrow, .. }) => {
+                NetError::NobodyThere { addr, waited: span(limit), narrow }.into()
             }
             Self::Named { name, tried } => {
                 let tried = tried.into_iter().map(|error| error.within(limit)).collect();

@@ -42,19 +42,18 @@ pub(crate) fn grant(options: &ConnectOptions, session: Session) -> Result<Grante
         .next()
         .ok_or_else(|| ConnectError::Protocol("nobody welcomed the rank".into()))?;
     if welcomes().any(|other| other.fragment_payload != first.fragment_payload) {
-        return Err(ConnectError::Arguments(
-            "the paths to the aggregators take datagrams of different sizes; name the least MTU"
-                .into(),
+        return Err(ConnectError::of_aggregators(
+            "the paths to the aggregators take datagrams of different sizes; name the least MTU",
         ));
     }
     if welcomes().any(|other| other.data_ports.len() != first.data_ports.len()) {
-        return Err(ConnectError::Arguments(
-            "the aggregators differ in `racksum aggregator --shards`; start them alike".into(),
+        return Err(ConnectError::of_aggregators(
+            "the aggregators differ in `racksum aggregator --shards`; start them alike",
         ));
     }
     if welcomes().any(|other| other.data_auth != first.data_auth) {
-        return Err(ConnectError::Arguments(
-            "the aggregators differ in `racksum aggregator --data-auth`; start them alike".into(),
+        return Err(ConnectError::of_aggregators(
+            "the aggregators differ in `racksum aggregator --data-auth`; start them alike",
         ));
     }
     if welcomes().any(|other| other.rank != first.rank) {

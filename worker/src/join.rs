@@ -128,9 +128,10 @@ fn join_at(
     if let (Some(mtu), Some(narrowest)) = (options.mtu, narrowest)
         && mtu > narrowest
     {
-        return Err(ConnectError::Arguments(format!(
+        let why = format!(
             "an MTU of {mtu} is above the {narrowest} of the interface towards the aggregator"
-        )));
+        );
+        return Err(ConnectError::Arguments { options: &["mtu"], why });
     }
     let mtu = options.mtu.or(narrowest).unwrap_or(1500);
     let datagram = max_datagram(mtu, bind.is_ipv6())?;
@@ -265,27 +266,27 @@ fn awaited(parts: &[Joining<'_>]) -> String {
 
 fn check(options: &ConnectOptions, aggregators: &[String]) -> Result<(), ConnectError> {
     if aggregators.is_empty() {
-        return Err(ConnectError::Arguments("no aggregator is named".into()));
+        return Err(ConnectError::of_aggregators("no aggregator is named"));
     }
     if aggregators.len() > MAX_AGGREGATORS {
-        return Err(ConnectError::Arguments(format!(
+        return Err(ConnectError::of_aggregators(format!(
             "{} aggregators are named; a job has at most {MAX_AGGREGATORS}",
             aggregators.len()
         )));
     }
     check_name(options)?;
     if options.rank >= options.world {
-        return Err(ConnectError::Arguments(format!(
-            "rank {} is not below the world of {}; ranks count from 0",
-            options.rank, options.world
-        )));
+        let ConnectOptions { rank, world, .. } = options;
+        let why = format!("rank {rank} is not below the world of {world}; ranks count from 0");
+        return Err(ConnectError::Arguments { options: &["rank", "world"], why });
     }
     Ok(())
 }
 
 /// Checks the name of a job.
 pub(crate) fn check_name(options: &ConnectOptions) -> Result<(), ConnectError> {
-    options.job_name().check().map_err(ConnectError::Arguments)
+    let refused = |why| ConnectError::Arguments { options: &["job"], why };
+    options.job_name().check().map_err(refused)
 }
 
 /// Checks that datagrams are authenticated as they should be, and can be.

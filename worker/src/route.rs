@@ -239,10 +239,11 @@ fn choose(
     let best = addrs.iter().find(|ip| Some(**ip) == routed).or_else(|| addrs.first());
     best.copied().map(Some).ok_or_else(|| {
         let names: Vec<&str> = fitting.iter().map(|interface| interface.name.as_str()).collect();
-        ConnectError::Arguments(format!(
+        let why = format!(
             "{to} cannot be called from {}, which {pattern:?} chooses: no address of it fits",
             names.join(", ")
-        ))
+        );
+        ConnectError::Arguments { options: &["interface"], why }
     })
 }
 
@@ -259,7 +260,7 @@ fn check_routes(routes: &[Route]) -> Result<(), ConnectError> {
     let mut seen = BTreeSet::new();
     match routes.iter().find(|route| !seen.insert(route.to)) {
         Some(Route { to, .. }) => {
-            Err(ConnectError::Arguments(format!("the aggregator {to} is named twice")))
+            Err(ConnectError::of_aggregators(format!("the aggregator {to} is named twice")))
         }
         None => Ok(()),
     }
@@ -271,7 +272,7 @@ fn check_routes(routes: &[Route]) -> Result<(), ConnectError> {
 pub(crate) fn data_addr(routes: &[Route]) -> Result<SocketAddr, ConnectError> {
     let Route { to, from, .. } = routes[0];
     if let Some(other) = routes.iter().find(|route| route.to.is_ipv6() != to.is_ipv6()) {
-        return Err(ConnectError::Arguments(format!(
+        return Err(ConnectError::of_aggregators(format!(
             "the aggregators {to} and {} are of two IP versions, and a worker has one data \
              socket; name all of them by IPv4 or all by IPv6",
             other.to

@@ -94,7 +94,7 @@ impl<'a> Search<'a> {
         let mut seen = BTreeSet::new();
         match self.sets.iter().flat_map(|set| set.hosts).find(|host| !seen.insert(*host)) {
             Some(host) => {
-                Err(ConnectError::Arguments(format!("the aggregator {host} is named twice")))
+                Err(ConnectError::of_aggregators(format!("the aggregator {host} is named twice")))
             }
             None => Ok(()),
         }

@@ -6,6 +6,7 @@
 use std::net::SocketAddr;
 
 use racksum_proto::control::{Beginner, FromAggregator, Join};
+use racksum_proto::lives::{self, Known};
 
 use super::job::Job;
 use super::tree::Above;
@@ -57,24 +58,18 @@ impl Job {
     /// identity that has joined this one. Where jobs have no secret, and nobody has an identity,
     /// the address has to do.
     pub(super) fn may_be_ended_by(&self, join: &Join) -> bool {
-        match (self.secret, join.secret) {
-            (Some(own), Some(other)) if own == other => return true,
-            _ => {}
-        }
-        let Some(by) = &join.begun_by else { return false };
-        let is_known = self.callers.contains(by);
-        match by {
-            Beginner::Identity(_) => is_known,
-            Beginner::Address(_) => is_known && self.secret.is_none() && join.secret.is_none(),
-        }
+        let known = match join.begun_by.as_ref().filter(|by| self.callers.contains(by)) {
+            Some(Beginner::Identity(_)) => Known::ByIdentity,
+            Some(Beginner::Address(_)) => Known::ByPlace,
+            None => Known::Not,
+        };
+        lives::may_end(self.secret, join.secret, known)
     }
 
     /// Checks that a rank is of no other job that has this one's name, and the same generation.
     pub(super) fn check_secret(&self, join: &Join) -> Result<(), String> {
-        match self.secret {
-            Some(own) if join.secret != Some(own) => Err(self.is_another(join)),
-            _ => Ok(()),
-        }
+        let is_same = lives::may_join(self.secret, join.secret);
+        if is_same { Ok(()) } else { Err(self.is_another(join)) }
     }
 
     /// Checks that a rank that comes back shows as much as one that ends the present life, or has

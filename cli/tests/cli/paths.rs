@@ -123,6 +123,17 @@ fn a_path_that_is_narrow_in_the_middle_is_used_as_it_is() {
 }
 
 #[test]
+fn a_path_that_is_too_narrow_to_join_by_is_named_with_its_mtu() {
+    let Some(chain) = chain("s", 1000) else { return };
+    let serving = chain.serve(own_port(), &[]);
+    let ended = chain.bench(&serving, &["--join-timeout", "2"]);
+    let why = ended.failed(3);
+    let narrow = "; the path there passes no IP packet of more than 1000 bytes, and racksum needs \
+                  1280";
+    assert!(why.contains(narrow), "{why}");
+}
+
+#[test]
 fn a_firewall_before_the_data_port_is_named_by_port_and_direction() {
     let Some(chain) = chain("f", 1500) else { return };
     let port = own_port();

@@ -1,7 +1,10 @@
 //! `racksum worker`, the sidecar of a host, as a process.
 
+use std::fs::{Permissions, set_permissions};
 use std::os::fd::AsFd;
+use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::net::UnixDatagram;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::AtomicU64;
@@ -17,7 +20,7 @@ use serde_json::Value;
 
 use crate::files::Folder;
 use crate::ports::own_port;
-use crate::process::{Process, RACKSUM, Serving, run, signal};
+use crate::process::{Ended, Process, RACKSUM, Serving, run, signal};
 use crate::waits::await_that;
 
 /// A sidecar, and where it is called.
@@ -42,6 +45,13 @@ impl Sidecar {
     fn rank(&self, rank: u16, (local, world): (u16, u16)) -> Client {
         let options = ConnectOptions { rank, world, ..ConnectOptions::new("", "job") };
         Client::call(Path::new(&self.socket), &options, local).unwrap()
+    }
+
+    /// Asks for its status as a user.
+    fn status_as(&self, user: u32) -> Ended {
+        let mut command = Command::new(RACKSUM);
+        let status = command.args(["status", &format!("unix:{}", self.socket)]).uid(user);
+        Process::spawn(status).end(60)
     }
 
     fn status(&self, flags: &[&str]) -> String {
@@ -123,6 +133,42 @@ fn a_sidecar_that_is_told_to_stop_serves_its_jobs_to_their_end() {
     let ended = sidecar.process.end(10).ok();
     assert!(ended.out.contains("drains: 1 jobs are to end; another signal stops it"), "{ended:?}");
     assert!(!std::fs::exists(&sidecar.socket).unwrap());
+}
+
+#[test]
+fn a_sidecar_of_another_user_is_called_in_the_folder_that_root_gave_it() {
+    let (sidecar_user, rank_user) = (1234, 1235);
+    if Command::new(RACKSUM).arg("--version").uid(sidecar_user).output().is_err() {
+        return racksum_test_report::skip("this takes root, and a program that all users may run");
+    }
+    let folder = Folder::new("sidecar-users");
+    let at = folder.path("pod");
+    std::fs::create_dir(&at).unwrap();
+    // As an `emptyDir` of a pod is.
+    set_permissions(&at, Permissions::from_mode(0o777)).unwrap();
+    let mut command = Command::new(RACKSUM);
+    command.uid(sidecar_user);
+    let sidecar = Sidecar::spawn(&folder, "pod/socket", &["--mode", "666"], &mut command);
+    let refused = sidecar.status_as(rank_user);
+    let why = refused.failed(3);
+    let what_to_do = format!(
+        "a process of user 1234 listens there, but other users may put sockets in {at}: run it as \
+         the user of this process or as root, or have the socket in a folder that root has given \
+         to its user alone (chown 1234 FOLDER; chmod 755 FOLDER), below none that other users may \
+         write to",
+    );
+    assert!(why.contains(&what_to_do), "{why}");
+    chown(&at, Some(sidecar_user), None).unwrap();
+    set_permissions(&at, Permissions::from_mode(0o755)).unwrap();
+    sidecar.status_as(rank_user).ok();
+    // The sidecar sums memory of another user's ranks: these are root's.
+    let ranks = [0, 1].map(|rank| sidecar.rank(rank, (2, 2)));
+    assert!(ranks[0].is_ready_within(PATIENCE).unwrap());
+    let handles =
+        ranks.each_ref().map(|rank| rank.submit(1f32.to_le_bytes().to_vec(), one()).unwrap());
+    for (rank, handle) in ranks.iter().zip(handles) {
+        assert_eq!(rank.wait(handle).unwrap(), 2f32.to_le_bytes());
+    }
 }
 
 #[test]

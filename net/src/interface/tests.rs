@@ -97,4 +97,7 @@ fn an_address_finds_its_interface() {
 fn the_way_to_loopback_is_loopback() {
     let peer: SocketAddr = "127.0.0.1:9".parse().unwrap();
     assert_eq!(local_addr_towards(peer).unwrap(), IpAddr::V4(Ipv4Addr::LOCALHOST));
+    let loopback = interface_of(peer.ip()).unwrap();
+    // The kernel sends no packet of more bytes, whatever the interface says.
+    assert_eq!(path_mtu(peer.ip(), peer).unwrap(), loopback.mtu.min(65_535));
 }

@@ -36,8 +36,9 @@ pub(super) fn check(listener: u32, path: &Path, own: u32) -> io::Result<()> {
         Err(shared) => format!("but other users may put sockets in {}", shared.display()),
     };
     let why = format!(
-        "a process of user {listener} listens there, {why}: have the socket in a folder that only \
-         its user or root can write to"
+        "a process of user {listener} listens there, {why}: run it as the user of this process or \
+         as root, or have the socket in a folder that root has given to its user alone (chown \
+         {listener} FOLDER; chmod 755 FOLDER), below none that other users may write to"
     );
     Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
 }

@@ -24,6 +24,7 @@ use super::frames::LONGEST;
 use super::identity::NAME;
 use super::{Credentials, IDLE_TIMEOUT, KEEP_ALIVE, PROTOCOL, duration};
 use crate::NetError;
+use crate::interface::{MIN_MTU, path_mtu};
 
 /// An established connection of a client, with the endpoint that carries it.
 #[derive(Debug)]
@@ -132,7 +133,9 @@ pub async fn connect_from(
         }
         Err(NotAnswered::NotCalled(error)) => Err(error),
         Err(NotAnswered::Ended(ConnectionError::TimedOut)) => {
-            Err(NetError::NobodyThere { addr: to, waited: patience })
+            // What QUIC begins with has 1,200 bytes, and is not sent in fragments.
+            let narrow = path_mtu(from, to).ok().filter(|mtu| *mtu < MIN_MTU);
+            Err(NetError::NobodyThere { addr: to, waited: patience, narrow })
         }
         Err(NotAnswered::Ended(cause)) if is_other_protocol(&cause) => {
             Err(NetError::WrongProtocol { addr: to })

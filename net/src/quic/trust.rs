@@ -204,8 +204,8 @@ impl Credentials {
     }
 }
 
-/// Accepts the certificates of authorities, or without any every certificate; in no case a handshake
-/// that its key did not sign.
+/// Accepts the certificates of authorities, or without any every certificate; in no case a
+/// handshake that its key did not sign.
 #[derive(Debug)]
 struct Judge<V: ?Sized> {
     authorities: Option<Arc<V>>,
@@ -213,7 +213,8 @@ struct Judge<V: ?Sized> {
 }
 
 /// Tells a certificate that its own side has made from one of another authority: whoever shows it
-/// has no identity. The alert for it is [`AlertDescription::AccessDenied`](rustls::AlertDescription).
+/// has no identity. The alert for it is
+/// [`AlertDescription::AccessDenied`](rustls::AlertDescription).
 fn refusal(error: Error, shown: &CertificateDer<'_>) -> Error {
     match error {
         Error::InvalidCertificate(CertificateError::UnknownIssuer) if is_self_issued(shown) => {

@@ -28,7 +28,14 @@ class Error(RuntimeError):
 
 
 class BadArgument(Error, ValueError):
-    """An argument, or a tensor, that cannot be: nothing was sent."""
+    """An argument, or a tensor, that cannot be: nothing was sent.
+
+    ``options`` are the arguments that it is about, by name.
+    """
+
+    def __init__(self, text: str, options: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.options = tuple(options)
 
 
 class Refused(Error):

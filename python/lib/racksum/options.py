@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
 from ipaddress import ip_address
 from numbers import Real
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ __all__ = [
     "ConnectOptions",
     "Drawn",
     "limits_of_group",
+    "seconds_from",
     "text",
     "whole_from",
 ]
@@ -27,6 +29,7 @@ __all__ = [
 #: The limits of docs/wire.md that are known before an aggregator is asked.
 MAX_JOB_BYTES = 128
 MAX_LANES = 8
+MAX_WORLD = 256
 MAX_ELEMENTS = 2**36
 
 #: Reads an argument of this name, or refuses it.
@@ -68,17 +71,35 @@ class ConnectOptions:
     #: What all lives of the job have in common and nobody else knows, in hexadecimal: a greater
     #: generation with the same secret ends the one before.
     secret: str | None = None
+    #: The variables that the environment has said options with, such as ``RANK='0'``, by option.
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Refuses what cannot be."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None or field.default is not None:
-                object.__setattr__(self, field.name, _CHECKS[field.name](field.name, value))
-        if self.is_beside and (self.rejoin or self.on_rank_loss != "abort"):
-            raise BadArgument("ranks of a sidecar neither rejoin nor go on without a rank")
-        if self.is_beside and self.data_auth is not None:
-            raise BadArgument(f"data_auth {_OF_SIDECAR}")
+        with self.naming_variables():
+            for option in fields(self):
+                value = getattr(self, option.name)
+                if option.name in _CHECKS and (value is not None or option.default is not None):
+                    checked = _CHECKS[option.name](option.name, value)
+                    object.__setattr__(self, option.name, checked)
+            if self.is_beside and (self.rejoin or self.on_rank_loss != "abort"):
+                raise BadArgument(
+                    "ranks of a sidecar neither rejoin nor go on without a rank",
+                    ("rejoin", "on_rank_loss"),
+                )
+            if self.is_beside and self.data_auth is not None:
+                raise BadArgument(f"data_auth {_OF_SIDECAR}", ("data_auth",))
+
+    @contextmanager
+    def naming_variables(self) -> Iterator[None]:
+        """Has what is said of options name the variables that they are from."""
+        try:
+            yield
+        except BadArgument as error:
+            said = [self.variables[name] for name in error.options if name in self.variables]
+            if not said:
+                raise
+            raise BadArgument(f"{', '.join(said)}: {error}", error.options) from None
 
     @classmethod
     def resolve(
@@ -98,21 +119,19 @@ class ConnectOptions:
         found = {name: value for name, value in given.items() if value is not None}
         defaults = {field.name: field.default for field in fields(cls)}
         of_way = [name for name in _OF_WAY if found.get(name, defaults[name]) != defaults[name]]
-        for name, (variables, read) in _VARIABLES.items():
-            if name not in found:
-                value = _first(environment, variables, read)
-                if value is not None:
-                    found[name] = value
-        gloo = _first(environment, ("GLOO_SOCKET_IFNAME",), _interfaces_of_gloo)
-        if gloo:
-            found.setdefault("interface", gloo)
-        if "job" not in found:
-            job = _run_of_torchrun(environment) or (drawn and drawn.job)
-            found["job"] = job or _job_of_rendezvous(environment)
+        said: dict[str, str] = {}
+        for name, variables in _VARIABLES.items():
+            first = None if name in found else _first(environment, variables)
+            if first is not None:
+                found[name], said[name] = first
+        if "job" not in found and drawn is not None:
+            found["job"] = drawn.job
+        if "job" not in found and (first := _job_of_rendezvous(environment)):
+            found["job"], said["job"] = first
         for name, what in _NEEDED.items():
-            if found.get(name) is None:
+            if name not in found:
                 raise BadArgument(f"{name} is not set; {what}")
-        options = cls(**found, secret=drawn and drawn.secret)
+        options = cls(**found, secret=drawn and drawn.secret, variables=said)
         if options.is_beside and of_way:
             raise BadArgument(f"{', '.join(of_way)} {_OF_SIDECAR}")
         return options
@@ -145,7 +164,21 @@ def whole_from(least: int, most: int) -> Check:
             number = operator.index(value)
             if least <= number <= most and not isinstance(value, bool):
                 return number
-        raise BadArgument(f"{name} is a whole number from {least} to {most}, and not {value!r}")
+        raise _not(f"a whole number from {least} to {most}", name, value)
+
+    return check
+
+
+def seconds_from(least: float) -> Check:
+    """Takes finite numbers of seconds that are no less than these."""
+
+    def check(name: str, value: Any) -> float:
+        if isinstance(value, Real) and not isinstance(value, bool):
+            with suppress(OverflowError):
+                seconds = float(value)
+                if least <= seconds < math.inf:
+                    return seconds
+        raise _not(f"a number of seconds from {least} on", name, value)
 
     return check
 
@@ -154,62 +187,60 @@ def text(name: str, value: Any) -> str:
     """Takes strings, but for the halves of characters that Python's may have."""
     if isinstance(value, str) and value.encode(errors="ignore").decode() == value:
         return value
-    raise BadArgument(f"{name} is a string, and not {value!r}")
+    raise _not("a string", name, value)
 
 
 def _job(name: str, value: Any) -> str:
     if 1 <= len(text(name, value).encode()) <= MAX_JOB_BYTES:
         return str(value)
-    raise BadArgument(f"{name} is a name of 1 to {MAX_JOB_BYTES} bytes, and not {value!r}")
+    raise _not(f"a name of 1 to {MAX_JOB_BYTES} bytes", name, value)
 
 
 def _group(name: str, value: Any) -> str:
     if len(text(name, value).encode()) <= MAX_JOB_BYTES:
         return str(value)
-    raise BadArgument(f"{name} is a name of at most {MAX_JOB_BYTES} bytes, and not {value!r}")
+    raise _not(f"a name of at most {MAX_JOB_BYTES} bytes", name, value)
 
 
 def _path(name: str, value: Any) -> str:
     if isinstance(value, (str, os.PathLike)):
         return text(name, os.fspath(value))
-    raise BadArgument(f"{name} is a path, and not {value!r}")
+    raise _not("a path", name, value)
 
 
 def _either(name: str, value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    raise BadArgument(f"{name} is True or False, and not {value!r}")
+    raise _not("True or False", name, value)
 
 
-def _seconds(name: str, value: Any) -> float:
-    if isinstance(value, Real) and not isinstance(value, bool):
-        with suppress(OverflowError):
-            return float(value)
-    # Which numbers are durations is the extension's to say.
-    raise BadArgument(f"{name} is a number of seconds, not negative, and not {value!r}")
+def _not(what: str, name: str, value: Any) -> BadArgument:
+    """The error of an argument that is something else than it must be."""
+    return BadArgument(f"{name} is {what}, and not {value!r}", (name,))
 
 
 def _first(
-    environment: Mapping[str, str], variables: tuple[str, ...], read: Callable[[str], Any]
-) -> Any:
-    """The value of the first of the variables that is set to anything."""
-    for variable in variables:
+    environment: Mapping[str, str], variables: Mapping[str, Callable[[str], Any]]
+) -> tuple[Any, str] | None:
+    """What the first of the variables that says something says, and the variable with its text."""
+    for variable, read in variables.items():
         text = environment.get(variable, "").strip()
-        if text:
-            try:
-                return read(text)
-            except ValueError as error:
-                raise BadArgument(f"{variable}={text!r}: {error}") from None
+        said = f"{variable}={text!r}"
+        try:
+            value = read(text) if text else None
+        except ValueError as error:
+            raise BadArgument(f"{said}: {error}") from None
+        if value is not None:
+            return value, said
     return None
 
 
-def _run_of_torchrun(environment: Mapping[str, str]) -> str | None:
-    run = environment.get("TORCHELASTIC_RUN_ID", "").strip()
-    # Without a rendezvous of its own torchrun calls every job "none".
-    return None if run in ("", "none") else run
+def _run_of_torchrun(run: str) -> str | None:
+    """Reads the job of torchrun: without a rendezvous of its own, every job is "none"."""
+    return None if run == "none" else run
 
 
-def _job_of_rendezvous(environment: Mapping[str, str]) -> str | None:
+def _job_of_rendezvous(environment: Mapping[str, str]) -> tuple[str, str] | None:
     """The address where ranks meet, which no other job has unless it is of every host."""
     host, port = (environment.get(name, "").strip() for name in ("MASTER_ADDR", "MASTER_PORT"))
     if not (host and port):
@@ -220,7 +251,7 @@ def _job_of_rendezvous(environment: Mapping[str, str]) -> str | None:
             "jobs would have the same name; pass job= or set RACKSUM_JOB (racksum.torch.connect "
             "draws a name for the ranks of a process group)"
         )
-    return f"{host}-{port}"
+    return f"{host}-{port}", f"MASTER_ADDR={host!r}"
 
 
 def _is_loopback(host: str) -> bool:
@@ -272,7 +303,7 @@ _CHECKS: dict[str, Check] = {
     "aggregator": text,
     "job": _job,
     "rank": whole_from(0, 2**16 - 1),
-    "world": whole_from(1, 2**16 - 1),
+    "world": whole_from(1, MAX_WORLD),
     "generation": whole_from(0, 2**32 - 1),
     "lanes": whole_from(1, MAX_LANES),
     "pool_slots": whole_from(0, 2**32 - 1),
@@ -283,11 +314,11 @@ _CHECKS: dict[str, Check] = {
     "wait": _either,
     "rejoin": _either,
     "on_rank_loss": text,
-    "join_timeout": _seconds,
-    "timeout": _seconds,
+    "join_timeout": seconds_from(0.001),
+    "timeout": seconds_from(0.001),
     "mtu": whole_from(1280, 65535),
     "interface": text,
-    "local_world": whole_from(1, 2**16 - 1),
+    "local_world": whole_from(1, MAX_WORLD),
     "group": _group,
     "secret": text,
 }
@@ -295,25 +326,29 @@ _CHECKS: dict[str, Check] = {
 #: What a user may say.
 OPTIONS = tuple(name for name in _CHECKS if name not in ("group", "secret"))
 
-#: Which variables say what, the first that is set; and how each is read.
-_VARIABLES: dict[str, tuple[tuple[str, ...], Any]] = {
-    "aggregator": (("RACKSUM_AGGREGATOR",), str),
-    "job": (("RACKSUM_JOB",), str),
-    "rank": (("RACKSUM_RANK", "RANK"), int),
-    "world": (("RACKSUM_WORLD", "WORLD_SIZE"), int),
-    "local_world": (("RACKSUM_LOCAL_WORLD", "LOCAL_WORLD_SIZE"), int),
-    "generation": (("RACKSUM_GENERATION", "TORCHELASTIC_RESTART_COUNT"), int),
-    "lanes": (("RACKSUM_LANES",), int),
-    "pool_slots": (("RACKSUM_POOL_SLOTS",), int),
-    "multicast": (("RACKSUM_MULTICAST",), _flag),
-    "identity": (("RACKSUM_IDENTITY",), str),
-    "insecure": (("RACKSUM_INSECURE",), _flag),
-    "data_auth": (("RACKSUM_DATA_AUTH",), str),
-    "wait": (("RACKSUM_WAIT",), _flag),
-    "rejoin": (("RACKSUM_REJOIN",), _flag),
-    "on_rank_loss": (("RACKSUM_ON_RANK_LOSS",), str),
-    "join_timeout": (("RACKSUM_JOIN_TIMEOUT",), float),
-    "timeout": (("RACKSUM_TIMEOUT",), float),
-    "mtu": (("RACKSUM_MTU",), int),
-    "interface": (("RACKSUM_INTERFACE", "NCCL_SOCKET_IFNAME"), str),
+#: Which variables say what, the first that is set, and how each is read.
+_VARIABLES: dict[str, dict[str, Callable[[str], Any]]] = {
+    "aggregator": {"RACKSUM_AGGREGATOR": str},
+    "job": {"RACKSUM_JOB": str, "TORCHELASTIC_RUN_ID": _run_of_torchrun},
+    "rank": {"RACKSUM_RANK": int, "RANK": int},
+    "world": {"RACKSUM_WORLD": int, "WORLD_SIZE": int},
+    "local_world": {"RACKSUM_LOCAL_WORLD": int, "LOCAL_WORLD_SIZE": int},
+    "generation": {"RACKSUM_GENERATION": int, "TORCHELASTIC_RESTART_COUNT": int},
+    "lanes": {"RACKSUM_LANES": int},
+    "pool_slots": {"RACKSUM_POOL_SLOTS": int},
+    "multicast": {"RACKSUM_MULTICAST": _flag},
+    "identity": {"RACKSUM_IDENTITY": str},
+    "insecure": {"RACKSUM_INSECURE": _flag},
+    "data_auth": {"RACKSUM_DATA_AUTH": str},
+    "wait": {"RACKSUM_WAIT": _flag},
+    "rejoin": {"RACKSUM_REJOIN": _flag},
+    "on_rank_loss": {"RACKSUM_ON_RANK_LOSS": str},
+    "join_timeout": {"RACKSUM_JOIN_TIMEOUT": float},
+    "timeout": {"RACKSUM_TIMEOUT": float},
+    "mtu": {"RACKSUM_MTU": int},
+    "interface": {
+        "RACKSUM_INTERFACE": str,
+        "NCCL_SOCKET_IFNAME": str,
+        "GLOO_SOCKET_IFNAME": _interfaces_of_gloo,
+    },
 }

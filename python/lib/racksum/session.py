@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 from racksum import _racksum
@@ -23,6 +22,7 @@ from racksum.options import (
     MAX_LANES,
     ConnectOptions,
     limits_of_group,
+    seconds_from,
     text,
     whole_from,
 )
@@ -129,7 +129,8 @@ class Session:
         joined = threading.Event()
         threading.Thread(target=_pass_on_logs_until, args=(joined,), daemon=True).start()
         try:
-            self._session = _racksum.Session.connect(options, check)
+            with options.naming_variables():
+                self._session = _racksum.Session.connect(options, check)
         finally:
             joined.set()
             _pass_on_logs()
@@ -441,6 +442,10 @@ def _call(
     return Call(dtype=dtype, part_of=part_of or PartOf(), **checked)
 
 
+#: How the limit of a wait is read.
+_limit = seconds_from(0)
+
+
 def _sides(shape: Any) -> tuple[int, ...]:
     try:
         sides = tuple(shape)
@@ -471,9 +476,8 @@ class Handle(Generic[T]):
         :raises TimeoutError: It has not ended in so many seconds; it goes on.
         :raises racksum.Error: Why there is no result.
         """
-        if timeout is not None and not (isinstance(timeout, Real) and timeout >= 0):
-            raise BadArgument(f"timeout is a number of seconds from 0 on, and not {timeout!r}")
-        return self._outcome(timeout).result
+        limit = None if timeout is None else _limit("timeout", timeout)
+        return self._outcome(limit).result
 
     def then(self, work: Callable[[T], U]) -> Handle[U]:
         """The same op with the result that ``work`` makes of this one's, when it is waited for.

@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from racksum.errors import BadArgument
+from racksum.extras import needed
 from racksum.tensor import checked_dtype
 
 if TYPE_CHECKING:
@@ -31,8 +32,7 @@ def tensor_in(lend: Callable[[int], Lent | None], shape: tuple[int, ...], dtype:
         if buffer is None:
             return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(buffer, dtype=dtype).view(shape)
-    import numpy as np  # noqa: PLC0415 - whoever has arrays has it, and nobody else needs it.
-
+    np = needed("numpy", "Session.empty without torch")
     try:
         dtype = np.dtype(dtype or np.float32)
     except TypeError:

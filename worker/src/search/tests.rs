@@ -261,7 +261,7 @@ fn unresolved() -> ConnectError {
 
 fn unanswered(seconds: u64) -> ConnectError {
     let (addr, waited) = ("192.0.2.1:1".parse().unwrap(), Span::from_secs(seconds));
-    NetError::NobodyThere { addr, waited }.into()
+    NetError::NobodyThere { addr, waited, narrow: None }.into()
 }
 
 #[test]
@@ -378,7 +378,8 @@ fn why_nobody_was_joined_says_the_limit_that_the_user_gave() {
     let options = ConnectOptions::new("127.0.0.1:7", "job");
     let search = |limit| Search::new(&options, 0).within(Duration::from_millis(limit));
     let addr = "127.0.0.1:7".parse().unwrap();
-    let late = || NetError::NobodyThere { addr, waited: Span::from_millis(2699) }.into();
+    let waited = Span::from_millis(2699);
+    let late = || NetError::NobodyThere { addr, waited, narrow: None }.into();
     let mut long = search(300_000);
     let warned = long.keep(late()).unwrap();
     let told = "nobody answered at 127.0.0.1:7 within 2.7 s; trying again for up to ";

@@ -286,9 +286,7 @@ impl Shared {
                 return Err(format!("job {:?} is of another user", join.job));
             }
             // The same user may have two jobs, and call them alike.
-            Some(job) if job.secret.zip(join.secret).is_some_and(|(own, other)| own != other) => {
-                return Err(job.is_another(join, peer));
-            }
+            Some(job) if !job.is_of(join) => return Err(job.is_another(join, peer)),
             Some(job) if job.generation == join.generation && !job.is_refused() => Arc::clone(job),
             Some(job) if job.generation > join.generation => {
                 return Err(format!(

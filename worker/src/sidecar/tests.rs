@@ -13,6 +13,7 @@ use proptest::prelude::*;
 use racksum_net::clock::Clock;
 use racksum_net::local::Listener;
 use racksum_proto::arith;
+use racksum_proto::auth::Key;
 use racksum_proto::call::{Call, Collective};
 use racksum_proto::control::{Loss, MAX_OPS};
 use racksum_proto::dtype::{DType, Reduction};
@@ -317,6 +318,38 @@ fn who_cannot_join_is_told_why() {
     assert!(told.contains("a greater generation of the job has begun"), "{told}");
     let late = "job \"job\" is in its life 2, and rank 1 is of life 0, before that";
     assert_eq!(refused(rig.call("job", 1, 2)), late);
+}
+
+#[test]
+fn a_life_is_joined_and_ended_by_those_that_show_its_secret() {
+    let rig = Rig::start();
+    let call = |job, (rank, world), life, secret: Option<u8>| {
+        rig.call_with(job, rank, world, |options| {
+            options.generation = Generation(life);
+            options.secret = secret.map(|secret| Key([secret; Key::LEN]));
+        })
+    };
+    let refused = |client: Client| {
+        let why = client.is_ready_within(PATIENCE).unwrap_err().to_string();
+        assert!(why.contains("does not show that it is of the same job"), "{why}");
+    };
+    let first = call("job", (0, 2), 1, Some(1));
+    while first.missing().is_empty() {
+        std::thread::yield_now();
+    }
+    for (life, secret) in [(1, None), (1, Some(2)), (2, None), (2, Some(2))] {
+        refused(call("job", (1, 2), life, secret));
+    }
+    assert!(!first.is_ready_within(Duration::from_millis(20)).unwrap());
+    let _second = call("job", (1, 2), 1, Some(1));
+    assert!(first.is_ready_within(PATIENCE).unwrap());
+    let _next = call("job", (0, 2), 2, Some(1));
+    let why = failure(&first, own(floats(1.0, 1)), sum_of(1));
+    assert!(why.contains("a greater generation of the job has begun"), "{why}");
+    // A secret does not end a life that began without one.
+    let without = call("other", (0, 1), 1, None);
+    assert!(without.is_ready_within(PATIENCE).unwrap());
+    refused(call("other", (0, 1), 2, Some(1)));
 }
 
 #[test]

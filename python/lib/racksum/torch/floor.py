@@ -1,14 +1,24 @@
 """Which PyTorch hooks and backend need: what is older lacks what they call."""
 
-import torch
+from racksum.extras import FLOORS, needed
 
-__all__ = ["FLOOR"]
+torch = needed("torch", "racksum.torch")
 
-#: The first version that they are tested with.
-FLOOR = (2, 15)
+_, _FLOOR = FLOORS["torch"]
 
-if tuple(int(part) for part in torch.__version__.split(".")[:2]) < FLOOR:
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
+if _version(torch.__version__) < _version(_FLOOR):
     raise ImportError(
-        f"racksum.torch needs PyTorch {FLOOR[0]}.{FLOOR[1]} or newer, and this is "
-        f"{torch.__version__}; racksum.connect reduces tensors of any"
+        f"racksum.torch needs PyTorch {_FLOOR} or newer, and this is {torch.__version__}; "
+        "racksum.connect reduces tensors of any"
+    )
+
+if not torch.distributed.is_available():
+    raise ImportError(
+        f"racksum.torch needs torch.distributed, which PyTorch {torch.__version__} here was built "
+        "without; install a build that has it"
     )

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from racksum.errors import BadArgument
+from racksum.extras import needed
 from racksum.session import DEFAULT_BLOCK
 from racksum.torch.compress import BLOCKS
 from racksum.torch.steps import Look, Steps, device_of
@@ -184,9 +185,9 @@ class Study:
 
     def plot(self, path: str | Path) -> None:
         """Writes a picture (PNG) of step times against the link. Needs matplotlib."""
-        from matplotlib.figure import Figure  # noqa: PLC0415 - for this alone.
-
-        figure = Figure(figsize=(7, 4), layout="constrained")
+        figure = needed("matplotlib.figure", "Study.plot").Figure(
+            figsize=(7, 4), layout="constrained"
+        )
         axes = figure.subplots()
         links = [0.5 * 2 ** (i / 4) for i in range(37)]
         axes.loglog(links, [self.ring_time(link) * 1e3 for link in links], label="ring, f32")

@@ -1,0 +1,84 @@
+//! How ranks leave a job: by their own wish, which waits for what works on their memory, or lost.
+
+use std::sync::{MutexGuard, PoisonError};
+use std::time::Duration;
+
+use racksum_proto::control::Loss;
+
+use super::{FOR_EVER, Job, State};
+use crate::sidecar::calls::Folding;
+use crate::sidecar::member::Member;
+use crate::sidecar::message::FromSidecar;
+
+impl Job {
+    /// Removes a rank that leaves, once no fold uses its memory. The job ends if other hosts have
+    /// not called the rank's ops within `limit`: the sums sent to them lie in memory that the rank
+    /// takes back.
+    pub(in crate::sidecar) fn leave(&self, rank: u16, limit: Duration) {
+        let wait_while = |state, limit, is_so: &dyn Fn(&State) -> bool| {
+            let waited = self.changed.wait_timeout_while(state, limit, |state| is_so(state));
+            waited.unwrap_or_else(PoisonError::into_inner).0
+        };
+        let is_at_work = |state: &State| state.works_for(rank, |_| true);
+        let is_folded_here = |state: &State| state.works_for(rank, |it| !it.is_passed);
+        let runs = |state: &State| state.over.is_none();
+        let state = wait_while(self.lock(), limit, &|state| runs(state) && is_at_work(state));
+        let mut state = wait_while(state, FOR_EVER, &|state| runs(state) && is_folded_here(state));
+        if is_at_work(&state) {
+            state.end(FromSidecar::Lost { ranks: vec![rank], why: Loss::Left });
+            // Nothing else ends what is on its way to other hosts.
+            Self::leave_upstream(state, rank, Loss::Left);
+            state = wait_while(self.lock(), FOR_EVER, &is_at_work);
+        }
+        Self::part_with(state, rank, Loss::Left);
+    }
+
+    /// Removes a rank that is lost.
+    pub(in crate::sidecar) fn part(&self, rank: u16, why: Loss) {
+        Self::part_with(self.lock(), rank, why);
+    }
+
+    /// Removes a rank under the lock that the caller holds, so that nothing comes between.
+    fn part_with(mut state: MutexGuard<'_, State>, rank: u16, why: Loss) {
+        if state.members.remove(&rank).is_none() {
+            return;
+        }
+        if state.is_called && !state.began && state.refused.is_none() {
+            let reason = format!("rank {rank} has gone before the job was complete");
+            state.refuse(FromSidecar::Refused { reason });
+        }
+        if state.began {
+            let is_needed = !state.gathering.is_empty();
+            if why == Loss::Left && !is_needed {
+                state.left.insert(rank);
+            } else {
+                state.end(FromSidecar::Lost { ranks: vec![rank], why });
+            }
+        }
+        if state.members.is_empty() || state.over.is_some() {
+            Self::leave_upstream(state, rank, why);
+        }
+    }
+
+    /// Leaves the job of all hosts, as this rank of a job that is over does, or the last of one.
+    fn leave_upstream(state: MutexGuard<'_, State>, rank: u16, why: Loss) {
+        let Some(upstream) = state.upstream.clone() else { return };
+        let (ranks, why) = match &state.over {
+            Some(FromSidecar::Lost { ranks, why }) => (ranks.clone(), *why),
+            Some(_) => (vec![rank], why),
+            None => (Vec::new(), why),
+        };
+        drop(state);
+        upstream.lose(&ranks, why);
+        upstream.close();
+    }
+}
+
+impl State {
+    /// Whether something works on what a rank has handed for an op that is such.
+    fn works_for(&self, rank: u16, is_such: impl Fn(&Folding) -> bool) -> bool {
+        let has =
+            |member: &Member| member.has_any(|op| self.folding.get(&op).is_some_and(&is_such));
+        self.members.get(&rank).is_some_and(has)
+    }
+}
