@@ -403,8 +403,8 @@ fn a_benchmark_that_cannot_be_is_refused_before_it_starts() {
         (&long, "1 to 128 bytes, not 129"),
         ("", "not 0"),
     ] {
-        for command in ["bench", "reduce"] {
-            let ended = run(&[&[command], &far[..], &["--job", job, "file"]].concat());
+        for command in [&["bench"][..], &["reduce", "file"]] {
+            let ended = run(&[command, &far[..], &["--job", job]].concat());
             assert_eq!(ended.code, Some(2), "{ended:?}");
             assert!(ended.err.contains(why), "{ended:?}");
         }
