@@ -84,7 +84,7 @@ def check_torchrun(words: list[str]) -> None:
 
 def check_export(words: list[str]) -> None:
     """The package reads the variables."""
-    known = {name for names, _ in _VARIABLES.values() for name in names}
+    known = {name for variables in _VARIABLES.values() for name in variables}
     assert {word.split("=")[0] for word in words} <= known
 
 

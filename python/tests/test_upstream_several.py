@@ -150,7 +150,7 @@ def split(address: str, job: str) -> None:
         assert reduced_in(half) == (1 if dist.get_rank() == 0 else 6)
         mine = half._get_backend(CPU)
         assert mine.options.block == 64
-        assert mine._timeout == limit
+        assert mine.options._timeout == limit
         assert half.rank() == [0, 1, 0][dist.get_rank()]
         dist.destroy_process_group(half)
     assert reduced_in(parent) == 7
