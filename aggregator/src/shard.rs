@@ -218,7 +218,8 @@ impl Shard {
 
     /// How long there may be nothing to do.
     fn patience(&self) -> Span {
-        let due = self.jobs.values().map(Job::timeout).min().unwrap_or(Time::NEVER);
+        let of_jobs = self.jobs.values().map(Job::timeout).min().unwrap_or(Time::NEVER);
+        let due = of_jobs.min(self.floods.timeout());
         // This only bounds how stale the published counters can be.
         let most = Span::from_secs(1);
         if due == Time::NEVER { most } else { due.since(self.clock.now()).min(most) }
@@ -227,7 +228,8 @@ impl Shard {
     /// Whether time alone makes something due.
     fn is_due(&self) -> bool {
         let risen = !self.risen.is_empty();
-        risen && self.jobs.values().map(Job::timeout).min() <= Some(self.clock.now())
+        let of_jobs = self.jobs.values().map(Job::timeout).min().filter(|_| risen);
+        of_jobs.unwrap_or(Time::NEVER).min(self.floods.timeout()) <= self.clock.now()
     }
 
     /// About how many bytes of sums are still to come, of the job with most.
@@ -367,8 +369,9 @@ impl Shard {
             let meta = self.recv.meta(i);
             self.take_datagrams(now, i, &meta);
         }
-        let is_rank = |addr| self.jobs.values().any(|job| job.ways.ranks.contains(&addr));
-        if let Some(senders) = self.floods.look(now, self.socket.drops(), is_rank)
+        let is_peer = |addr| self.jobs.values().any(|job| job.ways.is_peer(addr));
+        let is_full = || self.socket.is_full();
+        if let Some(senders) = self.floods.look(now, self.socket.drops(), is_full, is_peer)
             && let Err(error) = self.socket.refuse(&senders)
         {
             tracing::debug!(%error, "the kernel takes no filter");

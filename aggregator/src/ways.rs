@@ -32,6 +32,11 @@ pub(crate) struct Ways {
 }
 
 impl Ways {
+    /// Whether a rank or the parent has an address.
+    pub(crate) fn is_peer(&self, addr: SocketAddr) -> bool {
+        self.ranks.contains(&addr) || self.parent == Some(addr)
+    }
+
     /// What seals a message, and the addresses it goes to: the group if there is one, then the
     /// ranks that do not hear it; or a single rank, or the parent.
     pub(crate) fn to(

@@ -9,6 +9,7 @@
 mod buffers;
 mod cmsg;
 mod filter;
+mod full;
 mod gather;
 mod recv;
 mod send;

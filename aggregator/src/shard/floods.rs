@@ -1,8 +1,8 @@
 //! Senders that flood a shard: the kernel drops what they send, so that the receive buffer has room
 //! for all others.
 //!
-//! What arrives for all jobs waits in one buffer. When that overflows, who sends most keeps out
-//! whoever sends little, however fairly the shard then serves what it has received. So it looks,
+//! What arrives for all jobs waits in one buffer. When that overflows, senders of much keep out
+//! senders of little, however fairly the shard then serves what it has received. So it looks,
 //! while the buffer overflows, for a sender of whose messages it has no use: repeated asks,
 //! duplicates, what is for nobody here. If such messages of one sender are most of all, the sender
 //! is refused for a while, and for longer each time it comes back to that.
@@ -45,12 +45,10 @@ struct Refusal {
 }
 
 impl Floods {
-    /// So many datagrams have arrived.
-    pub(super) const fn note_arrived(&mut self, count: usize) {
+    /// A message has arrived, or a datagram of none.
+    pub(super) const fn note_arrived(&mut self) {
         if self.overflows {
-            #[expect(clippy::cast_possible_truncation, reason = "a message is 64 KiB at most")]
-            let count = count as u32;
-            self.messages = self.messages.saturating_add(count);
+            self.messages = self.messages.saturating_add(1);
         }
     }
 
@@ -74,26 +72,36 @@ impl Floods {
         counts.then(|| self.useless.entry(from).or_default())
     }
 
+    /// When somebody who is refused is to be let back.
+    pub(super) fn timeout(&self) -> Time {
+        let on = self.refused.values().filter(|refusal| refusal.is_on);
+        on.map(|refusal| refusal.until).min().unwrap_or(Time::NEVER)
+    }
+
     /// Looks whether somebody floods the shard, now and then, when the kernel has dropped so many
-    /// datagrams. `is_rank` says whether a rank has an address: no rank is refused for what others
-    /// may have sent in its name. Returns who is to be refused, if that has changed.
+    /// datagrams; `is_full` says whether the buffer is. `is_peer` says whether a rank or a parent
+    /// has an address: they are not refused for what others may have sent in their name. Returns
+    /// who is to be refused, if that has changed.
     pub(super) fn look(
         &mut self,
         now: Time,
         drops: u64,
-        is_rank: impl Fn(SocketAddr) -> bool,
+        is_full: impl Fn() -> bool,
+        is_peer: impl Fn(SocketAddr) -> bool,
     ) -> Option<Vec<SocketAddr>> {
         if now.since(self.looked) < INTERVAL {
             return None;
         }
         let is_most = |count: u32| count >= LEAST && count > self.messages / 2;
         let floods = |from: SocketAddr, it: Useless| {
-            is_most(it.proven) || is_most(it.proven + it.unproven) && !is_rank(from)
+            is_most(it.proven) || is_most(it.proven + it.unproven) && !is_peer(from)
         };
         let flooder = self.useless.iter().find(|(from, it)| floods(**from, **it));
         let flooder = flooder.map(|(from, _)| *from);
         self.looked = now;
-        self.overflows = drops > self.drops;
+        // What is refused is dropped too, although there is room.
+        let is_refusing = self.refused.values().any(|refusal| refusal.is_on);
+        self.overflows = drops > self.drops && (!is_refusing || is_full());
         self.drops = drops;
         self.messages = 0;
         self.useless.clear();
@@ -117,7 +125,10 @@ impl Floods {
     fn refuse(&mut self, now: Time, from: SocketAddr) -> bool {
         let lasts = self.refused.get(&from).map_or(FIRST, |it| Span(it.lasts.0 * 4).min(LONGEST));
         if self.refused.len() >= MOST_SENDERS && !self.refused.contains_key(&from) {
-            return false;
+            let let_back = self.refused.iter().filter(|(_, refusal)| !refusal.is_on);
+            let oldest = let_back.min_by_key(|(_, refusal)| refusal.until).map(|(from, _)| *from);
+            let Some(oldest) = oldest else { return false };
+            self.refused.remove(&oldest);
         }
         let refusal = Refusal { until: now + lasts, lasts, is_on: true };
         self.refused.insert(from, refusal);
@@ -162,13 +173,13 @@ mod tests {
     /// Shards whose buffers have overflowed, and that have looked at a time.
     fn overflowing(ms: u64) -> Floods {
         let mut floods = Floods::default();
-        assert_eq!(floods.look(at(ms), 1, |_| false), None);
+        assert_eq!(floods.look(at(ms), 1, || true, |_| false), None);
         floods
     }
 
     fn flood(floods: &mut Floods, from: u16, messages: u32) {
         for _ in 0..messages {
-            floods.note_arrived(1);
+            floods.note_arrived();
             floods.note_useless(addr(from));
         }
     }
@@ -178,7 +189,7 @@ mod tests {
         let mut floods = Floods::default();
         for ms in (10..100).step_by(10) {
             flood(&mut floods, 1, 10 * LEAST);
-            assert_eq!(floods.look(at(ms), 0, |_| false), None);
+            assert_eq!(floods.look(at(ms), 0, || true, |_| false), None);
         }
     }
 
@@ -187,9 +198,11 @@ mod tests {
         let mut floods = overflowing(10);
         for (from, until) in [(20, 120), (130, 530), (540, 2140)] {
             flood(&mut floods, 1, LEAST);
-            assert_eq!(floods.look(at(from), 1 + from, |_| true), Some(vec![addr(1)]));
-            assert_eq!(floods.look(at(until - 1), 2 + from, |_| true), None);
-            assert_eq!(floods.look(at(until + 5), 3 + from, |_| true), Some(vec![]));
+            assert_eq!(floods.look(at(from), 1 + from, || true, |_| true), Some(vec![addr(1)]));
+            assert_eq!(floods.timeout(), at(until));
+            assert_eq!(floods.look(at(until - 1), 2 + from, || true, |_| true), None);
+            assert_eq!(floods.look(at(until + 5), 3 + from, || true, |_| true), Some(vec![]));
+            assert_eq!(floods.timeout(), Time::NEVER);
         }
     }
 
@@ -197,21 +210,46 @@ mod tests {
     fn a_sender_is_refused_only_if_most_of_what_arrives_is_its_own_and_useless() {
         let mut floods = overflowing(10);
         flood(&mut floods, 1, LEAST);
-        floods.note_arrived(LEAST as usize);
-        assert_eq!(floods.look(at(20), 2, |_| true), None);
+        (0..LEAST).for_each(|_| floods.note_arrived());
+        assert_eq!(floods.look(at(20), 2, || true, |_| true), None);
         flood(&mut floods, 1, LEAST - 1);
-        assert_eq!(floods.look(at(30), 3, |_| true), None, "so little is no flood");
+        assert_eq!(floods.look(at(30), 3, || true, |_| true), None, "so little is no flood");
     }
 
     #[test]
-    fn a_rank_is_not_refused_for_what_others_may_have_sent_in_its_name() {
-        for (is_rank, refused) in [(true, None), (false, Some(vec![addr(1)]))] {
+    fn a_peer_is_not_refused_for_what_others_may_have_sent_in_its_name() {
+        for (is_peer, refused) in [(true, None), (false, Some(vec![addr(1)]))] {
             let mut floods = overflowing(10);
             for _ in 0..LEAST {
-                floods.note_arrived(1);
+                floods.note_arrived();
                 floods.note_unproven(addr(1));
             }
-            assert_eq!(floods.look(at(20), 2, |_| is_rank), refused);
+            assert_eq!(floods.look(at(20), 2, || true, |_| is_peer), refused);
+        }
+    }
+
+    #[test]
+    fn what_the_kernel_drops_of_who_is_refused_is_no_overflow() {
+        for (is_full, refused) in [(false, None), (true, Some(vec![addr(1), addr(2)]))] {
+            let mut floods = overflowing(10);
+            flood(&mut floods, 1, LEAST);
+            assert_eq!(floods.look(at(20), 2, || true, |_| true), Some(vec![addr(1)]));
+            assert_eq!(floods.look(at(30), 3, || is_full, |_| true), None);
+            flood(&mut floods, 2, LEAST);
+            assert_eq!(floods.look(at(40), 4, || is_full, |_| true), refused);
+        }
+    }
+
+    #[test]
+    fn a_flood_from_ever_new_ports_finds_each_refused() {
+        let mut floods = overflowing(0);
+        for (port, ms) in (1..200).zip((200..).step_by(200)) {
+            // Those before have been let back by now, and are known still.
+            assert_ne!(floods.look(at(ms), ms, || true, |_| true), Some(vec![addr(port)]));
+            flood(&mut floods, port, LEAST);
+            let refused = floods.look(at(ms + 10), ms + 1, || true, |_| true);
+            assert_eq!(refused, Some(vec![addr(port)]));
+            assert!(floods.refused.len() <= MOST_SENDERS);
         }
     }
 

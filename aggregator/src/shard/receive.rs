@@ -26,7 +26,6 @@ impl Shard {
             risen.get(&(job, meta.from)).copied()
         };
         let count = buffer.len().div_ceil(meta.stride.max(1));
-        floods.note_arrived(count);
         stats.datagrams[0] += count as u64;
         stats.bytes[0] += buffer.len() as u64;
         let mut stores = [None; udp::MAX_SEGMENTS];
@@ -37,6 +36,7 @@ impl Shard {
         let whole = count <= stores.len() && may_be_whole(buffer, meta.stride, trailer);
         for (n, datagram) in buffer.chunks_mut(meta.stride.max(1)).enumerate() {
             if path::Datagram::is_one(datagram) {
+                floods.note_arrived();
                 if !proofs.take(socket, meta.from, datagram, stats) {
                     floods.note_unproven(meta.from);
                 }
@@ -48,8 +48,12 @@ impl Shard {
                 Some(job) => relay::open(job, datagram),
                 None => open(jobs, floods, datagram, meta),
             };
-            let Some(messages) = opened else { continue };
+            let Some(messages) = opened else {
+                floods.note_arrived();
+                continue;
+            };
             for message in wire::messages(messages) {
+                floods.note_arrived();
                 // wire: W-60
                 let message = message.and_then(|(header, body)| {
                     let same = origin.is_some_and(|(job, sender)| header.is_of(job, sender));
@@ -135,8 +139,12 @@ fn take_message<'a>(
             job.turn.spend(cost);
             Some((header.job, place, body))
         }
-        Verdict::Duplicate | Verdict::Control | Verdict::Reject(_) => {
-            floods.note_useless(meta.from);
+        verdict @ (Verdict::Duplicate | Verdict::Control | Verdict::Reject(_)) => {
+            // Each op begins with one, and small ops are little else.
+            let begins = header.kind == Kind::Open && verdict == Verdict::Control;
+            if !begins {
+                floods.note_useless(meta.from);
+            }
             job.turn.spend(cost + body.len());
             None
         }

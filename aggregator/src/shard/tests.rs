@@ -266,3 +266,40 @@ fn a_job_that_is_flooded_by_its_rank_is_not_heard_until_it_has_paid() {
         assert_eq!(shard.jobs[&id].machine.counters().folds, u64::from(WINDOWS));
     }
 }
+
+#[test]
+fn opens_are_no_flood_and_asks_may_be_one() {
+    const MANY: usize = 300;
+    let overflow = |shard: &mut Shard, ms, drops| {
+        let now = Time(0) + Span::from_millis(ms);
+        shard.floods.look(now, drops, || true, |_| false)
+    };
+    let (mut shard, _commands) = shard();
+    let tenant = Tenant::new(&mut shard, 1, 1, 100.0);
+    tenant.work(&mut shard, 1);
+    overflow(&mut shard, 10, 1);
+    let sum = Descriptor::sum(u64::from(WINDOWS) * 60 * 256, DType::F32);
+    let mut body = [0; 1200];
+    let opening = std::iter::once(Opening::of(true));
+    let (len, _) = OpenEncoder::new().encode(&sum, None, opening, false, &mut body);
+    for _ in 0..MANY {
+        tenant.say(&mut shard, tenant.header(Kind::Open, 0, 0), &body[..len]);
+    }
+    assert_eq!(overflow(&mut shard, 20, 2), None);
+    (0..MANY).for_each(|_| tenant.ask(&mut shard, 0));
+    assert_eq!(overflow(&mut shard, 30, 3), Some(vec![tenant.socket.local_addr().unwrap()]));
+}
+
+#[test]
+fn a_parent_is_a_peer_as_ranks_are() {
+    let [rank, parent, other] = [1, 2, 3].map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
+    let ways = Ways {
+        ranks: vec![rank],
+        group: None,
+        unicast: Vec::new(),
+        sealer: None,
+        parent: Some(parent),
+        parent_sealer: None,
+    };
+    assert_eq!([rank, parent, other].map(|addr| ways.is_peer(addr)), [true, true, false]);
+}

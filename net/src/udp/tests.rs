@@ -514,3 +514,18 @@ fn as_many_senders_may_be_refused_as_a_program_holds() {
     socket.refuse(&senders).unwrap();
     socket.refuse(&senders.repeat(1000)).unwrap_err();
 }
+
+#[test]
+fn a_buffer_is_full_until_it_is_read() {
+    let (sender, receiver) = (loopback(), loopback());
+    let contents = pattern(1000);
+    let transmit = Transmit::new(receiver.local_addr(), &contents, 1000);
+    while receiver.drops() == 0 && !receiver.is_full() {
+        send_all(&sender, &[transmit]);
+    }
+    assert!(receiver.is_full());
+    while receiver.is_full() {
+        receive(&receiver, 1000);
+    }
+    assert!(!sender.is_full());
+}

@@ -359,8 +359,10 @@ impl Figure {
             Self::Gain(side, other) => time(other)? / time(side)?,
             Self::Cost(side, other) => time(side)? / time(other)?,
             Self::CostInTurn(side, other) => {
-                let rounds = took(side)?.rounds.iter().zip(took(other)?.rounds);
-                let ratios: Vec<_> = rounds.map(|(own, its)| own / its).collect();
+                let (own, its) = (took(side)?.rounds, took(other)?.rounds);
+                // Where a side lacks rounds, those left are not of one turn.
+                let pairs = (own.len() == its.len()).then(|| own.iter().zip(its))?;
+                let ratios: Vec<_> = pairs.map(|(own, its)| own / its).collect();
                 Summary::of(&ratios)?.median
             }
             Self::Miss(side) => (took(side)?.predicted? / time(side)? - 1.0).abs(),
@@ -447,6 +449,7 @@ mod tests {
         match side {
             "racksum" => took(200.0, &[200.0, 100.0, 300.0], Some(180.0)),
             "gloo" => took(300.0, &[300.0, 40.0, 450.0], None),
+            "failed" => took(300.0, &[300.0], None),
             _ => None,
         }
     }
@@ -457,6 +460,7 @@ mod tests {
         assert_eq!(Figure::Gain("racksum", "gloo").value(took), Some(1.5));
         assert_eq!(Figure::Cost("gloo", "racksum").value(took), Some(1.5));
         assert_eq!(Figure::CostInTurn("racksum", "gloo").value(took), Some(2.0 / 3.0));
+        assert_eq!(Figure::CostInTurn("racksum", "failed").value(took), None);
         assert_eq!(Figure::Gain("racksum", "openmpi").value(took), None);
         let miss = Figure::Miss("racksum").value(took).unwrap();
         assert!((miss - 0.1).abs() < 1e-9, "{miss}");

@@ -304,11 +304,14 @@ class RacksumBackend(Backend):
         # Of devices it may say the kind only.
         device = torch.empty(0, device=opts.device or "cpu").device
 
-        def start() -> Ends:
-            handle: Ends = self.session.allreduce(nothing, part_of=call.part(), async_op=True)
-            return handle
-
         def begin() -> list[Waits]:
+            # Joining waits for what is staged, so it is no part of that.
+            session = self.session
+
+            def start() -> Ends:
+                handle: Ends = session.allreduce(nothing, part_of=call.part(), async_op=True)
+                return handle
+
             staged = self._staging.takes(device)
             met = self._staging.stage(device, start, lambda _: None) if staged else start()
             return [*before, met]

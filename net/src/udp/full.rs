@@ -1,0 +1,41 @@
+//! Whether a receive buffer is full now.
+#![expect(unsafe_code, reason = "the memory of a socket is asked for by getsockopt")]
+
+use std::os::fd::AsRawFd;
+
+use super::UdpSocket;
+
+impl UdpSocket {
+    /// Returns whether what waits to be received takes most of the room that there is for it; false
+    /// where the kernel does not say.
+    ///
+    /// ```
+    /// # use racksum_net::udp::{UdpConfig, UdpSocket};
+    /// let socket = UdpSocket::open(&UdpConfig::new("127.0.0.1:0".parse().unwrap())).unwrap();
+    /// assert!(!socket.is_full());
+    /// ```
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        let mut memory = [0_u32; FIELDS];
+        #[expect(clippy::cast_possible_truncation, reason = "36 bytes")]
+        let mut len = size_of_val(&memory) as libc::socklen_t;
+        // SAFETY: the kernel writes `len` bytes at most, which `memory` has, and all are integers.
+        let rc = unsafe {
+            libc::getsockopt(
+                self.socket().as_raw_fd(),
+                libc::SOL_SOCKET,
+                SO_MEMINFO,
+                memory.as_mut_ptr().cast(),
+                &raw mut len,
+            )
+        };
+        let [waits, room, ..] = memory.map(u64::from);
+        rc == 0 && waits * 4 > room * 3
+    }
+}
+
+/// Of Linux's `asm-generic/socket.h`; libc has only the places of its fields.
+const SO_MEMINFO: libc::c_int = 55;
+/// The fields of `linux/sock_diag.h`, the first of which are what waits and what may wait.
+const FIELDS: usize = 9;
+const _: () = assert!(libc::SK_MEMINFO_RMEM_ALLOC == 0 && libc::SK_MEMINFO_RCVBUF == 1);
