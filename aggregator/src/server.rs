@@ -229,6 +229,9 @@ async fn attend(
                     pursue(registry, seat, joined);
                 }
                 Some(FromWorker::Parted(absent)) => {
+                    if !lock(registry).may_part(seat, absent.rank) {
+                        break Parting::Lost(Loss::Broke);
+                    }
                     let ending = lock(registry).ending_below(seat, absent.why);
                     let _fence = settle(registry, ending).await;
                     lock(registry).parted(seat, absent);

@@ -514,11 +514,9 @@ impl Job {
     /// How far it is.
     fn report(&self, now: Time) -> JobReport {
         let waits = self.machine.backlog() > 0;
-        let ranks =
-            (0..self.machine.config().world).map(|rank| self.machine.progress(now, Rank(rank)));
         JobReport {
             stalled: waits.then(|| now.since(self.moved)),
-            ranks: ranks.collect(),
+            ranks: self.machine.progress(now),
             settled: (0..self.machine.config().lanes)
                 .all(|lane| self.machine.results_held(lane) == 0),
             sealed: self.ways.sealer.as_ref().map_or(0, Sealer::sealed),

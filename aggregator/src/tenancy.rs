@@ -161,15 +161,17 @@ impl<'a> Tally<'a> {
     }
 
     /// The share of each shard's packet buffers that a job is granted beside the others, in per
-    /// cent: what its rule says, or an equal one. The first group of a job with a share of its own
-    /// has half of that, and each further group of any job an eighth of what is left: nobody knows
-    /// how many groups there will be. What is left is of the job's own share, if a rule admits it:
-    /// groups must not get around the rule's `max_jobs`. Without rules anybody may take all.
+    /// cent: what its rule says, or an equal one. Of a job with a share of its own, the first group
+    /// has half of that, or three quarters if it is none: most jobs stay without groups. Each
+    /// further group of any job has an eighth of what is left: nobody knows how many there will be.
+    /// What is left is of the job's own share, if a rule admits it: groups must not get around the
+    /// rule's `max_jobs`. Without rules anybody may take all.
     pub(crate) fn share_of(&self, config: &Config, wanted: &Tenant<'_>) -> f64 {
         let equal = Self::equal(config);
         match (self.shares.get(&*wanted.name.name), Self::own(config, wanted)) {
-            (None, Some(own)) if !wanted.name.group.is_empty() => own / 2.0,
-            (None, own) => own.unwrap_or(equal),
+            (None, Some(own)) if wanted.name.group.is_empty() => own * 0.75,
+            (None, Some(own)) => own / 2.0,
+            (None, None) => equal,
             (Some(held), Some(own)) => (own - held).max(0.0) / 8.0,
             (Some(_), None) => ((100.0 - self.share).max(0.0) / 8.0).min(equal),
         }
@@ -374,12 +376,13 @@ mod tests {
         let [big, one, two, three] =
             ["big", "one", "two", "three"].map(|job| of(&config, job, "x", 1));
         let share = |tenant| Tally::default().share_of(&config, tenant);
-        assert_eq!((share(&big), share(&one)), (50.0, 25.0));
+        assert_eq!((share(&big), share(&one)), (37.5, 18.75));
         assert_eq!((big.pool_slots(&config), one.pool_slots(&config)), (7, 256));
         assert_eq!(check_room(&config, &[one, two], &big), Ok(()));
-        let (later, told) = why(check_room(&config, &[one, big, two], &three));
+        let with_groups = Tenant { granted: Some(50.0), ..big };
+        let (later, told) = why(check_room(&config, &[one, with_groups, two], &three));
         assert!(
-            later && told.starts_with("100 % of the packet buffers are taken, and 25"),
+            later && told.starts_with("88 % of the packet buffers are taken, and 19"),
             "{told}"
         );
     }
@@ -423,15 +426,17 @@ mod tests {
     fn the_limits_of_a_rule_are_those_of_a_job_with_all_its_groups() {
         let own = Admit { max_jobs: Some(1), share_percent: Some(40), ..rule("x", "train") };
         let config = Config { admit: vec![own], ..Config::default() };
-        let mut held: Vec<Tenant<'static>> = Vec::new();
-        for group in ["0", "1", "2", "3", "4", "5", "6", "7", "8"] {
-            let wanted = group_of(&config, "train", group, "x", 2);
-            assert_eq!(check_room(&config, &held, &wanted), Ok(()), "group {group}");
-            let share = Tally::of(&config, &held).share_of(&config, &wanted);
-            held.push(Tenant { granted: Some(share), ..wanted });
+        for (first, share) in [("0", 20.0), ("", 30.0)] {
+            let mut held: Vec<Tenant<'static>> = Vec::new();
+            for group in [first, "1", "2", "3", "4", "5", "6", "7", "8"] {
+                let wanted = group_of(&config, "train", group, "x", 2);
+                assert_eq!(check_room(&config, &held, &wanted), Ok(()), "group {group}");
+                let share = Tally::of(&config, &held).share_of(&config, &wanted);
+                held.push(Tenant { granted: Some(share), ..wanted });
+            }
+            let taken: f64 = held.iter().filter_map(|it| it.granted).sum();
+            assert!(held[0].granted == Some(share) && taken < 40.0, "{taken}");
         }
-        let taken: f64 = held.iter().filter_map(|it| it.granted).sum();
-        assert!(held[0].granted == Some(20.0) && taken < 40.0, "{taken}");
     }
 
     #[test]

@@ -270,7 +270,7 @@ fn a_rule_is_about_the_job_that_its_user_named_and_all_its_groups() {
         let (caller, _inbox) = caller(Some("node"), [127, 0, 0, 1]);
         registry.join(Join { job, ..wish("", 0, 2) }, caller, Instant::now())
     };
-    for group in ["0", "", "mesh/tp"] {
+    for group in ["", "0", "mesh/tp"] {
         let (seat, _) = join(of_group("vision-7", group)).unwrap();
         assert_eq!(seat.job, of_group("vision-7", group));
     }

@@ -314,6 +314,15 @@ fn racks_are_numbered_by_their_first_ranks_and_called_by_them() {
 }
 
 #[test]
+fn a_rank_that_is_no_aggregator_parts_from_nobody() {
+    let mut registry = leaf();
+    let (seat, ..) = join(&mut registry, wish("job", 0, 2)).unwrap();
+    assert_eq!([0, 1, 60_000].map(|rank| registry.may_part(&seat, rank)), [false; 3]);
+    let over = Seat { id: JobId(seat.id.0 + 1), ..seat };
+    assert!(registry.may_part(&over, 0), "of a job that is over");
+}
+
+#[test]
 fn a_rack_that_is_lost_is_lost_with_all_its_ranks_and_one_that_loses_a_rank_names_it() {
     let (mut registry, [(one, _), (_, mut inbox)]) = root();
     registry.leave(&one, Loss::Died, Instant::now());
@@ -322,6 +331,7 @@ fn a_rack_that_is_lost_is_lost_with_all_its_ranks_and_one_that_loses_a_rank_name
     assert_eq!(registry.jobs(), 0);
     let (mut registry, [(one, _), (_, mut inbox)]) = root();
     // Of others than its own it has nothing to say.
+    assert_eq!([0, 1, 60_000].map(|rank| registry.may_part(&one, rank)), [true, false, false]);
     registry.parted(&one, Absent { rank: 1, why: Loss::Died });
     assert_eq!(registry.jobs(), 1);
     registry.parted(&one, Absent { rank: 0, why: Loss::Left });
