@@ -135,7 +135,7 @@ async fn come_back(
     limit: Duration,
 ) -> Result<(Seat, Joined), Refusal> {
     let mut returns = Returns::begin(registry, join, caller)?;
-    let Returning { waits, progress, may_move, overhear, .. } = &mut returns.returning;
+    let Returning { replaced, progress, may_move, overhear, .. } = &mut returns.returning;
     let settled = async {
         loop {
             // It is not told any more once the job is gone.
@@ -152,8 +152,7 @@ async fn come_back(
     let Join { job, rank, .. } = join;
     let sealed = tokio::select! {
         sealed = settled => sealed,
-        // The sender says nothing, and is dropped.
-        _ = waits => {
+        Ok(()) = replaced => {
             return Err(Refusal::Never(format!(
                 "another process comes back as rank {rank} of job {job:?}; start the rank once"
             )));

@@ -18,6 +18,8 @@ struct Unsettled {
     registry: Shared,
     /// The join with which rank 1 comes back.
     back: Join,
+    /// Rank 0.
+    stays: Seat,
     /// Rank 0's data socket, and where that sends to.
     socket: UdpSocket,
     shard: SocketAddr,
@@ -36,7 +38,7 @@ impl Unsettled {
             Join { data_ports: vec![port], ..ours }
         });
         let joined = wishes.clone().map(|wish| join(&mut registry, wish).unwrap());
-        let [_, (seat, joined, _)] = &joined;
+        let [(stays, ..), (seat, joined, _)] = &joined;
         assert_eq!(*joined, Joined::Ready);
         let id = seat.id();
         for (rank, socket) in (0..).map(Rank).zip(&sockets) {
@@ -50,7 +52,8 @@ impl Unsettled {
         of_left.send_to(&ack(id, Rank(1)), shard).unwrap();
         let [_, back] = wishes;
         let back = Join { rejoin: true, ..back };
-        Self { registry: Arc::new(Mutex::new(registry)), back, socket, shard, id }
+        let stays = stays.clone();
+        Self { registry: Arc::new(Mutex::new(registry)), back, stays, socket, shard, id }
     }
 
     async fn come_back(&self, caller: &Caller, limit: Duration) -> Result<(), String> {
@@ -129,6 +132,17 @@ async fn a_rank_that_is_started_again_goes_before_its_own_earlier_attempt() {
     });
     let why = "another process comes back as rank 1 of job \"job\"; start the rank once";
     assert_eq!((first, second), (Err(why.into()), Ok(())));
+}
+
+#[tokio::test]
+async fn a_rank_whose_job_ends_while_it_comes_back_is_told_that_it_runs_no_more() {
+    let job = Unsettled::new();
+    let own = caller(OWN);
+    let (back, ()) = tokio::join!(biased; job.come_back(&own, LONG), async {
+        lock(&job.registry).part(&job.stays, None, Instant::now());
+    });
+    let why = back.unwrap_err();
+    assert!(why.contains("no job \"job\" runs here"), "{why}");
 }
 
 #[tokio::test]

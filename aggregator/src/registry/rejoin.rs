@@ -23,8 +23,8 @@ use crate::tenancy::Refusal;
 pub(super) struct Return {
     number: u64,
     by: Beginner,
-    /// Dropped when another caller is preferred.
-    _waits: oneshot::Sender<()>,
+    /// Told when another caller is preferred.
+    replaced: oneshot::Sender<()>,
 }
 
 /// What a caller knows that is on its way back as a rank.
@@ -34,8 +34,8 @@ pub(crate) struct Returning {
     number: u64,
     /// Whether the job may move.
     pub(crate) may_move: bool,
-    /// Ends when another caller is preferred.
-    pub(crate) waits: oneshot::Receiver<()>,
+    /// Tells when another caller is preferred.
+    pub(crate) replaced: oneshot::Receiver<()>,
     pub(crate) progress: watch::Receiver<Progress>,
     /// What is to tell the progress, if nobody does yet.
     pub(crate) unasked: Option<watch::Sender<Progress>>,
@@ -81,8 +81,12 @@ impl Registry {
         }
         job.last_return += 1;
         let number = job.last_return;
-        let (told, waits) = oneshot::channel();
-        job.returns.insert(join.rank, Return { number, by, _waits: told });
+        let (tell, replaced) = oneshot::channel();
+        let before = job.returns.insert(join.rank, Return { number, by, replaced: tell });
+        if let Some(before) = before {
+            // Whoever waited may have gone.
+            before.replaced.send(()).ok();
+        }
         let (progress, unasked) = match &job.progress {
             Some(asked) => (asked.subscribe(), None),
             None => {
@@ -92,7 +96,7 @@ impl Registry {
             }
         };
         let overhear = unasked.is_none();
-        Ok(Returning { seat, number, may_move, waits, progress, unasked, overhear })
+        Ok(Returning { seat, number, may_move, replaced, progress, unasked, overhear })
     }
 
     /// A caller is not on its way back any more.
