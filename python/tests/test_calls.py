@@ -188,6 +188,25 @@ def call_from_threads(address: str, job: str) -> None:
             assert ends == [1.0]
 
 
+def test_what_a_rank_has_called_ends_before_its_group_is_destroyed(
+    ranks: Ranks, cluster: Cluster
+) -> None:
+    ranks.run(destroy_after_calls, cluster.address, cluster.new_job())
+
+
+def destroy_after_calls(address: str, job: str) -> None:
+    group = group_on_backend(address, job)
+    dist.barrier(group)
+    tensors = [torch.ones(500_000) for _ in range(10)]
+    works = [dist.all_reduce(x, group=group, async_op=True) for x in tensors]
+    if dist.get_rank() == 0:
+        for work in works:
+            work.wait()
+    dist.destroy_process_group(group)
+    for x in tensors:
+        assert x.eq(dist.get_world_size()).all()
+
+
 def test_a_group_may_be_destroyed_before_its_ranks_have_joined(
     ranks: Ranks, cluster: Cluster
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from itertools import combinations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -370,7 +371,13 @@ class RacksumBackend(Backend):
         """They are counted from 0 at all ranks."""
 
     def shutdown(self) -> None:
-        """Leaves the job, and has the ranks of the default group leave together."""
+        """Ends what the rank has called, and leaves; ranks of the default group leave together."""
+        # Of a rank that has yet to join, others may not even know.
+        if self._membership.has_joined:
+            for work in list(self._in_flight):
+                # Whoever waits for it is told.
+                with suppress(Exception):
+                    work.wait_for(None)
         self._leave()
         world = dist.group.WORLD
         if world is not None and world.group_name == self._name:
@@ -378,7 +385,7 @@ class RacksumBackend(Backend):
         self._gloo.shutdown()
 
     def abort(self) -> None:
-        """Leaves the job: what is in flight fails."""
+        """Leaves the job at once: what is in flight fails."""
         self._leave()
         self._gloo.shutdown()
 
