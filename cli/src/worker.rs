@@ -76,6 +76,10 @@ impl Args {
                 several.join("+")
             )));
         }
+        let interface = match &self.interface {
+            Some(named) => Some(named.clone()),
+            None => environment::variable(environment::INTERFACE)?,
+        };
         let mut sets = sets.into_iter();
         let options = ConnectOptions {
             aggregators: sets.next().unwrap_or_default(),
@@ -83,10 +87,7 @@ impl Args {
             identity: environment::identity(self.identity.clone(), self.insecure)?,
             insecure: self.insecure,
             data_auth: self.data_auth,
-            interface: self
-                .interface
-                .clone()
-                .or_else(|| environment::variable(environment::INTERFACE)),
+            interface,
             wait: self.wait,
             ..ConnectOptions::new("", "")
         };
