@@ -259,6 +259,7 @@ impl Config {
             ("pool_mib", self.pool_mib != running.pool_mib),
             ("fanout", self.fanout != running.fanout),
             ("insecure", self.insecure != running.insecure),
+            ("status_socket", self.status_socket != running.status_socket),
             ("parent", self.parent != running.parent),
             // A new file is read, but one believes by certificates from the start or never.
             ("identity", self.identity.is_some() != running.identity.is_some()),
@@ -467,6 +468,56 @@ mod tests {
         let without = Config { identity: None, ..running.clone() };
         assert_eq!(without.fixed_changes(&running), ["identity"]);
         assert_eq!(without.with_fixed_of(&running), running);
+    }
+
+    #[test]
+    fn every_key_that_stays_at_a_reload_is_named() {
+        let running = Config::default();
+        let of = |change: fn(&mut Config)| {
+            let mut wanted = running.clone();
+            change(&mut wanted);
+            wanted
+        };
+        // A new key does not compile until it is here too.
+        let Config {
+            bind: _,
+            port: _,
+            shards: _,
+            pool_slots: _,
+            pool_mib: _,
+            max_jobs: _,
+            max_ranks: _,
+            join_timeout_s: _,
+            fanout: _,
+            identity: _,
+            insecure: _,
+            status_socket: _,
+            data_auth: _,
+            parent: _,
+            admit: _,
+        } = running;
+        for (key, wanted) in [
+            ("bind", of(|it| it.bind = Ipv6Addr::LOCALHOST.into())),
+            ("port", of(|it| it.port = 1)),
+            ("shards", of(|it| it.shards = 2)),
+            ("pool_slots", of(|it| it.pool_slots = 8)),
+            ("pool_mib", of(|it| it.pool_mib = 1)),
+            ("max_jobs", of(|it| it.max_jobs = 1)),
+            ("max_ranks", of(|it| it.max_ranks = 1)),
+            ("join_timeout_s", of(|it| it.join_timeout_s = 1)),
+            ("fanout", of(|it| it.fanout = Fanout::Unicast)),
+            ("identity", of(|it| it.identity = Some("a.pem".into()))),
+            ("insecure", of(|it| it.insecure = true)),
+            ("status_socket", of(|it| it.status_socket = Some("a.sock".into()))),
+            ("data_auth", of(|it| it.data_auth = Some(DataAuth::Aead))),
+            ("parent", of(|it| it.parent = Some("a:1".into()))),
+            ("admit", of(|it| it.admit = vec![Admit::default()])),
+        ] {
+            let named = wanted.fixed_changes(&running);
+            let stays = wanted.clone().with_fixed_of(&running) == running;
+            assert_eq!(named, if stays { vec![key] } else { vec![] }, "{key}");
+            assert!(stays || wanted.clone().with_fixed_of(&running) == wanted, "{key}");
+        }
     }
 
     #[test]

@@ -144,8 +144,12 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         .enable_all()
         .build()
         .and_then(|runtime| {
-            let reloader =
-                Reloader { aside: Aside::one_of(RELOADING, 1), args, aggregator: &aggregator };
+            let reloader = Reloader {
+                aside: Aside::one_of(RELOADING, 1),
+                args,
+                aggregator: &aggregator,
+                is_usual: config.status_socket.is_none(),
+            };
             let reload = || reloader.reload();
             runtime.block_on(async {
                 let mut signals = Signals::listen()?;
@@ -199,6 +203,8 @@ struct Reloader<'a> {
     aside: Aside,
     args: &'a Args,
     aggregator: &'a Aggregator,
+    /// Whether nobody named a status socket at the start, so that it is in its usual place.
+    is_usual: bool,
 }
 
 /// What reloading is called in errors.
@@ -212,8 +218,14 @@ impl Reloader<'_> {
     /// nothing.
     async fn reload(&self) {
         let (args, running) = (self.args.clone(), self.aggregator.config());
-        let read =
-            move || -> Result<Reload, Failure> { Ok(Reload::read(args.config()?, &running)?) };
+        let is_usual = self.is_usual;
+        let read = move || -> Result<Reload, Failure> {
+            let mut config = args.config()?;
+            if is_usual && config.status_socket.is_none() {
+                config.status_socket.clone_from(&running.status_socket);
+            }
+            Ok(Reload::read(config, &running)?)
+        };
         let read = self.aside.run(RELOAD_PATIENCE, read).await;
         let read = read.unwrap_or_else(|error| Err(Failure::unavailable(error.to_string())));
         match read.and_then(|read| Ok(self.aggregator.reload(read)?)) {
