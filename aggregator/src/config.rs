@@ -7,6 +7,7 @@ use racksum_proto::auth::DataAuth;
 use racksum_proto::control::POOL_SLOTS;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
+use toml::{Table, Value};
 
 use crate::admission::Admit;
 
@@ -106,11 +107,29 @@ pub enum ConfigError {
         /// The key, as in the file, and its rule; the flag is the same with dashes.
         key: String,
         /// What was given.
-        value: u64,
+        value: i64,
         /// The least it may be.
         min: u64,
         /// The most it may be.
         max: u64,
+    },
+    /// What must be a number is none.
+    #[error("{key} is a {what}, but must be a whole number from {min} to {max}")]
+    NoNumber {
+        /// The key, as in the file, and its rule.
+        key: String,
+        /// What was given, in the words of TOML.
+        what: &'static str,
+        /// The least it may be.
+        min: u64,
+        /// The most it may be.
+        max: u64,
+    },
+    /// The rules are one table, and not a list of them.
+    #[error("line {line}: [admit] is one table, but rules are a list; write [[admit]]")]
+    AdmitTable {
+        /// The line, from 1.
+        line: usize,
     },
     /// A key that must name something names nothing.
     #[error("{key} is empty, but must be {what}")]
@@ -159,11 +178,16 @@ impl Config {
     /// # Errors
     /// A sentence that names the line, the key and what is wrong with it.
     pub fn from_toml(text: &str) -> Result<Self, ConfigError> {
-        let config: Self = toml::from_str(text).map_err(|error| {
-            let at = error.span().map_or(0, |span| span.start.min(text.len()));
-            let line = 1 + text.as_bytes()[..at].iter().filter(|byte| **byte == b'\n').count();
-            ConfigError::Parse { line, why: error.message().to_owned() }
-        })?;
+        let told = |error| parse_error(text, &error);
+        // Of a number that its type cannot hold, the deserializer names the type and not the key.
+        check_numbers(&toml::from_str(text).map_err(told)?)?;
+        let config: Self =
+            toml::from_str(text).map_err(|error| match parse_error(text, &error) {
+                ConfigError::Parse { line, why } if why.starts_with("admit: invalid type: map") => {
+                    ConfigError::AdmitTable { line }
+                }
+                error => error,
+            })?;
         config.check_ranges()?;
         Ok(config)
     }
@@ -198,20 +222,17 @@ impl Config {
     /// # Errors
     /// The first that is not.
     fn check_ranges(&self) -> Result<(), ConfigError> {
-        // The shards take the ports after it.
-        let ports = u64::from(u16::MAX) - u64::from(self.shards);
-        for (key, value, min, max) in [
-            ("shards", u64::from(self.shards), 1, u64::from(MAX_SHARDS)),
-            ("pool_slots", u64::from(self.pool_slots), LEAST_SLOTS, MOST_SLOTS),
-            ("pool_mib", u64::from(self.pool_mib), 1, 1 << 20),
-            ("max_jobs", u64::from(self.max_jobs), 1, 1024),
-            ("max_ranks", u64::from(self.max_ranks), 1, 1 << 18),
-            ("join_timeout_s", u64::from(self.join_timeout_s), 1, 7 * 24 * 3600),
-            ("port", u64::from(self.port), 0, ports),
-        ] {
-            if !(min..=max).contains(&value) {
-                return Err(ConfigError::Range { key: key.into(), value, min, max });
-            }
+        let numbers = [
+            i64::from(self.shards),
+            self.pool_slots.into(),
+            self.pool_mib.into(),
+            self.max_jobs.into(),
+            self.max_ranks.into(),
+            self.join_timeout_s.into(),
+            self.port.into(),
+        ];
+        for (range, value) in ranges(self.shards).into_iter().zip(numbers) {
+            check_range(range, value, str::to_owned)?;
         }
         if let IpAddr::V6(bind) = self.bind
             && bind.is_unicast_link_local()
@@ -295,6 +316,92 @@ impl Config {
     }
 }
 
+/// A key, and the least and the most that it may be.
+type Range = (&'static str, u64, u64);
+
+/// The ranges of the numbers outside of rules, in the order in which they are checked.
+fn ranges(shards: u8) -> [Range; 7] {
+    // The shards take the ports after it.
+    let ports = u64::from(u16::MAX) - u64::from(shards);
+    [
+        ("shards", 1, u64::from(MAX_SHARDS)),
+        ("pool_slots", LEAST_SLOTS, MOST_SLOTS),
+        ("pool_mib", 1, 1 << 20),
+        ("max_jobs", 1, 1024),
+        ("max_ranks", 1, 1 << 18),
+        ("join_timeout_s", 1, 7 * 24 * 3600),
+        ("port", 0, ports),
+    ]
+}
+
+/// The ranges of the numbers of a rule.
+const RULE_RANGES: [Range; 4] = [
+    ("max_jobs", 1, 1024),
+    ("max_ranks", 1, 1 << 18),
+    ("pool_slots", LEAST_SLOTS, MOST_SLOTS),
+    ("share_percent", 1, 100),
+];
+
+fn check_range(
+    (key, min, max): Range,
+    value: i64,
+    named: impl Fn(&str) -> String,
+) -> Result<(), ConfigError> {
+    if u64::try_from(value).is_ok_and(|value| (min..=max).contains(&value)) {
+        return Ok(());
+    }
+    Err(ConfigError::Range { key: named(key), value, min, max })
+}
+
+/// What a key of a rule is called in errors, which is the `number`th of the file.
+fn of_rule(number: usize) -> impl Fn(&str) -> String {
+    move |key| format!("{key} of [[admit]] rule {number}")
+}
+
+/// Checks that the numbers of a file are numbers in their ranges.
+fn check_numbers(file: &Table) -> Result<(), ConfigError> {
+    let check = |table: &Table, range: Range, named: &dyn Fn(&str) -> String| {
+        let (key, min, max) = range;
+        match table.get(key) {
+            None => Ok(()),
+            Some(Value::Integer(value)) => check_range(range, *value, named),
+            Some(other) => {
+                let what = other.type_str();
+                Err(ConfigError::NoNumber { key: named(key), what, min, max })
+            }
+        }
+    };
+    let shards = file.get("shards").and_then(Value::as_integer);
+    let shards = shards.and_then(|shards| u8::try_from(shards).ok());
+    for range in ranges(shards.unwrap_or(Config::default().shards)) {
+        check(file, range, &str::to_owned)?;
+    }
+    let rules = file.get("admit").and_then(Value::as_array).into_iter().flatten();
+    for (number, rule) in (1..).zip(rules.filter_map(Value::as_table)) {
+        RULE_RANGES.into_iter().try_for_each(|range| check(rule, range, &of_rule(number)))?;
+    }
+    Ok(())
+}
+
+/// What is wrong with a file, with the key whose value it is.
+fn parse_error(text: &str, error: &toml::de::Error) -> ConfigError {
+    let at = error.span().map_or(0, |span| span.start.min(text.len()));
+    let before = text.get(..at).unwrap_or_default();
+    let line = 1 + before.matches('\n').count();
+    let begun = before.rsplit('\n').next().unwrap_or_default();
+    let rest = text.get(at..).unwrap_or_default();
+    let key = match begun.split_once('=') {
+        Some((key, _)) => Some(key.trim()),
+        // A table's name is that of the key that it is the value of.
+        None if begun.trim().is_empty() && error.message().starts_with("invalid type") => {
+            rest.lines().next().and_then(|line| line.trim().strip_prefix('[')?.strip_suffix(']'))
+        }
+        None => None,
+    };
+    let why = error.message();
+    ConfigError::Parse { line, why: key.map_or(why.to_owned(), |key| format!("{key}: {why}")) }
+}
+
 /// Reads the address to serve on. A link-local one may have a zone, as in `fe80::1%eth0`;
 /// [`Config::validate`] refuses it.
 ///
@@ -312,7 +419,7 @@ fn read_bind_address<'de, D: Deserializer<'de>>(from: D) -> Result<IpAddr, D::Er
 /// Checks a rule, which is the `number`th of the file.
 fn check_rule(number: usize, rule: &Admit) -> Result<(), ConfigError> {
     let Admit { ref identity, ref jobs, max_jobs, max_ranks, pool_slots, share_percent } = *rule;
-    let key = |key: &str| format!("{key} of [[admit]] rule {number}");
+    let key = of_rule(number);
     for (name, is_empty, what) in [
         ("identity", identity.is_empty(), "a pattern of the names of certificates"),
         ("jobs", jobs.is_empty(), "a list of patterns of the names of jobs"),
@@ -322,17 +429,15 @@ fn check_rule(number: usize, rule: &Admit) -> Result<(), ConfigError> {
             return Err(ConfigError::Empty { key: key(name), what });
         }
     }
-    for (name, value, min, max) in [
-        ("max_jobs", max_jobs.map(u64::from), 1, 1024),
-        ("max_ranks", max_ranks.map(u64::from), 1, 1 << 18),
-        ("pool_slots", pool_slots.map(u64::from), LEAST_SLOTS, MOST_SLOTS),
-        ("share_percent", share_percent.map(u64::from), 1, 100),
-    ] {
-        if let Some(value) = value.filter(|value| !(min..=max).contains(value)) {
-            return Err(ConfigError::Range { key: key(name), value, min, max });
-        }
-    }
-    Ok(())
+    let numbers = [
+        max_jobs.map(i64::from),
+        max_ranks.map(i64::from),
+        pool_slots.map(i64::from),
+        share_percent.map(i64::from),
+    ];
+    RULE_RANGES.into_iter().zip(numbers).try_for_each(|(range, value)| {
+        value.map_or(Ok(()), |value| check_range(range, value, &key))
+    })
 }
 
 /// The memory of this host in MiB; `None` where the system does not say.
@@ -362,7 +467,7 @@ mod tests {
             unknown.starts_with("line 2: unknown field `shrads`, expected one of"),
             "{unknown}"
         );
-        assert!(told("shards = \"x\"").starts_with("line 1: invalid type: string \"x\""));
+        assert!(told("insecure = \"x\"").starts_with("line 1: insecure: invalid type: string"));
         assert!(told("\n\nport = =").starts_with("line 3: "));
         let error = Config::from_toml("shards = 0").unwrap_err().to_string();
         assert_eq!(error, "shards is 0, but must be from 1 to 64");
@@ -427,7 +532,35 @@ mod tests {
         }
         for bind in ["fd00::1%eth0", "eth0", "127.0.0.1%lo"] {
             let why = Config::from_toml(&format!("bind = {bind:?}")).unwrap_err().to_string();
-            assert_eq!(why, "line 1: invalid IP address syntax");
+            assert_eq!(why, "line 1: bind: invalid IP address syntax");
+        }
+    }
+
+    #[test]
+    fn a_value_that_its_type_cannot_hold_is_told_with_its_key_and_range() {
+        let told = |text: &str| Config::from_toml(text).unwrap_err().to_string();
+        let rule = "[[admit]]\nidentity = \"a\"\njobs = [\"b\"]\n";
+        for (text, why) in [
+            ("port = 70000", "port is 70000, but must be from 0 to 65534"),
+            ("shards = 300", "shards is 300, but must be from 1 to 64"),
+            ("shards = -1", "shards is -1, but must be from 1 to 64"),
+            ("shards = 2\nport = -1", "port is -1, but must be from 0 to 65533"),
+            ("max_ranks = 5000000000", "max_ranks is 5000000000, but must be from 1 to 262144"),
+            ("port = \"x\"", "port is a string, but must be a whole number from 0 to 65534"),
+            ("shards = 1.5", "shards is a float, but must be a whole number from 1 to 64"),
+            ("\n[admit]\nidentity = \"a\"", "line 2: [admit] is one table, but rules are a list;"),
+            ("bind = \"\"", "line 1: bind: invalid IP address syntax"),
+            ("\nbind = 1", "line 2: bind: invalid type: integer `1`, expected"),
+            ("fanout = \"x\"", "line 1: fanout: unknown variant `x`, expected"),
+            ("parent = 1", "line 1: parent: invalid type: integer `1`, expected"),
+        ] {
+            assert!(told(text).starts_with(why), "{text:?}: {}", told(text));
+        }
+        for (limit, why) in [
+            ("share_percent = 300", "share_percent of [[admit]] rule 1 is 300, but must be from 1"),
+            ("max_jobs = true", "max_jobs of [[admit]] rule 1 is a boolean, but must be a whole"),
+        ] {
+            assert!(told(&format!("{rule}{limit}")).starts_with(why), "{limit}");
         }
     }
 
