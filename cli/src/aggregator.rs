@@ -177,11 +177,13 @@ fn start(config: &Config) -> Result<Aggregator, Failure> {
     if config.status_socket.is_some() {
         return Ok(Aggregator::start(config.clone())?);
     }
-    let usual = status::usual_socket().map_err(|error| error.to_string());
+    let usual = status::usual_socket();
     let started = usual
         .map(|socket| Aggregator::start(Config { status_socket: Some(socket), ..config.clone() }));
     let why = match started {
-        Ok(Err(StartError::StatusSocket { cause, .. })) => cause.to_string(),
+        Ok(Err(StartError::StatusSocket { path, cause })) => {
+            format!("cannot bind {}: {cause}", path.display())
+        }
         Ok(started) => return Ok(started?),
         Err(why) => why,
     };

@@ -140,6 +140,18 @@ fn all_aggregators_of_a_user_are_found() {
 }
 
 #[test]
+fn an_aggregator_without_a_place_for_its_status_socket_names_the_folder() {
+    let folder = Folder::new("status-nowhere");
+    let mut command = Command::new(RACKSUM);
+    let nowhere = folder.path("none");
+    command.args(["aggregator", "--port", "0", "--pool-mib", "16"]);
+    let serving = Serving::of(Process::spawn(command.env("XDG_RUNTIME_DIR", &nowhere)));
+    let why = format!("no status socket: cannot use the folder {nowhere}/racksum: No such file");
+    let err = serving.end().err;
+    assert!(err.contains(&why), "{err}");
+}
+
+#[test]
 fn an_aggregator_that_does_not_answer_hides_no_other() {
     let folder = Folder::new("status-hides");
     let command = |args: &[&str]| {
