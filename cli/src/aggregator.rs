@@ -275,6 +275,7 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 struct Signals {
     interrupt: Signal,
     terminate: Signal,
+    quit: Signal,
     hangup: Signal,
 }
 
@@ -283,18 +284,20 @@ impl Signals {
         Ok(Self {
             interrupt: signal(SignalKind::interrupt())?,
             terminate: signal(SignalKind::terminate())?,
+            quit: signal(SignalKind::quit())?,
             hangup: signal(SignalKind::hangup())?,
         })
     }
 
-    /// Returns at SIGINT or SIGTERM, or when the aggregator has failed. At SIGHUP it reloads, and
-    /// heeds the other signals meanwhile; a further SIGHUP has it reload once more after that.
+    /// Returns at SIGINT, SIGTERM or SIGQUIT, or when the aggregator has failed. At SIGHUP it
+    /// reloads, and heeds the other signals meanwhile; a further SIGHUP has it reload once more
+    /// after that.
     async fn stopped(
         &mut self,
         failed: impl Future<Output = String>,
         reload: impl AsyncFn(),
     ) -> Stop {
-        let Self { interrupt, terminate, hangup } = self;
+        let Self { interrupt, terminate, quit, hangup } = self;
         let reloads = async {
             while hangup.recv().await.is_some() {
                 reload().await;
@@ -304,6 +307,7 @@ impl Signals {
         tokio::select! {
             _ = interrupt.recv() => Stop::Told,
             _ = terminate.recv() => Stop::Told,
+            _ = quit.recv() => Stop::Told,
             why = failed => Stop::Failed(why),
             stop = reloads => stop,
         }
