@@ -175,7 +175,7 @@ fn is_descriptor(path: &Path) -> bool {
 
 /// Why a result could not be written.
 pub(super) fn cannot_write(path: &Path, error: &io::Error) -> Failure {
-    Failure::failed(format!("cannot write {}: {error}", path.display()))
+    Failure::of_path(format!("cannot write {}: {error}", path.display()), error)
 }
 
 /// The folder that a file is in.
@@ -199,6 +199,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     use super::*;
+    use crate::exit::Exit;
 
     fn folder(name: &str) -> PathBuf {
         let folder =
@@ -304,9 +305,12 @@ mod tests {
             (folder.clone(), "names no file"),
             (folder.join("none").join("sum"), "there is no directory"),
             (PathBuf::from("/"), "names no file"),
+            (folder.join("n".repeat(256)), "File name too long"),
+            (PathBuf::from("/dev/null/sum"), "Not a directory"),
         ] {
-            let why = OutFile::create(&path).unwrap_err().to_string();
-            assert!(why.contains(what), "{why}");
+            let failure = OutFile::create(&path).unwrap_err();
+            assert!(failure.why.contains(what), "{failure}");
+            assert_eq!(failure.exit, Exit::USAGE, "{failure}");
         }
         std::fs::remove_dir_all(folder).unwrap();
     }
