@@ -373,7 +373,7 @@ fn check_numbers(file: &Table) -> Result<(), ConfigError> {
     };
     let shards = file.get("shards").and_then(Value::as_integer);
     let shards = shards.and_then(|shards| u8::try_from(shards).ok());
-    for range in ranges(shards.unwrap_or(Config::default().shards)) {
+    for range in ranges(shards.unwrap_or_else(|| Config::default().shards)) {
         check(file, range, &str::to_owned)?;
     }
     let rules = file.get("admit").and_then(Value::as_array).into_iter().flatten();
@@ -399,7 +399,8 @@ fn parse_error(text: &str, error: &toml::de::Error) -> ConfigError {
         None => None,
     };
     let why = error.message();
-    ConfigError::Parse { line, why: key.map_or(why.to_owned(), |key| format!("{key}: {why}")) }
+    let why = key.map_or_else(|| why.to_owned(), |key| format!("{key}: {why}"));
+    ConfigError::Parse { line, why }
 }
 
 /// Reads the address to serve on. A link-local one may have a zone, as in `fe80::1%eth0`;
