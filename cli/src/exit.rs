@@ -108,6 +108,17 @@ impl Failure {
     }
 }
 
+impl Failure {
+    /// Why nobody was heard at a socket. Somebody may serve there later, but not at a path that no
+    /// socket can have.
+    pub(crate) fn of_socket(why: impl Into<String>, error: &io::Error) -> Self {
+        match error.kind() {
+            ErrorKind::InvalidInput | ErrorKind::InvalidFilename => Self::usage(why),
+            _ => Self::unavailable(why),
+        }
+    }
+}
+
 /// What the kernel says of too many links.
 const ELOOP: i32 = 40;
 

@@ -65,11 +65,12 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     match &args.socket {
         Some(socket) => {
             let status = ask(socket, own_uid()).map_err(|error| {
-                Failure::unavailable(format!(
+                let why = format!(
                     "cannot ask {}: {error}; is that the --status-socket of an aggregator that \
                      runs? A sidecar is unix:PATH",
                     socket.display()
-                ))
+                );
+                Failure::of_socket(why, &error)
             })?;
             print(&status, args.format)
         }

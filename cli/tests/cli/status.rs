@@ -174,6 +174,16 @@ fn an_aggregator_that_does_not_answer_hides_no_other() {
 }
 
 #[test]
+fn a_path_that_no_socket_can_have_is_a_wrong_command_line() {
+    let long = format!("/tmp/{}", "n".repeat(200));
+    for (which, code) in [(&long[..], 2), ("/tmp/racksum-no-such-socket", 3)] {
+        for which in [which.to_owned(), format!("unix:{which}")] {
+            assert!(run(&["status", &which]).failed(code).starts_with("cannot ask "), "{which}");
+        }
+    }
+}
+
+#[test]
 fn what_names_no_aggregator_is_a_wrong_command_line() {
     for (which, why) in [
         ("127.0.0.1", "\"127.0.0.1\" is no address of an aggregator (HOST:PORT): the port is"),
