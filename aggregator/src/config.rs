@@ -7,6 +7,7 @@ use racksum_proto::auth::DataAuth;
 use racksum_proto::control::POOL_SLOTS;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
+use toml::{Table, Value};
 
 use crate::admission::Admit;
 
@@ -106,11 +107,29 @@ pub enum ConfigError {
         /// The key, as in the file, and its rule; the flag is the same with dashes.
         key: String,
         /// What was given.
-        value: u64,
+        value: i64,
         /// The least it may be.
         min: u64,
         /// The most it may be.
         max: u64,
+    },
+    /// What must be a number is none.
+    #[error("{key} is a {what}, but must be a whole number from {min} to {max}")]
+    NoNumber {
+        /// The key, as in the file, and its rule.
+        key: String,
+        /// What was given, in the words of TOML.
+        what: &'static str,
+        /// The least it may be.
+        min: u64,
+        /// The most it may be.
+        max: u64,
+    },
+    /// The rules are one table, and not a list of them.
+    #[error("line {line}: [admit] is one table, but rules are a list; write [[admit]]")]
+    AdmitTable {
+        /// The line, from 1.
+        line: usize,
     },
     /// A key that must name something names nothing.
     #[error("{key} is empty, but must be {what}")]
@@ -159,11 +178,16 @@ impl Config {
     /// # Errors
     /// A sentence that names the line, the key and what is wrong with it.
     pub fn from_toml(text: &str) -> Result<Self, ConfigError> {
-        let config: Self = toml::from_str(text).map_err(|error| {
-            let at = error.span().map_or(0, |span| span.start.min(text.len()));
-            let line = 1 + text.as_bytes()[..at].iter().filter(|byte| **byte == b'\n').count();
-            ConfigError::Parse { line, why: error.message().to_owned() }
-        })?;
+        let told = |error| parse_error(text, &error);
+        // Of a number that its type cannot hold, the deserializer names the type and not the key.
+        check_numbers(&toml::from_str(text).map_err(told)?)?;
+        let config: Self =
+            toml::from_str(text).map_err(|error| match parse_error(text, &error) {
+                ConfigError::Parse { line, why } if why.starts_with("admit: invalid type: map") => {
+                    ConfigError::AdmitTable { line }
+                }
+                error => error,
+            })?;
         config.check_ranges()?;
         Ok(config)
     }
@@ -198,20 +222,17 @@ impl Config {
     /// # Errors
     /// The first that is not.
     fn check_ranges(&self) -> Result<(), ConfigError> {
-        // The shards take the ports after it.
-        let ports = u64::from(u16::MAX) - u64::from(self.shards);
-        for (key, value, min, max) in [
-            ("shards", u64::from(self.shards), 1, u64::from(MAX_SHARDS)),
-            ("pool_slots", u64::from(self.pool_slots), LEAST_SLOTS, MOST_SLOTS),
-            ("pool_mib", u64::from(self.pool_mib), 1, 1 << 20),
-            ("max_jobs", u64::from(self.max_jobs), 1, 1024),
-            ("max_ranks", u64::from(self.max_ranks), 1, 1 << 18),
-            ("join_timeout_s", u64::from(self.join_timeout_s), 1, 7 * 24 * 3600),
-            ("port", u64::from(self.port), 0, ports),
-        ] {
-            if !(min..=max).contains(&value) {
-                return Err(ConfigError::Range { key: key.into(), value, min, max });
-            }
+        let numbers = [
+            i64::from(self.shards),
+            self.pool_slots.into(),
+            self.pool_mib.into(),
+            self.max_jobs.into(),
+            self.max_ranks.into(),
+            self.join_timeout_s.into(),
+            self.port.into(),
+        ];
+        for (range, value) in ranges(self.shards).into_iter().zip(numbers) {
+            check_range(range, value, str::to_owned)?;
         }
         if let IpAddr::V6(bind) = self.bind
             && bind.is_unicast_link_local()
@@ -259,6 +280,7 @@ impl Config {
             ("pool_mib", self.pool_mib != running.pool_mib),
             ("fanout", self.fanout != running.fanout),
             ("insecure", self.insecure != running.insecure),
+            ("status_socket", self.status_socket != running.status_socket),
             ("parent", self.parent != running.parent),
             // A new file is read, but one believes by certificates from the start or never.
             ("identity", self.identity.is_some() != running.identity.is_some()),
@@ -294,6 +316,93 @@ impl Config {
     }
 }
 
+/// A key, and the least and the most that it may be.
+type Range = (&'static str, u64, u64);
+
+/// The ranges of the numbers outside of rules, in the order in which they are checked.
+fn ranges(shards: u8) -> [Range; 7] {
+    // The shards take the ports after it.
+    let ports = u64::from(u16::MAX) - u64::from(shards);
+    [
+        ("shards", 1, u64::from(MAX_SHARDS)),
+        ("pool_slots", LEAST_SLOTS, MOST_SLOTS),
+        ("pool_mib", 1, 1 << 20),
+        ("max_jobs", 1, 1024),
+        ("max_ranks", 1, 1 << 18),
+        ("join_timeout_s", 1, 7 * 24 * 3600),
+        ("port", 0, ports),
+    ]
+}
+
+/// The ranges of the numbers of a rule.
+const RULE_RANGES: [Range; 4] = [
+    ("max_jobs", 1, 1024),
+    ("max_ranks", 1, 1 << 18),
+    ("pool_slots", LEAST_SLOTS, MOST_SLOTS),
+    ("share_percent", 1, 100),
+];
+
+fn check_range(
+    (key, min, max): Range,
+    value: i64,
+    named: impl Fn(&str) -> String,
+) -> Result<(), ConfigError> {
+    if u64::try_from(value).is_ok_and(|value| (min..=max).contains(&value)) {
+        return Ok(());
+    }
+    Err(ConfigError::Range { key: named(key), value, min, max })
+}
+
+/// What a key of a rule is called in errors, which is the `number`th of the file.
+fn of_rule(number: usize) -> impl Fn(&str) -> String {
+    move |key| format!("{key} of [[admit]] rule {number}")
+}
+
+/// Checks that the numbers of a file are numbers in their ranges.
+fn check_numbers(file: &Table) -> Result<(), ConfigError> {
+    let check = |table: &Table, range: Range, named: &dyn Fn(&str) -> String| {
+        let (key, min, max) = range;
+        match table.get(key) {
+            None => Ok(()),
+            Some(Value::Integer(value)) => check_range(range, *value, named),
+            Some(other) => {
+                let what = other.type_str();
+                Err(ConfigError::NoNumber { key: named(key), what, min, max })
+            }
+        }
+    };
+    let shards = file.get("shards").and_then(Value::as_integer);
+    let shards = shards.and_then(|shards| u8::try_from(shards).ok());
+    for range in ranges(shards.unwrap_or_else(|| Config::default().shards)) {
+        check(file, range, &str::to_owned)?;
+    }
+    let rules = file.get("admit").and_then(Value::as_array).into_iter().flatten();
+    for (number, rule) in (1..).zip(rules.filter_map(Value::as_table)) {
+        RULE_RANGES.into_iter().try_for_each(|range| check(rule, range, &of_rule(number)))?;
+    }
+    Ok(())
+}
+
+/// What is wrong with a file, with the key whose value it is.
+fn parse_error(text: &str, error: &toml::de::Error) -> ConfigError {
+    let at = error.span().map_or(0, |span| span.start.min(text.len()));
+    let before = text.get(..at).unwrap_or_default();
+    let line = 1 + before.matches('\n').count();
+    let begun = before.rsplit('\n').next().unwrap_or_default();
+    let rest = text.get(at..).unwrap_or_default();
+    let key = match begun.split_once('=') {
+        Some((key, _)) => Some(key.trim()),
+        // A table's name is that of the key that it is the value of.
+        None if begun.trim().is_empty() && error.message().starts_with("invalid type") => {
+            rest.lines().next().and_then(|line| line.trim().strip_prefix('[')?.strip_suffix(']'))
+        }
+        None => None,
+    };
+    let why = error.message();
+    let why = key.map_or_else(|| why.to_owned(), |key| format!("{key}: {why}"));
+    ConfigError::Parse { line, why }
+}
+
 /// Reads the address to serve on. A link-local one may have a zone, as in `fe80::1%eth0`;
 /// [`Config::validate`] refuses it.
 ///
@@ -311,7 +420,7 @@ fn read_bind_address<'de, D: Deserializer<'de>>(from: D) -> Result<IpAddr, D::Er
 /// Checks a rule, which is the `number`th of the file.
 fn check_rule(number: usize, rule: &Admit) -> Result<(), ConfigError> {
     let Admit { ref identity, ref jobs, max_jobs, max_ranks, pool_slots, share_percent } = *rule;
-    let key = |key: &str| format!("{key} of [[admit]] rule {number}");
+    let key = of_rule(number);
     for (name, is_empty, what) in [
         ("identity", identity.is_empty(), "a pattern of the names of certificates"),
         ("jobs", jobs.is_empty(), "a list of patterns of the names of jobs"),
@@ -321,17 +430,15 @@ fn check_rule(number: usize, rule: &Admit) -> Result<(), ConfigError> {
             return Err(ConfigError::Empty { key: key(name), what });
         }
     }
-    for (name, value, min, max) in [
-        ("max_jobs", max_jobs.map(u64::from), 1, 1024),
-        ("max_ranks", max_ranks.map(u64::from), 1, 1 << 18),
-        ("pool_slots", pool_slots.map(u64::from), LEAST_SLOTS, MOST_SLOTS),
-        ("share_percent", share_percent.map(u64::from), 1, 100),
-    ] {
-        if let Some(value) = value.filter(|value| !(min..=max).contains(value)) {
-            return Err(ConfigError::Range { key: key(name), value, min, max });
-        }
-    }
-    Ok(())
+    let numbers = [
+        max_jobs.map(i64::from),
+        max_ranks.map(i64::from),
+        pool_slots.map(i64::from),
+        share_percent.map(i64::from),
+    ];
+    RULE_RANGES.into_iter().zip(numbers).try_for_each(|(range, value)| {
+        value.map_or(Ok(()), |value| check_range(range, value, &key))
+    })
 }
 
 /// The memory of this host in MiB; `None` where the system does not say.
@@ -343,142 +450,4 @@ pub fn host_mib() -> Option<u64> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_file_overrides_what_it_names() {
-        let config = Config::from_toml("shards = 3\nfanout = \"unicast\"").unwrap();
-        assert_eq!((config.shards, config.fanout), (3, Fanout::Unicast));
-        assert_eq!(config.pool_slots, Config::default().pool_slots);
-    }
-
-    #[test]
-    fn unknown_keys_and_bad_numbers_are_named() {
-        let told = |text: &str| Config::from_toml(text).unwrap_err().to_string();
-        let unknown = told("\nshrads = 3");
-        assert!(
-            unknown.starts_with("line 2: unknown field `shrads`, expected one of"),
-            "{unknown}"
-        );
-        assert!(told("shards = \"x\"").starts_with("line 1: invalid type: string \"x\""));
-        assert!(told("\n\nport = =").starts_with("line 3: "));
-        let error = Config::from_toml("shards = 0").unwrap_err().to_string();
-        assert_eq!(error, "shards is 0, but must be from 1 to 64");
-    }
-
-    #[test]
-    fn the_last_shard_may_have_the_last_port() {
-        let check = |port, shards| Config { port, shards, ..Config::default() }.validate();
-        for shards in [1, 2, MAX_SHARDS] {
-            let last = u16::MAX - u16::from(shards);
-            assert_eq!(check(last, shards), Ok(()));
-            let why = check(last + 1, shards).unwrap_err().to_string();
-            assert_eq!(why, format!("port is {}, but must be from 0 to {last}", last + 1));
-        }
-    }
-
-    #[test]
-    fn rules_of_admission_are_read_and_need_an_identity() {
-        let rules = "[[admit]]\nidentity = \"team-*\"\njobs = [\"a\", \"b-*\"]\n";
-        let config = Config::from_toml(&format!("identity = \"agg.pem\"\n{rules}")).unwrap();
-        let jobs = ["a", "b-*"].map(str::to_owned).to_vec();
-        let expected = Admit { identity: "team-*".to_owned(), jobs, ..Admit::default() };
-        assert_eq!(config.admit, [expected]);
-        assert_eq!(config.validate(), Ok(()));
-        // The identity may come by the command line.
-        let bare = Config::from_toml(rules).unwrap();
-        assert_eq!(bare.validate(), Err(ConfigError::AdmitWithoutIdentity));
-        let wrong = Config::from_toml("[[admit]]\nidentity = \"x\"\n").unwrap_err().to_string();
-        assert!(wrong.contains("line 1: missing field `jobs`"), "{wrong}");
-    }
-
-    #[test]
-    fn a_key_that_names_nothing_is_refused_with_its_rule() {
-        let told = |text: &str| Config::from_toml(text).unwrap_err().to_string();
-        let second = |rule: &str| {
-            told(&format!("[[admit]]\nidentity = \"a\"\njobs = [\"b\"]\n[[admit]]\n{rule}"))
-        };
-        for (rule, why) in [
-            ("identity = \"\"\njobs = [\"a\"]", "identity of [[admit]] rule 2 is empty, but must"),
-            (
-                "identity = \"a\"\njobs = []",
-                "jobs of [[admit]] rule 2 is empty, but must be a list",
-            ),
-            ("identity = \"a\"\njobs = [\"b\", \"\"]", "a name in jobs of [[admit]] rule 2 is"),
-            (
-                "identity = \"a\"\njobs = [\"b\"]\nmax_jobs = 0",
-                "max_jobs of [[admit]] rule 2 is 0, but must be from 1 to 1024",
-            ),
-        ] {
-            assert!(second(rule).starts_with(why), "{}", second(rule));
-        }
-        assert_eq!(told("identity = \"\""), "identity is empty, but must be the path of a file");
-        assert!(told("status_socket = \"\"").starts_with("status_socket is empty, but must be"));
-    }
-
-    #[test]
-    fn a_link_local_address_is_refused_with_the_reason() {
-        for bind in ["fe80::1", "fe80::1%eth0"] {
-            let why = Config::from_toml(&format!("bind = {bind:?}")).unwrap_err().to_string();
-            let told = "bind is fe80::1, a link-local address, and those are not served; bind ";
-            assert!(why.starts_with(told), "{why}");
-        }
-        for bind in ["fd00::1%eth0", "eth0", "127.0.0.1%lo"] {
-            let why = Config::from_toml(&format!("bind = {bind:?}")).unwrap_err().to_string();
-            assert_eq!(why, "line 1: invalid IP address syntax");
-        }
-    }
-
-    #[test]
-    fn a_parent_is_one_other_aggregator() {
-        let check = |parent: &str| {
-            Config { parent: Some(parent.into()), ..Config::default() }.validate().is_ok()
-        };
-        for parent in ["root:7177", "10.0.0.1:7177", "[fd00::1]:7177", "127.0.0.1:7178"] {
-            assert!(check(parent), "{parent}");
-        }
-        for parent in
-            ["", "root", ":7177", "root:x", "root:0", "a:1,b:1", "a:1+b:1", "127.0.0.1:7177"]
-        {
-            assert!(!check(parent), "{parent}");
-        }
-    }
-
-    #[test]
-    fn what_takes_a_restart_is_named_and_stays() {
-        let running = Config { identity: Some("a.pem".into()), ..Config::default() };
-        let wanted = Config {
-            port: 1,
-            shards: 2,
-            max_jobs: 3,
-            identity: Some("b.pem".into()),
-            join_timeout_s: 4,
-            ..running.clone()
-        };
-        assert_eq!(wanted.fixed_changes(&running), ["port", "shards"]);
-        let expected = Config {
-            max_jobs: 3,
-            join_timeout_s: 4,
-            identity: Some("b.pem".into()),
-            ..running.clone()
-        };
-        assert_eq!(wanted.with_fixed_of(&running), expected);
-        let without = Config { identity: None, ..running.clone() };
-        assert_eq!(without.fixed_changes(&running), ["identity"]);
-        assert_eq!(without.with_fixed_of(&running), running);
-    }
-
-    #[test]
-    fn pools_that_no_memory_holds_are_refused() {
-        let config = Config { shards: 2, pool_mib: 2000, ..Config::default() };
-        assert_eq!(config.check_memory(4000), Ok(()));
-        let error = config.check_memory(3999).unwrap_err().to_string();
-        let expected = "2 shard(s) with pools of 2000 MiB need more than the 3999 MiB of memory \
-                        of this host; lower --pool-mib or --shards";
-        assert_eq!(error, expected);
-        // Embedded aggregators have pools of the default, whatever the host and their shards.
-        assert_eq!(Config { shards: 64, ..Config::default() }.check_memory(512), Ok(()));
-        assert!(host_mib().is_none_or(|mib| mib > 16), "{:?}", host_mib());
-    }
-}
+mod tests;

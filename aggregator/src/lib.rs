@@ -305,7 +305,7 @@ async fn check_parent(
     credentials: &Credentials,
 ) -> Result<Vec<String>, StartError> {
     let Some(parent) = &config.parent else { return Ok(Vec::new()) };
-    match parent::find(config.bind, parent).await {
+    match parent::find(SocketAddr::new(config.bind, config.port), parent).await {
         Ok(addrs) => {
             addrs.into_iter().try_for_each(|to| credentials.check(to))?;
             Ok(Vec::new())

@@ -65,9 +65,10 @@ impl Unfound {
     }
 }
 
-/// The addresses of the parent of an aggregator that is bound to `bind`: those that its shards can
-/// send to, of which there is one at least.
-pub(crate) async fn find(bind: IpAddr, parent: &str) -> Result<Vec<SocketAddr>, Unfound> {
+/// The addresses of the parent of an aggregator that serves at `own`: those that its shards can
+/// send to, of which there is one at least, and none of which is its own.
+pub(crate) async fn find(own: SocketAddr, parent: &str) -> Result<Vec<SocketAddr>, Unfound> {
+    let bind = own.ip();
     let unknown =
         |why: String| format!("{parent:?} is no address of an aggregator (HOST:PORT): {why}");
     let found = resolve(parent).await;
@@ -87,8 +88,22 @@ pub(crate) async fn find(bind: IpAddr, parent: &str) -> Result<Vec<SocketAddr>, 
              --bind and an address that does"
         )));
     }
+    if let Some(addr) = fitting.iter().find(|addr| is_at(own, **addr)) {
+        return Err(Unfound::Ever(format!(
+            "{parent:?} is at {addr}, which is this aggregator itself; give the HOST:PORT of \
+             another"
+        )));
+    }
     fitting.dedup();
     Ok(fitting)
+}
+
+/// Whether a call to an address arrives at a socket of this host that is bound to `own`.
+fn is_at(own: SocketAddr, to: SocketAddr) -> bool {
+    let (bind, ip) = (own.ip(), to.ip());
+    // The kernel takes a call to no address in particular for one to this host.
+    let is_here = || ip.is_loopback() || ip.is_unspecified() || interface_of(ip).is_some();
+    own.port() == to.port() && (ip == bind || bind.is_unspecified() && is_here())
 }
 
 /// A parent to which the data path is proven, and what it is told then.
@@ -100,12 +115,14 @@ struct Answered {
 
 /// Calls the parent, and proves the data path to it; the error says why it cannot be had.
 async fn reach(registry: &Shared, parent: &str, mut join: Join) -> Result<Answered, String> {
-    let (bind, identity, insecure) = {
+    let (own, identity, insecure) = {
         let registry = lock(registry);
         let config = registry.config();
-        (config.bind, config.identity.clone(), config.insecure)
+        let own = SocketAddr::new(config.bind, config.port);
+        (own, config.identity.clone(), config.insecure)
     };
-    let addrs = find(bind, parent).await.map_err(Unfound::why)?;
+    let bind = own.ip();
+    let addrs = find(own, parent).await.map_err(Unfound::why)?;
     // Read again for each call: it may have been renewed.
     let credentials = Credentials::read(identity, insecure).await.map_err(|why| why.to_string())?;
     // The parent takes data only from the address that called it.
@@ -154,4 +171,43 @@ fn largest_datagram(from: Option<IpAddr>, to: SocketAddr) -> Result<u16, String>
     let mtu = interface_of(local).map_or(USUAL_MTU, |interface| interface.mtu);
     let largest = max_datagram(mtu, to.is_ipv6()).map_err(|error| error.to_string())?;
     Ok(u16::try_from(largest).unwrap_or(u16::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use racksum_net::interface::interfaces;
+
+    use super::*;
+
+    #[test]
+    fn an_aggregator_is_no_parent_of_its_own_by_any_of_its_addresses() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let refused = |own: &str, parent: &str| {
+            let found = runtime.block_on(find(own.parse().unwrap(), parent));
+            let itself = "which is this aggregator itself";
+            matches!(found, Err(Unfound::Ever(why)) if why.contains(itself))
+        };
+        for (own, parent) in [
+            ("127.0.0.1:7310", "localhost:7310"),
+            ("127.0.0.1:7310", "127.0.0.1:7310"),
+            ("0.0.0.0:7310", "0.0.0.0:7310"),
+            ("0.0.0.0:7310", "localhost:7310"),
+            ("0.0.0.0:7310", "127.0.0.2:7310"),
+            ("[::]:7310", "[::1]:7310"),
+        ] {
+            assert!(refused(own, parent), "{own} {parent}");
+        }
+        let all = interfaces().unwrap();
+        for ip in all.iter().flat_map(|it| &it.addrs).filter(|ip| ip.is_ipv4()) {
+            assert!(refused("0.0.0.0:7310", &format!("{ip}:7310")), "{ip}");
+        }
+        for (own, parent) in [
+            ("127.0.0.1:7310", "localhost:7311"),
+            ("127.0.0.1:7310", "127.0.0.2:7310"),
+            ("0.0.0.0:7310", "203.0.113.7:7310"),
+            ("0.0.0.0:0", "localhost:7310"),
+        ] {
+            assert!(!refused(own, parent), "{own} {parent}");
+        }
+    }
 }

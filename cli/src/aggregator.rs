@@ -144,8 +144,12 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         .enable_all()
         .build()
         .and_then(|runtime| {
-            let reloader =
-                Reloader { aside: Aside::one_of(RELOADING, 1), args, aggregator: &aggregator };
+            let reloader = Reloader {
+                aside: Aside::one_of(RELOADING, 1),
+                args,
+                aggregator: &aggregator,
+                is_usual: config.status_socket.is_none(),
+            };
             let reload = || reloader.reload();
             runtime.block_on(async {
                 let mut signals = Signals::listen()?;
@@ -173,11 +177,13 @@ fn start(config: &Config) -> Result<Aggregator, Failure> {
     if config.status_socket.is_some() {
         return Ok(Aggregator::start(config.clone())?);
     }
-    let usual = status::usual_socket().map_err(|error| error.to_string());
+    let usual = status::usual_socket();
     let started = usual
         .map(|socket| Aggregator::start(Config { status_socket: Some(socket), ..config.clone() }));
     let why = match started {
-        Ok(Err(StartError::StatusSocket { cause, .. })) => cause.to_string(),
+        Ok(Err(StartError::StatusSocket { path, cause })) => {
+            format!("cannot bind {}: {cause}", path.display())
+        }
         Ok(started) => return Ok(started?),
         Err(why) => why,
     };
@@ -199,6 +205,8 @@ struct Reloader<'a> {
     aside: Aside,
     args: &'a Args,
     aggregator: &'a Aggregator,
+    /// Whether nobody named a status socket at the start, so that it is in its usual place.
+    is_usual: bool,
 }
 
 /// What reloading is called in errors.
@@ -212,8 +220,14 @@ impl Reloader<'_> {
     /// nothing.
     async fn reload(&self) {
         let (args, running) = (self.args.clone(), self.aggregator.config());
-        let read =
-            move || -> Result<Reload, Failure> { Ok(Reload::read(args.config()?, &running)?) };
+        let is_usual = self.is_usual;
+        let read = move || -> Result<Reload, Failure> {
+            let mut config = args.config()?;
+            if is_usual && config.status_socket.is_none() {
+                config.status_socket.clone_from(&running.status_socket);
+            }
+            Ok(Reload::read(config, &running)?)
+        };
         let read = self.aside.run(RELOAD_PATIENCE, read).await;
         let read = read.unwrap_or_else(|error| Err(Failure::unavailable(error.to_string())));
         match read.and_then(|read| Ok(self.aggregator.reload(read)?)) {
@@ -261,6 +275,7 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 struct Signals {
     interrupt: Signal,
     terminate: Signal,
+    quit: Signal,
     hangup: Signal,
 }
 
@@ -269,18 +284,20 @@ impl Signals {
         Ok(Self {
             interrupt: signal(SignalKind::interrupt())?,
             terminate: signal(SignalKind::terminate())?,
+            quit: signal(SignalKind::quit())?,
             hangup: signal(SignalKind::hangup())?,
         })
     }
 
-    /// Returns at SIGINT or SIGTERM, or when the aggregator has failed. At SIGHUP it reloads, and
-    /// heeds the other signals meanwhile; a further SIGHUP has it reload once more after that.
+    /// Returns at SIGINT, SIGTERM or SIGQUIT, or when the aggregator has failed. At SIGHUP it
+    /// reloads, and heeds the other signals meanwhile; a further SIGHUP has it reload once more
+    /// after that.
     async fn stopped(
         &mut self,
         failed: impl Future<Output = String>,
         reload: impl AsyncFn(),
     ) -> Stop {
-        let Self { interrupt, terminate, hangup } = self;
+        let Self { interrupt, terminate, quit, hangup } = self;
         let reloads = async {
             while hangup.recv().await.is_some() {
                 reload().await;
@@ -290,6 +307,7 @@ impl Signals {
         tokio::select! {
             _ = interrupt.recv() => Stop::Told,
             _ = terminate.recv() => Stop::Told,
+            _ = quit.recv() => Stop::Told,
             why = failed => Stop::Failed(why),
             stop = reloads => stop,
         }

@@ -1,6 +1,7 @@
 //! What variables of the environment say where the command line says nothing. A variable only
 //! completes a command: none makes a rank of a distributed run of one that runs on this host.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 use crate::exit::Failure;
@@ -15,8 +16,19 @@ pub(crate) const INTERFACE: &str = "RACKSUM_INTERFACE";
 pub(crate) const LOG: &str = "RACKSUM_LOG";
 
 /// What a variable says; one that is empty says nothing.
-pub(crate) fn variable(name: &str) -> Option<String> {
-    std::env::var(name).ok().filter(|value| !value.is_empty())
+///
+/// # Errors
+/// A sentence that names the variable, if it is not UTF-8.
+pub(crate) fn variable(name: &str) -> Result<Option<String>, Failure> {
+    let text = bytes(name).map(OsString::into_string).transpose();
+    text.map_err(|value| {
+        Failure::usage(format!("{name}={value:?} is not UTF-8; correct the variable, or unset it"))
+    })
+}
+
+/// What a variable holds, be it UTF-8 or not; one that is empty holds nothing.
+fn bytes(name: &str) -> Option<OsString> {
+    std::env::var_os(name).filter(|value| !value.is_empty())
 }
 
 /// What a variable says, read as a flag of the same meaning is.
@@ -27,7 +39,7 @@ pub(crate) fn read<T>(
     name: &str,
     read: impl Fn(&str) -> Result<T, String>,
 ) -> Result<Option<T>, Failure> {
-    let Some(value) = variable(name) else { return Ok(None) };
+    let Some(value) = variable(name)? else { return Ok(None) };
     let value = read(&value).map_err(|why| Failure::usage(format!("{name}={value:?}: {why}")))?;
     Ok(Some(value))
 }
@@ -37,7 +49,7 @@ pub(crate) fn read<T>(
 /// # Errors
 /// A sentence, if the variable names one and `--insecure` is given.
 pub(crate) fn identity(named: Option<PathBuf>, insecure: bool) -> Result<Option<PathBuf>, Failure> {
-    match (named, variable(IDENTITY)) {
+    match (named, bytes(IDENTITY)) {
         (Some(named), _) => Ok(Some(named)),
         (None, Some(file)) if insecure => Err(Failure::usage(format!(
             "{IDENTITY}={file:?} names an identity, which is of no use with --insecure; unset the \

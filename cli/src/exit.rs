@@ -1,7 +1,7 @@
 //! Exit codes, which programs may rely on.
 
 use std::fmt;
-use std::io::{self, Write};
+use std::io::{self, ErrorKind, Write};
 use std::process::{ExitCode, ExitStatus, Termination};
 
 use racksum_aggregator::StartError;
@@ -87,6 +87,40 @@ impl Failure {
         Self { why: why.into(), exit: Exit::UNAVAILABLE }
     }
 }
+
+impl Failure {
+    /// Why a path could not be used. Whether the path is wrong or the work failed, as on a full
+    /// disk, is the same for all subcommands.
+    pub(crate) fn of_path(why: impl Into<String>, error: &io::Error) -> Self {
+        // A loop of links has no kind yet.
+        let is_wrong = matches!(
+            error.kind(),
+            ErrorKind::NotFound
+                | ErrorKind::AlreadyExists
+                | ErrorKind::PermissionDenied
+                | ErrorKind::ReadOnlyFilesystem
+                | ErrorKind::NotADirectory
+                | ErrorKind::IsADirectory
+                | ErrorKind::InvalidFilename
+                | ErrorKind::InvalidInput
+        ) || error.raw_os_error() == Some(ELOOP);
+        if is_wrong { Self::usage(why) } else { Self::failed(why) }
+    }
+}
+
+impl Failure {
+    /// Why nobody was heard at a socket. Somebody may serve there later, but not at a path that no
+    /// socket can have.
+    pub(crate) fn of_socket(why: impl Into<String>, error: &io::Error) -> Self {
+        match error.kind() {
+            ErrorKind::InvalidInput | ErrorKind::InvalidFilename => Self::usage(why),
+            _ => Self::unavailable(why),
+        }
+    }
+}
+
+/// What the kernel says of too many links.
+const ELOOP: i32 = 40;
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -191,6 +225,20 @@ mod tests {
         ] {
             let failure = Failure::from(error);
             assert!(failure.exit == exit, "{failure:?}");
+        }
+    }
+
+    #[test]
+    fn a_path_that_cannot_be_is_wrong_and_a_full_disk_is_not() {
+        // ENOENT, EACCES, EEXIST, ENOTDIR, EISDIR, EINVAL, EROFS, ENAMETOOLONG and ELOOP.
+        for wrong in [2, 13, 17, 20, 21, 22, 30, 36, 40] {
+            let error = io::Error::from_raw_os_error(wrong);
+            assert_eq!(Failure::of_path("", &error).exit, Exit::USAGE, "{error}");
+        }
+        // EIO and ENOSPC.
+        for failed in [5, 28] {
+            let error = io::Error::from_raw_os_error(failed);
+            assert_eq!(Failure::of_path("", &error).exit, Exit::FAILED, "{error}");
         }
     }
 

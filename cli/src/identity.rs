@@ -165,10 +165,10 @@ fn write_secret(path: &Path, contents: &str) -> Result<(), Failure> {
             "{path_shown} is there already, and a key is not written over; name another --out, or \
              remove it"
         )),
-        ErrorKind::NotFound | ErrorKind::PermissionDenied => {
-            Failure::usage(format!("cannot write {path_shown}: {error}; name another --out"))
-        }
-        _ => Failure::failed(format!("cannot write {path_shown}: {error}")),
+        _ => Failure::of_path(
+            format!("cannot write {path_shown}: {error}; name another --out"),
+            &error,
+        ),
     };
     let mut hidden = path.as_os_str().to_owned();
     hidden.push(format!(".{}.tmp", std::process::id()));

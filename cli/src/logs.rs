@@ -11,9 +11,9 @@ use crate::{environment, stderr};
 /// # Errors
 /// A sentence that names the flag or the variable, if it cannot be understood.
 pub(crate) fn start(flag: Option<String>) -> Result<(), Failure> {
-    let (name, log) = match (flag, environment::variable(environment::LOG)) {
-        (Some(log), _) => ("--log", log),
-        (None, log) => (environment::LOG, log.unwrap_or_default()),
+    let (name, log) = match flag {
+        Some(log) => ("--log", log),
+        None => (environment::LOG, environment::variable(environment::LOG)?.unwrap_or_default()),
     };
     let filter = filter(&log).map_err(|why| Failure::usage(format!("{name} {log:?}: {why}")))?;
     tracing_subscriber::fmt()

@@ -4,6 +4,7 @@
 mod remote;
 mod sidecar;
 
+use std::ffi::OsString;
 use std::fs::{self, DirBuilder};
 use std::io::{self, ErrorKind, Read};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -64,11 +65,12 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     match &args.socket {
         Some(socket) => {
             let status = ask(socket, own_uid()).map_err(|error| {
-                Failure::unavailable(format!(
+                let why = format!(
                     "cannot ask {}: {error}; is that the --status-socket of an aggregator that \
                      runs? A sidecar is unix:PATH",
                     socket.display()
-                ))
+                );
+                Failure::of_socket(why, &error)
             })?;
             print(&status, args.format)
         }
@@ -126,17 +128,26 @@ const AT_A_TIME: usize = 64;
 
 /// Where an aggregator's status socket is if nobody says otherwise: in a folder that only this user
 /// may enter.
-pub(crate) fn usual_socket() -> io::Result<PathBuf> {
+///
+/// # Errors
+/// A sentence that names the folder.
+pub(crate) fn usual_socket() -> Result<PathBuf, String> {
     let folder = folder();
-    match DirBuilder::new().mode(0o700).create(&folder) {
+    own(&folder).map_err(|error| format!("cannot use the folder {}: {error}", folder.display()))?;
+    Ok(folder.join(format!("{}.sock", std::process::id())))
+}
+
+/// Makes a folder, which must be this user's if it is there already.
+fn own(folder: &Path) -> io::Result<()> {
+    match DirBuilder::new().mode(0o700).create(folder) {
         Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
         _ => {}
     }
     // One in /tmp may be anybody's.
-    if fs::symlink_metadata(&folder)?.uid() != own_uid() {
+    if fs::symlink_metadata(folder)?.uid() != own_uid() {
         return Err(ErrorKind::PermissionDenied.into());
     }
-    Ok(folder.join(format!("{}.sock", std::process::id())))
+    Ok(())
 }
 
 fn own_uid() -> u32 {
@@ -144,10 +155,17 @@ fn own_uid() -> u32 {
 }
 
 fn folder() -> PathBuf {
-    if let Some(own) = std::env::var_os("XDG_RUNTIME_DIR") {
-        return Path::new(&own).join("racksum");
+    folder_in(std::env::var_os("XDG_RUNTIME_DIR"), own_uid())
+}
+
+/// The folder of a user of whom XDG_RUNTIME_DIR says this. One that is empty or relative counts as
+/// unset: it would name another folder for each process.
+fn folder_in(runtime: Option<OsString>, uid: u32) -> PathBuf {
+    let runtime = runtime.map(PathBuf::from).filter(|runtime| runtime.is_absolute());
+    if let Some(runtime) = runtime {
+        return runtime.join("racksum");
     }
-    match own_uid() {
+    match uid {
         0 => PathBuf::from("/run/racksum"),
         uid => PathBuf::from(format!("/tmp/racksum-{uid}")),
     }

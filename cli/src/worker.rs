@@ -2,7 +2,8 @@
 
 use std::io;
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
 use std::thread::available_parallelism;
 use std::time::Duration;
 
@@ -76,6 +77,10 @@ impl Args {
                 several.join("+")
             )));
         }
+        let interface = match &self.interface {
+            Some(named) => Some(named.clone()),
+            None => environment::variable(environment::INTERFACE)?,
+        };
         let mut sets = sets.into_iter();
         let options = ConnectOptions {
             aggregators: sets.next().unwrap_or_default(),
@@ -83,10 +88,7 @@ impl Args {
             identity: environment::identity(self.identity.clone(), self.insecure)?,
             insecure: self.insecure,
             data_auth: self.data_auth,
-            interface: self
-                .interface
-                .clone()
-                .or_else(|| environment::variable(environment::INTERFACE)),
+            interface,
             wait: self.wait,
             ..ConnectOptions::new("", "")
         };
@@ -152,13 +154,14 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         }
         (Some(passed), _) => (passed, "the socket of systemd".to_owned()),
         (None, Some(path)) => {
-            let listener = Listener::bind(path, args.mode.unwrap_or(0o600)).map_err(|error| {
-                let why = match error.kind() {
-                    io::ErrorKind::AddrInUse => "somebody serves there already".into(),
-                    _ => error.to_string(),
-                };
-                Failure::unavailable(format!("cannot serve at {}: {why}", path.display()))
-            })?;
+            if path.as_os_str().as_bytes().starts_with(b"unix:") {
+                return Err(Failure::usage(format!(
+                    "--socket {}: ranks call unix:PATH; give the sidecar the PATH alone",
+                    path.display()
+                )));
+            }
+            let listener = Listener::bind(path, args.mode.unwrap_or(0o600))
+                .map_err(|error| not_served(path, &error))?;
             (listener, path.display().to_string())
         }
         (None, None) => {
@@ -176,6 +179,17 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     drop(sidecar);
     tell("racksum worker stops");
     Ok(())
+}
+
+/// Why a sidecar cannot serve at a path.
+fn not_served(path: &Path, error: &io::Error) -> Failure {
+    let at = path.display();
+    match error.kind() {
+        io::ErrorKind::AddrInUse => {
+            Failure::unavailable(format!("cannot serve at {at}: somebody serves there already"))
+        }
+        _ => Failure::of_path(format!("cannot serve at {at}: {error}"), error),
+    }
 }
 
 /// Says that the sidecar is ready, and returns once it was told to stop and no job is left, or at

@@ -168,9 +168,7 @@ impl Args {
     /// Refuses what cannot be before anything is started, and what would be ignored.
     fn check(&self) -> Result<(), Failure> {
         let usage = |error: String| Err(Failure::usage(error));
-        if self.min_bytes == 0 {
-            return usage("-b is 0: the least size is 1 byte".into());
-        }
+        self.check_least()?;
         if self.step_bytes == Some(0) {
             return usage("-i is 0: a size is 1 byte more than the one before, or more".into());
         }
@@ -261,6 +259,18 @@ impl Args {
         let shown = Arc::clone(&work);
         let line = Line::start(move |passed| format!("measuring: {}", shown.text(passed)));
         (work, line)
+    }
+
+    /// Checks that the least size is an element at least: less is nothing to reduce.
+    fn check_least(&self) -> Result<(), Failure> {
+        let (least, element) = (self.min_bytes, self.datatype.size() as u64);
+        if least >= element {
+            return Ok(());
+        }
+        let name = self.datatype.name();
+        Err(Failure::usage(format!(
+            "-b is {least}, but must be {element} bytes at least, an element of {name}"
+        )))
     }
 
     /// The greatest size to measure; none if there is none.
@@ -386,6 +396,7 @@ fn interact(args: &Args, runner: &mut Runner) -> Result<(), Failure> {
 fn apply(args: &mut Args, runner: &mut Runner, change: Change) -> Result<(), Failure> {
     let usage = |error: String| Failure::usage(error);
     args.min_bytes = change.bytes.unwrap_or(args.min_bytes);
+    args.check_least()?;
     let mut pattern = runner.pattern();
     match change.mode.as_deref() {
         Some("dense" | "small") => pattern.density = 1.0,

@@ -115,11 +115,7 @@ impl Args {
     fn descriptor(&self, tensor: &Tensor) -> Result<Descriptor, Failure> {
         let descriptor = Descriptor {
             tag: tensor.tag(),
-            // A file may hold counters and flags besides gradients.
-            wire: self
-                .wire
-                .filter(|_| !self.travels_as_is(tensor))
-                .unwrap_or_else(|| tensor.dtype.native_wire()),
+            wire: self.wire_of(tensor),
             reduction: self.op,
             ..Descriptor::sum(tensor.elements, tensor.dtype)
         };
@@ -127,6 +123,12 @@ impl Args {
             .with_block(self.block)
             .and_then(|descriptor| descriptor.validate().map(|()| descriptor));
         checked.map_err(|error| Failure::usage(format!("tensor {}: {error}", Quoted(&tensor.name))))
+    }
+
+    /// How a tensor's elements travel. A file may hold counters and flags besides gradients.
+    fn wire_of(&self, tensor: &Tensor) -> WireType {
+        let asked = self.wire.filter(|_| !self.travels_as_is(tensor));
+        asked.unwrap_or_else(|| tensor.dtype.native_wire())
     }
 
     /// Whether a tensor travels as it is although another wire type is asked for, which cannot

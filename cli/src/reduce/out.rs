@@ -136,22 +136,46 @@ impl Drop for OutFile {
 /// What is known of the file that the result would replace, if there is one.
 fn replaceable(path: &Path) -> Result<Option<Metadata>, Failure> {
     let refused = |why: &str| Failure::usage(format!("--out {} {why}", path.display()));
-    let Ok(before) = std::fs::metadata(path) else {
-        let dangling = path.symlink_metadata().is_ok();
-        return if dangling { Err(refused("is a link to nothing")) } else { Ok(None) };
+    let no_file = "is a pipe or a device, and a result replaces only files";
+    if is_descriptor(path) {
+        return Err(refused(no_file));
+    }
+    let before = match std::fs::metadata(path) {
+        Ok(before) => before,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let dangling = path.symlink_metadata().is_ok();
+            return if dangling { Err(refused("is a link to nothing")) } else { Ok(None) };
+        }
+        Err(error) => return Err(cannot_write(path, &error)),
     };
     if before.is_dir() {
         return Err(refused("names no file"));
     }
     if !before.is_file() {
-        return Err(refused("is a pipe or a device, and a result replaces only files"));
+        return Err(refused(no_file));
     }
     Ok(Some(before))
 }
 
+/// Whether a path leads to a file that some process has open, as `/dev/stdout` does, or elsewhere
+/// into `/proc`. The file that is open there may have a name, which must not be replaced.
+fn is_descriptor(path: &Path) -> bool {
+    let mut path = path.to_owned();
+    for _ in 0..MAX_LINKS {
+        let Ok(folder) = folder_of(&path).canonicalize() else { return false };
+        if folder.starts_with("/proc") {
+            return true;
+        }
+        let Ok(target) = std::fs::read_link(&path) else { return false };
+        path = folder.join(target);
+    }
+    // The kernel follows no more of them either.
+    false
+}
+
 /// Why a result could not be written.
 pub(super) fn cannot_write(path: &Path, error: &io::Error) -> Failure {
-    Failure::failed(format!("cannot write {}: {error}", path.display()))
+    Failure::of_path(format!("cannot write {}: {error}", path.display()), error)
 }
 
 /// The folder that a file is in.
@@ -164,6 +188,8 @@ fn folder_of(path: &Path) -> &Path {
 
 /// Bytes of its name that the temporary file's has: less than the 255 that a name may have.
 const LONGEST_NAME: usize = 200;
+/// Links that the kernel follows from a path to its file.
+const MAX_LINKS: u32 = 40;
 /// Names tried for the temporary file.
 const ATTEMPTS: u32 = 16;
 
@@ -173,6 +199,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     use super::*;
+    use crate::exit::Exit;
 
     fn folder(name: &str) -> PathBuf {
         let folder =
@@ -254,15 +281,36 @@ mod tests {
     }
 
     #[test]
+    fn a_descriptor_s_file_is_not_replaced_by_its_name() {
+        let folder = folder("descriptor");
+        let [log, link] = ["log", "link"].map(|name| folder.join(name));
+        let open = File::create(&log).unwrap();
+        let number = std::os::fd::AsRawFd::as_raw_fd(&open);
+        let own = PathBuf::from(format!("/proc/self/fd/{number}"));
+        std::os::unix::fs::symlink(&own, &link).unwrap();
+        for path in [own, link, PathBuf::from(format!("/dev/fd/{number}"))] {
+            let why = OutFile::create(&path).unwrap_err().to_string();
+            assert!(why.contains("is a pipe or a device, and a result replaces only"), "{why}");
+        }
+        // What is in memory only has a name as well.
+        let shared = PathBuf::from(format!("/dev/shm/racksum-out-{}", std::process::id()));
+        drop(OutFile::create(&shared).unwrap());
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
     fn a_place_that_cannot_be_is_refused() {
         let folder = folder("refuse");
         for (path, what) in [
             (folder.clone(), "names no file"),
             (folder.join("none").join("sum"), "there is no directory"),
             (PathBuf::from("/"), "names no file"),
+            (folder.join("n".repeat(256)), "File name too long"),
+            (PathBuf::from("/dev/null/sum"), "Not a directory"),
         ] {
-            let why = OutFile::create(&path).unwrap_err().to_string();
-            assert!(why.contains(what), "{why}");
+            let failure = OutFile::create(&path).unwrap_err();
+            assert!(failure.why.contains(what), "{failure}");
+            assert_eq!(failure.exit, Exit::USAGE, "{failure}");
         }
         std::fs::remove_dir_all(folder).unwrap();
     }

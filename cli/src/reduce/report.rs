@@ -201,7 +201,7 @@ impl Table<'_> {
     }
 
     fn wire(&self, tensor: &Tensor) -> &'static str {
-        self.args.wire.unwrap_or_else(|| tensor.dtype.native_wire()).name()
+        self.args.wire_of(tensor).name()
     }
 }
 

@@ -13,7 +13,7 @@ use crate::exit::{Failure, say};
 pub(super) fn print(path: &Path, format: Format) -> Result<(), Failure> {
     let status = ask(path).map_err(|error| {
         let path = path.display();
-        Failure::unavailable(match error.kind() {
+        let why = match error.kind() {
             ErrorKind::WouldBlock | ErrorKind::TimedOut => {
                 format!("cannot ask {path}: the sidecar does not answer, so it may be stopped")
             }
@@ -21,7 +21,8 @@ pub(super) fn print(path: &Path, format: Format) -> Result<(), Failure> {
                 "cannot ask {path}: {error}; is that the --socket of a racksum worker of this \
                  release?"
             ),
-        })
+        };
+        Failure::of_socket(why, &error)
     })?;
     match format {
         Format::Json => {

@@ -80,6 +80,16 @@ fn asked(name: &str, answer: Vec<u8>) -> io::Result<Status> {
 }
 
 #[test]
+fn a_runtime_folder_that_is_empty_or_relative_counts_as_unset() {
+    let of = |runtime: &str| folder_in(Some(runtime.into()), 7);
+    assert_eq!(of("/run/user/7"), Path::new("/run/user/7/racksum"));
+    for runtime in ["", ".", "run/user/7"] {
+        assert_eq!(of(runtime), Path::new("/tmp/racksum-7"), "{runtime:?}");
+    }
+    assert_eq!(folder_in(None, 0), Path::new("/run/racksum"));
+}
+
+#[test]
 fn no_text_of_an_answer_reaches_the_terminal_as_it_came() {
     let evil = "\n\x1b[31m\x07\u{202e}".to_owned() + &"x".repeat(1 << 20);
     let json = serde_json::to_vec(&status(&evil)).unwrap();

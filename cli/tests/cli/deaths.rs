@@ -120,6 +120,16 @@ fn an_aggregator_that_is_told_twice_to_stop_ends_its_ranks_at_once() {
 }
 
 #[test]
+fn an_aggregator_ends_alike_at_each_signal_that_tells_it_to() {
+    for name in ["TERM", "INT", "QUIT"] {
+        let serving = Serving::start(&[]);
+        signal(serving.process.id(), name);
+        let ended = serving.process.end(10).ok();
+        assert!(ended.out.ends_with("racksum aggregator stops\n"), "{name}: {ended:?}");
+    }
+}
+
+#[test]
 fn two_signals_right_after_each_other_are_both_heard() {
     let serving = Serving::start(&[]);
     let ranks = busy(&serving, 2, "60");

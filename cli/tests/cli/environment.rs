@@ -65,6 +65,28 @@ fn an_error_names_the_variable_that_set_the_value() {
 }
 
 #[test]
+fn a_variable_that_is_not_utf_8_is_a_path_or_refused() {
+    let run = |name: &str, args: &[&str]| {
+        let script = format!("{name}=$(printf 'a\\377'); export {name}; exec \"$0\" \"$@\"");
+        Process::spawn(Command::new("sh").args(["-c", &script, RACKSUM]).args(args)).end(60)
+    };
+    let rank = ["bench", "--rank", "0", "--world", "1"];
+    let sidecar = ["worker", "--aggregator", "127.0.0.1:9"];
+    for (name, args) in [
+        ("RACKSUM_AGGREGATOR", &rank[..]),
+        ("RACKSUM_INTERFACE", &sidecar),
+        ("RACKSUM_LOG", &["status"]),
+    ] {
+        let ended = run(name, args);
+        let why = format!("{name}=\"a\\xFF\" is not UTF-8; correct the variable, or unset it");
+        assert_eq!(ended.failed(2), why);
+    }
+    // Without the identity, an aggregator would believe everyone.
+    let ended = run("RACKSUM_IDENTITY", &["aggregator", "--port", "0"]);
+    assert!(ended.failed(2).contains("a\u{fffd}: No such file"), "{ended:?}");
+}
+
+#[test]
 fn a_variable_that_is_empty_says_nothing() {
     let serving = Serving::start(&[]);
     for flags in [&[][..], &["--insecure"]] {

@@ -144,6 +144,10 @@ fn every_dtype_and_shape_is_reduced() {
     let narrow = reduce(&files, &out, &["--wire", "bf16"]).ok();
     // f16, i32 and i64.
     assert_eq!(narrow.err.matches(" and 2 more travel as they are").count(), 1, "{narrow:?}");
+    for (tensor, wire) in [("i32", "i32"), ("i64", "i64"), ("f16", "f16"), ("f32", "bf16")] {
+        let row = narrow.out.lines().find(|line| line.starts_with(&format!("{tensor} "))).unwrap();
+        assert_eq!(row.split_whitespace().nth(2), Some(wire), "{row}");
+    }
     let whole = [Dtype::F16, Dtype::I32, Dtype::I64];
     let as_is = |path: &str| read(path).into_iter().filter(|(_, it)| whole.contains(&it.dtype));
     let narrowed: Vec<_> = as_is(&out).collect();

@@ -61,6 +61,8 @@ fn a_limit_on_memory_that_is_too_small_is_said_in_a_sentence() {
     assert!(ended.failed(2).starts_with(why), "{ended:?}");
     let ended = limited(600_000, "bench --workers 1 -e 4K");
     assert!(ended.failed(2).starts_with(why), "{ended:?}");
+    assert!(ended.failed(2).contains("serving them takes; raise the limit"), "{ended:?}");
+    let ended = limited(600_000, "bench --workers 1 -e 4K --shards 2");
     assert!(ended.failed(2).contains("; lower --shards, or raise"), "{ended:?}");
     let ended = limited(2_000_000, "bench -b 1900M -e 1900M --workers 1 -n 1");
     // The rank says so, and the benchmark that its rank has ended.
@@ -382,7 +384,9 @@ fn a_benchmark_on_one_host_checks_its_sums() {
 fn a_benchmark_that_cannot_be_is_refused_before_it_starts() {
     let far = ["--aggregator", "127.0.0.1:1", "--rank", "0", "--world", "2"];
     for (flags, why) in [
-        (&["-b", "0"][..], "-b is 0"),
+        (&["-b", "0"][..], "-b is 0, but must be 4 bytes at least, an element of f32"),
+        (&["-b", "1", "-e", "1"], "-b is 1, but must be 4 bytes at least, an element of f32"),
+        (&["-b", "7", "-d", "f64"], "-b is 7, but must be 8 bytes at least, an element of f64"),
         (&["-i", "0"], "-i is 0"),
         (&["--block", "100"], "a block has 32 to 1024 elements, a power of two; 100 is not"),
         (&["-d", "i32", "--wire", "int8"], "wire type int8 cannot carry a tensor of i32"),

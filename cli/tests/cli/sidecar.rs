@@ -70,6 +70,22 @@ fn one() -> Descriptor {
 }
 
 #[test]
+fn a_socket_that_cannot_be_is_a_wrong_command_line() {
+    let folder = Folder::new("sidecar-nowhere");
+    std::fs::write(folder.path("file"), "").unwrap();
+    for (socket, why) in [
+        (folder.path("none/socket"), "No such file or directory"),
+        (folder.path("file/socket"), "Not a directory"),
+        (folder.path(&"n".repeat(200)), "File name too long"),
+        (folder.path(""), ""),
+        ("unix:socket".to_owned(), "ranks call unix:PATH; give the sidecar the PATH alone"),
+    ] {
+        let ended = run(&["worker", "--socket", &socket]);
+        assert!(ended.failed(2).contains(why), "{ended:?}");
+    }
+}
+
+#[test]
 fn a_rank_that_holds_up_a_job_is_named_and_so_are_those_that_are_awaited() {
     let folder = Folder::new("sidecar-status");
     let sidecar = Sidecar::start(&folder, "socket", &["--memory", "1M", "--max-ranks", "5"]);
@@ -216,7 +232,7 @@ fn what_a_sidecar_cannot_do_is_a_wrong_command_line() {
     }
     std::fs::write(&socket, "precious").unwrap();
     let ended = run(&["worker", "--socket", &socket]);
-    assert!(ended.failed(3).contains("something else than a socket"), "{ended:?}");
+    assert!(ended.failed(2).contains("something else than a socket"), "{ended:?}");
     assert_eq!(std::fs::read(&socket).unwrap(), b"precious");
 }
 

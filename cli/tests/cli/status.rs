@@ -140,6 +140,18 @@ fn all_aggregators_of_a_user_are_found() {
 }
 
 #[test]
+fn an_aggregator_without_a_place_for_its_status_socket_names_the_folder() {
+    let folder = Folder::new("status-nowhere");
+    let mut command = Command::new(RACKSUM);
+    let nowhere = folder.path("none");
+    command.args(["aggregator", "--port", "0", "--pool-mib", "16"]);
+    let serving = Serving::of(Process::spawn(command.env("XDG_RUNTIME_DIR", &nowhere)));
+    let why = format!("no status socket: cannot use the folder {nowhere}/racksum: No such file");
+    let err = serving.end().err;
+    assert!(err.contains(&why), "{err}");
+}
+
+#[test]
 fn an_aggregator_that_does_not_answer_hides_no_other() {
     let folder = Folder::new("status-hides");
     let command = |args: &[&str]| {
@@ -159,6 +171,16 @@ fn an_aggregator_that_does_not_answer_hides_no_other() {
     assert!(why.contains(&format!("/{silent}.sock: it did not answer within 5 s")), "{why}");
     assert_eq!(ended.out.lines().count(), 2, "{ended:?}");
     assert!(all[1..].iter().all(|one| ended.out.contains(&one.addr)), "{ended:?}");
+}
+
+#[test]
+fn a_path_that_no_socket_can_have_is_a_wrong_command_line() {
+    let long = format!("/tmp/{}", "n".repeat(200));
+    for (which, code) in [(&long[..], 2), ("/tmp/racksum-no-such-socket", 3)] {
+        for which in [which.to_owned(), format!("unix:{which}")] {
+            assert!(run(&["status", &which]).failed(code).starts_with("cannot ask "), "{which}");
+        }
+    }
 }
 
 #[test]

@@ -6,6 +6,7 @@
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 
 use rustix::net::SocketType;
@@ -50,8 +51,8 @@ pub fn listener_of_systemd() -> Result<Option<Listener>, String> {
 /// # Errors
 /// The kernel's.
 pub fn tell_systemd(state: &str) -> io::Result<()> {
-    let Ok(at) = std::env::var("NOTIFY_SOCKET") else { return Ok(()) };
-    let at = match at.strip_prefix('@') {
+    let Some(at) = std::env::var_os("NOTIFY_SOCKET") else { return Ok(()) };
+    let at = match at.as_bytes().strip_prefix(b"@") {
         Some(name) => SocketAddr::from_abstract_name(name)?,
         None => SocketAddr::from_pathname(at)?,
     };

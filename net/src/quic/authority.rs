@@ -12,7 +12,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use time::{Duration, OffsetDateTime};
 
 use super::certificate::{end_of, rfc3339};
-use super::identity::{NAME, no_key, not_pem, read_secret};
+use super::identity::{NAME, check_key, no_key, not_pem, read_secret};
 use super::{Certificate, Role};
 use crate::{FileKind, NetError};
 
@@ -72,6 +72,7 @@ impl Authority {
         }
         let key =
             PrivateKeyDer::from_pem_slice(&pem).map_err(|error| wrong(no_key(&error).into()))?;
+        check_key(&certificate, &key).map_err(|why| wrong(why.into()))?;
         let key =
             KeyPair::try_from(&key).map_err(|_| wrong("its private key is damaged".into()))?;
         let issuer = Issuer::from_ca_cert_der(&certificate, key)

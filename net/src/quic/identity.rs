@@ -69,9 +69,7 @@ impl Identity {
             ));
         }
         let told = Certificate::parse_own(&certificate).map_err(|why| wrong(&why))?;
-        let provider = rustls::crypto::aws_lc_rs::default_provider();
-        CertifiedKey::from_der(vec![certificate.clone()], key.clone_key(), &provider)
-            .map_err(|_| wrong("its private key is damaged, or of another certificate"))?;
+        check_key(&certificate, &key).map_err(wrong)?;
         let mut roots = RootCertStore::empty();
         if authorities.iter().any(|authority| roots.add(authority.clone()).is_err()) {
             return Err(wrong("the certificate of its authority is damaged"));
@@ -125,6 +123,20 @@ pub(super) const fn not_pem(error: &pem::Error) -> &'static str {
         pem::Error::Base64Decode(_) => "a section in it is damaged: it is not Base64",
         _ => "it cannot be read as PEM",
     }
+}
+
+/// Checks that a key is its certificate's.
+///
+/// # Errors
+/// That it is not.
+pub(super) fn check_key(
+    certificate: &CertificateDer<'static>,
+    key: &PrivateKeyDer<'static>,
+) -> Result<(), &'static str> {
+    let provider = rustls::crypto::aws_lc_rs::default_provider();
+    CertifiedKey::from_der(vec![certificate.clone()], key.clone_key(), &provider)
+        .map(drop)
+        .map_err(|_| "its private key is damaged, or of another certificate")
 }
 
 /// Why a file that has a certificate has no key.

@@ -97,6 +97,10 @@ impl Client {
         local_world: u16,
     ) -> Result<Self, ConnectError> {
         check_name(options)?;
+        if path.as_os_str().is_empty() {
+            let why = "unix: names no sidecar; give unix:PATH, its --socket";
+            return Err(ConnectError::of_aggregators(why));
+        }
         let line = Line::connect(path).map_err(|error| not_called(path, &error))?;
         let line = Arc::new(line);
         let join = Join {
@@ -488,6 +492,13 @@ fn not_called(path: &Path, error: &io::Error) -> ConnectError {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_path_that_is_empty_is_refused_at_once() {
+        let error = Client::call(Path::new(""), &ConnectOptions::new("", "job"), 1).unwrap_err();
+        assert!(error.is_usage() && !error.may_pass(), "{error}");
+        assert!(error.to_string().contains("unix: names no sidecar"), "{error}");
+    }
 
     #[test]
     fn a_sidecar_that_is_not_believed_is_told_from_one_that_may_not_be_called() {

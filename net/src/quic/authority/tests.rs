@@ -320,3 +320,13 @@ fn credentials_that_know_the_authorities_of_others_believe_like_them() {
     assert!(renewed.believe_like(&own) && neither.believe_like(&none));
     assert!(!foreign.believe_like(&own) && !own.believe_like(&none));
 }
+
+#[test]
+fn an_authority_whose_key_is_another_s_issues_nothing() {
+    let folder = Folder::new("other-key");
+    let [one, two] = ["one", "two"].map(|name| Authority::create(name, 10).unwrap());
+    let key_at = |pem: &str| pem.find("-----BEGIN PRIVATE").unwrap();
+    let mixed = one[..key_at(&one)].to_owned() + &two[key_at(&two)..];
+    let why = Authority::load(&folder.write("mixed.pem", &mixed)).unwrap_err().to_string();
+    assert!(why.contains("its private key is damaged, or of another certificate"), "{why}");
+}

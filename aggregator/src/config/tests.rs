@@ -1,0 +1,208 @@
+use super::*;
+
+#[test]
+fn a_file_overrides_what_it_names() {
+    let config = Config::from_toml("shards = 3\nfanout = \"unicast\"").unwrap();
+    assert_eq!((config.shards, config.fanout), (3, Fanout::Unicast));
+    assert_eq!(config.pool_slots, Config::default().pool_slots);
+}
+
+#[test]
+fn unknown_keys_and_bad_numbers_are_named() {
+    let told = |text: &str| Config::from_toml(text).unwrap_err().to_string();
+    let unknown = told("\nshrads = 3");
+    assert!(unknown.starts_with("line 2: unknown field `shrads`, expected one of"), "{unknown}");
+    assert!(told("insecure = \"x\"").starts_with("line 1: insecure: invalid type: string"));
+    assert!(told("\n\nport = =").starts_with("line 3: "));
+    let error = Config::from_toml("shards = 0").unwrap_err().to_string();
+    assert_eq!(error, "shards is 0, but must be from 1 to 64");
+}
+
+#[test]
+fn the_last_shard_may_have_the_last_port() {
+    let check = |port, shards| Config { port, shards, ..Config::default() }.validate();
+    for shards in [1, 2, MAX_SHARDS] {
+        let last = u16::MAX - u16::from(shards);
+        assert_eq!(check(last, shards), Ok(()));
+        let why = check(last + 1, shards).unwrap_err().to_string();
+        assert_eq!(why, format!("port is {}, but must be from 0 to {last}", last + 1));
+    }
+}
+
+#[test]
+fn rules_of_admission_are_read_and_need_an_identity() {
+    let rules = "[[admit]]\nidentity = \"team-*\"\njobs = [\"a\", \"b-*\"]\n";
+    let config = Config::from_toml(&format!("identity = \"agg.pem\"\n{rules}")).unwrap();
+    let jobs = ["a", "b-*"].map(str::to_owned).to_vec();
+    let expected = Admit { identity: "team-*".to_owned(), jobs, ..Admit::default() };
+    assert_eq!(config.admit, [expected]);
+    assert_eq!(config.validate(), Ok(()));
+    // The identity may come by the command line.
+    let bare = Config::from_toml(rules).unwrap();
+    assert_eq!(bare.validate(), Err(ConfigError::AdmitWithoutIdentity));
+    let wrong = Config::from_toml("[[admit]]\nidentity = \"x\"\n").unwrap_err().to_string();
+    assert!(wrong.contains("line 1: missing field `jobs`"), "{wrong}");
+}
+
+#[test]
+fn a_key_that_names_nothing_is_refused_with_its_rule() {
+    let told = |text: &str| Config::from_toml(text).unwrap_err().to_string();
+    let second = |rule: &str| {
+        told(&format!("[[admit]]\nidentity = \"a\"\njobs = [\"b\"]\n[[admit]]\n{rule}"))
+    };
+    for (rule, why) in [
+        ("identity = \"\"\njobs = [\"a\"]", "identity of [[admit]] rule 2 is empty, but must"),
+        ("identity = \"a\"\njobs = []", "jobs of [[admit]] rule 2 is empty, but must be a list"),
+        ("identity = \"a\"\njobs = [\"b\", \"\"]", "a name in jobs of [[admit]] rule 2 is"),
+        (
+            "identity = \"a\"\njobs = [\"b\"]\nmax_jobs = 0",
+            "max_jobs of [[admit]] rule 2 is 0, but must be from 1 to 1024",
+        ),
+    ] {
+        assert!(second(rule).starts_with(why), "{}", second(rule));
+    }
+    assert_eq!(told("identity = \"\""), "identity is empty, but must be the path of a file");
+    assert!(told("status_socket = \"\"").starts_with("status_socket is empty, but must be"));
+}
+
+#[test]
+fn a_link_local_address_is_refused_with_the_reason() {
+    for bind in ["fe80::1", "fe80::1%eth0"] {
+        let why = Config::from_toml(&format!("bind = {bind:?}")).unwrap_err().to_string();
+        let told = "bind is fe80::1, a link-local address, and those are not served; bind ";
+        assert!(why.starts_with(told), "{why}");
+    }
+    for bind in ["fd00::1%eth0", "eth0", "127.0.0.1%lo"] {
+        let why = Config::from_toml(&format!("bind = {bind:?}")).unwrap_err().to_string();
+        assert_eq!(why, "line 1: bind: invalid IP address syntax");
+    }
+}
+
+#[test]
+fn a_value_that_its_type_cannot_hold_is_told_with_its_key_and_range() {
+    let told = |text: &str| Config::from_toml(text).unwrap_err().to_string();
+    let rule = "[[admit]]\nidentity = \"a\"\njobs = [\"b\"]\n";
+    for (text, why) in [
+        ("port = 70000", "port is 70000, but must be from 0 to 65534"),
+        ("shards = 300", "shards is 300, but must be from 1 to 64"),
+        ("shards = -1", "shards is -1, but must be from 1 to 64"),
+        ("shards = 2\nport = -1", "port is -1, but must be from 0 to 65533"),
+        ("max_ranks = 5000000000", "max_ranks is 5000000000, but must be from 1 to 262144"),
+        ("port = \"x\"", "port is a string, but must be a whole number from 0 to 65534"),
+        ("shards = 1.5", "shards is a float, but must be a whole number from 1 to 64"),
+        ("\n[admit]\nidentity = \"a\"", "line 2: [admit] is one table, but rules are a list;"),
+        ("bind = \"\"", "line 1: bind: invalid IP address syntax"),
+        ("\nbind = 1", "line 2: bind: invalid type: integer `1`, expected"),
+        ("fanout = \"x\"", "line 1: fanout: unknown variant `x`, expected"),
+        ("parent = 1", "line 1: parent: invalid type: integer `1`, expected"),
+    ] {
+        assert!(told(text).starts_with(why), "{text:?}: {}", told(text));
+    }
+    for (limit, why) in [
+        ("share_percent = 300", "share_percent of [[admit]] rule 1 is 300, but must be from 1"),
+        ("max_jobs = true", "max_jobs of [[admit]] rule 1 is a boolean, but must be a whole"),
+    ] {
+        assert!(told(&format!("{rule}{limit}")).starts_with(why), "{limit}");
+    }
+}
+
+#[test]
+fn a_parent_is_one_other_aggregator() {
+    let check = |parent: &str| {
+        Config { parent: Some(parent.into()), ..Config::default() }.validate().is_ok()
+    };
+    for parent in ["root:7177", "10.0.0.1:7177", "[fd00::1]:7177", "127.0.0.1:7178"] {
+        assert!(check(parent), "{parent}");
+    }
+    for parent in ["", "root", ":7177", "root:x", "root:0", "a:1,b:1", "a:1+b:1", "127.0.0.1:7177"]
+    {
+        assert!(!check(parent), "{parent}");
+    }
+}
+
+#[test]
+fn what_takes_a_restart_is_named_and_stays() {
+    let running = Config { identity: Some("a.pem".into()), ..Config::default() };
+    let wanted = Config {
+        port: 1,
+        shards: 2,
+        max_jobs: 3,
+        identity: Some("b.pem".into()),
+        join_timeout_s: 4,
+        ..running.clone()
+    };
+    assert_eq!(wanted.fixed_changes(&running), ["port", "shards"]);
+    let expected = Config {
+        max_jobs: 3,
+        join_timeout_s: 4,
+        identity: Some("b.pem".into()),
+        ..running.clone()
+    };
+    assert_eq!(wanted.with_fixed_of(&running), expected);
+    let without = Config { identity: None, ..running.clone() };
+    assert_eq!(without.fixed_changes(&running), ["identity"]);
+    assert_eq!(without.with_fixed_of(&running), running);
+}
+
+#[test]
+fn every_key_that_stays_at_a_reload_is_named() {
+    let running = Config::default();
+    let of = |change: fn(&mut Config)| {
+        let mut wanted = running.clone();
+        change(&mut wanted);
+        wanted
+    };
+    // A new key does not compile until it is here too.
+    let Config {
+        bind: _,
+        port: _,
+        shards: _,
+        pool_slots: _,
+        pool_mib: _,
+        max_jobs: _,
+        max_ranks: _,
+        join_timeout_s: _,
+        fanout: _,
+        identity: _,
+        insecure: _,
+        status_socket: _,
+        data_auth: _,
+        parent: _,
+        admit: _,
+    } = running;
+    for (key, wanted) in [
+        ("bind", of(|it| it.bind = Ipv6Addr::LOCALHOST.into())),
+        ("port", of(|it| it.port = 1)),
+        ("shards", of(|it| it.shards = 2)),
+        ("pool_slots", of(|it| it.pool_slots = 8)),
+        ("pool_mib", of(|it| it.pool_mib = 1)),
+        ("max_jobs", of(|it| it.max_jobs = 1)),
+        ("max_ranks", of(|it| it.max_ranks = 1)),
+        ("join_timeout_s", of(|it| it.join_timeout_s = 1)),
+        ("fanout", of(|it| it.fanout = Fanout::Unicast)),
+        ("identity", of(|it| it.identity = Some("a.pem".into()))),
+        ("insecure", of(|it| it.insecure = true)),
+        ("status_socket", of(|it| it.status_socket = Some("a.sock".into()))),
+        ("data_auth", of(|it| it.data_auth = Some(DataAuth::Aead))),
+        ("parent", of(|it| it.parent = Some("a:1".into()))),
+        ("admit", of(|it| it.admit = vec![Admit::default()])),
+    ] {
+        let named = wanted.fixed_changes(&running);
+        let stays = wanted.clone().with_fixed_of(&running) == running;
+        assert_eq!(named, if stays { vec![key] } else { vec![] }, "{key}");
+        assert!(stays || wanted.clone().with_fixed_of(&running) == wanted, "{key}");
+    }
+}
+
+#[test]
+fn pools_that_no_memory_holds_are_refused() {
+    let config = Config { shards: 2, pool_mib: 2000, ..Config::default() };
+    assert_eq!(config.check_memory(4000), Ok(()));
+    let error = config.check_memory(3999).unwrap_err().to_string();
+    let expected = "2 shard(s) with pools of 2000 MiB need more than the 3999 MiB of memory \
+                    of this host; lower --pool-mib or --shards";
+    assert_eq!(error, expected);
+    // Embedded aggregators have pools of the default, whatever the host and their shards.
+    assert_eq!(Config { shards: 64, ..Config::default() }.check_memory(512), Ok(()));
+    assert!(host_mib().is_none_or(|mib| mib > 16), "{:?}", host_mib());
+}
