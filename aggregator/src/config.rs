@@ -113,12 +113,12 @@ pub enum ConfigError {
         /// The most it may be.
         max: u64,
     },
-    /// What must be a number is none.
+    /// The value of a key is not a number.
     #[error("{key} is a {what}, but must be a whole number from {min} to {max}")]
     NoNumber {
         /// The key, as in the file, and its rule.
         key: String,
-        /// What was given, in the words of TOML.
+        /// The TOML type of the value.
         what: &'static str,
         /// The least it may be.
         min: u64,
@@ -353,7 +353,7 @@ fn check_range(
     Err(ConfigError::Range { key: named(key), value, min, max })
 }
 
-/// What a key of a rule is called in errors, which is the `number`th of the file.
+/// Names a key of the `number`th rule of a file, for errors.
 fn of_rule(number: usize) -> impl Fn(&str) -> String {
     move |key| format!("{key} of [[admit]] rule {number}")
 }
@@ -383,7 +383,7 @@ fn check_numbers(file: &Table) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// What is wrong with a file, with the key whose value it is.
+/// Makes an error of what TOML says of a file, and names the line and the key.
 fn parse_error(text: &str, error: &toml::de::Error) -> ConfigError {
     let at = error.span().map_or(0, |span| span.start.min(text.len()));
     let before = text.get(..at).unwrap_or_default();

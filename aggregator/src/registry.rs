@@ -191,7 +191,7 @@ impl Registry {
         Some(job)
     }
 
-    /// Whether somebody vouches for the identities of callers.
+    /// Returns whether callers are known by their certificates.
     pub(crate) const fn knows_identities(&self) -> bool {
         self.config.identity.is_some()
     }

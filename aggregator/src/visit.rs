@@ -69,7 +69,7 @@ const DISBELIEVED: &[u8] = b"the aggregator believes other authorities now; call
 struct Visit<'a> {
     server: Server,
     connection: &'a quinn::Connection,
-    /// Whether somebody vouches for identities.
+    /// Whether callers are known by their certificates.
     knows: bool,
     certificate: Option<Certificate>,
     /// Its place with those that have not joined; none once it waits for room as a rank.
@@ -125,7 +125,7 @@ impl<'a> Visit<'a> {
         Turned::Away
     }
 
-    /// The name that somebody vouches for.
+    /// The name in the caller's certificate, if it is known by that.
     fn identity(&self) -> Option<&str> {
         self.certificate.as_ref().map(|it| &*it.name)
     }
@@ -228,7 +228,7 @@ fn refused(refusal: &Refusal, reason: String, rank: u16, relays: bool) -> FromAg
     }
 }
 
-/// Whether somebody vouches for callers, and for what of this one.
+/// Returns whether callers are known by their certificates, and the certificate of this one.
 fn identify(registry: &Shared, connection: &quinn::Connection) -> (bool, Option<Certificate>) {
     let knows = lock(registry).knows_identities();
     (knows, knows.then(|| Certificate::of_peer(connection)).flatten())

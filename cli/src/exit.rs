@@ -106,9 +106,7 @@ impl Failure {
         ) || error.raw_os_error() == Some(ELOOP);
         if is_wrong { Self::usage(why) } else { Self::failed(why) }
     }
-}
 
-impl Failure {
     /// Why nobody was heard at a socket. Somebody may serve there later, but not at a path that no
     /// socket can have.
     pub(crate) fn of_socket(why: impl Into<String>, error: &io::Error) -> Self {

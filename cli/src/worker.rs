@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::thread::available_parallelism;
 use std::time::Duration;
 
+use racksum_aggregator::host_mib;
 use racksum_net::local::{Listener, listener_of_systemd, raise_open_files, tell_systemd};
 use racksum_proto::auth::DataAuth;
 use racksum_worker::sidecar::{Limits, Sidecar};
@@ -101,21 +102,15 @@ impl Args {
     }
 
     fn limits(&self) -> Limits {
-        let memory = self.memory.unwrap_or_else(|| memory_of_host() / 2);
+        // Where the system does not say what there is, nothing is limited.
+        let half_of_host = || host_mib().map_or(u64::MAX, |mib| (mib << 20) / 2);
+        let memory = self.memory.unwrap_or_else(half_of_host);
         Limits {
             jobs: self.max_jobs,
             ranks: self.max_ranks,
             memory: usize::try_from(memory).unwrap_or(usize::MAX),
         }
     }
-}
-
-/// Bytes of memory that the host has.
-fn memory_of_host() -> u64 {
-    let told = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let total = told.lines().find_map(|line| line.strip_prefix("MemTotal:"));
-    let kib = total.and_then(|text| text.split_whitespace().next()?.parse::<u64>().ok());
-    kib.map_or(u64::MAX, |kib| kib << 10)
 }
 
 fn memory(text: &str) -> Result<u64, String> {

@@ -43,7 +43,7 @@ impl Member {
         Self { join, also, identity, addr, tell, hears, withdraws, heard: now, came_back }
     }
 
-    /// Who it is, by what somebody vouches for if there is such a thing.
+    /// The name in its certificate, or its address where callers have none.
     pub(super) fn beginner(&self) -> Beginner {
         who(self.identity.as_deref(), self.addr)
     }

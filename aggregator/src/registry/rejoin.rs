@@ -27,7 +27,7 @@ pub(super) struct Return {
     replaced: oneshot::Sender<()>,
 }
 
-/// What a caller knows that is on its way back as a rank.
+/// The state that a returning caller holds until its rank has rejoined.
 #[derive(Debug)]
 pub(crate) struct Returning {
     pub(crate) seat: Seat,
@@ -37,7 +37,7 @@ pub(crate) struct Returning {
     /// Tells when another caller is preferred.
     pub(crate) replaced: oneshot::Receiver<()>,
     pub(crate) progress: watch::Receiver<Progress>,
-    /// What is to tell the progress, if nobody does yet.
+    /// The sender of `progress`, for the first caller, which must feed it.
     pub(crate) unasked: Option<watch::Sender<Progress>>,
     /// The shards may have been asked before this rank had left, so the next progress is not to
     /// be heeded.
