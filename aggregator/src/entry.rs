@@ -5,14 +5,15 @@ use std::time::Duration;
 
 use racksum_net::quic::quinn;
 use racksum_proto::control::{FromAggregator, FromWorker, Join};
-use tokio::sync::{Notify, watch};
+use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
 
 use crate::door::Place;
 use crate::queue;
-use crate::registry::{Caller, Joined, Progress, Returning, Seat, settle};
-use crate::server::{JOIN_TIMEOUT, Shared, WAITING_PERIOD, Words, lock, say};
+use crate::registry::{Caller, Joined, Progress, Returning, Seat, settle, watch};
+use crate::server::{JOIN_TIMEOUT, Shared, WAITING_PERIOD, lock, say};
 use crate::tenancy::Refusal;
+use crate::words::Words;
 
 /// Takes a rank into its job, once there is room for it if the rank wants to wait; nothing comes of
 /// it if the rank leaves before. Its place with callers that have not joined is given up once it
@@ -135,15 +136,12 @@ async fn come_back(
     limit: Duration,
 ) -> Result<(Seat, Joined), Refusal> {
     let mut returns = Returns::begin(registry, join, caller)?;
-    let Returning { replaced, progress, may_move, overhear, .. } = &mut returns.returning;
+    let Returning { seat, replaced, may_move, .. } = &mut returns.returning;
     let settled = async {
+        // There is nothing to watch once the job is gone.
+        let mut watched = watch(registry, seat.id())?;
         loop {
-            // It is not told any more once the job is gone.
-            progress.changed().await.ok()?;
-            let Progress { sealed, settled } = progress.borrow_and_update().clone();
-            if std::mem::take(overhear) {
-                continue;
-            }
+            let Progress { sealed, settled, .. } = watched.next().await?;
             if settled || !*may_move {
                 return Some(sealed);
             }
@@ -178,11 +176,7 @@ struct Returns {
 
 impl Returns {
     fn begin(registry: &Shared, join: &Join, caller: &Caller) -> Result<Self, Refusal> {
-        let mut returning = lock(registry).begin_return(join, caller)?;
-        if let Some(tell) = returning.unasked.take() {
-            let seat = returning.seat.clone();
-            tokio::spawn(tell_progress(Arc::clone(registry), seat, tell));
-        }
+        let returning = lock(registry).begin_return(join, caller)?;
         Ok(Self { registry: Arc::clone(registry), returning })
     }
 }
@@ -193,32 +187,8 @@ impl Drop for Returns {
     }
 }
 
-/// Asks the shards how far a job is for as long as ranks are on their way back to it.
-async fn tell_progress(registry: Shared, seat: Seat, tell: watch::Sender<Progress>) {
-    loop {
-        let asked = {
-            let mut registry = lock(&registry);
-            if !registry.awaits_progress(&seat) {
-                return;
-            }
-            registry.ask_shards()
-        };
-        let mut progress = Progress { sealed: Vec::new(), settled: true };
-        for report in asked {
-            let report = report.await.unwrap_or_default();
-            let job = report.jobs.get(&seat.id());
-            progress.sealed.push(job.map_or(0, |job| job.sealed));
-            progress.settled &= job.is_none_or(|job| job.settled);
-        }
-        tell.send_replace(progress);
-        tokio::time::sleep(SETTLE_PERIOD).await;
-    }
-}
-
 /// How often a rank that waits for room is looked after before it is tried again whether there is.
 const LOOKS: usize = 10;
-/// How often it is looked whether all ranks have all results.
-const SETTLE_PERIOD: Duration = Duration::from_millis(20);
 /// How long a rank may be on its way back. A rank that hears nothing for 20 s is lost.
 const LONGEST_RETURN: Duration = Duration::from_secs(30);
 

@@ -29,6 +29,7 @@ mod turn;
 mod visit;
 mod wall_clock;
 mod ways;
+mod words;
 
 use std::collections::BTreeSet;
 use std::hash::{BuildHasher, Hasher, RandomState};

@@ -113,10 +113,15 @@ mod tests {
     #[tokio::test]
     async fn a_lifeline_goes_to_whom_it_was_offered_and_no_other_is_kept() {
         let credentials = Credentials::new(None, false).unwrap();
-        let endpoint = server("127.0.0.1:0".parse().unwrap(), &credentials).unwrap();
-        let to = endpoint.local_addr().unwrap();
         // Its port is taken: another will do.
-        let _taken = TcpListener::bind(to).await.unwrap();
+        let (endpoint, to, _taken) = loop {
+            let endpoint = server("127.0.0.1:0".parse().unwrap(), &credentials).unwrap();
+            let to = endpoint.local_addr().unwrap();
+            // Somebody else may have it, for a while.
+            if let Ok(taken) = TcpListener::bind(to).await {
+                break (endpoint, to, taken);
+            }
+        };
         let lifelines = Lifelines::serve(&endpoint, 8).await;
         let (token, port, come) = lifelines.offer().unwrap();
         assert_ne!(port, to.port());

@@ -6,6 +6,7 @@ mod job;
 mod lives;
 mod member;
 mod moving;
+mod progress;
 mod rejoin;
 mod tree;
 
@@ -18,11 +19,12 @@ use job::{Job, State, group_of};
 use lives::beginner_of;
 use member::Member;
 pub(crate) use member::WORDS;
+pub(crate) use progress::{Progress, watch};
 use racksum_net::log_limit::LogLimit;
 use racksum_proto::control::{Absent, FromAggregator, Join, Loss, Welcome};
 use racksum_proto::ids::{JobId, Rank};
 use racksum_proto::job_name::JobName;
-pub(crate) use rejoin::{Progress, Returning};
+pub(crate) use rejoin::Returning;
 use tokio::sync::mpsc::Sender;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
@@ -222,9 +224,9 @@ impl Registry {
         }
     }
 
-    /// Asks every shard how far its jobs are.
-    pub(crate) fn ask_shards(&self) -> Vec<oneshot::Receiver<ShardReport>> {
-        self.shards.iter().map(ShardHandle::ask).collect()
+    /// Asks every shard how far a job is, or all that it has.
+    pub(crate) fn ask_shards(&self, job: Option<JobId>) -> Vec<oneshot::Receiver<ShardReport>> {
+        self.shards.iter().map(|shard| shard.ask(job)).collect()
     }
 
     /// How many connections are those of ranks that have joined, or wait for room.

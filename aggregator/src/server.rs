@@ -8,9 +8,8 @@ use std::time::Duration;
 use racksum_net::quic::{frames, not_connected, quinn};
 use racksum_proto::control::{FromAggregator, FromWorker, Loss};
 use racksum_proto::ids::OpId;
-use tokio::sync::mpsc::{Receiver, channel};
+use tokio::sync::mpsc::Receiver;
 use tokio::sync::watch;
-use tokio::task::AbortHandle;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
 use crate::door::Doors;
@@ -19,6 +18,7 @@ use crate::lifelines::Lifelines;
 use crate::parent::call;
 use crate::registry::{Joined, Registry, Seat, settle};
 use crate::visit::serve_caller;
+use crate::words::Words;
 
 /// Callers at a time that have not joined yet, whatever they do. Twice the ranks of a large job.
 pub(crate) const MAX_STRANGERS: usize = 512;
@@ -32,8 +32,6 @@ const READ_TIMEOUT: Duration = Duration::from_secs(10);
 pub(crate) const WAITING_PERIOD: Duration = Duration::from_millis(500);
 /// How often a multicast group is probed.
 const PROBE_PERIOD: Duration = Duration::from_millis(20);
-/// Words of a rank that may wait to be heeded.
-const QUEUE: usize = 16;
 
 /// The registry, shared by the connections. No lock is held across a wait.
 pub(crate) type Shared = Arc<Mutex<Registry>>;
@@ -145,29 +143,6 @@ async fn note_parting(
             let _fence = settle(registry, ending).await;
             lock(registry).leave(seat, why, Instant::now());
         }
-    }
-}
-
-/// What a rank says, read by a task of its own: reading a frame must not be cancelled half-way.
-pub(crate) struct Words(pub(crate) Receiver<FromWorker>, AbortHandle);
-
-impl Words {
-    pub(crate) fn of(mut recv: quinn::RecvStream) -> Self {
-        let (heard, words) = channel(QUEUE);
-        let reader = tokio::spawn(async move {
-            while let Ok(Some(word)) = frames::recv::<FromWorker>(&mut recv).await {
-                if heard.send(word).await.is_err() {
-                    return;
-                }
-            }
-        });
-        Self(words, reader.abort_handle())
-    }
-}
-
-impl Drop for Words {
-    fn drop(&mut self) {
-        self.1.abort();
     }
 }
 

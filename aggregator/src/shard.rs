@@ -81,8 +81,8 @@ pub(crate) enum Command {
     Fence(JobId, bool),
     /// The job is gone.
     Remove(JobId),
-    /// Say how far the jobs are.
-    Report(oneshot::Sender<ShardReport>),
+    /// Say how far a job is, or all are.
+    Report(Option<JobId>, oneshot::Sender<ShardReport>),
     /// A caller proves its data path with probes that show this token, or this aggregator does at
     /// its parent.
     Prove(Key, Proof),
@@ -192,6 +192,8 @@ struct Shard {
     failure: Failure,
     /// Some job has had its turn and has more to do.
     unserved: bool,
+    /// There may be more commands.
+    untold: bool,
 }
 
 impl Shard {
@@ -199,7 +201,7 @@ impl Shard {
         while let Some(received) = self.turn() {
             // After as many messages as were asked for there may be more. Of large ones these are
             // few: each is worth waking for.
-            if self.unserved {
+            if self.unserved || self.untold {
                 continue;
             }
             if received > 0 && !self.recv.is_full() && self.gather.is_due(self.backlog()) {
@@ -240,7 +242,12 @@ impl Shard {
     /// Does what it was told and takes what has arrived. Returns how many messages that was, or
     /// none once the shard is to stop, or cannot go on.
     fn turn(&mut self) -> Option<usize> {
-        while let Ok(command) = self.inbox.try_recv() {
+        self.untold = true;
+        for _ in 0..MOST_COMMANDS {
+            let Ok(command) = self.inbox.try_recv() else {
+                self.untold = false;
+                break;
+            };
             if !self.obey(command) {
                 return None;
             }
@@ -330,9 +337,10 @@ impl Shard {
                     job.slots.release(&mut self.arena);
                 }
             }
-            Command::Report(tell) => {
+            Command::Report(of, tell) => {
                 let now = self.clock.now();
-                let jobs = self.jobs.iter().map(|(id, job)| (*id, job.report(now))).collect();
+                let jobs = self.jobs.iter().filter(|(id, _)| of.is_none_or(|of| of == **id));
+                let jobs = jobs.map(|(id, job)| (*id, job.report(now))).collect();
                 // Whoever asked may have lost patience.
                 drop(tell.send(ShardReport { jobs }));
             }
@@ -538,6 +546,9 @@ impl Job {
     }
 }
 
+/// Commands that are obeyed before datagrams are taken again: ranks that come and go are no reason
+/// to leave the others' data in the socket.
+const MOST_COMMANDS: usize = 16;
 /// Contributions to bulk ops are folded at most this much later, and in batches.
 const LONGEST_PAUSE: Span = Span::from_micros(50);
 /// Results go to hosts of one rack.

@@ -253,7 +253,7 @@ impl Drop for StatusSocket {
 pub(crate) async fn status(registry: &Shared, addr: SocketAddr) -> Status {
     let (mut status, asked) = {
         let registry = lock(registry);
-        (registry.status(addr), registry.ask_shards())
+        (registry.status(addr), registry.ask_shards(None))
     };
     let mut reports = Vec::new();
     for report in asked {

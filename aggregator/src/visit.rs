@@ -18,9 +18,10 @@ use crate::handshake::{NOT_JOINED, REFUSED};
 use crate::lifelines::Lifelines;
 use crate::paths::{answers_elsewhere, hear_proof};
 use crate::registry::{Caller, WORDS};
-use crate::server::{JOIN_TIMEOUT, Seated, Server, Shared, Words, end, lock, say};
+use crate::server::{JOIN_TIMEOUT, Seated, Server, Shared, end, lock, say};
 use crate::status::status;
 use crate::tenancy::Refusal;
+use crate::words::Words;
 
 /// Serves whoever calls. Until it has joined it may have to give its place to another.
 pub(crate) async fn serve_caller(connection: quinn::Connection, handshake: Place, server: Server) {

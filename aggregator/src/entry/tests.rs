@@ -10,8 +10,8 @@ use tokio::sync::mpsc::channel;
 
 use super::*;
 use crate::config::Fanout;
+use crate::registry::WORDS;
 use crate::registry::tests::{join, registry, wish};
-use crate::registry::{Registry, WORDS};
 
 /// A job of two that may move, of which rank 1 has left while rank 0 lacks a result, or says so.
 struct Unsettled {
@@ -175,16 +175,19 @@ async fn a_rank_that_cannot_come_back_is_told_so_in_time_and_leaves_its_place_to
 }
 
 #[tokio::test]
-async fn one_task_asks_for_all_that_come_back_to_a_job_while_there_are_any() {
+async fn a_job_is_asked_after_once_however_many_wait_for_it() {
     let job = Unsettled::new();
-    let (own, mut registry) = (caller(OWN), lock(&job.registry));
-    let begin = |registry: &mut Registry| registry.begin_return(&job.back, &own).unwrap();
-    let [first, second] = [(); 2].map(|()| begin(&mut registry));
-    assert_eq!([&first, &second].map(|it| it.unasked.is_some()), [true, false]);
-    // The first has been replaced.
-    registry.end_return(&first);
-    assert!(registry.awaits_progress(&second.seat));
-    registry.end_return(&second);
-    assert!(!registry.awaits_progress(&second.seat));
-    assert!(begin(&mut registry).unasked.is_some(), "somebody is to ask again");
+    let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
+    let watched: Vec<_> = (0..64).filter_map(|_| watch(&job.registry, job.id)).collect();
+    assert_eq!((watched.len(), tasks()), (64, 1));
+    // The last is told of what was asked after it came.
+    job.settle();
+    let mut last = watched.into_iter().last().unwrap();
+    while !last.next().await.unwrap().settled {}
+    drop(last);
+    while tasks() > 0 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    assert!(watch(&job.registry, job.id).is_some() && tasks() == 1, "somebody asks again");
+    assert!(watch(&job.registry, JobId(0)).is_none());
 }

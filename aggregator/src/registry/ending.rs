@@ -5,22 +5,18 @@ use std::time::Duration;
 
 use racksum_proto::control::{Absent, FromAggregator, Join, Loss};
 use racksum_proto::ids::{JobId, Rank};
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
 use super::job::{Job, State};
 use super::lives::beginner_of;
+use super::progress::watch;
 use super::{Caller, Registry, Seat};
 use crate::server::{Shared, lock};
-use crate::shard::{Command, JobReport};
+use crate::shard::Command;
 use crate::tenancy::{Tenant, check_room};
 
 /// How long ranks are waited for at most that lack results.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// A rank that waits for a result asks for it several times in this time. One that is silent for
-/// longer has no use for it, or is gone.
-const SILENT_MS: u64 = 500;
-/// How often it is looked whether all ranks have all results.
-const PERIOD: Duration = Duration::from_millis(20);
 
 /// A life of a job that is about to end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -102,53 +98,16 @@ impl Drop for Fence {
 pub(crate) async fn settle(registry: &Shared, ending: Option<Ending>) -> Option<Fence> {
     let Ending { id, lost } = ending?;
     let fence = Fence::new(registry, id);
-    let began = Instant::now();
-    while began.elapsed() < PATIENCE {
-        let asked = lock(registry).ask_shards();
-        let mut lacks = false;
-        for report in asked {
-            let report = report.await.unwrap_or_default();
-            lacks |= report.jobs.get(&id).is_some_and(|job| is_lacking(job, lost));
+    let settled = async {
+        let mut watched = watch(registry, id)?;
+        loop {
+            let lacking = watched.next().await?.lacking;
+            if lacking.iter().all(|rank| Some(*rank) == lost) {
+                return Some(());
+            }
         }
-        if !lacks {
-            break;
-        }
-        tokio::time::sleep(PERIOD).await;
-    }
+    };
+    // It may be gone already, or not be settled in time.
+    drop(timeout(PATIENCE, settled).await);
     Some(fence)
-}
-
-/// Whether a rank lacks a result that was sent, and would have it.
-fn is_lacking(job: &JobReport, lost: Option<Rank>) -> bool {
-    let ranks = (0..).map(Rank).zip(&job.ranks);
-    ranks
-        .filter(|(rank, _)| Some(*rank) != lost)
-        .any(|(_, progress)| progress.lacks && progress.silent.as_millis() < SILENT_MS)
-}
-
-#[cfg(test)]
-mod tests {
-    use racksum_proto::aggregator::RankProgress;
-    use racksum_proto::ids::OpId;
-    use racksum_proto::time::Span;
-
-    use super::*;
-
-    #[test]
-    fn only_a_rank_that_lacks_a_result_and_was_heard_of_lately_is_waited_for() {
-        let of = |lacks: bool, silent_ms| RankProgress {
-            next_op: OpId(1),
-            opened: 1,
-            delivered: u64::from(!lacks),
-            lacks,
-            silent: Span::from_millis(silent_ms),
-            behind: false,
-        };
-        let job = |ranks| JobReport { stalled: None, ranks, settled: false, sealed: 0 };
-        assert!(!is_lacking(&job(vec![of(false, 0), of(false, 0)]), None));
-        let late = job(vec![of(false, 0), of(true, SILENT_MS - 1)]);
-        assert!(is_lacking(&late, None) && is_lacking(&late, Some(Rank(0))));
-        assert!(!is_lacking(&late, Some(Rank(1))), "it is lost");
-        assert!(!is_lacking(&job(vec![of(true, SILENT_MS), of(false, 0)]), None));
-    }
 }

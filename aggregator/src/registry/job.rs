@@ -17,7 +17,8 @@ use tokio::time::Instant;
 
 use super::member::Member;
 use super::moving::{given_up, too_many_absent};
-use super::rejoin::{Progress, Return};
+use super::progress::Progress;
+use super::rejoin::Return;
 use super::tree::Above;
 use crate::config::Config as AggregatorConfig;
 use crate::locks::Locks;
@@ -50,7 +51,7 @@ pub(super) struct Job {
     /// Those of them that are on their way back, and how many callers have been.
     pub(super) returns: BTreeMap<u16, Return>,
     pub(super) last_return: u64,
-    /// Tells the ranks on their way back how far the job is, while there are any.
+    /// Tells how far it is, while it is watched.
     pub(super) progress: Option<watch::Sender<Progress>>,
     /// Bytes of the smallest receive buffer of its ranks when it started.
     pub(super) least_buffer: u32,

@@ -55,10 +55,14 @@ impl Registry {
 
 impl Job {
     /// Whether a rank shows that it is of the same job: by the secret of its lives, or by an
-    /// identity that has joined this one. Where jobs have no secret, and nobody has an identity,
+    /// identity that has joined this one or come back to it. Where jobs have no secret, and nobody has an identity,
     /// the address has to do.
     pub(super) fn may_be_ended_by(&self, join: &Join) -> bool {
-        let known = match join.begun_by.as_ref().filter(|by| self.callers.contains(by)) {
+        let came_back = |by: &&Beginner| {
+            self.members.iter().flatten().any(|member| member.join.begun_by.as_ref() == Some(by))
+        };
+        let is_of_it = |by: &&Beginner| self.callers.contains(by) || came_back(by);
+        let known = match join.begun_by.as_ref().filter(is_of_it) {
             Some(Beginner::Identity(_)) => Known::ByIdentity,
             Some(Beginner::Address(_)) => Known::ByPlace,
             None => Known::Not,

@@ -178,8 +178,9 @@ impl Registry {
         let job = self.job(seat).filter(gathers);
         let member = job.and_then(|job| job.members[usize::from(seat.rank)].as_mut());
         let Some(member) = member else { return false };
-        member.withdraws = true;
-        tracing::info!(job = ?seat.job, rank = seat.rank, "rank would rather be elsewhere");
+        if !std::mem::replace(&mut member.withdraws, true) {
+            tracing::info!(job = ?seat.job, rank = seat.rank, "rank would rather be elsewhere");
+        }
         true
     }
 

@@ -1,17 +1,17 @@
 //! Ranks that leave a job between two ops, and come back to it.
 //!
 //! A rank comes back once, however many callers say that they are it: one of them at a time waits
-//! until it may. One task for each job asks the shards for all ranks that wait.
+//! until it may.
 
 use racksum_proto::control::{Beginner, FromAggregator, Join, Loss, OnRankLoss, Welcome};
 use racksum_proto::ids::{JobId, OpId, Rank};
 use racksum_proto::wire::Header;
 
-use tokio::sync::{oneshot, watch};
+use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::job::{Job, Left, State};
-use super::lives::who;
+use super::lives::{beginner_of, who};
 use super::member::Member;
 use super::{Caller, Joined, Registry, Seat};
 use crate::config::Fanout;
@@ -36,21 +36,6 @@ pub(crate) struct Returning {
     pub(crate) may_move: bool,
     /// Tells when another caller is preferred.
     pub(crate) replaced: oneshot::Receiver<()>,
-    pub(crate) progress: watch::Receiver<Progress>,
-    /// The sender of `progress`, for the first caller, which must feed it.
-    pub(crate) unasked: Option<watch::Sender<Progress>>,
-    /// The shards may have been asked before this rank had left, so the next progress is not to
-    /// be heeded.
-    pub(crate) overhear: bool,
-}
-
-/// How far a job is by what all shards say.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Progress {
-    /// Datagrams that each shard has sealed.
-    pub(crate) sealed: Vec<u64>,
-    /// Every rank has the results of all ops.
-    pub(crate) settled: bool,
 }
 
 impl Registry {
@@ -87,16 +72,7 @@ impl Registry {
             // Whoever waited may have gone.
             before.replaced.send(()).ok();
         }
-        let (progress, unasked) = match &job.progress {
-            Some(asked) => (asked.subscribe(), None),
-            None => {
-                let (tell, progress) = watch::channel(Progress::default());
-                job.progress = Some(tell.clone());
-                (progress, Some(tell))
-            }
-        };
-        let overhear = unasked.is_none();
-        Ok(Returning { seat, number, may_move, replaced, progress, unasked, overhear })
+        Ok(Returning { seat, number, may_move, replaced })
     }
 
     /// A caller is not on its way back any more.
@@ -106,16 +82,6 @@ impl Registry {
         if job.returns.get(&rank).is_some_and(|present| present.number == returning.number) {
             job.returns.remove(&rank);
         }
-    }
-
-    /// Whether somebody is on its way back to a job, whose progress is to be told. Whoever comes
-    /// after the last has another task ask.
-    pub(crate) fn awaits_progress(&mut self, seat: &Seat) -> bool {
-        let Some(job) = self.job(seat) else { return false };
-        if job.returns.is_empty() {
-            job.progress = None;
-        }
-        job.progress.is_some()
     }
 
     /// A rank leaves, in the middle of an op or before its next, where it may come back.
@@ -173,12 +139,13 @@ impl Registry {
     /// A sentence for the user that says why not.
     pub(crate) fn rejoin(
         &mut self,
-        join: Join,
+        mut join: Join,
         caller: Caller,
         sealed: Vec<u64>,
         now: Instant,
     ) -> Result<(Seat, Joined), Refusal> {
         let (id, _) = self.may_rejoin(&join, &caller)?;
+        join.begun_by = Some(beginner_of(&join, &caller));
         let seat = Seat { job: join.job.clone(), id, rank: join.rank };
         let job = self.jobs.get_mut(&seat.job).ok_or("the job vanished")?;
         let (rank, next_op) = (Rank(join.rank), job.rejoins_at(&join)?);

@@ -10,6 +10,7 @@ use racksum_net::NetError;
 use racksum_net::clock::Clock;
 use racksum_net::interface::Interface;
 use racksum_net::udp::{Gather, RECV_BATCH, RECV_CAPACITY, RecvRing, UdpConfig, UdpSocket, Waker};
+use racksum_proto::ids::JobId;
 use racksum_proto::time::Time;
 use tokio::sync::oneshot;
 
@@ -117,6 +118,7 @@ impl ShardHandle {
             published: Time(0),
             failure: failure.clone(),
             unserved: false,
+            untold: false,
         };
         let thread = failure.spawn(format!("shard-{number}"), move || shard.run()).map_err(io)?;
         let (thread, mouth) = (Some(thread), Mouth { commands, waker });
@@ -134,10 +136,10 @@ impl ShardHandle {
         self.mouth.tell(command);
     }
 
-    /// Asks the shard how far its jobs are.
-    pub(crate) fn ask(&self) -> oneshot::Receiver<ShardReport> {
+    /// Asks the shard how far a job is, or all that it has.
+    pub(crate) fn ask(&self, job: Option<JobId>) -> oneshot::Receiver<ShardReport> {
         let (tell, report) = oneshot::channel();
-        self.tell(Command::Report(tell));
+        self.tell(Command::Report(job, tell));
         report
     }
 

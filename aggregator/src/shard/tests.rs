@@ -38,6 +38,7 @@ fn shard() -> (Shard, Sender<Command>) {
         published: Time(0),
         failure: Failure::new(),
         unserved: false,
+        untold: false,
     };
     (shard, commands)
 }
@@ -302,4 +303,30 @@ fn a_parent_is_a_peer_as_ranks_are() {
         parent_sealer: None,
     };
     assert_eq!([rank, parent, other].map(|addr| ways.is_peer(addr)), [true, true, false]);
+}
+
+#[test]
+fn data_is_taken_between_commands_however_many_there_are() {
+    let (mut shard, commands) = shard();
+    let tenant = Tenant::new(&mut shard, 1, 1, 100.0);
+    let mut reports = Vec::new();
+    for job in [None, Some(tenant.id), Some(JobId(7))].into_iter().cycle().take(2 * MOST_COMMANDS) {
+        let (tell, report) = oneshot::channel();
+        commands.send(Command::Report(job, tell)).unwrap();
+        reports.push(report);
+    }
+    let to = shard.socket.local_addr();
+    tenant.socket.send_to(&[0; Header::LEN], to).unwrap();
+    let is_told = |reports: &mut [oneshot::Receiver<ShardReport>]| {
+        reports.iter_mut().map(|report| report.try_recv().map(|it| it.jobs.len())).collect()
+    };
+    assert_eq!(shard.turn(), Some(1), "it has come");
+    let told: Vec<_> = is_told(&mut reports[..=MOST_COMMANDS]);
+    assert_eq!(told[..3], [Ok(1), Ok(1), Ok(0)], "of all jobs, of one, of one that is not there");
+    assert!(told[..MOST_COMMANDS].iter().all(Result::is_ok));
+    assert!(told[MOST_COMMANDS].is_err() && shard.untold, "the shard does not sleep before that");
+    shard.turn();
+    assert!(is_told(&mut reports[MOST_COMMANDS..]).iter().all(Result::is_ok));
+    shard.turn();
+    assert!(!shard.untold);
 }

@@ -132,6 +132,23 @@ fn a_rank_that_comes_back_is_of_the_same_job_and_no_other() {
 }
 
 #[test]
+fn a_rank_that_has_come_back_is_of_the_present_life_as_if_it_had_always_been() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let life = Life(1, Some(1));
+    let _first = enter(&mut registry, life.join(0), Some("node-1"), A).unwrap();
+    let (leaves, _second) = caller(Some("node-2"), B);
+    let (seat, _) = registry.join(life.join(1), leaves, Instant::now()).unwrap();
+    registry.part(&seat, Some(OpId(0)), Instant::now());
+    let again =
+        |registry: &mut Registry| enter(registry, Life(2, None).join(0), Some("node-9"), ELSEWHERE);
+    assert!(again(&mut registry).is_err(), "it has never been there");
+    let back = Join { rejoin: true, ..life.join(1) };
+    let (caller, _inbox) = caller(Some("node-9"), ELSEWHERE);
+    registry.rejoin(back, caller, vec![0], Instant::now()).unwrap();
+    again(&mut registry).unwrap();
+}
+
+#[test]
 fn a_rank_without_the_secret_of_a_life_is_not_of_it() {
     let mut registry = registry(Fanout::Unicast, 0);
     let _first = enter(&mut registry, Life(1, Some(1)).join(0), Some("node-1"), A).unwrap();

@@ -1,0 +1,153 @@
+//! How far a job is, for all that wait until it is further. However many do, one task for each job
+//! asks the shards, so that a job whose ranks come and go costs the others little.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use racksum_proto::ids::{JobId, Rank};
+use tokio::sync::watch;
+use tokio::time::sleep;
+
+use super::Registry;
+use crate::server::{Shared, lock};
+use crate::shard::{JobReport, ShardReport};
+
+/// How often the shards are asked.
+const PERIOD: Duration = Duration::from_millis(20);
+/// A rank that waits for a result asks for it several times in this time. One that is silent for
+/// longer has no use for it, or is gone.
+const SILENT_MS: u64 = 500;
+
+/// How far a job is by what all shards say.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Progress {
+    /// Datagrams that each shard has sealed.
+    pub(crate) sealed: Vec<u64>,
+    /// Every rank has the results of all ops.
+    pub(crate) settled: bool,
+    /// The ranks that lack a result that was sent, and would have it.
+    pub(crate) lacking: Vec<Rank>,
+}
+
+impl Progress {
+    fn of(id: JobId, reports: &[ShardReport]) -> Self {
+        let jobs: Vec<_> = reports.iter().map(|report| report.jobs.get(&id)).collect();
+        let known = || jobs.iter().flatten();
+        Self {
+            sealed: jobs.iter().map(|job| job.map_or(0, |job| job.sealed)).collect(),
+            settled: known().all(|job| job.settled),
+            lacking: known().flat_map(|job| lacking(job)).collect(),
+        }
+    }
+}
+
+/// The ranks that lack a result that was sent, and would have it.
+fn lacking(job: &JobReport) -> impl Iterator<Item = Rank> + '_ {
+    let ranks = (0..).map(Rank).zip(&job.ranks);
+    let lacks = ranks.filter(|(_, it)| it.lacks && it.silent.as_millis() < SILENT_MS);
+    lacks.map(|(rank, _)| rank)
+}
+
+/// A job whose progress is watched, until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Watched {
+    progress: watch::Receiver<Progress>,
+    /// The shards may have been asked before this was made.
+    is_late: bool,
+}
+
+impl Watched {
+    /// How far the job is: what the shards were asked after this was made, and after the last call.
+    /// None once the job is gone.
+    pub(crate) async fn next(&mut self) -> Option<Progress> {
+        loop {
+            self.progress.changed().await.ok()?;
+            let progress = self.progress.borrow_and_update().clone();
+            if !std::mem::take(&mut self.is_late) {
+                return Some(progress);
+            }
+        }
+    }
+}
+
+/// Watches how far a job is; none if there is no such job.
+pub(crate) fn watch(registry: &Shared, id: JobId) -> Option<Watched> {
+    let (watched, unasked) = lock(registry).watch(id)?;
+    if let Some(tell) = unasked {
+        tokio::spawn(tell_progress(Arc::clone(registry), id, tell));
+    }
+    Some(watched)
+}
+
+/// Asks the shards how far a job is for as long as it is watched.
+async fn tell_progress(registry: Shared, id: JobId, tell: watch::Sender<Progress>) {
+    loop {
+        let asked = {
+            let mut registry = lock(&registry);
+            if !registry.is_watched(id) {
+                return;
+            }
+            registry.ask_shards(Some(id))
+        };
+        let mut reports = Vec::with_capacity(asked.len());
+        for report in asked {
+            reports.push(report.await.unwrap_or_default());
+        }
+        tell.send_replace(Progress::of(id, &reports));
+        sleep(PERIOD).await;
+    }
+}
+
+impl Registry {
+    /// Watches a job. The sender is for the first that does, which has to have it fed.
+    fn watch(&mut self, id: JobId) -> Option<(Watched, Option<watch::Sender<Progress>>)> {
+        let job = self.jobs.values_mut().find(|job| job.id == id)?;
+        let (progress, unasked) = match &job.progress {
+            Some(asked) => (asked.subscribe(), None),
+            None => {
+                let (tell, progress) = watch::channel(Progress::default());
+                job.progress = Some(tell.clone());
+                (progress, Some(tell))
+            }
+        };
+        Some((Watched { progress, is_late: unasked.is_none() }, unasked))
+    }
+
+    /// Whether anybody watches a job. Who comes after the last has another task ask.
+    fn is_watched(&mut self, id: JobId) -> bool {
+        let Some(job) = self.jobs.values_mut().find(|job| job.id == id) else { return false };
+        job.progress.take_if(|tell| tell.receiver_count() == 0);
+        job.progress.is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use racksum_proto::aggregator::RankProgress;
+    use racksum_proto::ids::OpId;
+    use racksum_proto::time::Span;
+
+    use super::*;
+
+    #[test]
+    fn only_a_rank_that_lacks_a_result_and_was_heard_of_lately_is_waited_for() {
+        let of = |lacks: bool, silent_ms| RankProgress {
+            next_op: OpId(1),
+            opened: 1,
+            delivered: u64::from(!lacks),
+            lacks,
+            silent: Span::from_millis(silent_ms),
+            behind: false,
+        };
+        let lacking = |ranks| {
+            let job = JobReport { stalled: None, ranks, settled: false, sealed: 7 };
+            let reports = [ShardReport { jobs: [(JobId(1), job)].into() }, ShardReport::default()];
+            let progress = Progress::of(JobId(1), &reports);
+            assert_eq!((&*progress.sealed, progress.settled), (&[7, 0][..], false));
+            progress.lacking
+        };
+        assert_eq!(lacking(vec![of(false, 0), of(false, 0)]), []);
+        assert_eq!(lacking(vec![of(false, 0), of(true, SILENT_MS - 1)]), [Rank(1)]);
+        assert_eq!(lacking(vec![of(true, SILENT_MS), of(false, 0)]), []);
+    }
+}

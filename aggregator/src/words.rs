@@ -1,0 +1,79 @@
+//! What a rank says, and how much of it is heeded.
+
+use std::time::Duration;
+
+use racksum_net::quic::{frames, quinn};
+use racksum_proto::control::FromWorker;
+use tokio::sync::mpsc::{Receiver, channel};
+use tokio::task::AbortHandle;
+use tokio::time::{Instant, sleep_until};
+
+/// Words of a rank that may wait to be heeded.
+const QUEUE: usize = 16;
+/// Words that are heeded at once: an aggregator says two of each of its ranks, and the largest jobs
+/// have 256.
+const AT_ONCE: u32 = 1024;
+/// After those one is heeded in so much time. A rank has no more to say than a few words an hour.
+const PERIOD: Duration = Duration::from_millis(10);
+
+/// What a rank says, read by a task of its own: reading a frame must not be cancelled half-way.
+/// Whoever says more than ranks have to say is read no faster than it may be heeded.
+pub(crate) struct Words(pub(crate) Receiver<FromWorker>, AbortHandle);
+
+impl Words {
+    pub(crate) fn of(mut recv: quinn::RecvStream) -> Self {
+        let (heard, words) = channel(QUEUE);
+        let reader = tokio::spawn(async move {
+            let mut pace = Pace(Instant::now());
+            while let Ok(Some(word)) = frames::recv::<FromWorker>(&mut recv).await {
+                if let Some(due) = pace.next(Instant::now()) {
+                    sleep_until(due).await;
+                }
+                if heard.send(word).await.is_err() {
+                    return;
+                }
+            }
+        });
+        Self(words, reader.abort_handle())
+    }
+}
+
+impl Drop for Words {
+    fn drop(&mut self) {
+        self.1.abort();
+    }
+}
+
+/// When all words so far would have been heeded, if one was in each period: the generic cell rate
+/// algorithm (ITU-T I.371).
+struct Pace(Instant);
+
+impl Pace {
+    /// Counts a word. Returns when it may be heeded, if it may not be now.
+    fn next(&mut self, now: Instant) -> Option<Instant> {
+        self.0 = self.0.max(now) + PERIOD;
+        let ahead = self.0 - now;
+        let due = now + ahead.checked_sub(PERIOD * AT_ONCE)?;
+        (due > now).then_some(due)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_that_says_more_than_ranks_have_to_say_is_heeded_at_a_pace() {
+        let start = Instant::now();
+        let mut pace = Pace(start);
+        let at_once = (0..2 * AT_ONCE).take_while(|_| pace.next(start).is_none()).count();
+        assert_eq!(at_once, AT_ONCE as usize);
+        // One was counted that is to wait.
+        assert_eq!(pace.next(start), Some(start + 2 * PERIOD));
+        assert_eq!(pace.next(start + 3 * PERIOD), None);
+        // After a quiet time there may be as many at once as at first.
+        let later = start + 2 * PERIOD * AT_ONCE;
+        assert!((0..AT_ONCE).all(|_| pace.next(later).is_none()));
+        assert_eq!(pace.next(later), Some(later + PERIOD));
+    }
+}
