@@ -13,10 +13,9 @@ use crate::server::JOIN_TIMEOUT;
 /// How long a caller may send nothing in the middle of a handshake.
 const SILENCE: Span = Span::from_secs(2);
 
-/// Callers that were not answered, or found no place.
-pub(crate) static REFUSED: LogLimit = LogLimit::new(1);
-/// Handshakes that failed: the ranks of a host may hold identities of another authority.
-pub(crate) static NOT_CONNECTED: LogLimit = LogLimit::new(4);
+/// Callers of whom nothing is known: those that were not answered, found no place, or failed to
+/// shake hands. All in one, since anybody may bring about all of them.
+pub(crate) static STRANGERS: LogLimit = LogLimit::new(3);
 /// Joins that were refused: the ranks of a large job may all be told the same at once.
 pub(crate) static NOT_JOINED: LogLimit = LogLimit::new(64);
 
@@ -41,7 +40,7 @@ pub(crate) fn answer(
         }
         return None;
     }
-    let note = |why| REFUSED.note(|left_out| tracing::warn!(%from, left_out, "{why}"));
+    let note = |why| STRANGERS.note(|left_out| tracing::warn!(%from, left_out, "{why}"));
     let has_room = knows || doors.strangers.has_room(&party);
     if !has_room && doors.strangers.is_full() {
         note("refused: too many connections have not joined");

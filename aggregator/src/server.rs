@@ -13,7 +13,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
 use crate::door::Doors;
-use crate::handshake::{NOT_CONNECTED, answer, shake_hands};
+use crate::handshake::{STRANGERS, answer, shake_hands};
 use crate::lifelines::Lifelines;
 use crate::parent::call;
 use crate::registry::{Joined, Registry, Seat, settle};
@@ -82,7 +82,7 @@ pub(crate) async fn serve(
         tokio::spawn(async move {
             match shake_hands(connecting, place).await {
                 Some(Ok((connection, place))) => serve_caller(connection, place, server).await,
-                Some(Err(cause)) => NOT_CONNECTED.note(|left_out| {
+                Some(Err(cause)) => STRANGERS.note(|left_out| {
                     tracing::warn!(left_out, "refused: {}", not_connected(from, cause));
                 }),
                 None => {}

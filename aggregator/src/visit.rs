@@ -14,7 +14,7 @@ use tokio::time::{Instant, timeout};
 use crate::admission::admit;
 use crate::door::{Party, Place};
 use crate::entry::enter;
-use crate::handshake::{NOT_JOINED, REFUSED};
+use crate::handshake::{NOT_JOINED, STRANGERS};
 use crate::lifelines::Lifelines;
 use crate::paths::{answers_elsewhere, hear_proof};
 use crate::registry::{Caller, WORDS};
@@ -29,7 +29,7 @@ pub(crate) async fn serve_caller(connection: quinn::Connection, handshake: Place
     let from = connection.remote_address();
     let party = Party::new(certificate.as_ref().map(|it| &*it.name), from.ip());
     let Some((place, mut needed)) = server.doors.strangers.enter(party.clone()) else {
-        REFUSED.note(|left_out| {
+        STRANGERS.note(|left_out| {
             tracing::warn!(%from, left_out, "closed: too many callers like it have not joined");
         });
         return connection.close(1u32.into(), BUSY);

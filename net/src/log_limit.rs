@@ -6,7 +6,7 @@ use racksum_proto::time::{Span, Time};
 
 use crate::clock::Clock;
 
-/// A limit on the lines of one kind: so many at once, and then one a second.
+/// A limit on the lines of one kind: so many at once, and as many in each minute after.
 ///
 /// ```
 /// # use racksum_net::log_limit::LogLimit;
@@ -30,7 +30,7 @@ struct State {
 }
 
 impl LogLimit {
-    /// A limit of so many lines at once.
+    /// A limit of so many lines at once, one or more.
     #[must_use]
     pub const fn new(most: u32) -> Self {
         Self { most, state: Mutex::new(State { left: most, filled: None, left_out: 0 }) }
@@ -46,10 +46,11 @@ impl LogLimit {
     fn admit(&self, now: Time) -> Option<u64> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let filled = *state.filled.get_or_insert(now);
-        let seconds = now.since(filled).0 / SECOND.0;
-        if seconds > 0 {
-            state.filled = Some(filled + Span(seconds * SECOND.0));
-            let more = u32::try_from(seconds).unwrap_or(u32::MAX);
+        let period = MINUTE.0 / u64::from(self.most.max(1));
+        let periods = now.since(filled).0 / period;
+        if periods > 0 {
+            state.filled = Some(filled + Span(periods * period));
+            let more = u32::try_from(periods).unwrap_or(u32::MAX);
             state.left = state.left.saturating_add(more).min(self.most);
         }
         if state.left == 0 {
@@ -61,7 +62,7 @@ impl LogLimit {
     }
 }
 
-const SECOND: Span = Span::from_secs(1);
+const MINUTE: Span = Span::from_secs(60);
 
 #[cfg(test)]
 mod tests {
@@ -70,14 +71,14 @@ mod tests {
     #[test]
     fn lines_that_repeat_are_counted_and_not_written() {
         let limit = LogLimit::new(2);
-        let at = |ms| limit.admit(Time(7) + Span::from_millis(ms));
-        assert_eq!((at(0), at(0), at(0), at(999)), (Some(0), Some(0), None, None));
-        assert_eq!((at(1000), at(1000)), (Some(2), None));
-        // One a second, however many there would be.
-        let written: Vec<_> = (2000..12_000).filter_map(at).collect();
+        let at = |s| limit.admit(Time(7) + Span::from_secs(s));
+        assert_eq!((at(0), at(0), at(0), at(29)), (Some(0), Some(0), None, None));
+        assert_eq!((at(30), at(30)), (Some(2), None));
+        // Two a minute, however many there would be.
+        let written: Vec<_> = (60..360).filter_map(at).collect();
         assert_eq!(written.len(), 10);
-        assert_eq!(written.iter().sum::<u64>() + 10, 1 + 10_000 - 999);
+        assert_eq!(written.iter().sum::<u64>() + 10, 1 + 300 - 29);
         // After a quiet time there may be as many at once as at first.
-        assert_eq!((at(90_000), at(90_000), at(90_000)), (Some(999), Some(0), None));
+        assert_eq!((at(900), at(900), at(900)), (Some(29), Some(0), None));
     }
 }
