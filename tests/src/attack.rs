@@ -12,7 +12,7 @@ use racksum_net::auth::Sealer;
 use racksum_net::clock::Clock;
 use racksum_net::udp::Transmit;
 use racksum_proto::auth::DataAuth;
-use racksum_proto::control::{Join, Welcome};
+use racksum_proto::control::{FromWorker, Join, Welcome};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
 use racksum_proto::geometry::{Fragmentation, Geometry, WINDOW_BYTES};
@@ -20,6 +20,7 @@ use racksum_proto::ids::{Generation, OpId, Rank, WindowId};
 use racksum_proto::time::Span;
 use racksum_proto::wire::{AskEntries, AskEntry, Header, Kind, OpenEncoder, Opening};
 use racksum_worker::Client;
+use rustix::process::setpriority_process;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::impostor::Impostor;
@@ -176,12 +177,63 @@ impl Ops {
     }
 }
 
+/// The other tenant, as an attacker sees it.
+#[derive(Default)]
+struct Other {
+    /// Its quiet ops are over.
+    rested: AtomicBool,
+    /// So are those under attack.
+    done: AtomicBool,
+}
+
+impl Other {
+    /// Runs ops while it is quiet, then what `between` waits for, and ops under attack.
+    fn run(&self, rig: &Rig, between: impl Fn() + Sync) -> [Ops; 2] {
+        let ops = |client: &Client, rank| {
+            let quiet = Ops::run(client, rank, lasts());
+            self.rested.store(true, SeqCst);
+            between();
+            let attacked = Ops::run(client, rank, lasts());
+            self.done.store(true, SeqCst);
+            [quiet, attacked]
+        };
+        rig.ranks("other", WORLD, |_| {}, ops).swap_remove(0)
+    }
+}
+
+/// How long the ops run, and an attack.
+fn lasts() -> Span {
+    let seconds = std::env::var("RACKSUM_ATTACK_S").map_or(LASTS, |text| text.parse().unwrap());
+    Span::from_secs(seconds)
+}
+
 /// What an attack came to.
 struct Figures {
-    /// Bytes that the attacker has sent and was sent, its own work included.
-    bytes: [u64; 2],
-    quiet: Ops,
-    attacked: Ops,
+    /// Bytes that the attacker has sent and was sent, its own work included; none of an attack that
+    /// has no answers.
+    bytes: Option<[u64; 2]>,
+    ops: [Ops; 2],
+}
+
+impl Figures {
+    fn print(&self, name: &str, rig: &Rig) {
+        let Self { bytes, ops: [quiet, attacked] } = self;
+        print!("attack={name} seconds={}", lasts().0 / Span::from_secs(1).0);
+        if let Some([heard, sent]) = bytes {
+            print!(" bytes_in={heard} bytes_out={sent}");
+        }
+        println!(
+            " quiet_p50_us={} quiet_p99_us={} attacked_p50_us={} attacked_p99_us={} \
+             throughput_share={:.3} kernel_drops={}",
+            quiet.quantile(50),
+            quiet.quantile(99),
+            attacked.quantile(50),
+            attacked.quantile(99),
+            attacked.a_second() / quiet.a_second(),
+            rig.aggregator.stats().iter().map(|shard| shard.kernel_drops).sum::<u64>(),
+        );
+        assert!(!quiet.took.is_empty() && !attacked.took.is_empty(), "the other tenant's ops end");
+    }
 }
 
 /// Runs an attack: with the other tenant at rest, whose bytes would be counted, and then with its
@@ -189,28 +241,16 @@ struct Figures {
 /// other tenant is quiet the attacker does the same work and sends it to nobody, so that the two
 /// differ by what the aggregator does, and not by who has the cores.
 fn run(name: &str, rate: Option<u64>, attack: impl Fn(&mut Attacker) + Sync) -> Figures {
-    let lasts = std::env::var("RACKSUM_ATTACK_S").map_or(LASTS, |text| text.parse().unwrap());
-    let lasts = Span::from_secs(lasts);
     let rig = apart(|| Rig::start(|config| config.data_auth = Some(DataAuth::Mac)));
     let mut attacker = Attacker::join(&rig);
     let phases = Barrier::new(usize::from(WORLD) + 1);
-    let (rested, stop) = (AtomicBool::new(false), AtomicBool::new(false));
-    let (mut ranks, bytes) = std::thread::scope(|scope| {
+    let other = Other::default();
+    let (ops, bytes) = std::thread::scope(|scope| {
         let ranks = scope.spawn(|| {
-            rig.ranks(
-                "other",
-                WORLD,
-                |_| {},
-                |client, rank| {
-                    let quiet = Ops::run(client, rank, lasts);
-                    rested.store(true, SeqCst);
-                    phases.wait();
-                    phases.wait();
-                    let attacked = Ops::run(client, rank, lasts);
-                    stop.store(true, SeqCst);
-                    (quiet, attacked)
-                },
-            )
+            other.run(&rig, || {
+                phases.wait();
+                phases.wait();
+            })
         });
         let clock = Clock::start();
         let attack_until = |attacker: &mut Attacker, over: &dyn Fn(Span) -> bool| {
@@ -229,7 +269,7 @@ fn run(name: &str, rate: Option<u64>, attack: impl Fn(&mut Attacker) + Sync) -> 
             }
         };
         attacker.aside = Some(nobody());
-        attack_until(&mut attacker, &|_| rested.load(SeqCst));
+        attack_until(&mut attacker, &|_| other.rested.load(SeqCst));
         attacker.aside = None;
         phases.wait();
         let sent = || rig.aggregator.stats().iter().map(|shard| shard.bytes[1]).sum::<u64>();
@@ -237,37 +277,64 @@ fn run(name: &str, rate: Option<u64>, attack: impl Fn(&mut Attacker) + Sync) -> 
         std::thread::sleep(Duration::from_millis(300));
         let before = sent();
         attacker.work();
-        attack_until(&mut attacker, &|since| since > lasts);
+        attack_until(&mut attacker, &|since| since > lasts());
         std::thread::sleep(Duration::from_millis(300));
         let bytes = [attacker.sent, sent() - before];
         phases.wait();
-        attack_until(&mut attacker, &|_| stop.load(SeqCst));
+        attack_until(&mut attacker, &|_| other.done.load(SeqCst));
         (ranks.join().unwrap(), bytes)
     });
-    let (quiet, attacked) = ranks.swap_remove(0);
-    println!(
-        "attack={name} seconds={} bytes_in={} bytes_out={} quiet_p50_us={} quiet_p99_us={} \
-         attacked_p50_us={} attacked_p99_us={} throughput_share={:.3} kernel_drops={}",
-        lasts.0 / Span::from_secs(1).0,
-        bytes[0],
-        bytes[1],
-        quiet.quantile(50),
-        quiet.quantile(99),
-        attacked.quantile(50),
-        attacked.quantile(99),
-        attacked.a_second() / quiet.a_second(),
-        rig.aggregator.stats().iter().map(|shard| shard.kernel_drops).sum::<u64>(),
-    );
-    Figures { bytes, quiet, attacked }
+    let figures = Figures { bytes: Some(bytes), ops };
+    figures.print(name, &rig);
+    figures
 }
 
 /// Asks for all results `rate` times a second, and acknowledges none.
 fn ask_again_and_again(name: &str, rate: Option<u64>) {
-    let Figures { bytes: [heard, sent], quiet, attacked } = run(name, rate, Attacker::ask);
+    let [heard, sent] = run(name, rate, Attacker::ask).bytes.unwrap();
     // What a budget begins with, and what it gains with time.
     let more = 8 * WINDOW_BYTES as u64 + (1 << 20);
     assert!(sent <= 2 * heard + more, "{sent} bytes for {heard}");
-    assert!(!quiet.took.is_empty() && !attacked.took.is_empty(), "the other tenant's ops end");
+}
+
+/// Lets all others have the cores before this thread, and those that it begins: they are on a host
+/// of their own, but for what they make the aggregator do.
+fn give_way() {
+    setpriority_process(None, 19).unwrap();
+}
+
+/// Ranks of a job that say words without end.
+fn talk(name: &str, ranks: u16, word: &FromWorker) {
+    let rig = apart(|| Rig::start(|_| {}));
+    let connect = || {
+        give_way();
+        (0..ranks).map(|_| Impostor::connect(&rig)).collect::<Vec<_>>()
+    };
+    let mut talkers = std::thread::scope(|scope| scope.spawn(connect).join().unwrap());
+    for (rank, talker) in (0..).zip(&mut talkers) {
+        let join = talker.wish("attacker", rank, ranks);
+        talker.say(&FromWorker::Join(join));
+    }
+    let other = Other::default();
+    let rested = Barrier::new(usize::from(WORLD + ranks));
+    let ops = std::thread::scope(|scope| {
+        let ops = scope.spawn(|| {
+            other.run(&rig, || {
+                rested.wait();
+            })
+        });
+        for talker in &mut talkers {
+            let (other, rested) = (&other, &rested);
+            scope.spawn(move || {
+                give_way();
+                rested.wait();
+                // It waits while it is not read, until its connection ends with the ops.
+                talker.say_until(word, || other.done.load(SeqCst));
+            });
+        }
+        ops.join().unwrap()
+    });
+    Figures { bytes: None, ops }.print(name, &rig);
 }
 
 #[test]
@@ -280,4 +347,10 @@ fn a_tenant_that_repeats_a_small_ask_is_sent_no_more_than_twice_what_it_sends() 
 fn a_tenant_that_asks_as_fast_as_it_can_leaves_others_their_share() {
     let test = "attack::a_tenant_that_asks_as_fast_as_it_can_leaves_others_their_share";
     in_a_process_of_its_own(test, || ask_again_and_again("asks-at-line-rate", None));
+}
+
+#[test]
+fn ranks_that_say_words_without_end_leave_others_their_share() {
+    let test = "attack::ranks_that_say_words_without_end_leave_others_their_share";
+    in_a_process_of_its_own(test, || talk("words", 64, &FromWorker::Heard));
 }

@@ -80,6 +80,23 @@ impl Impostor {
         self.runtime.block_on(frames::send(&mut self.send, word)).unwrap();
     }
 
+    /// Says a word as often as it is heard, until it is enough.
+    pub(crate) fn say_until(&mut self, word: &FromWorker, enough: impl Fn() -> bool) {
+        let Self { runtime, send, .. } = self;
+        let pause = Duration::from_millis(100);
+        runtime.block_on(async {
+            while !enough() {
+                // A word that waits to be read goes on where it was: none is cut.
+                let mut said = std::pin::pin!(frames::send(send, word));
+                while tokio::time::timeout(pause, &mut said).await.is_err() {
+                    if enough() {
+                        return;
+                    }
+                }
+            }
+        });
+    }
+
     /// Writes bytes to the control stream, whatever they are.
     pub(crate) fn babble(&mut self, bytes: &[u8]) {
         self.runtime.block_on(self.send.write_all(bytes)).unwrap();
