@@ -208,6 +208,10 @@ impl Aggregator {
     /// A sentence that says what is wrong with it; nothing has changed then.
     pub fn reload(&self, reload: Reload) -> Result<Vec<&'static str>, StartError> {
         let Reload { config, fixed, credentials } = reload;
+        let Some(credentials) = credentials else {
+            server::lock(&self.registry).reconfigure(config);
+            return Ok(fixed);
+        };
         change_credentials(&self.endpoint, &credentials)?;
         server::lock(&self.registry).reconfigure(config);
         let mut before = self.credentials.lock().unwrap_or_else(PoisonError::into_inner);
@@ -268,7 +272,9 @@ impl Aggregator {
 pub struct Reload {
     config: Config,
     fixed: Vec<&'static str>,
-    credentials: Credentials,
+    /// None where the configuration names no identity any more: that takes a restart, until which
+    /// the present one is shown, though its file may be gone.
+    credentials: Option<Credentials>,
 }
 
 impl Reload {
@@ -281,8 +287,10 @@ impl Reload {
     pub fn read(config: Config, running: &Config) -> Result<Self, StartError> {
         config.validate()?;
         let fixed = config.fixed_changes(running);
+        let stays = config.identity.is_none() && running.identity.is_some();
         let config = config.with_fixed_of(running);
-        let credentials = Credentials::of_aggregator(config.identity.as_deref(), config.insecure)?;
+        let read = || Credentials::of_aggregator(config.identity.as_deref(), config.insecure);
+        let credentials = if stays { None } else { Some(read()?) };
         Ok(Self { config, fixed, credentials })
     }
 }
