@@ -39,7 +39,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 pub use admission::Admit;
-pub use config::{Config, ConfigError, Fanout, MAX_SHARDS, bind_address, host_mib};
+pub use config::{Config, ConfigError, Fanout, MAX_SHARDS, bind_address, bounds, host_mib};
 use failure::Failure;
 use racksum_net::NetError;
 use racksum_net::clock::Clock;
