@@ -44,7 +44,8 @@ fn text(status: &Status) -> String {
     };
     let draining = if status.draining { ", draining: it takes no more jobs" } else { "" };
     let mut text = format!(
-        "racksum worker {version}, up {} s, {} of {}, {ranks} of {}, {lent} of {most} B of memory{aggregators}{draining}\n",
+        "racksum worker {version}, up {} s, {} of {}, {ranks} of {}, \
+         {lent} of {most} B of memory{aggregators}{draining}\n",
         up_ms / 1000,
         jobs.len(),
         counted(*max_jobs, "job"),
