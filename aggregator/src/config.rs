@@ -1,10 +1,12 @@
 //! What an operator configures.
 
 use std::net::{AddrParseError, IpAddr, Ipv6Addr, SocketAddr};
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 use racksum_proto::auth::DataAuth;
 use racksum_proto::control::POOL_SLOTS;
+use racksum_proto::counted::counted;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
 use toml::{Table, Value};
@@ -159,8 +161,9 @@ pub enum ConfigError {
     },
     /// The pools are larger than this host's memory.
     #[error(
-        "{shards} shard(s) with pools of {pool_mib} MiB need more than the {host_mib} MiB of \
-         memory of this host; lower --pool-mib or --shards"
+        "{} with pools of {pool_mib} MiB need more than the {host_mib} MiB of \
+         memory of this host; lower --pool-mib or --shards",
+        counted(*shards, "shard")
     )]
     Memory {
         /// How many pools there would be.
@@ -332,6 +335,14 @@ fn ranges(shards: u8) -> [Range; 7] {
         ("join_timeout_s", 1, 7 * 24 * 3600),
         ("port", 0, ports),
     ]
+}
+
+/// What a number outside of rules may be; the port depends on the shards. `None` for a key that is
+/// no number.
+#[must_use]
+pub fn bounds(key: &str) -> Option<RangeInclusive<u64>> {
+    let all = ranges(Config::default().shards);
+    all.into_iter().find(|(name, ..)| *name == key).map(|(_, min, max)| min..=max)
 }
 
 /// The ranges of the numbers of a rule.

@@ -40,7 +40,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 pub use admission::Admit;
-pub use config::{Config, ConfigError, Fanout, MAX_SHARDS, bind_address, host_mib};
+pub use config::{Config, ConfigError, Fanout, MAX_SHARDS, bind_address, bounds, host_mib};
 use failure::Failure;
 use racksum_net::NetError;
 use racksum_net::clock::Clock;
@@ -209,6 +209,10 @@ impl Aggregator {
     /// A sentence that says what is wrong with it; nothing has changed then.
     pub fn reload(&self, reload: Reload) -> Result<Vec<&'static str>, StartError> {
         let Reload { config, fixed, credentials } = reload;
+        let Some(credentials) = credentials else {
+            server::lock(&self.registry).reconfigure(config);
+            return Ok(fixed);
+        };
         change_credentials(&self.endpoint, &credentials)?;
         server::lock(&self.registry).reconfigure(config);
         let mut before = self.credentials.lock().unwrap_or_else(PoisonError::into_inner);
@@ -269,7 +273,9 @@ impl Aggregator {
 pub struct Reload {
     config: Config,
     fixed: Vec<&'static str>,
-    credentials: Credentials,
+    /// None where the configuration names no identity any more: that takes a restart, until which
+    /// the present one is shown, though its file may be gone.
+    credentials: Option<Credentials>,
 }
 
 impl Reload {
@@ -282,8 +288,10 @@ impl Reload {
     pub fn read(config: Config, running: &Config) -> Result<Self, StartError> {
         config.validate()?;
         let fixed = config.fixed_changes(running);
+        let stays = config.identity.is_none() && running.identity.is_some();
         let config = config.with_fixed_of(running);
-        let credentials = Credentials::of_aggregator(config.identity.as_deref(), config.insecure)?;
+        let read = || Credentials::of_aggregator(config.identity.as_deref(), config.insecure);
+        let credentials = if stays { None } else { Some(read()?) };
         Ok(Self { config, fixed, credentials })
     }
 }

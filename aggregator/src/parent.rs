@@ -1,11 +1,12 @@
 //! How an aggregator calls its parent: one conversation for each job, as a rank of which it is.
 
+use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use racksum_net::interface::{interface_of, local_addr_towards, max_datagram};
 use racksum_net::quic::{self, Caller, Credentials, Line, talk};
-use racksum_net::resolve::{NO_ZONE, lacks_zone, resolve};
+use racksum_net::resolve::resolve;
 use racksum_proto::control::{FromAggregator, FromWorker, Join};
 use racksum_proto::time::Span;
 use tokio::sync::mpsc::{Receiver, channel};
@@ -72,10 +73,13 @@ pub(crate) async fn find(own: SocketAddr, parent: &str) -> Result<Vec<SocketAddr
     let unknown =
         |why: String| format!("{parent:?} is no address of an aggregator (HOST:PORT): {why}");
     let found = resolve(parent).await;
-    let found = found.map_err(|why| Unfound::Yet(unknown(why.to_string())))?;
-    if found.iter().any(lacks_zone) {
-        return Err(Unfound::Ever(unknown(NO_ZONE.into())));
-    }
+    let found = found.map_err(|why| {
+        let told = unknown(why.to_string());
+        match why.kind() {
+            io::ErrorKind::Unsupported => Unfound::Ever(told),
+            _ => Unfound::Yet(told),
+        }
+    })?;
     let mut fitting = found.clone();
     fitting.retain(|addr| addr.is_ipv6() == bind.is_ipv6());
     let Some(to) = fitting.first().copied() else {

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use racksum_proto::control::CONTROL_VERSION;
+use racksum_proto::counted::{are, counted};
 use racksum_proto::job_name::JobName;
 
 use crate::admission::{Admit, rule_of};
@@ -125,7 +126,8 @@ impl fmt::Display for Limit {
                 write!(f, "{taken} of {most} ranks are taken ({limit}), and {world} asked for")
             }
             Self::Jobs { jobs, most, limit } => {
-                write!(f, "there are {jobs} jobs, and {limit} allows {most}")
+                let (are, jobs) = (are(jobs), counted(jobs, "job"));
+                write!(f, "there {are} {jobs}, and {limit} allows {most}")
             }
             Self::Share { taken, share } => write!(
                 f,
@@ -280,15 +282,14 @@ fn holders<'a>(
     let (seen, others): (Vec<&Tenant<'_>>, Vec<_>) = held.partition(visible);
     let named = seen.iter().take(MAX_HOLDERS);
     let mut names: Vec<_> =
-        named.map(|it| format!("{:?} with {} ranks", it.name, it.world)).collect();
+        named.map(|it| format!("{:?} with {}", it.name, counted(it.world, "rank"))).collect();
     if let Some(more @ 1..) = seen.len().checked_sub(MAX_HOLDERS) {
         names.push(format!("{more} more jobs or groups of them"));
     }
     let others: BTreeSet<&str> = others.iter().map(|it| &*it.name.name).collect();
     match others.len() {
         0 => {}
-        1 => names.push("1 job of others".into()),
-        jobs => names.push(format!("{jobs} jobs of others")),
+        jobs => names.push(format!("{} of others", counted(jobs, "job"))),
     }
     if names.is_empty() { String::new() } else { format!(", held by {}", names.join(", ")) }
 }
@@ -357,7 +358,7 @@ mod tests {
         let tenant = |job, identity, world| of(&config, job, identity, world);
         let held = [tenant("s-1", "speech-1", 100), tenant("v-1", "vision-1", 4)];
         let (later, told) = why(check_room(&config, &held, &tenant("v-2", "vision-2", 4)));
-        let expected = "there are 1 jobs, and max_jobs of your [[admit]] rule allows 1, held by \
+        let expected = "there is 1 job, and max_jobs of your [[admit]] rule allows 1, held by \
                         \"v-1\" with 4 ranks; try again later, or set `wait`";
         assert_eq!((later, &*told), (true, expected));
         let (later, told) = why(check_room(&config, &held, &tenant("v-2", "vision-2", 9)));
@@ -419,7 +420,7 @@ mod tests {
         assert_eq!(check_room(&config, &held, &of(&config, "other", "y", 8)), Ok(()));
         let one = Config { max_jobs: 1, ..config };
         let (_, told) = why(check_room(&one, &held, &of(&one, "other", "y", 8)));
-        assert!(told.starts_with("there are 1 jobs, and --max-jobs allows 1, held by"), "{told}");
+        assert!(told.starts_with("there is 1 job, and --max-jobs allows 1, held by"), "{told}");
     }
 
     #[test]
@@ -458,7 +459,7 @@ mod tests {
         }
         // Forty groups are one job, to others at least.
         let (_, told) = why(check_room(&config, &held[..43], &of(&config, "s-4", "speech-2", 1)));
-        assert!(told.contains("\"s-3\" with 1 ranks, 1 job of others;"), "{told}");
+        assert!(told.contains("\"s-3\" with 1 rank, 1 job of others;"), "{told}");
         let of_vision = Tenant { granted: None, ..held[0] };
         let (_, told) = why(check_room(&config, &held[..40], &of(&config, "v-y", "vision-2", 1)));
         assert!(told.contains(", 24 more jobs or groups of them;"), "{told}");

@@ -10,6 +10,7 @@ use racksum_net::aside::Aside;
 use racksum_net::file::read_text;
 use racksum_net::local::raise_open_files;
 use racksum_proto::auth::DataAuth;
+use racksum_proto::counted::{are, counted};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::args::{self, Fanout};
@@ -31,20 +32,20 @@ pub(crate) struct Args {
     #[arg(long, value_name = "K", value_parser = args::shards())]
     shards: Option<u8>,
     /// Most slots that a stream of a job is granted [default: 256].
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", value_parser = args::of_configuration::<u32>("pool_slots"))]
     pool_slots: Option<u32>,
     /// MiB of packet buffers that each shard allocates at start, shared equally by the jobs
     /// [default: 1024].
-    #[arg(long, value_name = "MIB")]
+    #[arg(long, value_name = "MIB", value_parser = args::of_configuration::<u32>("pool_mib"))]
     pool_mib: Option<u32>,
     /// Most jobs at a time [default: 8].
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = args::of_configuration::<u16>("max_jobs"))]
     max_jobs: Option<u16>,
     /// Most ranks that all jobs have together [default: 4096].
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = args::of_configuration::<u32>("max_ranks"))]
     max_ranks: Option<u32>,
     /// Seconds that a job may wait for its last rank [default: 600].
-    #[arg(long, value_name = "S")]
+    #[arg(long, value_name = "S", value_parser = args::of_configuration::<u32>("join_timeout_s"))]
     join_timeout_s: Option<u32>,
     /// How results reach the ranks [default: auto].
     #[arg(long, value_enum)]
@@ -130,13 +131,13 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let ports: Vec<_> =
         aggregator.data_addrs().iter().map(|addr| addr.port().to_string()).collect();
     let ready = format!(
-        "racksum aggregator on {}: {} shard(s) on UDP {}, {} MiB of packet buffers each, at most \
-         {} jobs, data auth {}{}",
+        "racksum aggregator on {}: {} on UDP {}, {} MiB of packet buffers each, at most {}, data \
+         auth {}{}",
         aggregator.addr(),
-        config.shards,
+        counted(config.shards, "shard"),
         ports.join(" "),
         config.pool_mib,
-        config.max_jobs,
+        counted(config.max_jobs, "job"),
         config.data_auth(),
         config.parent.iter().map(|parent| format!(", parent {parent}")).collect::<String>()
     );
@@ -249,7 +250,9 @@ async fn drained(aggregator: &Aggregator, signals: &mut Signals) -> Stop {
     let jobs = aggregator.jobs();
     aggregator.drain();
     tell(&format!(
-        "racksum aggregator drains: {jobs} jobs are to end or to move; another signal stops it"
+        "racksum aggregator drains: {} {} to end or to move; another signal stops it",
+        counted(jobs, "job"),
+        are(jobs)
     ));
     let over = async {
         while aggregator.jobs() > 0 {

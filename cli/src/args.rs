@@ -2,7 +2,9 @@
 
 use clap::ValueEnum;
 use clap::builder::RangedU64ValueParser;
-use racksum_aggregator::{MAX_SHARDS, MAX_WORLD};
+use racksum_aggregator::{MAX_SHARDS, MAX_WORLD, bounds};
+use racksum_net::interface::{MAX_MTU, MIN_MTU};
+use racksum_proto::control::POOL_SLOTS;
 
 /// What the help of each subcommand ends with.
 pub(crate) const EXIT_CODES: &str = "\
@@ -11,7 +13,8 @@ Exit codes:
   1  the work failed: a wrong sum, a lost rank, ranks that disagree, a timeout
   2  the command line, the configuration or an input is wrong
   3  the network or the aggregator could not be had: no answer, an unknown name, a refusal
-  128 + N  ended by signal N, as 130 by SIGINT; an aggregator or sidecar told to stop ends with 0";
+  128 + N  ended by signal N, as 130 by SIGINT; an aggregator or sidecar told to stop ends with 0
+  141  nobody reads standard output any more, as where `head` has enough: nothing is said";
 
 /// Reads a size: plain bytes, or with K, M or G for powers of 1024.
 pub(crate) fn size(text: &str) -> Result<u64, String> {
@@ -47,6 +50,29 @@ const MAX_THREADS: u64 = 1024;
 /// Reads how many jobs or ranks a sidecar may have.
 pub(crate) fn places() -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=1 << 18)
+}
+
+/// Reads a number that has bounds in the configuration of an aggregator.
+pub(crate) fn of_configuration<T>(key: &str) -> RangedU64ValueParser<T>
+where
+    T: TryFrom<u64> + Clone + Send + Sync,
+{
+    RangedU64ValueParser::new().range(bounds(key).unwrap_or(0..=u64::MAX))
+}
+
+/// Reads how many slots a rank asks for: 0 leaves it to the aggregator.
+pub(crate) fn slots(text: &str) -> Result<u32, String> {
+    let slots: u32 = text.parse().map_err(|_| format!("{text:?} is no number of slots"))?;
+    if slots == 0 || POOL_SLOTS.contains(&slots) {
+        return Ok(slots);
+    }
+    let (least, most) = POOL_SLOTS.into_inner();
+    Err(format!("{slots} is not in {least}..={most}; 0 leaves it to the aggregator"))
+}
+
+/// Reads the MTU of a path.
+pub(crate) fn mtu() -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(MIN_MTU as u64..=MAX_MTU as u64)
 }
 
 /// Reads a share from 0 to 1.

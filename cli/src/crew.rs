@@ -7,8 +7,8 @@ use std::sync::mpsc::{Receiver, channel};
 use racksum_aggregator::{Aggregator, Config, StartError};
 
 use crate::exit::{Exit, Failure};
-use crate::stderr;
 use crate::thread::spawn;
+use crate::{environment, stderr};
 
 /// Starts the aggregator of a run on this host.
 pub(crate) fn start_aggregator(config: Config) -> Result<Aggregator, Failure> {
@@ -60,8 +60,8 @@ impl Crew {
         for rank in 0..world {
             let cannot = |why: String| Failure::failed(format!("cannot start rank {rank}: {why}"));
             let mut start = Command::new(&program);
-            // It is of no use towards the aggregator of this process.
-            start.env_remove("RACKSUM_IDENTITY");
+            // Neither is of use towards the aggregator of this process.
+            start.env_remove(environment::IDENTITY).env_remove(environment::INTERFACE);
             command(rank, &mut start);
             let mut child = start
                 .stdin(Stdio::piped())

@@ -44,6 +44,14 @@ pub(crate) fn read<T>(
     Ok(Some(value))
 }
 
+/// The interfaces to call from that a flag names, or else the variable.
+///
+/// # Errors
+/// A sentence that names the variable, if it is not UTF-8.
+pub(crate) fn interface(named: Option<String>) -> Result<Option<String>, Failure> {
+    named.map_or_else(|| variable(INTERFACE), |named| Ok(Some(named)))
+}
+
 /// The identity file that a flag or a configuration names, or else the variable.
 ///
 /// # Errors
@@ -56,5 +64,34 @@ pub(crate) fn identity(named: Option<PathBuf>, insecure: bool) -> Result<Option<
              variable, or leave --insecure out"
         ))),
         (None, file) => Ok(file.map(PathBuf::from)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use clap::CommandFactory;
+
+    use super::*;
+
+    /// The variables that the help of a command and its subcommands names.
+    fn told_of(command: &mut clap::Command) -> BTreeSet<String> {
+        let help = command.render_long_help().to_string();
+        let words = help.split(|c: char| !c.is_ascii_uppercase() && c != '_');
+        let own = words.filter(|word| word.starts_with("RACKSUM_")).map(str::to_owned);
+        let mut all: BTreeSet<String> = own.collect();
+        command.get_subcommands_mut().for_each(|sub| all.append(&mut told_of(sub)));
+        all
+    }
+
+    #[test]
+    fn readme_and_help_name_the_variables_that_there_are() {
+        let there_are = BTreeSet::from([AGGREGATOR, IDENTITY, INTERFACE, LOG].map(str::to_owned));
+        assert_eq!(told_of(&mut crate::Cli::command()), there_are);
+        let readme = include_str!("../../README.md");
+        let rows = readme.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
+        let rows = rows.filter(|name| name.starts_with("RACKSUM_")).map(str::to_owned);
+        assert_eq!(rows.collect::<BTreeSet<_>>(), there_are);
     }
 }

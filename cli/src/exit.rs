@@ -26,6 +26,9 @@ impl Exit {
     pub(crate) const USAGE: Self = Self(2);
     /// The network or the aggregator could not be had.
     pub(crate) const UNAVAILABLE: Self = Self(3);
+    /// Nobody reads the output any more: what a shell says of a process that SIGPIPE ended. It is
+    /// told to nobody, as `head` has all it asked for.
+    pub(crate) const UNREAD: Self = Self(128 + 13);
 
     /// How a process ended that does part of this one's work.
     pub(crate) fn of(status: ExitStatus) -> Self {
@@ -58,7 +61,8 @@ pub(crate) fn tell(line: &str) {
 
 /// Why nothing can be said on standard output.
 pub(crate) fn unheard(error: io::Error) -> Failure {
-    Failure::failed(format!("cannot write to standard output: {error}"))
+    let exit = if error.kind() == ErrorKind::BrokenPipe { Exit::UNREAD } else { Exit::FAILED };
+    Failure { why: format!("cannot write to standard output: {error}"), exit }
 }
 
 impl Termination for Exit {

@@ -12,6 +12,7 @@ use serde_json::json;
 
 use crate::args::{self, Format};
 use crate::exit::{Failure, say};
+use crate::stderr;
 
 #[derive(Debug, clap::Args)]
 #[command(before_long_help = HELP, after_long_help = args::EXIT_CODES)]
@@ -122,13 +123,26 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
                 out.display()
             ))
         }
-        Command::Show { files, format } => files.iter().try_for_each(|file| show(file, *format)),
+        Command::Show { files, format } => show(files, *format),
     }
 }
 
+/// Prints what the certificates of files say, and says of each file that has none why. The last of
+/// these is returned.
+fn show(files: &[PathBuf], format: Format) -> Result<(), Failure> {
+    let mut failed: Option<Failure> = None;
+    for path in files {
+        match Certificate::all_of(path) {
+            Ok(certificates) => show_all(path, certificates, format)?,
+            Err(error) => failed.replace(error.into()).iter().for_each(stderr::say),
+        }
+    }
+    failed.map_or(Ok(()), Err)
+}
+
 /// Prints what the certificates of a file say.
-fn show(path: &Path, format: Format) -> Result<(), Failure> {
-    for certificate in Certificate::all_of(path)? {
+fn show_all(path: &Path, certificates: Vec<Certificate>, format: Format) -> Result<(), Failure> {
+    for certificate in certificates {
         let Certificate { name, role, issuer, not_before, not_after, valid, fingerprint } =
             certificate;
         let file = path.display().to_string();

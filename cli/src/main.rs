@@ -26,8 +26,9 @@ mod worker;
 use std::fs::File;
 use std::io;
 
-use clap::{Parser, Subcommand};
-use exit::{Exit, Failure};
+use clap::error::{ContextKind, ContextValue};
+use clap::{CommandFactory, Parser, Subcommand};
+use exit::{Exit, Failure, unheard};
 
 /// Sums the gradients of training jobs near the rack.
 #[derive(Debug, Parser)]
@@ -63,12 +64,7 @@ enum Command {
 fn main() -> Exit {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(error) => {
-            // Help and version are no failures.
-            let code = if error.use_stderr() { Exit::USAGE } else { Exit::OK };
-            drop(error.print());
-            return code;
-        }
+        Err(error) => return end(told(error)),
     };
     let started = logs::start(cli.log).and_then(|()| check_descriptors());
     let done = started.and_then(|()| match cli.command {
@@ -80,13 +76,51 @@ fn main() -> Exit {
         Command::Worker(args) => worker::run(&args),
         Command::Sim(args) => sim::run(&args),
     });
+    end(done.map(|()| Exit::OK))
+}
+
+/// Says why a command failed, if it did.
+fn end(done: Result<Exit, Failure>) -> Exit {
     match done {
-        Ok(()) => Exit::OK,
+        Ok(exit) => exit,
+        Err(Failure { exit: Exit::UNREAD, .. }) => Exit::UNREAD,
         Err(failure) => {
             stderr::say(&failure);
             failure.exit
         }
     }
+}
+
+/// Prints what is wrong with the command line, or the help or the version that it asks for, which
+/// are no failures.
+fn told(mut error: clap::Error) -> Result<Exit, Failure> {
+    let hidden = hidden_flags(&Cli::command());
+    let is_hidden = |told: &str| hidden.iter().any(|flag| told.contains(flag));
+    // Others mean nothing to who mistypes a flag.
+    match error.get(ContextKind::SuggestedArg) {
+        Some(ContextValue::String(flag)) if is_hidden(flag) => {
+            error.remove(ContextKind::SuggestedArg);
+        }
+        _ => {}
+    }
+    if let Some(ContextValue::StyledStrs(mut tips)) = error.remove(ContextKind::Suggested) {
+        tips.retain(|tip| !is_hidden(&tip.to_string()));
+        if !tips.is_empty() {
+            error.insert(ContextKind::Suggested, ContextValue::StyledStrs(tips));
+        }
+    }
+    let printed = error.print();
+    if error.use_stderr() {
+        return Ok(Exit::USAGE);
+    }
+    printed.map(|()| Exit::OK).map_err(unheard)
+}
+
+/// The flags of a command and its subcommands that its help leaves out.
+fn hidden_flags(command: &clap::Command) -> Vec<String> {
+    let own = command.get_arguments().filter(|flag| flag.is_hide_set());
+    let own = own.filter_map(|flag| Some(format!("--{}", flag.get_long()?)));
+    own.chain(command.get_subcommands().flat_map(hidden_flags)).collect()
 }
 
 /// Descriptors that any subcommand needs. Libraries panic where they find none to listen for

@@ -44,6 +44,10 @@ pub(crate) struct MemberArgs {
     /// Connect beyond loopback without identities.
     #[arg(long, requires = "rank")]
     insecure: bool,
+    /// Which of this host's interfaces to call from, in the grammar of NCCL_SOCKET_IFNAME [env:
+    /// RACKSUM_INTERFACE].
+    #[arg(long, value_name = "NAMES", requires = "rank")]
+    interface: Option<String>,
     /// Wait while the aggregator has no room for the job, rather than be refused; at most as long
     /// as joining may take.
     #[arg(long, requires = "rank")]
@@ -88,6 +92,7 @@ pub(crate) struct Member {
     identity: Option<PathBuf>,
     pub(crate) insecure: bool,
     pub(crate) data_auth: Option<DataAuth>,
+    interface: Option<String>,
     wait: bool,
     join_timeout: Duration,
 }
@@ -130,6 +135,7 @@ impl MemberArgs {
             identity: environment::identity(self.identity.clone(), self.insecure)?,
             insecure: self.insecure,
             data_auth: self.data_auth,
+            interface: environment::interface(self.interface.clone())?,
             wait: self.wait,
             join_timeout: Duration::from_secs(self.join_timeout),
         }))
@@ -159,6 +165,7 @@ impl Member {
             identity: self.identity.clone(),
             insecure: self.insecure,
             data_auth: self.data_auth,
+            interface: self.interface.clone(),
             wait: self.wait,
             join_timeout: self.join_timeout,
             op_timeout: Duration::from_secs(timeout_s),

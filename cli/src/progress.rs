@@ -10,6 +10,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
+use racksum_proto::time::Time;
 use racksum_worker::{Client, ConnectError, ConnectOptions, Connecting};
 
 use crate::stderr;
@@ -105,6 +106,15 @@ impl Work {
         self.done.fetch_add(by, Relaxed);
     }
 
+    pub(crate) fn done(&self) -> u64 {
+        self.done.load(Relaxed)
+    }
+
+    /// Notes that so much of it is done, if not more.
+    pub(crate) fn reach(&self, done: u64) {
+        self.done.fetch_max(done, Relaxed);
+    }
+
     /// How far it is after so long, and how long the rest takes if it goes on like that.
     pub(crate) fn text(&self, passed: Duration) -> String {
         let (all, done) = (self.all.max(1) as f64, self.done.load(Relaxed) as f64);
@@ -115,6 +125,30 @@ impl Work {
         }
         let left = passed.as_secs_f64() * (1.0 - share) / share;
         format!("{percent} % in {} s, about {left:.0} s left", passed.as_secs())
+    }
+}
+
+/// When it is time to say again how far some work is.
+#[derive(Debug)]
+pub(crate) struct Pace {
+    clock: Clock,
+    last: Time,
+}
+
+impl Pace {
+    pub(crate) fn start() -> Self {
+        let clock = Clock::start();
+        Self { clock, last: clock.now() }
+    }
+
+    /// Whether a line would be drawn anew by now; then not again for a while.
+    pub(crate) fn is_due(&mut self) -> bool {
+        let now = self.clock.now();
+        let is_due = u128::from(now.since(self.last).0) >= PERIOD.as_nanos();
+        if is_due {
+            self.last = now;
+        }
+        is_due
     }
 }
 
@@ -131,7 +165,9 @@ mod tests {
         assert_eq!(after(10), "25 % in 10 s, about 30 s left");
         work.advance(299);
         assert_eq!(after(100), "99 % in 100 s, about 0 s left");
-        work.advance(5);
+        work.reach(300);
+        assert_eq!(work.done(), 399);
+        work.reach(404);
         assert_eq!(after(100), "100 % in 100 s, about 0 s left");
     }
 }

@@ -4,6 +4,7 @@ use std::io::IsTerminal;
 use std::ops::Range;
 
 use clap::Subcommand;
+use racksum_proto::counted::counted;
 use racksum_sim::swarm::{self, Summary};
 
 use crate::args::{self, Format};
@@ -64,7 +65,11 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
             }
         }
         if progress && summary.seeds.is_multiple_of(100) {
-            stderr::draw(format_args!("\r{} of {total} seeds …\x1b[K\r", summary.seeds));
+            stderr::draw(format_args!(
+                "\r{} of {} …\x1b[K\r",
+                summary.seeds,
+                counted(total, "seed")
+            ));
         }
     });
     let summary = summary.map_err(|error| not_started(&error))?;
@@ -76,10 +81,10 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         Format::Json => say(&serde_json::to_string(&summary).unwrap_or_default())?,
         Format::Text => {
             say(&format!(
-                "{} seeds, {} failed; {} ops at all ranks in {} s of simulated time",
-                summary.seeds,
+                "{}, {} failed; {} at all ranks in {} s of simulated time",
+                counted(summary.seeds, "seed"),
                 summary.failed,
-                summary.ops,
+                counted(summary.ops, "op"),
                 summary.took_us / 1_000_000
             ))?;
             if *coverage {
@@ -88,7 +93,8 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         }
     }
     if summary.failed > 0 {
-        return Err(Failure::failed(format!("{} of {total} seeds failed", summary.failed)));
+        let all = counted(total, "seed");
+        return Err(Failure::failed(format!("{} of {all} failed", summary.failed)));
     }
     Ok(())
 }

@@ -16,6 +16,7 @@ use std::time::Duration;
 use racksum_aggregator::{JobStatus, ShardStatus, Status};
 use racksum_net::clock::Clock;
 use racksum_net::local::Peer;
+use racksum_proto::counted::counted;
 use racksum_proto::ids::listed;
 use racksum_proto::job_name::JobName;
 use racksum_proto::peer_text::PeerText;
@@ -333,7 +334,8 @@ fn job_text(job: &JobStatus) -> String {
     let JobStatus { id, generation, world, state, age_ms, missing, absent, ranks, .. } = job;
     let (name, age) = (job_name(&job.job, &job.group), age_ms / 1000);
     let mut text = format!(
-        "job {name:?}, generation {generation}, number {id}: {state}, {world} ranks, {age} s old"
+        "job {name:?}, generation {generation}, number {id}: {state}, {}, {age} s old",
+        counted(*world, "rank")
     );
     if !missing.is_empty() {
         text += &format!("; not there: {}", list(missing));

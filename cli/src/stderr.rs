@@ -7,6 +7,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
 use racksum_net::udp::wait_writable;
+use racksum_proto::counted::counted;
 use racksum_proto::peer_text::PeerText;
 use racksum_proto::time::Span;
 
@@ -52,7 +53,10 @@ impl<W: Write + Room> Write for Lines<'_, W> {
         let lost = self.lost.swap(0, Relaxed);
         let note = match lost {
             0 => String::new(),
-            _ => format!("racksum: {lost} lines of the log could not be written here\n"),
+            _ => {
+                let lines = counted(lost, "line");
+                format!("racksum: {lines} of the log could not be written here\n")
+            }
         };
         // In one piece: the ranks of a benchmark share standard error.
         let whole = [note.as_bytes(), line].concat();

@@ -10,6 +10,7 @@ use std::time::Duration;
 use racksum_aggregator::host_mib;
 use racksum_net::local::{Listener, listener_of_systemd, raise_open_files, tell_systemd};
 use racksum_proto::auth::DataAuth;
+use racksum_proto::counted::{are, counted};
 use racksum_worker::sidecar::{Limits, Sidecar};
 use racksum_worker::{ConnectOptions, aggregator_sets, check_sidecar};
 
@@ -78,10 +79,7 @@ impl Args {
                 several.join("+")
             )));
         }
-        let interface = match &self.interface {
-            Some(named) => Some(named.clone()),
-            None => environment::variable(environment::INTERFACE)?,
-        };
+        let interface = environment::interface(self.interface.clone())?;
         let mut sets = sets.into_iter();
         let options = ConnectOptions {
             aggregators: sets.next().unwrap_or_default(),
@@ -168,7 +166,8 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let sidecar = Sidecar::start(listener, threads, upstream, args.limits())
         .map_err(|error| not_started(&error))?;
     let beyond = args.aggregator.as_ref().map(|at| format!(", aggregator {at}"));
-    let ready = format!("racksum worker at {at}: {threads} threads{}", beyond.unwrap_or_default());
+    let summing = counted(threads, "thread");
+    let ready = format!("racksum worker at {at}: {summing}{}", beyond.unwrap_or_default());
     serve(&sidecar, &ready)
         .map_err(|error| Failure::unavailable(format!("cannot wait for signals: {error}")))?;
     drop(sidecar);
@@ -201,7 +200,9 @@ fn serve(sidecar: &Sidecar, ready: &str) -> io::Result<()> {
         let jobs = sidecar.jobs();
         if jobs > 0 {
             tell(&format!(
-                "racksum worker drains: {jobs} jobs are to end; another signal stops it"
+                "racksum worker drains: {} {} to end; another signal stops it",
+                counted(jobs, "job"),
+                are(jobs)
             ));
         }
         let over = async {

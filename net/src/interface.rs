@@ -167,7 +167,9 @@ fn strip(text: &str, mark: char) -> (bool, &str) {
 /// Prefixes of interfaces that nobody means unless they say so.
 const UNASKED: [&str; 2] = ["docker", "lo"];
 /// The smallest MTU that a link with IPv6 may have, and the smallest this protocol is made for.
-pub(crate) const MIN_MTU: usize = 1280;
+pub const MIN_MTU: usize = 1280;
+/// The largest MTU of an interface that carries IP packets in one piece: that of loopback.
+pub const MAX_MTU: usize = 65_536;
 const IPV4_HEADER: usize = 20;
 const IPV6_HEADER: usize = 40;
 const UDP_HEADER: usize = 8;

@@ -11,8 +11,8 @@ use crate::clock::Clock;
 /// ```
 /// # use racksum_net::log_limit::LogLimit;
 /// static REFUSED: LogLimit = LogLimit::new(1);
-/// // `left_out` counts the lines that were not written since the last.
-/// REFUSED.note(|left_out| println!("refused, and {left_out} times before"));
+/// // `left_out` counts the lines that were not written since the last, if there are any.
+/// REFUSED.note(|left_out| println!("refused, and {} times before", left_out.unwrap_or(0)));
 /// ```
 #[derive(Debug)]
 pub struct LogLimit {
@@ -36,10 +36,11 @@ impl LogLimit {
         Self { most, state: Mutex::new(State { left: most, filled: None, left_out: 0 }) }
     }
 
-    /// Writes a line, if there may be one, which is told how many were left out since the last.
-    pub fn note(&self, line: impl FnOnce(u64)) {
+    /// Writes a line, if there may be one, which is told how many were left out since the last. A
+    /// field of a line that is `None` is not written.
+    pub fn note(&self, line: impl FnOnce(Option<u64>)) {
         if let Some(left_out) = self.admit(Clock::start().now()) {
-            line(left_out);
+            line(Some(left_out).filter(|lines| *lines > 0));
         }
     }
 
@@ -80,5 +81,17 @@ mod tests {
         assert_eq!(written.iter().sum::<u64>() + 10, 1 + 300 - 29);
         // After a quiet time there may be as many at once as at first.
         assert_eq!((at(900), at(900), at(900)), (Some(29), Some(0), None));
+    }
+    #[test]
+    fn a_line_is_told_of_lines_that_were_left_out_and_of_none_else() {
+        let limit = LogLimit::new(1);
+        let mut told = Vec::new();
+        limit.note(|left_out| told.push(left_out));
+        assert_eq!(told, [None]);
+        let later = limit.state.lock().unwrap().filled.unwrap();
+        assert_eq!(limit.admit(later), None);
+        limit.state.lock().unwrap().left = 1;
+        limit.note(|left_out| told.push(left_out));
+        assert_eq!(told, [None, Some(1)]);
     }
 }

@@ -6,63 +6,61 @@ use std::sync::LazyLock;
 use std::time::Duration;
 
 use crate::aside::{Aside, AsideError};
-use crate::interface::interfaces;
 
 /// How long a name may take: a first name server that is silent costs 5 s twice (resolv.conf(5)).
 pub const PATIENCE: Duration = Duration::from_secs(12);
 
 static NAMES: LazyLock<Aside> = LazyLock::new(|| Aside::new("looking up the name"));
 
-/// Returns the addresses of `HOST:PORT`, without blocking the runtime.
+/// Returns the addresses of `HOST:PORT`, without blocking the runtime. None of them is link-local.
 ///
 /// # Errors
 ///
-/// What the resolver said, or that it says nothing in time.
+/// What the resolver said, or that it says nothing in time. [`io::ErrorKind::Unsupported`] if there
+/// are [link-local](LINK_LOCAL) addresses and no others.
 ///
 /// # Panics
 ///
 /// Outside of a tokio runtime.
 pub async fn resolve(host: &str) -> io::Result<Vec<SocketAddr>> {
     match parsed(host) {
-        Some(addr) => Ok(vec![addr]),
+        Some(addr) => callable(vec![addr]),
         None => found(NAMES.run(PATIENCE, look_up(host)).await),
     }
 }
 
-/// Returns the addresses of `HOST:PORT`, and blocks this thread no longer than [`PATIENCE`].
+/// Returns what [`resolve`] does, and blocks this thread no longer than [`PATIENCE`].
 ///
 /// # Errors
 ///
-/// What the resolver said, or that it says nothing in time.
+/// As [`resolve`].
 pub fn resolve_blocking(host: &str) -> io::Result<Vec<SocketAddr>> {
     match parsed(host) {
-        Some(addr) => Ok(vec![addr]),
+        Some(addr) => callable(vec![addr]),
         None => found(NAMES.wait(PATIENCE, look_up(host))),
     }
 }
 
-/// Whether an address means something on one link only, and does not say on which.
+/// Whether an address means something on one link only. What QUIC proves of such an address lacks
+/// the link, so that no handshake from there ends well.
 #[must_use]
-pub const fn lacks_zone(addr: &SocketAddr) -> bool {
-    matches!(addr, SocketAddr::V6(v6) if v6.ip().is_unicast_link_local() && v6.scope_id() == 0)
+pub const fn is_link_local(addr: &SocketAddr) -> bool {
+    matches!(addr, SocketAddr::V6(v6) if v6.ip().is_unicast_link_local())
 }
 
-/// What to do about an address that [lacks its zone](lacks_zone).
-pub const NO_ZONE: &str = "a link-local address needs the interface that it is reached through, as \
-     in [fe80::1%eth0]:7177";
+/// Why an address that [is link-local](is_link_local) is not called.
+pub const LINK_LOCAL: &str =
+    "link-local addresses (fe80::/10) are not called; give another address of that host";
 
 /// The address that a text is; none if it is a name.
 fn parsed(host: &str) -> Option<SocketAddr> {
-    host.parse().ok().or_else(|| zoned(host))
+    host.parse().ok().or_else(|| without_zone(host).parse().ok())
 }
 
-/// An address whose zone is the name of an interface, of which the standard library takes only the
-/// number.
-fn zoned(host: &str) -> Option<SocketAddr> {
-    let (addr, rest) = host.split_once('%')?;
-    let (zone, port) = rest.split_once("]:")?;
-    let index = interfaces().ok()?.iter().find(|interface| interface.name == zone)?.index;
-    format!("{addr}%{index}]:{port}").parse().ok()
+/// A text without the zone of an address, of which the standard library takes only a number.
+fn without_zone(host: &str) -> String {
+    let zoned = host.split_once('%').and_then(|(addr, rest)| Some((addr, rest.split_once(']')?.1)));
+    zoned.map_or_else(|| host.to_owned(), |(addr, port)| format!("{addr}]{port}"))
 }
 
 fn look_up(host: &str) -> impl FnOnce() -> io::Result<Vec<SocketAddr>> + Send + use<> {
@@ -71,7 +69,17 @@ fn look_up(host: &str) -> impl FnOnce() -> io::Result<Vec<SocketAddr>> + Send + 
 }
 
 fn found(done: Result<io::Result<Vec<SocketAddr>>, AsideError>) -> io::Result<Vec<SocketAddr>> {
-    done.unwrap_or_else(|error| Err(io::Error::other(error)))
+    callable(done.unwrap_or_else(|error| Err(io::Error::other(error)))?)
+}
+
+/// Those of some addresses that can be called.
+fn callable(mut addrs: Vec<SocketAddr>) -> io::Result<Vec<SocketAddr>> {
+    let any = !addrs.is_empty();
+    addrs.retain(|addr| !is_link_local(addr));
+    if any && addrs.is_empty() {
+        return Err(io::Error::new(io::ErrorKind::Unsupported, LINK_LOCAL));
+    }
+    Ok(addrs)
 }
 
 #[cfg(test)]
@@ -85,11 +93,17 @@ mod tests {
             assert!(found.iter().all(|addr| addr.ip().is_loopback() && addr.port() == 7));
             assert_eq!(resolve_blocking(host).unwrap(), found);
         }
-        let zoned = resolve("[fe80::1%lo]:7").await.unwrap();
-        assert!(matches!(zoned[..], [SocketAddr::V6(addr)] if addr.scope_id() > 0), "{zoned:?}");
-        assert!(!lacks_zone(&zoned[0]) && lacks_zone(&"[fe80::1]:7".parse().unwrap()));
-        assert_eq!(resolve_blocking("[fe80::1%lo]:7").unwrap(), zoned);
         let error = resolve("no port").await.unwrap_err();
         assert_eq!(error.kind(), resolve_blocking("no port").unwrap_err().kind());
+    }
+    #[test]
+    fn link_local_addresses_are_left_out_or_refused() {
+        for host in ["[fe80::1]:7", "[fe80::1%1]:7", "[fe80::1%lo]:7", "[febf::1%no.such]:7"] {
+            let error = resolve_blocking(host).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::Unsupported, "{host}: {error}");
+        }
+        let [link, global] = ["[fe80::1%3]:7", "[2001:db8::1]:7"].map(|addr| addr.parse().unwrap());
+        assert_eq!(callable(vec![link, global]).unwrap(), [global]);
+        assert_eq!(callable(Vec::new()).unwrap(), []);
     }
 }

@@ -21,6 +21,7 @@ pub mod auth;
 pub mod call;
 pub mod congestion;
 pub mod control;
+pub mod counted;
 mod density;
 pub mod descriptor;
 pub mod dtype;

@@ -176,8 +176,8 @@ fn more_jobs_than_there_is_room_for_are_refused_until_one_ends() {
         let one = Client::connect(&rig.options("one", 0, 1)).unwrap();
         let two = Client::connect(&rig.options("two", 0, 1)).unwrap();
         let reason = refusal(&rig.options("three", 0, 1));
-        let told = "there are 2 jobs, and --max-jobs allows 2, held by \"one\" with 1 ranks, \
-                    \"two\" with 1 ranks; try again later, or set `wait`";
+        let told = "there are 2 jobs, and --max-jobs allows 2, held by \"one\" with 1 rank, \
+                    \"two\" with 1 rank; try again later, or set `wait`";
         assert_eq!(reason, told);
         drop(one);
         await_that("the job is gone", || rig.aggregator.jobs() == 1);
@@ -210,7 +210,7 @@ fn jobs_that_wait_for_room_are_served_in_turn() {
             }
             // Who does not wait does not get in before them.
             let told = refusal(&rig.options("hasty", 0, 1));
-            assert!(told.starts_with("there are 1 jobs, and --max-jobs allows 1"), "{told}");
+            assert!(told.starts_with("there is 1 job, and --max-jobs allows 1"), "{told}");
             // Who waits for too short is told why.
             let nobody = format!("127.0.0.1:{}", own_port());
             let short = waits("impatient", 0, 1);
@@ -223,7 +223,7 @@ fn jobs_that_wait_for_room_are_served_in_turn() {
             let error = Client::connect(&short).unwrap_err();
             assert!(matches!(error, ConnectError::NoRoom { .. }), "{error}");
             let error = error.to_string();
-            assert!(error.contains("held by \"holder\" with 1 ranks"), "{error}");
+            assert!(error.contains("held by \"holder\" with 1 rank"), "{error}");
             assert!(error.contains(&format!("; {nobody}: ")), "{error}");
             drop(holder);
             let order: Vec<_> = order.iter().take(4).collect();

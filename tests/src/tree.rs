@@ -189,7 +189,7 @@ fn a_job_that_is_refused_above_is_refused_to_all_ranks_with_the_reason() {
         let tree = Tree::start(&one, |config| config.max_jobs = 1);
         let other = Client::connect(&tree.rigs[0].options("other", 0, 1)).unwrap();
         for (sentence, _) in refusals(&tree, 4, at_once) {
-            assert!(sentence.contains("refused: there are 1 jobs, and --max-jobs"), "{sentence}");
+            assert!(sentence.contains("refused: there is 1 job, and --max-jobs"), "{sentence}");
         }
         drop(other);
         tree.await_peace();

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use racksum_net::interface::{Interface, interface_of, interfaces, local_addr_towards, select};
 use racksum_net::quic::Credentials;
-use racksum_net::resolve::{NO_ZONE, lacks_zone, resolve_blocking};
+use racksum_net::resolve::{LINK_LOCAL, is_link_local, resolve_blocking};
 
 use crate::error::ConnectError;
 use crate::options::ConnectOptions;
@@ -181,7 +181,7 @@ pub fn check_address(text: &str) -> Result<(), ConnectError> {
     }
     let Some((host, port)) = text.rsplit_once(':') else { return wrong("the port is missing") };
     match literal(host) {
-        Some(addr) if lacks_zone(&addr) => return wrong(NO_ZONE),
+        Some(addr) if is_link_local(&addr) => return wrong(LINK_LOCAL),
         Some(_) => {}
         None if host.contains(':') => {
             return wrong("an IPv6 address with a port is written as [ADDRESS]:PORT");

@@ -199,7 +199,7 @@ fn pools_that_no_memory_holds_are_refused() {
     let config = Config { shards: 2, pool_mib: 2000, ..Config::default() };
     assert_eq!(config.check_memory(4000), Ok(()));
     let error = config.check_memory(3999).unwrap_err().to_string();
-    let expected = "2 shard(s) with pools of 2000 MiB need more than the 3999 MiB of memory \
+    let expected = "2 shards with pools of 2000 MiB need more than the 3999 MiB of memory \
                     of this host; lower --pool-mib or --shards";
     assert_eq!(error, expected);
     // Embedded aggregators have pools of the default, whatever the host and their shards.

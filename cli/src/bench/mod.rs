@@ -11,12 +11,12 @@ use std::sync::Arc;
 use clap::ValueEnum;
 use data::{Overlap, Pattern};
 use racksum_aggregator::host_mib;
-use racksum_net::interface::max_datagram;
+use racksum_proto::counted::{are, counted};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};
 use racksum_proto::names::UnknownName;
 use racksum_worker::Stats;
-use rank::Runner;
+use rank::{Runner, Said};
 use report::Row;
 use serde::Deserialize;
 
@@ -24,7 +24,7 @@ use crate::args::{self, Fanout, Format};
 use crate::crew::end_with_parent;
 use crate::exit::{Failure, say};
 use crate::member::{Member, MemberArgs};
-use crate::progress::{Line, Work};
+use crate::progress::{Line, Pace, Work};
 
 /// What an op is given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -102,7 +102,7 @@ pub(crate) struct Args {
     #[arg(long, value_parser = args::shards())]
     shards: Option<u8>,
     /// Most slots a stream; 0 leaves it to the aggregator.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = args::slots)]
     pool_slots: u32,
     /// How results reach the ranks on this host [default: auto].
     #[arg(long, value_enum)]
@@ -114,7 +114,7 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     ops_in_flight: u16,
     /// MTU of the path; without it, the interface's.
-    #[arg(long)]
+    #[arg(long, value_parser = args::mtu())]
     mtu: Option<usize>,
     /// Share of datagrams that each rank loses on purpose, each way.
     #[arg(long, value_parser = args::share, default_value = "0")]
@@ -177,9 +177,6 @@ impl Args {
         };
         self.descriptor(most)?;
         self.check_memory(most)?;
-        if let Some(mtu) = self.mtu {
-            max_datagram(mtu, false).map_err(|error| Failure::usage(error.to_string()))?;
-        }
         let world = self.member.world.or(self.workers).unwrap_or(WORKERS);
         let most = 1.0 / f64::from(world.max(1));
         let mut densities = self.densities().into_iter();
@@ -218,8 +215,9 @@ impl Args {
             return Ok(());
         }
         Err(Failure::usage(format!(
-            "tensors of {most} bytes need {need_mib} MiB for {here} rank(s) on this host, which \
-             has {host_mib}; lower -e, --workers or --ops-in-flight"
+            "tensors of {most} bytes need {need_mib} MiB for {} on this host, which has \
+             {host_mib}; lower -e, --workers or --ops-in-flight",
+            counted(here, "rank")
         )))
     }
 
@@ -252,13 +250,16 @@ impl Args {
         self.density.map_or_else(|| vec![1.0, 0.01], |density| vec![density])
     }
 
-    /// All that is to be measured, and a line that says how far it is.
-    fn progress(&self) -> (Arc<Work>, Line) {
-        let each: u64 = self.sizes().map(effort).sum();
-        let work = Work::new(each * self.densities().len() as u64);
-        let shown = Arc::clone(&work);
-        let line = Line::start(move |passed| format!("measuring: {}", shown.text(passed)));
-        (work, line)
+    /// All that is to be measured.
+    fn work(&self) -> Arc<Work> {
+        let each = self.sizes().map(effort).fold(0, u64::saturating_add);
+        let rounds = self.rounds() * self.densities().len() as u64;
+        Work::new(each.saturating_mul(rounds))
+    }
+
+    /// Iterations of each size.
+    fn rounds(&self) -> u64 {
+        u64::from(self.warmup_iters) + u64::from(self.iters)
     }
 
     /// Checks that the least size is an element at least: less is nothing to reduce.
@@ -302,10 +303,13 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     if args.interactive {
         return interact(args, &mut runner);
     }
-    // The parent of ranks on this host says how far they are.
-    let progress = (!args.raw).then(|| args.progress());
-    let print_alone = |print: &dyn Fn() -> Result<(), Failure>| match &progress {
-        Some((_, line)) => line.print(print),
+    let work = args.work();
+    // The parent of ranks on this host says how far they are, by what its first rank says.
+    let line = (!args.raw).then(|| line_of(&work));
+    let mut pace = Pace::start();
+    let mut is_told = || args.raw && rank == 0 && pace.is_due();
+    let print_alone = |print: &dyn Fn() -> Result<(), Failure>| match &line {
+        Some(line) => line.print(print),
         None => print(),
     };
     let mut wrong = 0;
@@ -316,18 +320,30 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
             print_alone(&|| say(&Row::head(&pattern, Some(rank))))?;
         }
         for bytes in args.sizes() {
-            let measured = runner.measure(bytes, args)?;
+            let measured = runner.measure(bytes, args, || {
+                work.advance(effort(bytes));
+                if is_told() { tell_parent(&Said::Reached(work.done())) } else { Ok(()) }
+            })?;
             wrong += measured.wrong.unwrap_or(0);
-            progress.iter().for_each(|(work, _)| work.advance(effort(bytes)));
             if args.raw {
-                say(&serde_json::to_string(&measured).unwrap_or_default())?;
+                tell_parent(&Said::Measured(Box::new(measured)))?;
             } else if let Some(row) = Row::new(args, &pattern, Some(rank), &[measured]) {
                 print_alone(&|| print(args.format, &row))?;
             }
         }
     }
-    drop(progress);
+    drop(line);
     verdict(wrong)
+}
+
+/// A line that says how far some work is.
+fn line_of(work: &Arc<Work>) -> Line {
+    let work = Arc::clone(work);
+    Line::start(move |passed| format!("measuring: {}", work.text(passed)))
+}
+
+fn tell_parent(said: &Said) -> Result<(), Failure> {
+    say(&serde_json::to_string(said).unwrap_or_default())
 }
 
 /// About how long an op of so many bytes takes, in bytes: small ones take as long as 64 KiB.
@@ -343,7 +359,10 @@ fn print(format: Format, row: &Row) -> Result<(), Failure> {
 }
 
 fn verdict(wrong: u64) -> Result<(), Failure> {
-    if wrong == 0 { Ok(()) } else { Err(Failure::failed(format!("{wrong} elements are wrong"))) }
+    match wrong {
+        0 => Ok(()),
+        _ => Err(Failure::failed(format!("{} {} wrong", counted(wrong, "element"), are(wrong)))),
+    }
 }
 
 /// What an interactive benchmark may be told to change.

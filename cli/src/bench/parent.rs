@@ -4,12 +4,13 @@ use std::collections::VecDeque;
 
 use racksum_aggregator::{Aggregator, Config};
 
-use super::rank::Measured;
+use super::rank::{Measured, Said};
 use super::report::Row;
-use super::{Args, WORKERS, effort, print, verdict};
+use super::{Args, WORKERS, effort, line_of, print, verdict};
 use crate::args::{Fanout, Format};
 use crate::crew::{Crew, start_aggregator};
 use crate::exit::{Failure, say};
+use crate::progress::Work;
 
 /// Runs the benchmark and prints its rows.
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
@@ -26,16 +27,18 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let aggregator = start_aggregator(config)?;
     let world = args.workers.unwrap_or(WORKERS);
     let mut workers = Workers::start(world, &aggregator)?;
-    let (work, line) = args.progress();
-    let mut wrong = 0;
+    let work = args.work();
+    let line = line_of(&work);
+    let (mut wrong, mut done) = (0, 0);
     for density in args.densities() {
         let pattern = args.pattern(world, density);
         if args.format == Format::Text {
             line.print(|| say(&Row::head(&pattern, None)))?;
         }
         for bytes in args.sizes() {
-            let measured = workers.measured()?;
-            work.advance(effort(bytes));
+            let measured = workers.measured(&work)?;
+            done += effort(bytes).saturating_mul(args.rounds());
+            work.reach(done);
             if let Some(row) = Row::new(args, &pattern, None, &measured) {
                 wrong += row.wrong();
                 line.print(|| print(args.format, &row))?;
@@ -74,21 +77,25 @@ impl Workers {
         Ok(Self { crew, ahead: vec![VecDeque::new(); world], ended: vec![false; world] })
     }
 
-    /// What all ranks measured next; the first that ends without it is the one to blame.
-    fn measured(&mut self) -> Result<Vec<Measured>, Failure> {
+    /// What all ranks measured next; the first that ends without it is the one to blame. Notes how
+    /// far they are meanwhile.
+    fn measured(&mut self, work: &Work) -> Result<Vec<Measured>, Failure> {
         while self.ahead.iter().any(VecDeque::is_empty) {
             let lacks = |rank: &usize| self.ended[*rank] && self.ahead[*rank].is_empty();
             if let Some(rank) = (0..self.ended.len()).find(lacks) {
                 return Err(self.crew.ended_early(rank));
             }
             let (rank, line) = self.crew.hear()?;
-            match line {
-                Some(line) => {
-                    self.ahead[rank].push_back(serde_json::from_str(&line).map_err(|error| {
-                        Failure::failed(format!("rank {rank} said {line:?}: {error}"))
-                    })?)
+            let Some(line) = line else {
+                self.ended[rank] = true;
+                continue;
+            };
+            match serde_json::from_str(&line) {
+                Ok(Said::Reached(done)) => work.reach(done),
+                Ok(Said::Measured(measured)) => self.ahead[rank].push_back(*measured),
+                Err(error) => {
+                    return Err(Failure::failed(format!("rank {rank} said {line:?}: {error}")));
                 }
-                None => self.ended[rank] = true,
             }
         }
         Ok(self.ahead.iter_mut().filter_map(VecDeque::pop_front).collect())

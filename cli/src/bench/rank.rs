@@ -30,6 +30,15 @@ pub(crate) struct Measured {
     pub(crate) wrong: Option<u64>,
 }
 
+/// What a rank says to its parent, in a line.
+#[derive(Debug, serde::Serialize, serde::Deserialize)]
+pub(crate) enum Said {
+    /// So much of its work is done.
+    Reached(u64),
+    /// What it measured of the next size.
+    Measured(Box<Measured>),
+}
+
 /// A connected rank.
 pub(crate) struct Runner {
     client: Client,
@@ -62,11 +71,17 @@ impl Runner {
         self.pattern
     }
 
-    /// Measures one size.
-    pub(crate) fn measure(&self, bytes: u64, args: &Args) -> Result<Measured, Failure> {
+    /// Measures one size, and calls `reached` after each iteration.
+    pub(crate) fn measure(
+        &self,
+        bytes: u64,
+        args: &Args,
+        mut reached: impl FnMut() -> Result<(), Failure>,
+    ) -> Result<Measured, Failure> {
         let mut case = self.prepare(bytes, args)?;
         for _ in 0..args.warmup_iters {
             self.iterate(&mut case)?;
+            reached()?;
         }
         let mut times_us = Vec::with_capacity(args.iters as usize);
         let mut spent = Stats::default();
@@ -74,6 +89,7 @@ impl Runner {
             let iteration = self.iterate(&mut case)?;
             times_us.push(iteration.us());
             spent = sum(&spent, &iteration.spent);
+            reached()?;
         }
         let iters = u64::from(args.iters.max(1));
         Ok(Measured {

@@ -1,6 +1,7 @@
 //! The rows of a benchmark: in nccl-tests' layout for people, as JSON for programs.
 
 use hdrhistogram::Histogram;
+use racksum_proto::counted::counted;
 use serde::Serialize;
 
 use super::Args;
@@ -133,12 +134,12 @@ impl Row {
             |rank| format!("all figures are of rank {rank} alone"),
         );
         format!(
-            "# {} ranks, density {} ({} overlap), blocks of {}; {whose}\n\
+            "# {}, density {} ({} overlap), blocks of {}; {whose}\n\
              #{:>11}  {:>12}  {:>8}  {:>6}  {:>7}  {:>9}  {:>9}  {:>6}  {:>6}  {:>6}  {:>11}  \
              {:>11}  {:>6}\n\
              #{:>11}  {:>12}  {:>8}  {:>6}  {:>7}  {:>9}  {:>9}  {:>6}  {:>6}  {:>6}  {:>11}  \
              {:>11}  {:>6}",
-            pattern.world,
+            counted(pattern.world, "rank"),
             pattern.density,
             pattern.overlap.name(),
             pattern.block,

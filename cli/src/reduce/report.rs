@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::io::{self, Write};
 
+use racksum_proto::counted::counted;
 use racksum_proto::peer_text::PeerText;
 use serde::Serialize;
 
@@ -120,11 +121,12 @@ impl Table<'_> {
         let across = 6 * world.min(MAX_RANKS);
         writeln!(
             out,
-            "# {world} ranks, {}, blocks of {}, {} shard(s), {}; density is the share of blocks \
-             that are not zero,\n# bytes are those of these blocks on the wire",
+            "# {}, {}, blocks of {}, {}, {}; density is the share of blocks that are not zero,\n\
+             # bytes are those of these blocks on the wire",
+            counted(world, "rank"),
             self.args.op.name(),
             self.args.block,
-            first.shards,
+            counted(first.shards, "shard"),
             fanout(first)
         )?;
         writeln!(
@@ -176,13 +178,14 @@ impl Table<'_> {
         let who = self.rank.map_or_else(|| "a rank".to_owned(), |(rank, _)| format!("rank {rank}"));
         let (tx, rx) = (mean_of(|report| report.tx_bytes), mean_of(|report| report.rx_bytes));
         let dense = sum.dense_bytes;
+        let again: u64 = self.reports.iter().map(|report| report.retransmits).sum();
         writeln!(
             out,
             "# {who} sent {tx} B and received {rx} B with all headers, {} % and {} % of {dense} B \
-             dense;\n# {} fragments went again; {:.1} ms",
+             dense;\n# {} went again; {:.1} ms",
             percent(tx, dense),
             percent(rx, dense),
-            self.reports.iter().map(|report| report.retransmits).sum::<u64>(),
+            counted(again, "fragment"),
             self.time_us() / 1e3,
         )?;
         match &self.args.out {

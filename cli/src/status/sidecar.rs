@@ -3,6 +3,7 @@
 use std::io::ErrorKind;
 use std::path::Path;
 
+use racksum_proto::counted::counted;
 use racksum_worker::sidecar::{JobStatus, Status, ask};
 
 use super::{job_name, list};
@@ -43,10 +44,12 @@ fn text(status: &Status) -> String {
     };
     let draining = if status.draining { ", draining: it takes no more jobs" } else { "" };
     let mut text = format!(
-        "racksum worker {version}, up {} s, {} of {max_jobs} jobs, {ranks} of {max_ranks} ranks, \
+        "racksum worker {version}, up {} s, {} of {}, {ranks} of {}, \
          {lent} of {most} B of memory{aggregators}{draining}\n",
         up_ms / 1000,
         jobs.len(),
+        counted(*max_jobs, "job"),
+        counted(*max_ranks, "rank"),
     );
     jobs.iter().for_each(|job| text += &job_text(job));
     text
@@ -55,9 +58,10 @@ fn text(status: &Status) -> String {
 fn job_text(job: &JobStatus) -> String {
     let JobStatus { generation, uid, world, local_world, state, age_ms, .. } = job;
     let mut text = format!(
-        "job {:?}, generation {generation}, of user {uid}: {state}, {local_world} of {world} ranks \
-         here, {} s old",
+        "job {:?}, generation {generation}, of user {uid}: {state}, {local_world} of {} here, \
+         {} s old",
         job_name(&job.job, &job.group),
+        counted(*world, "rank"),
         age_ms / 1000
     );
     if job.awaited > 0 {
@@ -67,7 +71,7 @@ fn job_text(job: &JobStatus) -> String {
         [(job.awaited_ops, "called by some ranks"), (job.summed_ops, "called by all")]
     {
         if count > 0 {
-            text += &format!("; {count} ops {what}");
+            text += &format!("; {} {what}", counted(count, "op"));
         }
     }
     let behind: Vec<_> =

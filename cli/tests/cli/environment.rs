@@ -20,6 +20,7 @@ fn a_variable_makes_no_rank_of_a_command_that_runs_on_this_host() {
     let small = ["bench", "--workers", "2", "-b", "4K", "-e", "4K", "-n", "2", "-w", "0"];
     run(&[NOBODY], &small).ok();
     run(&[NOBODY, ("RACKSUM_IDENTITY", "/nowhere.pem")], &small).ok();
+    run(&[("RACKSUM_INTERFACE", "no-such")], &small).ok();
     let files = captured("digits");
     let args: Vec<&str> = std::iter::once("reduce").chain(files.iter().map(|it| &it[..])).collect();
     run(&[NOBODY], &args).ok();
@@ -98,4 +99,9 @@ fn a_variable_that_is_empty_says_nothing() {
     assert!(ended.failed(2).starts_with("nobody says where to serve"), "{ended:?}");
     let ended = run(&[("RACKSUM_INTERFACE", "no-such")], &sidecar);
     assert!(ended.failed(2).starts_with("no usable interface matches \"no-such\""), "{ended:?}");
+    let rank = ["bench", "--aggregator", &serving.addr, "--rank", "0", "--world", "1", "-e", "4K"];
+    let ended = run(&[("RACKSUM_INTERFACE", "no-such")], &rank);
+    assert!(ended.failed(2).starts_with("no usable interface matches \"no-such\""), "{ended:?}");
+    let named = [&rank[..], &["--interface", "=lo"]].concat();
+    run(&[("RACKSUM_INTERFACE", "no-such")], &named).ok();
 }

@@ -265,6 +265,44 @@ fn limits_rules_and_certificates_are_reloaded_while_jobs_run() {
 }
 
 #[test]
+fn an_identity_that_is_named_no_more_stays_although_its_file_is_gone() {
+    let (folder, ours) = authority("unnamed", "rack");
+    let served = issue(&folder, &ours, "agg", "aggregator");
+    let node = issue(&folder, &ours, "node", "worker");
+    let config = folder.path("racksum.toml");
+    std::fs::write(&config, "identity = \"agg.pem\"\n").unwrap();
+    let serving = Serving::start(&["--config", &config]);
+    std::fs::remove_file(&served).unwrap();
+    let reload = |text: &str| {
+        std::fs::write(&config, text).unwrap();
+        signal(serving.process.id(), "HUP");
+    };
+    reload("identity = \"agg.pem\"\nmax_jobs = 2\n");
+    let gone = format!("nothing is reloaded: identity {served}: No such file");
+    await_that("it is told", || serving.process.err().contains(&gone));
+    reload("max_jobs = 3\n");
+    await_that("it is reloaded", || serving.process.out().contains("configuration reloaded"));
+    let told = "warning: what has changed of identity takes a restart";
+    await_that("the identity is named", || serving.process.err().contains(told));
+    let flags = [&SHORT[..], &["--identity", &node]].concat();
+    bench_rank(&serving.addr, 0, 1, &flags).end(40).ok();
+}
+
+#[test]
+fn each_file_that_cannot_be_shown_is_told_of() {
+    let (folder, ours) = authority("show", "rack");
+    let [none, no_other] = ["none.pem", "no-other.pem"].map(|name| folder.path(name));
+    for format in ["text", "json"] {
+        let ended = run(&["identity", "show", "--format", format, &none, &no_other, &ours]);
+        assert!(ended.code == Some(2) && ended.out.contains(&ours), "{ended:?}");
+        for file in [&none, &no_other] {
+            let why = format!("racksum: certificates {file}: No such file");
+            assert_eq!(ended.err.matches(&why).count(), 1, "{ended:?}");
+        }
+    }
+}
+
+#[test]
 fn a_run_on_one_host_needs_no_identity_although_the_environment_names_one() {
     let (folder, ours) = authority("local", "rack");
     let node = issue(&folder, &ours, "node", "worker");

@@ -106,7 +106,7 @@ fn a_rank_that_holds_up_a_job_is_named_and_so_are_those_that_are_awaited() {
     let text = sidecar.status(&[]);
     for told in [
         "1 of 64 jobs, 2 of 5 ranks, 4100 of 1048576 B of memory",
-        "; 1 ops called by some ranks; waits for rank 1 since ",
+        "; 1 op called by some ranks; waits for rank 1 since ",
         "BEHIND",
     ] {
         assert!(text.contains(told), "{text}");
@@ -147,7 +147,7 @@ fn a_sidecar_that_is_told_to_stop_serves_its_jobs_to_their_end() {
     rank.wait(handle).unwrap();
     rank.close();
     let ended = sidecar.process.end(10).ok();
-    assert!(ended.out.contains("drains: 1 jobs are to end; another signal stops it"), "{ended:?}");
+    assert!(ended.out.contains("drains: 1 job is to end; another signal stops it"), "{ended:?}");
     assert!(!std::fs::exists(&sidecar.socket).unwrap());
 }
 

@@ -11,11 +11,17 @@ fn alone(terminal: bool) -> Option<Ended> {
         "{RACKSUM} bench --aggregator {} --rank 0 --world 2 --join-timeout 5",
         serving.addr
     );
-    if !terminal {
-        return Some(Process::spawn(Command::new("sh").args(["-c", &rank])).end(60));
-    }
+    if terminal { on_terminal(&rank) } else { Some(in_shell(&rank)) }
+}
+
+fn in_shell(line: &str) -> Ended {
+    Process::spawn(Command::new("sh").args(["-c", line])).end(60)
+}
+
+/// Runs a command line on a terminal; `None` where there is none to be had.
+fn on_terminal(line: &str) -> Option<Ended> {
     // It gives its child a terminal, and prints what the terminal shows.
-    let script = ["-q", "-e", "-f", "-c", &rank, "/dev/null"];
+    let script = ["-q", "-e", "-f", "-c", line, "/dev/null"];
     if Command::new("script").arg("--version").output().is_err() {
         eprintln!("skipped: this takes `script` of util-linux");
         return None;
@@ -34,4 +40,18 @@ fn who_is_awaited_is_shown_on_a_terminal_alone() {
     let ended = alone(false).unwrap();
     assert_eq!(ended.failed(1), "after 5 s rank 1 had not joined");
     assert_eq!(ended.err.lines().count(), 1, "{ended:?}");
+}
+
+#[test]
+fn how_far_a_benchmark_is_shows_within_a_size() {
+    let serving = Serving::start(&[]);
+    let all = "bench -b 4K -e 4K --density 1 -w 0 -n 100000000";
+    let rank = format!("{all} --aggregator {} --rank 0 --world 1", serving.addr);
+    for args in [format!("{all} --workers 2"), rank] {
+        // Only a part of it: all of it would take an hour.
+        let line = format!("timeout -s INT 10 {RACKSUM} {args}");
+        let Some(ended) = on_terminal(&line) else { return };
+        assert!(ended.out.contains("measuring: 0 % in "), "{ended:?}");
+        assert!(ended.out.contains(" s left"), "{ended:?}");
+    }
 }

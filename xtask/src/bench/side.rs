@@ -527,9 +527,9 @@ mod tests {
 
     #[test]
     fn an_aggregators_first_line_tells_its_address() {
-        let line = "racksum aggregator on 10.77.0.200:7177: 1 shard(s) on UDP 7178, 1024 MiB";
+        let line = "racksum aggregator on 10.77.0.200:7177: 1 shard on UDP 7178, 1024 MiB";
         assert_eq!(served(line), Some("10.77.0.200:7177".parse().unwrap()));
-        let line = "racksum aggregator on [::1]:7177: 1 shard(s) on UDP 7178, 1024 MiB";
+        let line = "racksum aggregator on [::1]:7177: 1 shard on UDP 7178, 1024 MiB";
         assert_eq!(served(line), Some("[::1]:7177".parse().unwrap()));
         assert_eq!(served("racksum: warning: no"), None);
     }
