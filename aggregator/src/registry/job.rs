@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use racksum_proto::aggregator::Config;
 use racksum_proto::auth::{DataAuth, Key};
 use racksum_proto::control::{
-    Absent, Beginner, FromAggregator, Join, MAX_OPS, OnRankLoss, Welcome,
+    Absent, Beginner, FromAggregator, Join, MAX_OPS, OnRankLoss, POOL_SLOTS, Welcome,
 };
 use racksum_proto::geometry::{Fragmentation, WINDOW_BYTES};
 use racksum_proto::ids::{Generation, JobId, OpId, Rank};
@@ -282,11 +282,11 @@ impl Job {
         auth: DataAuth,
         handles: &[ShardHandle],
     ) -> Result<(Welcome, Vec<Config>), String> {
-        if pool_slots < 2 {
+        if pool_slots < *POOL_SLOTS.start() {
             return Err(format!(
-                "{} ranks with {} lanes need more packet buffers than a job's share; raise \
-                 --pool-mib or lower --max-jobs at the aggregator, or raise share_percent of \
-                 the job's [[admit]] rule",
+                "{} ranks with {} lanes need more packet buffers than a job's share, or than its \
+                 other groups leave of that; raise --pool-mib or lower --max-jobs at the \
+                 aggregator, or raise share_percent of the job's [[admit]] rule",
                 self.order.len(),
                 self.lanes
             ));
