@@ -7,7 +7,6 @@ Tensors of a GPU go to either by way of the host (:mod:`racksum.torch.staging`).
 
 from __future__ import annotations
 
-import os
 import threading
 from contextlib import suppress
 from itertools import combinations
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Backend, PrefixStore, ProcessGroupGloo
+from torch._C._distributed_c10d import Backend, ProcessGroupGloo
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from racksum.eager import eager_methods
@@ -25,6 +24,7 @@ from racksum.errors import BadArgument
 from racksum.log import logger
 from racksum.torch.calls import Call, Chain, extents_of, meet, numbered
 from racksum.torch.compress import wire_for
+from racksum.torch.departures import Departures, of_this_life
 from racksum.torch.gathering import broadcast, gather_into
 from racksum.torch.membership import Membership, start_earlier
 from racksum.torch.options import Options
@@ -76,11 +76,12 @@ class RacksumBackend(Backend):
         self._in_flight: dict[Work, Any] = {}
         self._calling = threading.Lock()
         self._sequence = 0
-        # Ranks that torchrun 2.15 starts again find the store as it was, with old addresses in it.
-        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = PrefixStore(f"racksum/gloo/{life}", group.store)
+        departures = Departures(group.store, self._name, self.rank(), self.size())
+        store = of_this_life(group.store, "gloo")
         self._gloo: Any = ProcessGroupGloo(store, self.rank(), self.size(), group.timeout)
-        self._membership = Membership(group, self._options, self._gloo, self._chain, self._staging)
+        self._membership = Membership(
+            group, self._options, self._gloo, departures, self._chain, self._staging
+        )
         _open.add(self)
 
     def getBackendName(self) -> str:  # noqa: N802 - c10d's name.
@@ -372,12 +373,10 @@ class RacksumBackend(Backend):
 
     def shutdown(self) -> None:
         """Ends what the rank has called, and leaves; ranks of the default group leave together."""
-        # Of a rank that has yet to join, others may not even know.
-        if self._membership.has_joined:
-            for work in list(self._in_flight):
-                # Whoever waits for it is told.
-                with suppress(Exception):
-                    work.wait_for(None)
+        for work in list(self._in_flight):
+            # Whoever waits for it is told.
+            with suppress(Exception):
+                work.wait_for(None)
         self._leave()
         world = dist.group.WORLD
         if world is not None and world.group_name == self._name:
