@@ -80,7 +80,12 @@ class RacksumBackend(Backend):
         store = of_this_life(group.store, "gloo")
         self._gloo: Any = ProcessGroupGloo(store, self.rank(), self.size(), group.timeout)
         self._membership = Membership(
-            group, self._options, self._gloo, departures, self._chain, self._staging
+            group,
+            self._options,
+            self._gloo,
+            self._chain,
+            self._staging,
+            departures=departures,
         )
         _open.add(self)
 

@@ -1,6 +1,6 @@
 """Ranks that leave a process group before they have joined its job.
 
-The aggregator does not know them yet, so that the group's store says it to those that wait for them.
+The aggregator does not know them yet, so the group's store tells the ranks that wait for them.
 """
 
 from __future__ import annotations

@@ -54,9 +54,10 @@ class Membership:
         group: Any,
         options: Options,
         gloo: Any,
-        departures: Departures,
         chain: Chain,
         staging: Staging,
+        *,
+        departures: Departures,
     ) -> None:
         self._rank = group.group_rank
         self._world = group.group_size
