@@ -34,7 +34,7 @@ use crate::locks::Locks;
 use crate::queue::{Place, Queue};
 use crate::shard::{Command, NewJob, ShardHandle, ShardReport};
 use crate::status::{ShardStatus, Status, millis};
-use crate::tenancy::{Refusal, Tally, Tenant, check_room};
+use crate::tenancy::{ROUNDING, Refusal, Tally, Tenant, buffers_of_slot, check_room};
 pub(crate) use tree::Call;
 use tree::{Above, lost_with};
 
@@ -307,7 +307,8 @@ impl Registry {
                 return Err(Refusal::NoRoom(why.into()));
             }
         }
-        let share = Tally::of(&self.config, &held).share_of(&self.config, &wanted);
+        let tally = Tally::of(&self.config, &held);
+        let share = tally.share_in_lanes(&self.config, &wanted, join.lanes);
         if self.jobs.contains_key(&join.job) {
             let before = self.supersede(join);
             above = above.map(|_| Above::after(before));
@@ -412,10 +413,9 @@ impl Registry {
     fn slots(&self, name: &JobName, job: &Job) -> u32 {
         let tenant = job.tenant(&self.config, name);
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a share")]
-        let share = (self.config.buffers() as f64 * job.share / 100.0) as usize;
-        let per_slot =
-            usize::from(job.lanes) * (job.order.len() + 1 + usize::from(job.above.is_some()));
-        let affordable = u32::try_from(share / per_slot).unwrap_or(u32::MAX);
+        let share = (self.config.buffers() as f64 * job.share / 100.0 + ROUNDING) as u32;
+        let ranks = u16::try_from(job.order.len()).unwrap_or(job.world);
+        let affordable = share / (u32::from(job.lanes) * buffers_of_slot(&self.config, ranks));
         let joins = job.members.iter().flatten().flat_map(Member::joins);
         let asked = joins.map(|join| join.pool_slots);
         let asked = asked.filter(|slots| *slots > 0).min().unwrap_or(u32::MAX);

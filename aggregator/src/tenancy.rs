@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-use racksum_proto::control::CONTROL_VERSION;
+use racksum_proto::control::{CONTROL_VERSION, POOL_SLOTS};
 use racksum_proto::counted::{are, counted};
 use racksum_proto::job_name::JobName;
 
@@ -90,9 +90,17 @@ impl<'a> Tenant<'a> {
 pub(crate) struct Tally<'a> {
     all: Held<'a>,
     rules: BTreeMap<usize, Held<'a>>,
-    /// Per cent of the packet buffers, of all and of each job.
+    /// Per cent of the packet buffers that all hold.
     share: f64,
-    shares: BTreeMap<&'a str, f64>,
+    shares: BTreeMap<&'a str, OfJob>,
+}
+
+/// What a job holds with all its groups.
+#[derive(Debug, Default, Clone, Copy)]
+struct OfJob {
+    /// Per cent of the packet buffers.
+    share: f64,
+    groups: u32,
 }
 
 #[derive(Debug, Default)]
@@ -112,8 +120,9 @@ pub(crate) enum Limit {
     Jobs { jobs: usize, most: u32, limit: &'static str },
     /// Others have taken so much of the packet buffers.
     Share { taken: f64, share: f64 },
-    /// Its other groups have taken all that it may have of the packet buffers.
-    Own { own: f64 },
+    /// The job has so many groups that too little of the packet buffers is left for one more: of
+    /// the job's own share if a rule admits it, and else of all.
+    Groups { groups: u32, own: Option<f64> },
 }
 
 impl fmt::Display for Limit {
@@ -133,10 +142,16 @@ impl fmt::Display for Limit {
                 f,
                 "{taken:.0} % of the packet buffers are taken, and {share:.0} % asked for"
             ),
-            Self::Own { own } => write!(
+            Self::Groups { groups, own: Some(own) } => write!(
                 f,
-                "the job's other groups have all of the {own:.0} % of the packet buffers that it \
-                 may have"
+                "the {groups} groups of the job have all of the {own:.0} % of the packet buffers \
+                 that it may have; destroy groups, set `wait`, or raise --pool-mib at the \
+                 aggregator or share_percent of the job's [[admit]] rule"
+            ),
+            Self::Groups { groups, own: None } => write!(
+                f,
+                "the {groups} groups of the job, and other jobs, have all packet buffers; destroy \
+                 groups, set `wait`, or raise --pool-mib at the aggregator"
             ),
         }
     }
@@ -154,7 +169,9 @@ impl<'a> Tally<'a> {
     pub(crate) fn add(&mut self, config: &Config, tenant: &Tenant<'a>) {
         let share = tenant.granted.unwrap_or_else(|| self.share_of(config, tenant));
         self.share += share;
-        *self.shares.entry(&tenant.name.name).or_default() += share;
+        let of_job = self.shares.entry(&tenant.name.name).or_default();
+        of_job.share += share;
+        of_job.groups += 1;
         let own = tenant.rule.map(|rule| self.rules.entry(rule).or_default());
         for held in own.into_iter().chain([&mut self.all]) {
             held.jobs.insert(&tenant.name.name);
@@ -162,20 +179,25 @@ impl<'a> Tally<'a> {
         }
     }
 
-    /// The share of each shard's packet buffers that a job is granted beside the others, in per
-    /// cent: what its rule says, or an equal one. Of a job with a share of its own, the first group
-    /// has half of that, or three quarters if it is none: most jobs stay without groups. Each
-    /// further group of any job has an eighth of what is left: nobody knows how many there will be.
-    /// What is left is of the job's own share, if a rule admits it: groups must not get around the
-    /// rule's `max_jobs`. Without rules anybody may take all.
+    /// The share of each shard's packet buffers that a job of one lane is granted beside the
+    /// others, in per cent: what its rule says, or an equal one. Of a job with a share of its own,
+    /// the first group has half of that, or three quarters if it is none: most jobs stay without
+    /// groups. What is left for further groups is of the job's own share, if a rule admits it:
+    /// groups must not get around the rule's `max_jobs`. Without rules anybody may take all.
     pub(crate) fn share_of(&self, config: &Config, wanted: &Tenant<'_>) -> f64 {
+        self.share_in_lanes(config, wanted, 1)
+    }
+
+    /// The same of a job of so many lanes.
+    pub(crate) fn share_in_lanes(&self, config: &Config, wanted: &Tenant<'_>, lanes: u8) -> f64 {
         let equal = Self::equal(config);
+        let least = least_share(config, wanted.world, lanes);
         match (self.shares.get(&*wanted.name.name), Self::own(config, wanted)) {
             (None, Some(own)) if wanted.name.group.is_empty() => own * 0.75,
             (None, Some(own)) => own / 2.0,
             (None, None) => equal,
-            (Some(held), Some(own)) => (own - held).max(0.0) / 8.0,
-            (Some(_), None) => ((100.0 - self.share).max(0.0) / 8.0).min(equal),
+            (Some(held), Some(own)) => further(own - held.share, own / 8.0, least),
+            (Some(_), None) => further(100.0 - self.share, 50.0, least).min(equal.max(least)),
         }
     }
 
@@ -196,11 +218,12 @@ impl<'a> Tally<'a> {
             [("max_ranks", Some(config.max_ranks)), ("--max-jobs", Some(config.max_jobs.into()))];
         self.all.check(wanted, limits)?;
         let (taken, share) = (self.share, self.share_of(config, wanted));
-        if let Some(own) = Self::own(config, wanted).filter(|_| share <= 0.0) {
-            return Err(Limit::Own { own });
+        if let Some(OfJob { groups, .. }) = self.shares.get(&*wanted.name.name).copied()
+            && share <= 0.0
+        {
+            return Err(Limit::Groups { groups, own: Self::own(config, wanted) });
         }
-        // Shares are sums of fractions.
-        if share <= 0.0 || taken + share > 100.0 + 1e-6 {
+        if taken + share > 100.0 + ROUNDING {
             return Err(Limit::Share { taken, share });
         }
         Ok(())
@@ -218,6 +241,29 @@ impl<'a> Tally<'a> {
         let held = wanted.rule.and_then(|rule| self.rules.get(&rule)).unwrap_or(&nothing);
         held.check(wanted, limits)
     }
+}
+
+/// What sums of shares may be wrong by, since they are sums of fractions.
+pub(crate) const ROUNDING: f64 = 1e-6;
+
+/// The share of a further group of a job, where so much is left for its groups: nobody knows how
+/// many there will be. The first few have an eighth each of what is left beyond a part that is
+/// `kept` for many. Of that each has little, and no less than the `least` that it works with. None
+/// is left once that does not fit.
+fn further(left: f64, kept: f64, least: f64) -> f64 {
+    let share = ((left - kept) / 8.0).max(left / 128.0).max(least);
+    if share <= left + ROUNDING { share } else { 0.0 }
+}
+
+/// The share of the packet buffers, in per cent, that is enough for the fewest slots of a job.
+fn least_share(config: &Config, world: u16, lanes: u8) -> f64 {
+    let held = u32::from(lanes) * POOL_SLOTS.start() * buffers_of_slot(config, world);
+    100.0 * f64::from(held) / config.buffers() as f64
+}
+
+/// Packet buffers that a slot holds of a stream: one for each that contributes, and the result.
+pub(crate) fn buffers_of_slot(config: &Config, ranks: u16) -> u32 {
+    u32::from(ranks) + 1 + u32::from(config.parent.is_some())
 }
 
 impl Held<'_> {
@@ -258,8 +304,11 @@ pub(crate) fn check_room(
 ) -> Result<(), Refusal> {
     let tally = Tally::of(config, held);
     tally.check(config, wanted).map_err(|limit| {
-        if let Limit::World { .. } = limit {
-            return Refusal::Never(limit.to_string());
+        match limit {
+            Limit::World { .. } => return Refusal::Never(limit.to_string()),
+            // It is the job itself that holds what there is.
+            Limit::Groups { .. } => return Refusal::NoRoom(limit.to_string()),
+            Limit::Ranks { .. } | Limit::Jobs { .. } | Limit::Share { .. } => {}
         }
         let is_of_rule = tally.check_own(config, wanted).is_err();
         let of = held.iter().filter(|it| !is_of_rule || it.rule == wanted.rule);
@@ -466,8 +515,56 @@ mod tests {
         // A job that has all it may have is told so.
         let all = Tenant { granted: Some(25.0), ..held[1] };
         let (later, told) = why(check_room(&config, &[all], &of_vision));
-        let expected = "the job's other groups have all of the 25 % of the packet buffers that it \
-                        may have";
-        assert!(later && told.starts_with(expected), "{told}");
+        let expected = "the 1 groups of the job have all of the 25 % of the packet buffers that it \
+                        may have; destroy groups, set `wait`, or raise --pool-mib at the \
+                        aggregator or share_percent of the job's [[admit]] rule";
+        assert_eq!((later, &*told), (true, expected));
+    }
+
+    /// Opens groups of a job until there is no room for one, and returns them and the refusal.
+    fn open_groups(config: &Config, world: u16) -> (Vec<Tenant<'static>>, String) {
+        let mut held: Vec<Tenant<'static>> = Vec::new();
+        loop {
+            let wanted = group_of(config, "train", &held.len().to_string(), "x", world);
+            if let Err(refusal) = check_room(config, &held, &wanted) {
+                return (held, why(Err(refusal)).1);
+            }
+            let share = Tally::of(config, &held).share_of(config, &wanted);
+            held.push(Tenant { granted: Some(share), ..wanted });
+        }
+    }
+
+    #[test]
+    fn a_job_has_as_many_groups_as_there_is_memory_for_and_each_works() {
+        let config = Config::default();
+        let rule = Config { admit: vec![rule("x", "train")], ..config.clone() };
+        // Three dimensions of 8 ranks are 192 groups of 8.
+        for (config, most, fewest, world) in
+            [(&config, 100.0, 192, 8), (&config, 100.0, 300, 2), (&rule, 12.5, 30, 8)]
+        {
+            let (held, told) = open_groups(config, world);
+            assert!(held.len() >= fewest, "{} groups of {world}", held.len());
+            let shares: Vec<f64> = held.iter().filter_map(|it| it.granted).collect();
+            assert!(shares.iter().sum::<f64>() <= most + ROUNDING);
+            let least = least_share(config, world, 1);
+            assert!(shares.iter().all(|share| *share >= least), "{shares:?}");
+            let expected = format!("the {} groups of the job", held.len());
+            assert!(told.starts_with(&expected) && told.contains("raise --pool-mib"), "{told}");
+            // A group that ends gives its place back.
+            let wanted = group_of(config, "train", "another", "x", world);
+            assert_eq!(check_room(config, &held[1..], &wanted), Ok(()));
+        }
+    }
+
+    #[test]
+    fn a_group_of_several_lanes_has_the_fewest_slots_of_each() {
+        let config = Config::default();
+        let first = group_of(&config, "train", "0", "x", 8);
+        let held = [Tenant { granted: Some(98.0), ..first }];
+        let wanted = group_of(&config, "train", "1", "x", 8);
+        let tally = Tally::of(&config, &held);
+        let least = least_share(&config, 8, 8);
+        assert_eq!(tally.share_in_lanes(&config, &wanted, 8), least);
+        assert!(tally.share_of(&config, &wanted) < least);
     }
 }

@@ -99,6 +99,22 @@ def check_average() -> None:
     assert mean.tolist() == [1.0] * 10
 
 
+@pytest.mark.parametrize("op", ["SUM", "AVG", "MIN", "MAX"])
+def test_negative_zero_of_all_ranks_becomes_positive(ranks: Ranks, op: str) -> None:
+    ranks.run(check_negative_zero, op)
+
+
+def check_negative_zero(op: str) -> None:
+    """In a block of zeros, which is not sent; in one that is sent, the sign is kept."""
+    x = torch.full((1000,), -0.0)
+    x[0] = 1.0
+    dist.all_reduce(x, getattr(dist.ReduceOp, op), group=_groups["racksum"])
+    assert x[0] != 0
+    assert x[1:].eq(0).all()
+    assert x[1:256].signbit().all()
+    assert not x[256:].signbit().any()
+
+
 @pytest.mark.parametrize("op", ["BAND", "BOR", "BXOR"])
 def test_bitwise_operators_are_gloos(ranks: Ranks, op: str) -> None:
     ranks.run(check_allreduce, op, torch.int32)

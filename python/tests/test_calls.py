@@ -188,15 +188,17 @@ def call_from_threads(address: str, job: str) -> None:
             assert ends == [1.0]
 
 
+@pytest.mark.parametrize("joins_first", [True, False])
 def test_what_a_rank_has_called_ends_before_its_group_is_destroyed(
-    ranks: Ranks, cluster: Cluster
+    ranks: Ranks, cluster: Cluster, joins_first: bool
 ) -> None:
-    ranks.run(destroy_after_calls, cluster.address, cluster.new_job())
+    ranks.run(destroy_after_calls, cluster.address, cluster.new_job(), joins_first)
 
 
-def destroy_after_calls(address: str, job: str) -> None:
-    group = group_on_backend(address, job)
-    dist.barrier(group)
+def destroy_after_calls(address: str, job: str, joins_first: bool) -> None:
+    group = dist.new_group(backend="racksum", pg_options=backend_options(address, job))
+    if joins_first:
+        dist.barrier(group)
     tensors = [torch.ones(500_000) for _ in range(10)]
     works = [dist.all_reduce(x, group=group, async_op=True) for x in tensors]
     if dist.get_rank() == 0:
@@ -207,22 +209,26 @@ def destroy_after_calls(address: str, job: str) -> None:
         assert x.eq(dist.get_world_size()).all()
 
 
+@pytest.mark.parametrize("caller", [0, 1])
 def test_a_group_may_be_destroyed_before_its_ranks_have_joined(
-    ranks: Ranks, cluster: Cluster
+    ranks: Ranks, cluster: Cluster, caller: int
 ) -> None:
-    ranks.run(destroy_before_joining, cluster.address, cluster.new_job())
+    ranks.run(destroy_before_joining, cluster.address, cluster.new_job(), caller)
 
 
-def destroy_before_joining(address: str, job: str) -> None:
-    group = group_on_backend(address, job)
-    if dist.get_rank() == 0:
+def destroy_before_joining(address: str, job: str, caller: int) -> None:
+    """What one rank has called has ended, by an error that names the other, which never calls."""
+    group = dist.new_group(backend="racksum", pg_options=backend_options(address, job))
+    other = 1 - caller
+    if dist.get_rank() == caller:
         work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
         backend = group._get_backend(torch.device("cpu"))
         dist.destroy_process_group(group)
-        with pytest.raises((racksum.Error, RuntimeError)):
+        assert not backend._membership.has_joined
+        with pytest.raises(racksum.PeerLost, match=f"rank {other} left .* before joining") as error:
             work.wait()
-        assert not backend._membership.has_joined or backend.session.closed
-    else:
+        assert error.value.ranks == (other,)
+    elif dist.get_rank() == other:
         dist.destroy_process_group(group)
 
 

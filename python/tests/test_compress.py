@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 
 import pytest
@@ -163,6 +164,38 @@ def test_a_state_is_pickled_without_its_session(cluster):
         assert again.session is None
         assert again.iteration == 0, "a new DDP has buckets of another order at first"
         assert again.memory.residuals["bucket 0"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        None,
+        BlockTopK(3),
+        BlockTopKRatio(0.1),
+        BlockRandomK(0.1),
+        BlockThreshold(0.5),
+        Rounded("bf16", BlockTopK(3)),
+    ],
+    ids=lambda compressor: type(compressor).__name__,
+)
+def test_a_checkpoint_with_a_state_is_loaded_as_one_of_weights_only(compressor):
+    state = racksum.torch.State(None, compressor=compressor)
+    state._layouts["0"] = [(0, (2, 3)), (None, (4,))]
+    x = torch.randn(64 * BLOCK)
+    if compressor is not None:
+        compressor.compress(x, "bucket 0")
+        state.memory.residuals["bucket 0"] = x
+    file = io.BytesIO()
+    torch.save({"hook": state}, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=True)["hook"]
+    assert again.session is None
+    assert again._layouts == state._layouts
+    assert type(again.compressor) is type(compressor)
+    if compressor is not None:
+        assert torch.equal(again.memory.residuals["bucket 0"], x)
+        both = (compressor, again.compressor)
+        assert torch.equal(*(c.decompress(*c.compress(x, "bucket 0")) for c in both))
 
 
 def test_a_compressor_that_rounds_is_pickled_with_its_state():

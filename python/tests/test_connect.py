@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import socket
 from pathlib import Path
 
@@ -249,6 +250,26 @@ def test_what_the_environment_says_wrong_is_named_with_its_variable(variable, mo
     assert sentence in str(wrong.value)
 
 
+@pytest.mark.parametrize("aggregator", ["127.0.0.1:9", "no-such-host.invalid:7177"])
+def test_an_aggregator_of_the_environment_that_does_not_answer_is_named_with_it(
+    monkeypatch, aggregator
+):
+    monkeypatch.setenv("RACKSUM_AGGREGATOR", aggregator)
+    named = re.escape(f"RACKSUM_AGGREGATOR={aggregator!r}: ")
+    with pytest.raises(racksum.NoAggregator, match=f"^{named}"):
+        racksum.connect(job="job", rank=0, world=1, join_timeout=0.5)
+    with pytest.raises(racksum.NoAggregator) as error:
+        racksum.connect(aggregator, job="job", rank=0, world=1, join_timeout=0.5)
+    assert "RACKSUM" not in str(error.value), "who gives it need not be told of variables"
+
+
+def test_a_limit_of_the_environment_that_ends_a_join_is_named(monkeypatch, cluster):
+    monkeypatch.setenv("RACKSUM_JOIN_TIMEOUT", "0.3")
+    with pytest.raises(racksum.JoinTimeout, match=r"^RACKSUM_JOIN_TIMEOUT='0\.3': ") as error:
+        racksum.connect(cluster.address, job=cluster.new_job(), rank=0, world=2)
+    assert error.value.missing == (1,)
+
+
 def test_an_error_about_two_variables_names_both(monkeypatch):
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -312,7 +333,7 @@ def test_two_sessions_of_one_rank_are_one_too_many(place):
     job = place.new_job()
     with place.connect(job=job) as session:
         with pytest.raises(
-            racksum.Refused, match=r"its 1 ranks have joined|rank 0 has joined already"
+            racksum.Refused, match=r"all its ranks \(1\) have joined|rank 0 has joined already"
         ):
             place.connect(job=job)
         assert session.allreduce(np.ones(2, np.float32)).tolist() == [1, 1]

@@ -20,7 +20,7 @@ from conftest import ROOT
 from upstream import table
 
 TESTS = Path(__file__).parent
-VERDICTS = {"passes", "delegated", "refused"}
+VERDICTS = {"passes", "delegated", "differs", "refused"}
 
 
 def rows() -> list[tuple[str, str, list[tuple[str, str]]]]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import racksum
 import racksum.torch
+from conftest import Aggregator
 from racksum.torch.backend import RacksumBackend
 from ranks import TIMEOUT, Ranks, backend_options
 
@@ -86,3 +87,34 @@ def test_a_process_may_have_several_sessions_of_a_group(ranks, cluster):
     [names] = ranks.run(several_sessions, cluster.address, job)
     assert names[:3] == [job, f"{job}/session-2", job]
     assert names[3] == names[5] != names[4]
+
+
+@pytest.fixture
+def mesh() -> Iterator[Ranks]:
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+def groups_of_a_mesh(address: str, times: int) -> None:
+    """Rows and columns of two by two ranks, which all sum and are then destroyed."""
+    lines = [[0, 1], [2, 3], [0, 2], [1, 3]] * times
+    groups = [
+        dist.new_group(line, backend="racksum", pg_options=backend_options(address, "mesh"))
+        for line in lines
+    ]
+    mine = [group for line, group in zip(lines, groups, strict=True) if dist.get_rank() in line]
+    for group in mine:
+        x = torch.ones(100_000)
+        dist.all_reduce(x, group=group)
+        assert x.eq(2).all()
+    for group in mine:
+        dist.destroy_process_group(group)
+
+
+def test_a_job_has_many_groups_at_once_and_their_places_are_given_back(
+    mesh: Ranks, aggregator: Aggregator
+) -> None:
+    """64 groups fit the memory of the aggregator, and 128 would not."""
+    for _ in range(2):
+        mesh.run(groups_of_a_mesh, aggregator.address, 16)

@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use racksum_proto::aggregator::Config;
 use racksum_proto::auth::{DataAuth, Key};
 use racksum_proto::control::{
-    Absent, Beginner, FromAggregator, Join, MAX_OPS, OnRankLoss, Welcome,
+    Absent, Beginner, FromAggregator, Join, MAX_OPS, OnRankLoss, POOL_SLOTS, Welcome,
 };
 use racksum_proto::geometry::{Fragmentation, WINDOW_BYTES};
 use racksum_proto::ids::{Generation, JobId, OpId, Rank};
@@ -122,7 +122,7 @@ impl Job {
         }
         if self.state != State::Gathering {
             return Err(format!(
-                "job {name:?} is running in generation {}, begun by {}: its {} ranks have joined; \
+                "job {name:?} is running in generation {}, begun by {}: all its ranks ({}) have joined; \
                  choose another `job`, wait until it has ended, or restart all its ranks with a \
                  greater `generation`",
                 self.generation.0,
@@ -283,11 +283,11 @@ impl Job {
         auth: DataAuth,
         handles: &[ShardHandle],
     ) -> Result<(Welcome, Vec<Config>), String> {
-        if pool_slots < 2 {
+        if pool_slots < *POOL_SLOTS.start() {
             return Err(format!(
-                "{} ranks with {} lanes need more packet buffers than a job's share; raise \
-                 --pool-mib or lower --max-jobs at the aggregator, or raise share_percent of \
-                 the job's [[admit]] rule",
+                "{} ranks with {} lanes need more packet buffers than a job's share, or than its \
+                 other groups leave of that; raise --pool-mib or lower --max-jobs at the \
+                 aggregator, or raise share_percent of the job's [[admit]] rule",
                 self.order.len(),
                 self.lanes
             ));

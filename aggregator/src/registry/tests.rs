@@ -265,7 +265,7 @@ fn a_rank_that_no_data_could_reach_is_refused() {
 fn a_rule_is_about_the_job_that_its_user_named_and_all_its_groups() {
     let mut registry = registry(Fanout::Unicast, 0);
     let rule = Admit { identity: "node".into(), jobs: vec!["vision-7".into()], ..Admit::default() };
-    registry.reconfigure(Config { pool_mib: 4, admit: vec![rule], ..Config::default() });
+    registry.reconfigure(Config { pool_mib: 64, admit: vec![rule], ..Config::default() });
     let mut join = |job| {
         let (caller, _inbox) = caller(Some("node"), [127, 0, 0, 1]);
         registry.join(Join { job, ..wish("", 0, 2) }, caller, Instant::now())

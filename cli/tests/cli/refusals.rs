@@ -361,7 +361,7 @@ fn a_rank_that_does_not_fit_says_why() {
     let why = refused.failed(3);
     assert!(
         why.starts_with("the aggregator refused: rank 0 of job \"bench\" has already joined from")
-            || why.contains("its 2 ranks have joined"),
+            || why.contains("all its ranks (2) have joined"),
         "{why}"
     );
     last.end(60).ok();

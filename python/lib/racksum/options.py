@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from numbers import Real
 from typing import Any, NamedTuple
 
-from racksum.errors import BadArgument
+from racksum.errors import BadArgument, Error, JoinTimeout, NoAggregator, NoRoom
 
 __all__ = [
     "MAX_ELEMENTS",
@@ -41,6 +41,14 @@ class Drawn(NamedTuple):
 
     job: str
     secret: str
+
+
+#: The option that each error is about which names none itself.
+_ABOUT: Mapping[type[Error], tuple[str, ...]] = {
+    NoAggregator: ("aggregator",),
+    JoinTimeout: ("join_timeout",),
+    NoRoom: ("join_timeout",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +103,12 @@ class ConnectOptions:
         """Has what is said of options name the variables that they are from."""
         try:
             yield
-        except BadArgument as error:
-            said = [self.variables[name] for name in error.options if name in self.variables]
-            if not said:
-                raise
-            raise BadArgument(f"{', '.join(said)}: {error}", error.options) from None
+        except (BadArgument, NoAggregator, JoinTimeout, NoRoom) as error:
+            about = error.options if isinstance(error, BadArgument) else _ABOUT[type(error)]
+            said = [self.variables[name] for name in about if name in self.variables]
+            if said:
+                error.args = (f"{', '.join(said)}: {error}", *error.args[1:])
+            raise
 
     @classmethod
     def resolve(

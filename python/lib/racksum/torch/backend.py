@@ -7,7 +7,6 @@ Tensors of a GPU go to either by way of the host (:mod:`racksum.torch.staging`).
 
 from __future__ import annotations
 
-import os
 import threading
 from contextlib import suppress
 from itertools import combinations
@@ -17,16 +16,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Backend, PrefixStore, ProcessGroupGloo
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch._C._distributed_c10d import Backend, ProcessGroupGloo
+from torch.utils._pytree import tree_leaves
 
 from racksum.eager import eager_methods
 from racksum.errors import BadArgument
 from racksum.log import logger
 from racksum.torch.calls import Call, Chain, extents_of, meet, numbered
 from racksum.torch.compress import wire_for
+from racksum.torch.delegates import DelegatesToGloo
+from racksum.torch.departures import Departures, of_this_life
 from racksum.torch.gathering import broadcast, gather_into
-from racksum.torch.membership import Membership, start_earlier
+from racksum.torch.membership import Membership
 from racksum.torch.options import Options
 from racksum.torch.reducible import (
     OF_BOOLEANS,
@@ -40,8 +41,8 @@ from racksum.torch.reducible import (
 )
 from racksum.torch.several import alike, check_root_tensor, combined, copying_to
 from racksum.torch.sparse import allreduce_sparse
-from racksum.torch.staging import Staging, allreduce, to_host
-from racksum.torch.work import Before, Ends, Pending, Work, writing
+from racksum.torch.staging import Staging, allreduce
+from racksum.torch.work import Before, Ends, Work, writing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,7 +59,7 @@ _log = logger("racksum.torch")
 
 
 @eager_methods
-class RacksumBackend(Backend):
+class RacksumBackend(DelegatesToGloo):
     """The ranks of a process group. They join a job of their own when they first reduce."""
 
     supports_splitting = True
@@ -76,11 +77,17 @@ class RacksumBackend(Backend):
         self._in_flight: dict[Work, Any] = {}
         self._calling = threading.Lock()
         self._sequence = 0
-        # Ranks that torchrun 2.15 starts again find the store as it was, with old addresses in it.
-        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = PrefixStore(f"racksum/gloo/{life}", group.store)
+        departures = Departures(group.store, self._name, self.rank(), self.size())
+        store = of_this_life(group.store, "gloo")
         self._gloo: Any = ProcessGroupGloo(store, self.rank(), self.size(), group.timeout)
-        self._membership = Membership(group, self._options, self._gloo, self._chain, self._staging)
+        self._membership = Membership(
+            group,
+            self._options,
+            self._gloo,
+            self._chain,
+            self._staging,
+            departures=departures,
+        )
         _open.add(self)
 
     def getBackendName(self) -> str:  # noqa: N802 - c10d's name.
@@ -321,44 +328,6 @@ class RacksumBackend(Backend):
         seconds = opts.timeout.total_seconds()
         return self._run(call, [], begin, [], seconds if seconds > 0 else None)
 
-    def monitored_barrier(self, opts: Any, wait_all_ranks: bool) -> None:
-        """Gloo's."""
-        # Gloo pairs collectives by the order in which they begin.
-        start_earlier(self._chain, self._staging)
-        self._gloo.monitored_barrier(opts.timeout, wait_all_ranks)
-
-    def send(self, tensors: Sequence[Tensor], *args: Any) -> Work:
-        """Gloo's."""
-        return _with_future(self._gloo.send(self._of_host(tensors), *args), tensors)
-
-    def recv(self, tensors: Sequence[Tensor], *args: Any) -> Work:
-        """Gloo's."""
-        return _with_future(self._gloo.recv(self._of_host(tensors), *args), tensors)
-
-    def recv_anysource(self, tensors: Sequence[Tensor], *args: Any) -> Work:
-        """Gloo's."""
-        return _with_future(self._gloo.recv_anysource(self._of_host(tensors), *args), tensors)
-
-    @numbered("op", ops=lambda *_: 0)
-    def gather(self, call: Call, outputs: Any, *args: Any) -> Any:
-        """Gloo's."""
-        return self._through_gloo(call, self._gloo.gather, outputs, *args)
-
-    @numbered("op", ops=lambda *_: 0)
-    def scatter(self, call: Call, outputs: Any, *args: Any) -> Any:
-        """Gloo's."""
-        return self._through_gloo(call, self._gloo.scatter, outputs, *args)
-
-    @numbered("op", ops=lambda *_: 0)
-    def alltoall(self, call: Call, outputs: Any, *args: Any) -> Any:
-        """Gloo's."""
-        return self._through_gloo(call, self._gloo.alltoall, outputs, *args)
-
-    @numbered("op", ops=lambda *_: 0)
-    def all_to_all_single(self, call: Call, output: Any, *args: Any) -> Any:
-        """Gloo's."""
-        return self._through_gloo(call, self._gloo.all_to_all_single, output, *args)
-
     def set_timeout(self, timeout: timedelta) -> None:
         """Limits collectives, if nothing was reduced yet: the limit is the session's."""
         self._membership.set_timeout(timeout)
@@ -372,12 +341,10 @@ class RacksumBackend(Backend):
 
     def shutdown(self) -> None:
         """Ends what the rank has called, and leaves; ranks of the default group leave together."""
-        # Of a rank that has yet to join, others may not even know.
-        if self._membership.has_joined:
-            for work in list(self._in_flight):
-                # Whoever waits for it is told.
-                with suppress(Exception):
-                    work.wait_for(None)
+        for work in list(self._in_flight):
+            # Whoever waits for it is told.
+            with suppress(Exception):
+                work.wait_for(None)
         self._leave()
         world = dist.group.WORLD
         if world is not None and world.group_name == self._name:
@@ -488,40 +455,6 @@ class RacksumBackend(Backend):
 
         return gather_into(self.session, whole, own, call.part()).then(copy_out)
 
-    def _of_host(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Tensors for Gloo to send or receive."""
-        # On their way down, what comes would wait for all that was called before.
-        for x in tensors:
-            if self._staging.takes(x.device):
-                raise BadArgument(
-                    f"the tensor is on {x.device}; one rank sends another tensors of the host: "
-                    'pass x.cpu(), or make the group of "cpu:racksum,cuda:nccl"'
-                )
-        return tensors
-
-    def _through_gloo(self, call: Call, gloo: Callable[..., Any], outputs: Any, *args: Any) -> Work:
-        """A collective of Gloo's, which writes to ``outputs``."""
-        touched = [x for x in tree_leaves((outputs, args)) if isinstance(x, Tensor)]
-        begin = lambda: [self._delegated(gloo, outputs, *args)]  # noqa: E731
-        return self._run(call, touched, begin, tree_leaves(outputs), joins=False)
-
-    def _delegated(self, call: Callable[..., Any], outputs: Any, *args: Any) -> Ends:
-        """Has Gloo do something, which writes to ``outputs``."""
-        [device, *_] = [x.device for x in tree_leaves((outputs, args)) if isinstance(x, Tensor)]
-        if not self._staging.takes(device):
-            self._staging.drain()
-            return Pending(call(outputs, *args))
-
-        def start() -> Ends:
-            copies, *rest = tree_map_only(Tensor, lambda x: to_host(x)[0], (outputs, *args))
-            return Pending(call(copies, *rest)).then(lambda _: copies)
-
-        def copy_out(copies: Any) -> None:
-            for x, copy in zip(tree_leaves(outputs), tree_leaves(copies), strict=True):
-                x.copy_(copy, non_blocking=True)
-
-        return self._staging.stage(device, start, writing(copy_out))
-
     def _in_one_piece(self, x: Tensor, start: Callable[[Tensor], Ends]) -> Ends:
         """Starts something on a tensor, or on a contiguous copy of it that is copied back."""
         if x.is_contiguous():
@@ -601,11 +534,6 @@ def _of_default_group() -> Options:
         if world is not None and backend._name == world.group_name
     )
     return next(of_world, Options())
-
-
-def _with_future(work: dist.Work, tensors: Sequence[Tensor]) -> Work:
-    """What Gloo sends or receives, with a future, which Gloo's lacks; no barrier waits for it."""
-    return Work([Pending(work)], list(tensors), {})
 
 
 def _only(tensors: Sequence[Any]) -> Any:

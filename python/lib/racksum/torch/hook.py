@@ -16,6 +16,10 @@ from racksum.errors import BadArgument, Error, NoAggregator, OpTimeout, SessionC
 from racksum.log import logger
 from racksum.session import Session, checked_session
 from racksum.torch.compress import (
+    BlockRandomK,
+    BlockThreshold,
+    BlockTopK,
+    BlockTopKRatio,
     Compressor,
     Memory,
     ResidualMemory,
@@ -163,6 +167,21 @@ class State:
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self._begin()
         self.__dict__.update(kept)
+
+
+# What checkpoints hold of these are numbers, texts and tensors, so that `torch.load` may make them
+# with `weights_only=True`, its default.
+torch.serialization.add_safe_globals(
+    [
+        State,
+        ResidualMemory,
+        BlockRandomK,
+        BlockThreshold,
+        BlockTopK,
+        BlockTopKRatio,
+        Rounded,
+    ]
+)
 
 
 @eager

@@ -28,6 +28,7 @@ from racksum.torch.work import let_go
 
 if TYPE_CHECKING:
     from racksum.torch.calls import Chain
+    from racksum.torch.departures import Departures, Watch
     from racksum.torch.options import Options
     from racksum.torch.staging import Staging
 
@@ -45,10 +46,18 @@ class Membership:
     :param group: What torch says of the group when it makes a backend.
     :param options: The group's own.
     :param gloo: The group's Gloo, through which its ranks agree.
+    :param departures: Where the rank says that it leaves, if it has not joined.
     """
 
     def __init__(
-        self, group: Any, options: Options, gloo: Any, chain: Chain, staging: Staging
+        self,
+        group: Any,
+        options: Options,
+        gloo: Any,
+        chain: Chain,
+        staging: Staging,
+        *,
+        departures: Departures,
     ) -> None:
         self._rank = group.group_rank
         self._world = group.group_size
@@ -56,9 +65,11 @@ class Membership:
         self._store = group.store
         self._options = options
         self._gloo = gloo
+        self._departures = departures
         self._chain = chain
         self._staging = staging
         self._session: Session | None = None
+        self._has_ever_joined = False
         self._is_over = threading.Event()
         # Ops that the rank has refused, and nobody could be told of before it joined.
         self._unsaid: list[PartOf] = []
@@ -100,6 +111,8 @@ class Membership:
     def leave(self) -> None:
         """Leaves the job, for good: what is in flight fails."""
         self._is_over.set()
+        if not self._has_ever_joined:
+            self._departures.note()
         session, self._session = self._session, None
         if session is not None:
             session.close()
@@ -120,6 +133,12 @@ class Membership:
 
     def _join(self) -> Session:
         self._check_open()
+        watch = self._departures.watch()
+
+        def check() -> None:
+            self._check_open()
+            watch.check()
+
         limits = limits_of_group(self._options._timeout.total_seconds())
         options = ConnectOptions.resolve(
             drawn=drawn_in(default_store() or self._store),
@@ -129,9 +148,10 @@ class Membership:
         )
         if not is_generation_given(self._options.connect):
             self._staging.drain()
-            agreed = self._agreed(new_generation())
+            agreed = self._agreed(new_generation(), watch)
             options = dataclasses.replace(options, generation=agreed)
-        session = Session(of_group(options, self._name), check=self._check_open)
+        session = Session(of_group(options, self._name), check=check)
+        self._has_ever_joined = True
         staging_of(session, self._staging)
         # Not a method: what is in no cycle ends with its last reference, and so does the store,
         # whose port the next process group may want.
@@ -149,7 +169,7 @@ class Membership:
         if self._is_over.is_set():
             raise SessionClosed(f"the process group {self._name} was destroyed or aborted")
 
-    def _agreed(self, number: int) -> int:
+    def _agreed(self, number: int, watch: Watch) -> int:
         """The number of the group's first rank."""
         agreed = torch.tensor([number], device="cpu")
         work = self._gloo.broadcast(agreed, 0)
@@ -157,7 +177,13 @@ class Membership:
         while not work.is_completed():
             self._is_over.wait(_SLICE)
             self._check_open()
-        work.wait()
+            watch.check()
+        try:
+            work.wait()
+        except RuntimeError:
+            # Gloo names no rank.
+            watch.look()
+            raise
         return int(agreed)
 
 
