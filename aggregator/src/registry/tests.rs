@@ -319,6 +319,26 @@ fn two_thousand_ranks_that_wait_keep_out_nobody_for_whom_there_is_room() {
 }
 
 #[test]
+fn jobs_that_say_that_they_move_do_not_keep_out_one_that_waits() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    registry.reconfigure(Config { max_jobs: 1, ..registry.config().clone() });
+    let now = Instant::now();
+    let (patient, _inbox) = caller(None, [10, 0, 0, 1]);
+    let place = registry.enter_queue(&wish("waits", 0, 1), &patient).unwrap();
+    let (greedy, _inbox) = caller(None, [10, 0, 0, 2]);
+    let moves = (0..100).find(|nth| {
+        let resume = Some(Resume { first_op: OpId(7), absent: Vec::new() });
+        let wish = Join { resume, ..wish(&format!("moves-{nth}"), 0, 1) };
+        let joined = registry.join(wish, greedy.clone(), now);
+        let seat = joined.map(|(seat, _)| registry.leave(&seat, Loss::Left, now));
+        matches!(seat, Err(Refusal::NoRoom(_)))
+    });
+    assert_eq!(moves, Some(16));
+    assert_eq!(registry.turn(&place), (true, 0));
+    registry.join(wish("waits", 0, 1), patient, now).unwrap();
+}
+
+#[test]
 fn a_rank_of_a_link_keeps_its_scope() {
     let mut registry = registry(Fanout::Unicast, 0);
     let addr = SocketAddrV6::new("fe80::7".parse().unwrap(), 50_000, 0, 3).into();
