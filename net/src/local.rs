@@ -4,6 +4,7 @@ mod limits;
 mod line;
 mod listener;
 mod memory;
+mod name;
 mod sealed;
 mod systemd;
 #[cfg(test)]
@@ -14,5 +15,6 @@ pub use limits::{is_known_user, raise_open_files};
 pub use line::{Line, LineError, Peer};
 pub use listener::Listener;
 pub use memory::SharedMemory;
+pub use name::{Name, listen_for_streams};
 pub use sealed::Sealed;
 pub use systemd::{listener_of_systemd, tell_systemd};
