@@ -12,7 +12,7 @@ mod tests;
 mod trust;
 
 pub use limits::{is_known_user, raise_open_files};
-pub use line::{Line, LineError, Peer};
+pub use line::{CallError, Line, LineError, Peer, call_for_stream};
 pub use listener::Listener;
 pub use memory::SharedMemory;
 pub use name::{Name, listen_for_streams};

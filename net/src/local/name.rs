@@ -105,9 +105,7 @@ fn remove_left(path: &Path) -> io::Result<()> {
         Err(error) => return Err(error),
     }
     match Line::connect(path) {
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            std::fs::remove_file(path)
-        }
+        Err(error) if error.is_absence() => std::fs::remove_file(path),
         // Somebody is there, and to bind says so.
         _ => Ok(()),
     }
