@@ -318,7 +318,7 @@ mod tests {
         identity: &'static str,
         world: u16,
     ) -> Tenant<'static> {
-        let name = Box::leak(Box::new(JobName { name: job.into(), group: group.into() }));
+        let name = Box::leak(Box::new(JobName::new(job, group)));
         Tenant::new(config, name, Some(identity), world)
     }
 

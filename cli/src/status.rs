@@ -325,7 +325,7 @@ fn text(status: &Status) -> String {
 
 /// What a job is called, with its group.
 fn job_name(job: &str, group: &str) -> JobName {
-    JobName { name: job.to_owned(), group: group.to_owned() }
+    JobName::new(job, group)
 }
 
 fn job_text(job: &JobStatus) -> String {

@@ -75,7 +75,7 @@ pub(super) fn caller(identity: Option<&str>, ip: [u8; 4]) -> (Caller, Inbox) {
 }
 
 pub(super) fn of_group(name: &str, group: &str) -> JobName {
-    JobName { name: name.into(), group: group.into() }
+    JobName::new(name, group)
 }
 
 /// The last thing that a rank was told.

@@ -52,7 +52,7 @@ fn status(text: &str) -> Status {
         max_jobs: 1,
         draining: true,
         jobs: vec![job],
-        queued: vec![JobName { name: name(), group: name() }],
+        queued: vec![JobName::new(name(), name())],
         shards: vec![shard],
     }
 }
