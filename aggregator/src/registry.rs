@@ -301,8 +301,7 @@ impl Registry {
             let called = self.queue.called_before(&self.config, join, identity, ip);
             held.extend(called.filter(|it| !self.jobs.contains_key(it.name)));
             if check_room(&self.config, &held, &wanted).is_err() {
-                let why = "jobs that have waited for it before have the room that there is; set \
-                           `wait` as well";
+                let why = "jobs that have waited for it before have the room that there is";
                 return Err(Refusal::NoRoom(why.into()));
             }
         }

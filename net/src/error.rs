@@ -134,7 +134,7 @@ pub enum NetError {
         addr: SocketAddr,
     },
     /// Nothing answered in time.
-    #[error("nobody answered at {addr} within {} s; {}", seconds(*waited), advice(*narrow))]
+    #[error("{}; {}", unanswered(*addr, *waited), advice(*narrow))]
     NobodyThere {
         /// Who was called.
         addr: SocketAddr,
@@ -275,6 +275,15 @@ impl NetError {
         )
     }
 
+    /// What happened, without what is to be done about it.
+    #[must_use]
+    pub fn without_advice(&self) -> String {
+        match self {
+            Self::NobodyThere { addr, waited, narrow: None } => unanswered(*addr, *waited),
+            other => other.to_string(),
+        }
+    }
+
     /// Who was called, if the error is about who answered, or that nobody has.
     #[must_use]
     pub const fn called(&self) -> Option<SocketAddr> {
@@ -306,6 +315,10 @@ impl NetError {
 /// Seconds, to the tenth.
 fn seconds(span: Span) -> f64 {
     (span.as_millis() as f64 / 100.0).round() / 10.0
+}
+
+fn unanswered(addr: SocketAddr, waited: Span) -> String {
+    format!("nobody answered at {addr} within {} s", seconds(waited))
 }
 
 /// What to do when nobody answers, over a path that may be known to be too narrow.
