@@ -4,7 +4,7 @@ use std::fmt;
 use std::io::{self, ErrorKind, Write};
 use std::process::{ExitCode, ExitStatus, Termination};
 
-use racksum_aggregator::StartError;
+use racksum_aggregator::{Options, StartError};
 use racksum_net::NetError;
 use racksum_net::local::CallError;
 use racksum_proto::error::SubmitError;
@@ -164,16 +164,22 @@ impl From<NetError> for Failure {
 
 impl From<StartError> for Failure {
     fn from(error: StartError) -> Self {
+        Self::of_start(&error, &Options::USUAL)
+    }
+}
+
+impl Failure {
+    /// Why an aggregator that is started by these options did not start.
+    pub(crate) fn of_start(error: &StartError, options: &Options) -> Self {
+        let why = with_flags(error.told_with(options));
         match error {
-            StartError::StatusSocket { ref cause, .. } => {
-                Self::of_serving(with_flags(&error), cause)
-            }
+            StartError::StatusSocket { cause, .. } => Self::of_serving(why, cause),
             StartError::Config(_)
             | StartError::Parent(_)
             | StartError::Memory { .. }
-            | StartError::NoMulticast(_) => Self::usage(with_flags(error)),
-            StartError::Net(error) => error.into(),
-            _ => Self::unavailable(with_flags(error)),
+            | StartError::NoMulticast(_) => Self::usage(why),
+            StartError::Net(error) if error.is_usage() => Self::usage(why),
+            _ => Self::unavailable(why),
         }
     }
 }
