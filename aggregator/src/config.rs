@@ -11,6 +11,7 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
 use toml::{Table, Value};
 
+use crate::Options;
 use crate::admission::Admit;
 
 /// Most shards of an aggregator.
@@ -160,11 +161,7 @@ pub enum ConfigError {
         parent: String,
     },
     /// The pools are larger than this host's memory.
-    #[error(
-        "{} with pools of {pool_mib} MiB need more than the {host_mib} MiB of \
-         memory of this host; lower --pool-mib or --shards",
-        counted(*shards, "shard")
-    )]
+    #[error("{}", self.told_with(Options::USUAL.memory))]
     Memory {
         /// How many pools there would be.
         shards: u8,
@@ -173,6 +170,23 @@ pub enum ConfigError {
         /// The host's memory.
         host_mib: u64,
     },
+}
+
+impl ConfigError {
+    /// The sentence for whoever says by these options how much memory is used.
+    #[must_use]
+    pub fn told_with(&self, options: &[&str]) -> String {
+        let Self::Memory { shards, pool_mib, host_mib } = self else { return self.to_string() };
+        let advice = match options {
+            [] => "start it at a host with more".to_owned(),
+            options => format!("lower {}", options.join(" or ")),
+        };
+        format!(
+            "{} with pools of {pool_mib} MiB need more than the {host_mib} MiB of memory of this \
+             host; {advice}",
+            counted(*shards, "shard")
+        )
+    }
 }
 
 impl Config {

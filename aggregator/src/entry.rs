@@ -41,7 +41,7 @@ pub(crate) async fn enter(
         if queued.is_none() {
             match Queued::new(registry, &join, &caller) {
                 Ok(new) => (queued, *place) = (Some(new), None),
-                Err(full) => return Some(Err(Refusal::NoRoom(format!("{why}; {full}")))),
+                Err(full) => return Some(Err(Refusal::NoWait(format!("{why}; {full}")))),
             }
         }
         if let Some(queued) = &queued {

@@ -76,10 +76,7 @@ pub enum StartError {
         cause: io::Error,
     },
     /// The system gives this process no more memory.
-    #[error(
-        "no memory for {mib} MiB of packet buffers a shard, and what serving them takes; lower \
-         --pool-mib or --shards, or raise the limit on this process's memory (ulimit -v)"
-    )]
+    #[error("{}", no_memory(*mib, Options::USUAL.memory))]
     Memory {
         /// What each shard was to have.
         mib: usize,
@@ -99,6 +96,47 @@ pub enum StartError {
     /// Multicast was demanded of an interface that has none.
     #[error("--fanout multicast cannot be: {0}")]
     Multicast(NetError),
+}
+
+/// The options by which an aggregator is started: what went wrong is told with them.
+#[derive(Debug, Clone, Copy)]
+pub struct Options {
+    /// Names the port.
+    pub port: &'static str,
+    /// Names the file of the identity.
+    pub identity: &'static str,
+    /// Say how much memory is used. There may be none.
+    pub memory: &'static [&'static str],
+}
+
+impl Options {
+    /// Those of `racksum aggregator`.
+    pub const USUAL: Self =
+        Self { port: "--port", identity: "`identity`", memory: &["--pool-mib", "--shards"] };
+}
+
+impl StartError {
+    /// The sentence for whoever starts an aggregator by these options.
+    #[must_use]
+    pub fn told_with(&self, options: &Options) -> String {
+        match self {
+            Self::Net(error) => error.told_with(options.port, options.identity),
+            Self::Config(error) => error.told_with(options.memory),
+            Self::Memory { mib } => no_memory(*mib, options.memory),
+            other => other.to_string(),
+        }
+    }
+}
+
+fn no_memory(mib: usize, options: &[&str]) -> String {
+    let lower = match options {
+        [] => String::new(),
+        options => format!("lower {}, or ", options.join(" or ")),
+    };
+    format!(
+        "no memory for {mib} MiB of packet buffers a shard, and what serving them takes; {lower}\
+         raise the limit on this process's memory (ulimit -v)"
+    )
 }
 
 /// A running aggregator. Dropping it stops it.

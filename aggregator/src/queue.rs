@@ -1,9 +1,10 @@
 //! Jobs that wait for room: who may wait, and whose turn it is.
 //!
-//! Jobs that move here from another aggregator go first, since their ranks have work in flight.
-//! Otherwise tenants take turns, so a tenant that waits with many jobs does not keep out one that
-//! waits with a single job. A job has its turn when there is room for it beside those before it
-//! that have theirs; a job for which there is no room keeps out nobody.
+//! Tenants take turns round by round, so a tenant that waits with many jobs does not keep out one
+//! that waits with a single job. Jobs that move here from another aggregator go first, since their
+//! ranks have work in flight. Nobody can prove that a job moves, so only [`MOST_FIRST`] of a tenant
+//! do: further ones take turns with all others. A job has its turn when there is room for it beside
+//! those before it that have theirs; a job for which there is no room keeps out nobody.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -22,6 +23,11 @@ use crate::tenancy::{Tally, Tenant};
 pub(crate) const MAX_WAITING: usize = 4096;
 /// Most ranks that wait of one identity, of one rule, or from one address.
 pub(crate) const MAX_WAITING_EACH: usize = 1024;
+/// Most jobs of a tenant that go first because they move here, before others have had a turn: all
+/// that fail over from two aggregators at once, by what one of them takes unless it is told.
+const MOST_FIRST: u64 = 16;
+/// Most lines of which it is known when they were last served.
+const MAX_SERVED: usize = 4096;
 
 /// The jobs that wait for room.
 #[derive(Debug, Default)]
@@ -30,17 +36,19 @@ pub(crate) struct Queue {
     turns: BTreeMap<Key, Turn>,
     /// How many ranks wait, by what they have in common.
     counts: BTreeMap<Common, usize>,
-    /// The round of the job that has had its turn last.
+    /// The round of the job that was served last, but for those that went first.
     round: u64,
+    /// The last round in which a line was served, unless that is over. Nothing while nobody waits.
+    served: BTreeMap<Line, u64>,
     arrivals: u64,
 }
 
 /// A job's place in the queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Turn {
-    /// Whether the job begins here. False goes first.
-    begins: bool,
-    /// Each further job of a tenant is in a later round.
+    /// Whether the job waits for its round. False goes first.
+    in_turn: bool,
+    /// Each further job of a line is in a later round.
     round: u64,
     arrival: u64,
 }
@@ -51,6 +59,13 @@ struct Turn {
 struct Key {
     name: JobName,
     rule: Option<usize>,
+    moves: bool,
+}
+
+/// A tenant's jobs that begin here, or those that move here: each of its own in later rounds.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+struct Line {
+    tenant: Common,
     moves: bool,
 }
 
@@ -66,7 +81,7 @@ enum Common {
 #[derive(Debug)]
 struct Waiting {
     key: Key,
-    tenant: Common,
+    line: Line,
     identity: Option<String>,
     /// The rule that admits it now.
     rule: Option<usize>,
@@ -102,11 +117,9 @@ impl Queue {
         addr: IpAddr,
     ) -> Result<Place, String> {
         let key = Key::of(config, join, identity);
-        let rule = key.rule;
         let of_identity = identity.map(|name| Common::Identity(name.to_owned()));
-        let address = Common::Address(network(addr));
-        let tenant = of_identity.clone().unwrap_or_else(|| address.clone());
-        let counted = [Some(Common::All), of_identity, rule.map(Common::Rule), Some(address)];
+        let (rule, address) = (key.rule.map(Common::Rule), Common::Address(network(addr)));
+        let counted = [Some(Common::All), of_identity, rule, Some(address)];
         let counted: Vec<_> = counted.into_iter().flatten().collect();
         for common in &counted {
             let (most, whose) = match common {
@@ -125,22 +138,19 @@ impl Queue {
         }
         let turn = match self.turns.get(&key) {
             Some(turn) => *turn,
-            None => self.append(&key, &tenant, identity, join.world),
+            None => self.append(&key, Line::of(join, identity, addr), identity, join.world),
         };
         let waiting = self.jobs.get_mut(&turn).expect("appended above");
         waiting.ranks += 1;
         Ok(Place { key, counted, room: Arc::clone(&waiting.room) })
     }
 
-    fn append(&mut self, key: &Key, tenant: &Common, identity: Option<&str>, world: u16) -> Turn {
-        let own = self.jobs.iter().filter(|(_, job)| job.tenant == *tenant);
-        let last = own.map(|(turn, _)| turn.round).max();
-        let round = self.round.max(last.map_or(0, |last| last + 1));
+    fn append(&mut self, key: &Key, line: Line, identity: Option<&str>, world: u16) -> Turn {
         self.arrivals += 1;
-        let turn = Turn { begins: !key.moves, round, arrival: self.arrivals };
+        let turn = Turn { arrival: self.arrivals, ..self.last_turn(&line) };
         let waiting = Waiting {
             key: key.clone(),
-            tenant: tenant.clone(),
+            line,
             identity: identity.map(str::to_owned),
             rule: key.rule,
             world,
@@ -152,6 +162,49 @@ impl Queue {
         self.jobs.insert(turn, waiting);
         self.turns.insert(key.clone(), turn);
         turn
+    }
+
+    /// The turn of one more job of a line, if it comes after all others of its round.
+    fn last_turn(&self, line: &Line) -> Turn {
+        let own = self.jobs.iter().filter(|(_, job)| job.line == *line);
+        let last = own.map(|(turn, _)| turn.round).chain(self.served.get(line).copied()).max();
+        let round = self.round.max(last.map_or(0, |last| last + 1));
+        let in_turn = !line.moves || round >= self.round + MOST_FIRST;
+        Turn { in_turn, round, arrival: u64::MAX }
+    }
+
+    /// A job was opened for a rank that calls from `addr`, whether it has waited or not.
+    pub(crate) fn note_served(
+        &mut self,
+        config: &Config,
+        join: &Join,
+        identity: Option<&str>,
+        addr: IpAddr,
+    ) {
+        if self.jobs.is_empty() {
+            return;
+        }
+        let own = self.turns.get(&Key::of(config, join, identity)).copied();
+        let waiting = own.and_then(|turn| Some((turn, self.jobs.get(&turn)?.line.clone())));
+        let (turn, line) = waiting.unwrap_or_else(|| {
+            let line = Line::of(join, identity, addr);
+            (self.last_turn(&line), line)
+        });
+        if turn.in_turn {
+            self.round = self.round.max(turn.round);
+        }
+        let last = self.served.entry(line).or_default();
+        *last = turn.round.max(*last);
+        self.forget_served();
+    }
+
+    /// Forgets who was served in rounds that are over, and ends rounds in which too many were.
+    fn forget_served(&mut self) {
+        self.served.retain(|_, last| *last >= self.round);
+        while self.served.len() > MAX_SERVED {
+            self.round += 1;
+            self.served.retain(|_, last| *last >= self.round);
+        }
     }
 
     /// A rank waits no longer.
@@ -171,16 +224,18 @@ impl Queue {
             self.jobs.remove(&turn);
             self.turns.remove(&place.key);
         }
+        if self.jobs.is_empty() {
+            self.served.clear();
+        }
     }
 
     /// Finds out whose turn it is beside the jobs that are `held`, and tells the ranks of those
     /// jobs so. Called whenever a job has come or gone, here or in the queue.
     pub(crate) fn call(&mut self, config: &Config, held: &[Tenant<'_>]) {
         let found = self.whose_turn(config, held);
-        for ((turn, job), (called, before)) in self.jobs.iter_mut().zip(found) {
+        for (job, (called, before)) in self.jobs.values_mut().zip(found) {
             (job.called, job.before) = (called, before);
             if called {
-                self.round = self.round.max(turn.round);
                 job.room.notify_waiters();
             }
         }
@@ -207,19 +262,20 @@ impl Queue {
         found
     }
 
-    /// The jobs whose turn it is before that of a rank that joins now.
+    /// The jobs whose turn it is before that of a rank that joins now from `addr`.
     pub(crate) fn called_before(
         &self,
         config: &Config,
         join: &Join,
         identity: Option<&str>,
+        addr: IpAddr,
     ) -> impl Iterator<Item = Tenant<'_>> {
-        let key = Key::of(config, join, identity);
-        let own = self.turns.get(&key).copied();
+        let own = self.turns.get(&Key::of(config, join, identity)).copied();
+        let new = self.last_turn(&Line::of(join, identity, addr));
         let is_before = move |turn: &Turn| match own {
             Some(own) => *turn < own,
-            // It would come last, but for those that do not move if it does.
-            None => !turn.begins || !key.moves,
+            // One that has not waited comes after all that are called, unless it goes first.
+            None => new.in_turn || *turn < new,
         };
         let called = self.jobs.iter().filter(move |(turn, job)| job.called && is_before(turn));
         called.map(|(_, job)| job.tenant()).filter(|tenant| *tenant.name != join.job)
@@ -260,6 +316,14 @@ impl Key {
     fn of(config: &Config, join: &Join, identity: Option<&str>) -> Self {
         let rule = rule_of(&config.admit, identity, &join.job.name);
         Self { name: join.job.clone(), rule, moves: join.resume.is_some() }
+    }
+}
+
+impl Line {
+    fn of(join: &Join, identity: Option<&str>, addr: IpAddr) -> Self {
+        let tenant = identity.map(|name| Common::Identity(name.to_owned()));
+        let tenant = tenant.unwrap_or_else(|| Common::Address(network(addr)));
+        Self { tenant, moves: join.resume.is_some() }
     }
 }
 

@@ -260,7 +260,7 @@ impl Registry {
             )));
         }
         if present != Some(join.generation) {
-            self.open(&join, caller.identity.as_deref(), now)?;
+            self.open(&join, &caller, now)?;
         }
         let job = self.jobs.get_mut(&name).ok_or("the job vanished while it was opened")?;
         job.check(&join)?;
@@ -291,19 +291,19 @@ impl Registry {
     }
 
     /// Opens a job for its first rank, in the place of its earlier life if there is one.
-    fn open(&mut self, join: &Join, identity: Option<&str>, now: Instant) -> Result<(), Refusal> {
+    fn open(&mut self, join: &Join, caller: &Caller, now: Instant) -> Result<(), Refusal> {
         self.check_succession(join)?;
+        let (identity, ip) = (caller.identity.as_deref(), caller.addr.ip());
         let wanted = Tenant::new(&self.config, &join.job, identity, join.world);
         let mut held = self.held_beside(&join.job);
         check_room(&self.config, &held, &wanted)?;
         let mut above = self.config.parent.is_some().then(Above::default);
         if !self.jobs.contains_key(&join.job) {
             // Those that have their turn have not all come yet.
-            let called = self.queue.called_before(&self.config, join, identity);
+            let called = self.queue.called_before(&self.config, join, identity, ip);
             held.extend(called.filter(|it| !self.jobs.contains_key(it.name)));
             if check_room(&self.config, &held, &wanted).is_err() {
-                let why = "jobs that have waited for it before have the room that there is; set \
-                           `wait` as well";
+                let why = "jobs that have waited for it before have the room that there is";
                 return Err(Refusal::NoRoom(why.into()));
             }
         }
@@ -312,6 +312,8 @@ impl Registry {
         if self.jobs.contains_key(&join.job) {
             let before = self.supersede(join);
             above = above.map(|_| Above::after(before));
+        } else {
+            self.queue.note_served(&self.config, join, identity, ip);
         }
         let job = Job {
             identity: identity.map(str::to_owned),

@@ -2,14 +2,12 @@
 //! the end.
 
 use std::collections::BTreeMap;
-use std::fs;
-use std::io::{self, ErrorKind};
+use std::io;
 use std::net::SocketAddr;
-use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
+use racksum_net::local::{Name, listen_for_streams};
 use racksum_proto::ids::JobId;
 use racksum_proto::job_name::JobName;
 use racksum_proto::peer_text::PeerText;
@@ -198,30 +196,19 @@ pub(crate) fn millis(since: Instant) -> u64 {
 /// The socket, which is removed when it is dropped.
 #[derive(Debug)]
 pub(crate) struct StatusSocket {
-    path: PathBuf,
     listener: UnixListener,
+    _name: Name,
 }
 
 impl StatusSocket {
     /// Binds a socket that only its owner may open. One that a dead aggregator left is replaced.
     ///
     /// # Errors
-    /// What the system said; that the address is in use if another aggregator serves there.
+    /// What the system said; `AddrInUse` if another process serves there.
     pub(crate) fn bind(path: &Path) -> io::Result<Self> {
-        if UnixStream::connect(path).is_ok() {
-            return Err(ErrorKind::AddrInUse.into());
-        }
-        match fs::symlink_metadata(path) {
-            Ok(there) if std::os::unix::fs::FileTypeExt::is_socket(&there.file_type()) => {
-                fs::remove_file(path)?;
-            }
-            Ok(_) => return Err(io::Error::other("it is there, and no socket")),
-            Err(_) => {}
-        }
-        let listener = UnixListener::bind(path)?;
-        let socket = Self { path: path.into(), listener };
-        fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
-        Ok(socket)
+        let (listener, name) = listen_for_streams(path, 0o600)?;
+        listener.set_nonblocking(true)?;
+        Ok(Self { listener: UnixListener::from_std(listener)?, _name: name })
     }
 
     /// Tells everyone who opens the socket.
@@ -239,13 +226,6 @@ impl StatusSocket {
                 drop(timeout(PATIENCE, stream.write_all(&json)).await);
             });
         }
-    }
-}
-
-impl Drop for StatusSocket {
-    fn drop(&mut self) {
-        // Gone already, or not to be removed: the next aggregator will see to it.
-        drop(fs::remove_file(&self.path));
     }
 }
 

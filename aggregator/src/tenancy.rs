@@ -19,15 +19,19 @@ pub(crate) enum Refusal {
     WrongVersion(u16),
     /// It never will be, as it asks.
     Never(String),
-    /// There is no room now.
+    /// There is no room now: what is in the way.
     NoRoom(String),
+    /// Nor is there room to wait for it.
+    NoWait(String),
 }
 
 impl Refusal {
     /// The sentence for the one who is refused.
     pub(crate) fn why(self) -> String {
         match self {
-            Self::Never(why) | Self::NoRoom(why) => why,
+            Self::Never(why) => why,
+            Self::NoRoom(why) => format!("{why}; try again later, or set `wait`"),
+            Self::NoWait(why) => format!("{why}; try again later"),
             Self::Draining => "this aggregator is about to stop".into(),
             Self::WrongVersion(theirs) => format!(
                 "this aggregator speaks version {CONTROL_VERSION} of the protocol, the worker \
@@ -313,7 +317,7 @@ pub(crate) fn check_room(
         let is_of_rule = tally.check_own(config, wanted).is_err();
         let of = held.iter().filter(|it| !is_of_rule || it.rule == wanted.rule);
         let holders = holders(config, of, wanted);
-        Refusal::NoRoom(format!("{limit}{holders}; try again later, or set `wait`"))
+        Refusal::NoRoom(format!("{limit}{holders}"))
     })
 }
 
@@ -368,7 +372,7 @@ mod tests {
         identity: &'static str,
         world: u16,
     ) -> Tenant<'static> {
-        let name = Box::leak(Box::new(JobName { name: job.into(), group: group.into() }));
+        let name = Box::leak(Box::new(JobName::new(job, group)));
         Tenant::new(config, name, Some(identity), world)
     }
 
@@ -379,8 +383,8 @@ mod tests {
     fn why(checked: Result<(), Refusal>) -> (bool, String) {
         match checked.unwrap_err() {
             Refusal::Never(why) => (false, why),
-            Refusal::NoRoom(why) => (true, why),
-            Refusal::Draining | Refusal::WrongVersion(_) => panic!("nobody does so here"),
+            refusal @ Refusal::NoRoom(_) => (true, refusal.why()),
+            other => panic!("{other:?}"),
         }
     }
 
@@ -398,6 +402,19 @@ mod tests {
         assert!(later && told.starts_with("4 of 10 ranks are taken (max_ranks), and 7"), "{told}");
         let (later, told) = why(check_room(&config, &[], &tenant("two", "b", 11)));
         assert!(!later && told.starts_with("11 ranks are more than the 10 that max"), "{told}");
+    }
+
+    #[test]
+    fn only_who_is_refused_is_told_what_to_do_about_it() {
+        let config = Config { max_jobs: 1, ..Config::default() };
+        let there = of(&config, "one", "a", 4);
+        let refusal = check_room(&config, &[there], &of(&config, "two", "b", 4)).unwrap_err();
+        let why = "there are 1 jobs, and --max-jobs allows 1, held by \"one\" with 4 ranks";
+        // Who waits hears this.
+        assert_eq!(refusal, Refusal::NoRoom(why.into()));
+        assert_eq!(refusal.why(), format!("{why}; try again later, or set `wait`"));
+        let full = Refusal::NoWait(format!("{why}; 1024 ranks wait")).why();
+        assert!(full.ends_with("; 1024 ranks wait; try again later"), "{full}");
     }
 
     #[test]

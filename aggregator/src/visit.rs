@@ -225,7 +225,9 @@ fn refused(refusal: &Refusal, reason: String, rank: u16, relays: bool) -> FromAg
             FromAggregator::RefusedRank { rank, reason }
         }
         Refusal::WrongVersion(_) => FromAggregator::WrongVersion { speaks: CONTROL_VERSION },
-        Refusal::Never(_) | Refusal::NoRoom(_) => FromAggregator::Refused { reason },
+        Refusal::Never(_) | Refusal::NoRoom(_) | Refusal::NoWait(_) => {
+            FromAggregator::Refused { reason }
+        }
     }
 }
 

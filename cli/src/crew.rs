@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 
-use racksum_aggregator::{Aggregator, Config, StartError};
+use racksum_aggregator::{Aggregator, Config, Options, StartError};
 
 use crate::exit::{Exit, Failure};
 use crate::thread::spawn;
@@ -13,7 +13,7 @@ use crate::{environment, stderr};
 /// Starts the aggregator of a run on this host.
 pub(crate) fn start_aggregator(config: Config) -> Result<Aggregator, Failure> {
     let shards = config.shards;
-    let aggregator = Aggregator::start(config).map_err(|error| of_own(error, shards))?;
+    let aggregator = Aggregator::start(config).map_err(|error| of_own(&error, shards))?;
     for warning in aggregator.warnings() {
         stderr::warn(warning);
     }
@@ -21,14 +21,10 @@ pub(crate) fn start_aggregator(config: Config) -> Result<Aggregator, Failure> {
 }
 
 /// Why it did not start, with the flags of the commands that start one.
-fn of_own(error: StartError, shards: u8) -> Failure {
-    let failure = Failure::from(error);
+fn of_own(error: &StartError, shards: u8) -> Failure {
     // Their pools have the usual size, and there is no less than one shard.
-    let why = match shards {
-        1 => failure.why.replace("lower --pool-mib or --shards, or raise", "raise"),
-        _ => failure.why.replace("--pool-mib or --shards", "--shards"),
-    };
-    Failure { why, ..failure }
+    let memory: &[_] = if shards == 1 { &[] } else { &["--shards"] };
+    Failure::of_start(error, &Options { memory, ..Options::USUAL })
 }
 
 /// A process for each rank. Those that still run are killed when it is dropped.
@@ -125,14 +121,14 @@ mod tests {
 
     #[test]
     fn an_aggregator_of_this_host_is_told_of_by_flags_that_there_are() {
-        let none = of_own(StartError::Memory { mib: 1024 }, 2).to_string();
+        let none = of_own(&StartError::Memory { mib: 1024 }, 2).to_string();
         let config = Config { shards: 2, pool_mib: 1 << 20, ..Config::default() };
-        let too_large = of_own(Aggregator::start(config).unwrap_err(), 2).to_string();
+        let too_large = of_own(&Aggregator::start(config).unwrap_err(), 2).to_string();
         for why in [none, too_large] {
             assert!(why.contains("; lower --shards"), "{why}");
             assert!(!why.contains("--pool-mib"), "{why}");
         }
-        let one = of_own(StartError::Memory { mib: 1024 }, 1).to_string();
+        let one = of_own(&StartError::Memory { mib: 1024 }, 1).to_string();
         assert!(one.contains("; raise the limit on") && !one.contains("--shards"), "{one}");
     }
 }

@@ -4,8 +4,9 @@ use std::fmt;
 use std::io::{self, ErrorKind, Write};
 use std::process::{ExitCode, ExitStatus, Termination};
 
-use racksum_aggregator::StartError;
+use racksum_aggregator::{Options, StartError};
 use racksum_net::NetError;
+use racksum_net::local::CallError;
 use racksum_proto::error::SubmitError;
 use racksum_proto::peer_text::PeerText;
 use racksum_worker::{ConnectError, Error};
@@ -111,11 +112,23 @@ impl Failure {
         if is_wrong { Self::usage(why) } else { Self::failed(why) }
     }
 
-    /// Why nobody was heard at a socket. Somebody may serve there later, but not at a path that no
-    /// socket can have.
-    pub(crate) fn of_socket(why: impl Into<String>, error: &io::Error) -> Self {
+    /// Why nobody serves at a socket's path: somebody else does already, or the path is wrong.
+    pub(crate) fn of_serving(why: impl Into<String>, error: &io::Error) -> Self {
         match error.kind() {
-            ErrorKind::InvalidInput | ErrorKind::InvalidFilename => Self::usage(why),
+            ErrorKind::AddrInUse => Self::unavailable(why),
+            _ => Self::of_path(why, error),
+        }
+    }
+
+    /// Why nobody was heard at a socket's path. Somebody may serve there later, but not at a path
+    /// that no socket can have, nor where there is another file.
+    pub(crate) fn of_call(why: impl Into<String>, error: &CallError) -> Self {
+        use ErrorKind::{InvalidFilename, InvalidInput};
+        match error {
+            CallError::NoSocket => Self::usage(why),
+            CallError::Io(error) if matches!(error.kind(), InvalidInput | InvalidFilename) => {
+                Self::usage(why)
+            }
             _ => Self::unavailable(why),
         }
     }
@@ -155,14 +168,22 @@ impl From<NetError> for Failure {
 
 impl From<StartError> for Failure {
     fn from(error: StartError) -> Self {
+        Self::of_start(&error, &Options::USUAL)
+    }
+}
+
+impl Failure {
+    /// Why an aggregator that is started by these options did not start.
+    pub(crate) fn of_start(error: &StartError, options: &Options) -> Self {
+        let why = with_flags(error.told_with(options));
         match error {
+            StartError::StatusSocket { cause, .. } => Self::of_serving(why, cause),
             StartError::Config(_)
             | StartError::Parent(_)
-            | StartError::StatusSocket { .. }
             | StartError::Memory { .. }
-            | StartError::NoMulticast(_) => Self::usage(with_flags(error)),
-            StartError::Net(error) => error.into(),
-            _ => Self::unavailable(with_flags(error)),
+            | StartError::NoMulticast(_) => Self::usage(why),
+            StartError::Net(error) if error.is_usage() => Self::usage(why),
+            _ => Self::unavailable(why),
         }
     }
 }
@@ -242,6 +263,23 @@ mod tests {
             let error = io::Error::from_raw_os_error(failed);
             assert_eq!(Failure::of_path("", &error).exit, Exit::FAILED, "{error}");
         }
+    }
+
+    #[test]
+    fn a_socket_in_use_or_not_served_yet_may_do_later_and_another_file_never_will() {
+        let of = |kind: ErrorKind| {
+            let (path, cause) = ("socket".into(), kind.into());
+            let bound = Failure::from(StartError::StatusSocket { path, cause });
+            let served = Failure::of_serving("", &kind.into());
+            assert!(bound.exit == served.exit, "{bound:?} {served:?}");
+            bound.exit
+        };
+        assert_eq!(of(ErrorKind::AddrInUse), Exit::UNAVAILABLE);
+        assert_eq!(of(ErrorKind::AlreadyExists), Exit::USAGE);
+        let call = |error: CallError| Failure::of_call("", &error).exit;
+        assert_eq!(call(CallError::NoSocket), Exit::USAGE);
+        assert_eq!(call(io::Error::from(ErrorKind::NotFound).into()), Exit::UNAVAILABLE);
+        assert_eq!(call(io::Error::from(ErrorKind::InvalidFilename).into()), Exit::USAGE);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use racksum_aggregator::{Aggregator, Config, StartError};
+use racksum_aggregator::{Aggregator, Config, Options, StartError};
 use racksum_net::clock::Clock;
 use racksum_proto::time::Span;
 
@@ -44,7 +44,7 @@ impl StandbyArgs {
             data_auth: member.data_auth,
             ..Config::default()
         };
-        let aggregator = Aggregator::start(config).map_err(of_standby)?;
+        let aggregator = Aggregator::start(config).map_err(|error| of_standby(&error))?;
         for warning in aggregator.warnings() {
             stderr::warn(format_args!("standby: {warning}"));
         }
@@ -53,16 +53,10 @@ impl StandbyArgs {
 }
 
 /// Why a standby did not start, with its flags instead of an aggregator's.
-fn of_standby(error: StartError) -> Failure {
-    let failure = Failure::from(error);
-    let flags = [
-        ("--identity", "--standby-identity"),
-        ("--port", "--standby"),
-        ("lower --pool-mib or --shards, or raise", "raise"),
-        ("lower --pool-mib or --shards", "start the standby at a host with more"),
-    ];
-    let why = flags.iter().fold(failure.why, |why, (theirs, ours)| why.replace(theirs, ours));
-    Failure { why: format!("no standby: {why}"), ..failure }
+fn of_standby(error: &StartError) -> Failure {
+    let options = Options { port: "--standby", identity: "--standby-identity", memory: &[] };
+    let Failure { why, exit } = Failure::of_start(error, &options);
+    Failure { why: format!("no standby: {why}"), exit }
 }
 
 /// A running standby.
@@ -106,12 +100,17 @@ mod tests {
         for (config, told) in [
             (here, "the port is taken; choose another with --standby, "),
             (open, "give --standby-identity a file"),
-            (large, "; start the standby at a host with more"),
+            (large, "; start it at a host with more"),
         ] {
-            let why = of_standby(Aggregator::start(config).unwrap_err()).to_string();
+            let why = of_standby(&Aggregator::start(config).unwrap_err()).to_string();
             assert!(why.starts_with("no standby: ") && why.contains(told), "{why}");
         }
-        let none = of_standby(StartError::Memory { mib: 1024 }).to_string();
+        // What else there is in a sentence stays as it is.
+        let path: PathBuf = "/none/--identity/--port".into();
+        let unread = Config { identity: Some(path), ..Config::default() };
+        let why = of_standby(&Aggregator::start(unread).unwrap_err()).to_string();
+        assert!(why.contains(" /none/--identity/--port: "), "{why}");
+        let none = of_standby(&StartError::Memory { mib: 1024 }).to_string();
         assert!(none.contains("; raise the limit on") && !none.contains("--pool"), "{none}");
     }
 }

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use racksum_aggregator::{JobStatus, ShardStatus, Status};
 use racksum_net::clock::Clock;
-use racksum_net::local::Peer;
+use racksum_net::local::{CallError, Peer, call_for_stream};
 use racksum_proto::counted::counted;
 use racksum_proto::ids::listed;
 use racksum_proto::job_name::JobName;
@@ -71,7 +71,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
                      runs? A sidecar is unix:PATH",
                     socket.display()
                 );
-                Failure::of_socket(why, &error)
+                Failure::of_call(why, &error)
             })?;
             print(&status, args.format)
         }
@@ -92,7 +92,7 @@ fn ask_all(format: Format) -> Result<(), Failure> {
             let asked: Vec<_> = sockets.iter().map(ask).collect();
             let answer = |asked: io::Result<ScopedJoinHandle<'_, _>>| match asked?.join() {
                 Ok(answer) => answer,
-                Err(_) => Err(io::Error::other("asking it panicked")),
+                Err(_) => Err(io::Error::other("asking it panicked").into()),
             };
             asked.into_iter().map(answer).collect::<Vec<_>>()
         });
@@ -103,12 +103,14 @@ fn ask_all(format: Format) -> Result<(), Failure> {
                     print(&status, format)?;
                 }
                 // One that a killed aggregator left behind is of no use to anybody.
-                Err(error) if is_dead(&error) => {
+                Err(error) if error.is_absence() => {
                     // What another user has in a folder, root does not remove.
                     if socket.starts_with(folder()) {
                         drop(fs::remove_file(socket));
                     }
                 }
+                // Nor is another file any of this.
+                Err(CallError::NoSocket) => {}
                 Err(error) => silent.push(format!("cannot ask {}: {error}", socket.display())),
             }
         }
@@ -241,21 +243,18 @@ fn parse(told: &[u8]) -> Result<Status, String> {
     })
 }
 
-fn is_dead(error: &io::Error) -> bool {
-    matches!(error.kind(), ErrorKind::ConnectionRefused | ErrorKind::NotFound)
-}
-
 /// Asks who listens at a socket, which must be a process of this user or of root; root may ask
 /// everybody.
-fn ask(socket: &Path, owner: u32) -> io::Result<Status> {
-    let stream = UnixStream::connect(socket)?;
+fn ask(socket: &Path, owner: u32) -> Result<Status, CallError> {
+    let stream = call_for_stream(socket)?;
     let peer = Peer::of(&stream)?;
     if !is_trusted(peer.uid, owner) {
         let uid = peer.uid;
-        return Err(io::Error::other(format!("it is a process of user {uid} that listens there")));
+        let why = format!("it is a process of user {uid} that listens there");
+        return Err(CallError::NotBelieved(why));
     }
     let told = read(stream, PATIENCE)?;
-    parse(&told).map_err(io::Error::other)
+    Ok(parse(&told).map_err(io::Error::other)?)
 }
 
 /// Reads an answer to its end, which may not come later, nor be longer, than an aggregator's.
@@ -327,7 +326,7 @@ fn text(status: &Status) -> String {
 
 /// What a job is called, with its group.
 fn job_name(job: &str, group: &str) -> JobName {
-    JobName { name: job.to_owned(), group: group.to_owned() }
+    JobName::new(job, group)
 }
 
 fn job_text(job: &JobStatus) -> String {

@@ -178,12 +178,11 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
 /// Why a sidecar cannot serve at a path.
 fn not_served(path: &Path, error: &io::Error) -> Failure {
     let at = path.display();
-    match error.kind() {
-        io::ErrorKind::AddrInUse => {
-            Failure::unavailable(format!("cannot serve at {at}: somebody serves there already"))
-        }
-        _ => Failure::of_path(format!("cannot serve at {at}: {error}"), error),
-    }
+    let why = match error.kind() {
+        io::ErrorKind::AddrInUse => format!("cannot serve at {at}: somebody serves there already"),
+        _ => format!("cannot serve at {at}: {error}"),
+    };
+    Failure::of_serving(why, error)
 }
 
 /// Says that the sidecar is ready, and returns once it was told to stop and no job is left, or at

@@ -20,10 +20,7 @@ use crate::interface::MIN_MTU;
 #[non_exhaustive]
 pub enum NetError {
     /// Another socket holds the port.
-    #[error(
-        "cannot bind {addr}: the port is taken; choose another with --port, or stop the program \
-         that holds it"
-    )]
+    #[error("{}", port_taken(*addr, PORT))]
     PortTaken {
         /// What was to be bound.
         addr: SocketAddr,
@@ -38,10 +35,7 @@ pub enum NetError {
         addr: SocketAddr,
     },
     /// The kernel does not let this user have the port.
-    #[error(
-        "cannot bind {addr}: permission denied; choose a port of 1024 or above with --port, or \
-         grant CAP_NET_BIND_SERVICE"
-    )]
+    #[error("{}", port_not_permitted(*addr, PORT))]
     PortNotPermitted {
         /// What was to be bound.
         addr: SocketAddr,
@@ -124,17 +118,13 @@ pub enum NetError {
         pattern: String,
     },
     /// An address beyond loopback without an identity.
-    #[error(
-        "refusing {addr}: without an identity only loopback addresses are trusted; give `identity` \
-         a file (`racksum identity --help` shows how to make one), or set `insecure` if everything \
-         that can reach this network may be trusted"
-    )]
+    #[error("{}", unprotected(*addr, "`identity`"))]
     Unprotected {
         /// Where it was to listen or to connect.
         addr: SocketAddr,
     },
     /// Nothing answered in time.
-    #[error("nobody answered at {addr} within {} s; {}", seconds(*waited), advice(*narrow))]
+    #[error("{}; {}", unanswered(*addr, *waited), advice(*narrow))]
     NobodyThere {
         /// Who was called.
         addr: SocketAddr,
@@ -275,6 +265,15 @@ impl NetError {
         )
     }
 
+    /// What happened, without what is to be done about it.
+    #[must_use]
+    pub fn without_advice(&self) -> String {
+        match self {
+            Self::NobodyThere { addr, waited, narrow: None } => unanswered(*addr, *waited),
+            other => other.to_string(),
+        }
+    }
+
     /// Who was called, if the error is about who answered, or that nobody has.
     #[must_use]
     pub const fn called(&self) -> Option<SocketAddr> {
@@ -292,6 +291,17 @@ impl NetError {
         }
     }
 
+    /// The sentence for whoever names the port and the file of the identity by these options.
+    #[must_use]
+    pub fn told_with(&self, port: &str, identity: &str) -> String {
+        match self {
+            Self::PortTaken { addr } => port_taken(*addr, port),
+            Self::PortNotPermitted { addr } => port_not_permitted(*addr, port),
+            Self::Unprotected { addr } => unprotected(*addr, identity),
+            other => other.to_string(),
+        }
+    }
+
     /// Why `addr` could not be bound, from what `bind` said.
     pub(crate) fn bind(addr: SocketAddr, cause: io::Error) -> Self {
         match cause.kind() {
@@ -303,9 +313,38 @@ impl NetError {
     }
 }
 
+/// The option that names a port, unless it is said otherwise.
+const PORT: &str = "--port";
+
+fn port_taken(addr: SocketAddr, option: &str) -> String {
+    format!(
+        "cannot bind {addr}: the port is taken; choose another with {option}, or stop the program \
+         that holds it"
+    )
+}
+
+fn port_not_permitted(addr: SocketAddr, option: &str) -> String {
+    format!(
+        "cannot bind {addr}: permission denied; choose a port of 1024 or above with {option}, or \
+         grant CAP_NET_BIND_SERVICE"
+    )
+}
+
+fn unprotected(addr: SocketAddr, option: &str) -> String {
+    format!(
+        "refusing {addr}: without an identity only loopback addresses are trusted; give {option} a \
+         file (`racksum identity --help` shows how to make one), or set `insecure` if everything \
+         that can reach this network may be trusted"
+    )
+}
+
 /// Seconds, to the tenth.
 fn seconds(span: Span) -> f64 {
     (span.as_millis() as f64 / 100.0).round() / 10.0
+}
+
+fn unanswered(addr: SocketAddr, waited: Span) -> String {
+    format!("nobody answered at {addr} within {} s", seconds(waited))
 }
 
 /// What to do when nobody answers, over a path that may be known to be too narrow.

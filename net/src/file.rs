@@ -5,16 +5,33 @@ use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
+/// Why a file was not read.
+#[derive(Debug, thiserror::Error)]
+pub enum FileError {
+    /// It is a folder, a pipe or a device.
+    #[error("it is not a regular file")]
+    NotRegular,
+    /// It is longer than it may be.
+    #[error("it is larger than {} KiB", most >> 10)]
+    TooLarge {
+        /// How many bytes it may have.
+        most: u64,
+    },
+    /// What the system says.
+    #[error("{0}")]
+    Io(#[from] io::Error),
+}
+
 /// Opens a regular file to read it.
 ///
 /// # Errors
 ///
-/// What the system says; that it is not a regular file, as a pipe or a device.
-pub fn open(path: &Path) -> io::Result<File> {
+/// [`FileError::NotRegular`], or what the system says.
+pub fn open(path: &Path) -> Result<File, FileError> {
     // Opening a pipe would otherwise wait for somebody who writes to it.
     let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
     if !file.metadata()?.is_file() {
-        return Err(io::Error::other("it is not a regular file"));
+        return Err(FileError::NotRegular);
     }
     Ok(file)
 }
@@ -23,12 +40,12 @@ pub fn open(path: &Path) -> io::Result<File> {
 ///
 /// # Errors
 ///
-/// As [`open`]; that it is no text, or too long.
-pub fn read_text(path: &Path, most: u64) -> io::Result<String> {
+/// [`FileError`]; of the system's that it is no text.
+pub fn read_text(path: &Path, most: u64) -> Result<String, FileError> {
     let mut text = String::new();
     open(path)?.take(most.saturating_add(1)).read_to_string(&mut text)?;
     if text.len() as u64 > most {
-        return Err(io::Error::other(format!("it is larger than {} KiB", most >> 10)));
+        return Err(FileError::TooLarge { most });
     }
     Ok(text)
 }

@@ -4,6 +4,7 @@ mod limits;
 mod line;
 mod listener;
 mod memory;
+mod name;
 mod sealed;
 mod systemd;
 #[cfg(test)]
@@ -11,8 +12,9 @@ mod tests;
 mod trust;
 
 pub use limits::{is_known_user, raise_open_files};
-pub use line::{Line, LineError, Peer};
+pub use line::{CallError, Line, LineError, Peer, call_for_stream};
 pub use listener::Listener;
 pub use memory::SharedMemory;
+pub use name::{Name, listen_for_streams};
 pub use sealed::Sealed;
 pub use systemd::{listener_of_systemd, tell_systemd};

@@ -6,7 +6,7 @@ use core::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::peer_text::PeerText;
+use crate::peer_text::{PeerText, Unshown};
 
 /// Most bytes of a job's name, and of a group's.
 pub const MAX_NAME: usize = 128;
@@ -14,21 +14,48 @@ pub const MAX_NAME: usize = 128;
 /// The name of a job, and of one of its groups of ranks: each group sums by itself. Rules and
 /// limits are about jobs, with all their groups.
 #[derive(Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(from = "Said")]
 pub struct JobName {
     /// The job, as its user calls it.
-    #[serde(deserialize_with = "PeerText::string")]
     pub name: String,
     /// The group; empty for a job that has none.
-    #[serde(deserialize_with = "PeerText::string")]
     pub group: String,
+    /// Why what a peer said is no name. The names are not quite its own then.
+    #[serde(skip)]
+    unfit: Option<String>,
+}
+
+/// The names as a peer says them.
+#[derive(Deserialize)]
+struct Said {
+    name: Unshown,
+    group: Unshown,
+}
+
+impl From<Said> for JobName {
+    /// Checks the names before they are made safe to show: an escaped one would pass, and be the
+    /// name of another job.
+    fn from(said: Said) -> Self {
+        let said = Self::new(said.name.0, said.group.0);
+        let plain = |name| PeerText::of(name).as_str().to_owned();
+        Self { name: plain(&said.name), group: plain(&said.group), unfit: said.check().err() }
+    }
 }
 
 impl JobName {
+    /// A job's name and its group's.
+    pub fn new(name: impl Into<String>, group: impl Into<String>) -> Self {
+        Self { name: name.into(), group: group.into(), unfit: None }
+    }
+
     /// Checks the lengths of both names, and that others show them as they are.
     ///
     /// # Errors
     /// A sentence that says which is too long, missing, or not to be printed.
     pub fn check(&self) -> Result<(), String> {
+        if let Some(why) = &self.unfit {
+            return Err(why.clone());
+        }
         let (name, group) = (self.name.len(), self.group.len());
         if name == 0 || name > MAX_NAME {
             return Err(alloc::format!("a job's name has 1 to {MAX_NAME} bytes, not {name}"));
@@ -66,19 +93,19 @@ impl fmt::Debug for JobName {
 impl From<&str> for JobName {
     /// A job without groups.
     fn from(name: &str) -> Self {
-        Self { name: name.to_owned(), group: String::new() }
+        Self::new(name, "")
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use serde::de::value::{Error, MapDeserializer};
+
     use super::*;
 
     #[test]
     fn a_name_that_others_would_not_read_as_it_is_is_refused_and_escaped_once() {
-        let check = |name: &str, group: &str| {
-            JobName { name: name.to_owned(), group: group.to_owned() }.check()
-        };
+        let check = |name: &str, group: &str| JobName::new(name, group).check();
         for name in ["train", "a b", "..", "vision/\"big\"", &"x".repeat(MAX_NAME)] {
             assert_eq!(check(name, name), Ok(()));
         }
@@ -91,5 +118,22 @@ mod tests {
         assert_eq!(check("a\nb", ""), told("job"));
         assert_eq!(check("a", "a\nb"), told("group"));
         assert!(check("", "").is_err() && check(&"x".repeat(MAX_NAME + 1), "").is_err());
+    }
+
+    #[test]
+    fn what_a_peer_says_is_checked_as_it_says_it_and_is_never_another_name() {
+        let read = |name: &str, group: &str| {
+            let fields = [("name", name), ("group", group)].into_iter();
+            JobName::deserialize(MapDeserializer::<_, Error>::new(fields)).unwrap()
+        };
+        assert_eq!(read("a\\nb", "0"), JobName::new("a\\nb", "0"));
+        assert_eq!(read("a\\nb", "0").check(), Ok(()));
+        let long = "x".repeat(PeerText::MAX + 1);
+        for (name, group) in [("a\nb", ""), ("a", "a\u{202e}b"), (&long, ""), ("a", &long)] {
+            let held = read(name, group);
+            assert_eq!(held.check(), JobName::new(name, group).check());
+            assert!(held.check().is_err() && PeerText::is_plain(&held.to_string()), "{held:?}");
+            assert_ne!(held, JobName::new(&*held.name, &*held.group));
+        }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use racksum_net::NetError;
@@ -33,9 +33,7 @@ pub enum ConnectError {
         why: String,
     },
     /// The name of an aggregator does not resolve, now at least.
-    #[error(
-        "the name of the aggregator {host:?} does not resolve: {why}; check its spelling and DNS"
-    )]
+    #[error("{}; check its spelling and DNS", unresolved(host, why))]
     Unresolved {
         /// What was given.
         host: String,
@@ -43,7 +41,7 @@ pub enum ConnectError {
         why: String,
     },
     /// The host has no way to an aggregator.
-    #[error("nothing leads from this host to {to}: {why}; check the address and the routes")]
+    #[error("{}; check the address and the routes", no_way(*to, why))]
     NoWay {
         /// The aggregator's address.
         to: SocketAddr,
@@ -58,7 +56,7 @@ pub enum ConnectError {
     #[error("{0}")]
     Net(#[from] NetError),
     /// The addresses that a name has were called, and none came to anything.
-    #[error("{name}: {}", each(tried))]
+    #[error("{}", each(name, tried, ToString::to_string))]
     Named {
         /// The aggregators as they were given.
         name: String,
@@ -80,10 +78,7 @@ pub enum ConnectError {
         own: u16,
     },
     /// Nobody is there as a sidecar.
-    #[error(
-        "no sidecar at {}: {why}; start `racksum worker --socket` with that path",
-        path.display()
-    )]
+    #[error("{}; start `racksum worker --socket` with that path", no_sidecar(path, why))]
     NoSidecar {
         /// Where it was called.
         path: PathBuf,
@@ -115,7 +110,7 @@ pub enum ConnectError {
         own: u16,
     },
     /// The aggregator is about to stop, and takes no more jobs.
-    #[error("the aggregator refused: it is about to stop and takes no more jobs; name another")]
+    #[error("{DRAINING}; name another")]
     Draining,
     /// The world stayed incomplete.
     #[error("{}{elsewhere}", incomplete(missing, *waited))]
@@ -211,6 +206,19 @@ impl ConnectError {
         self.is_unanswered()
             || self.is_gone()
             || matches!(self, Self::NoSidecar { absent: true, .. })
+    }
+
+    /// What happened, without what is to be done about it: while there are more tries nothing is.
+    pub(crate) fn without_advice(&self) -> String {
+        match self {
+            Self::Net(error) => error.without_advice(),
+            Self::Named { name, tried } => each(name, tried, Self::without_advice),
+            Self::Unresolved { host, why } => unresolved(host, why),
+            Self::NoWay { to, why } => no_way(*to, why),
+            Self::NoSidecar { path, why, .. } => no_sidecar(path, why),
+            Self::Draining => DRAINING.to_owned(),
+            other => other.to_string(),
+        }
     }
 
     /// Whether no aggregator answered.
@@ -333,9 +341,23 @@ impl Error {
     }
 }
 
-/// Says of each address what became of it.
-fn each(tried: &[ConnectError]) -> String {
-    tried.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+/// Says of each address of a name what became of it.
+fn each(name: &str, tried: &[ConnectError], say: impl Fn(&ConnectError) -> String) -> String {
+    format!("{name}: {}", tried.iter().map(say).collect::<Vec<_>>().join("; "))
+}
+
+const DRAINING: &str = "the aggregator refused: it is about to stop and takes no more jobs";
+
+fn unresolved(host: &str, why: &str) -> String {
+    format!("the name of the aggregator {host:?} does not resolve: {why}")
+}
+
+fn no_way(to: SocketAddr, why: &str) -> String {
+    format!("nothing leads from this host to {to}: {why}")
+}
+
+fn no_sidecar(path: &Path, why: &str) -> String {
+    format!("no sidecar at {}: {why}", path.display())
 }
 
 fn lost(ranks: &[Rank], why: Loss) -> OpError {
@@ -362,6 +384,51 @@ pub(crate) fn not_joined(missing: &[u16]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_happened_is_told_apart_from_what_to_do_about_it_wherever_a_sentence_has_a_semicolon() {
+        let nobody = |addr: &str| {
+            let (addr, waited) = (addr.parse().unwrap(), racksum_proto::time::Span::from_secs(5));
+            ConnectError::from(NetError::NobodyThere { addr, waited, narrow: None })
+        };
+        let why = || "a; b".to_owned();
+        let to = "10.0.0.1:1".parse().unwrap();
+        for (error, what, advice) in [
+            (nobody("10.0.0.1:1"), "nobody answered at 10.0.0.1:1 within 5 s", "check the address"),
+            (
+                ConnectError::Unresolved { host: "x;".into(), why: why() },
+                "the name of the aggregator \"x;\" does not resolve: a; b",
+                "check its spelling and DNS",
+            ),
+            (
+                ConnectError::NoWay { to, why: why() },
+                "nothing leads from this host to 10.0.0.1:1: a; b",
+                "check the address and the routes",
+            ),
+            (
+                ConnectError::NoSidecar { path: "/a; b".into(), why: why(), absent: true },
+                "no sidecar at /a; b: a; b",
+                "start `racksum worker",
+            ),
+            (
+                ConnectError::Draining,
+                "the aggregator refused: it is about to stop and takes no more jobs",
+                "name another",
+            ),
+            (ConnectError::Closed(why()), "the aggregator closed the connection: a; b", ""),
+        ] {
+            assert_eq!(error.without_advice(), what);
+            let advice = if advice.is_empty() { String::new() } else { format!("; {advice}") };
+            assert!(error.to_string().starts_with(&format!("{what}{advice}")), "{error}");
+        }
+        let tried = vec![nobody("10.0.0.1:1"), nobody("10.0.0.2:1")];
+        let named = ConnectError::Named { name: "agg:1".into(), tried };
+        assert_eq!(
+            named.without_advice(),
+            "agg:1: nobody answered at 10.0.0.1:1 within 5 s; nobody answered at 10.0.0.2:1 \
+             within 5 s"
+        );
+    }
 
     #[test]
     fn what_a_host_does_not_give_is_named_with_the_limits() {

@@ -429,8 +429,6 @@ impl<'a> Joining<'a> {
             | FromAggregator::Prove { .. }
             | FromAggregator::Arrived { .. } => {}
             FromAggregator::Queued { before, why } => {
-                // The advice of a refusal, which has been followed.
-                let why = why.trim_end_matches(", or set `wait`").to_owned();
                 if self.queued.as_ref() != Some(&why) {
                     QUEUED.note(|left_out| {
                         tracing::warn!(before, left_out, "waiting for room: {why}");

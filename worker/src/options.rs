@@ -85,7 +85,7 @@ impl ConnectOptions {
     /// What the job is called.
     #[must_use]
     pub fn job_name(&self) -> JobName {
-        JobName { name: self.job.clone(), group: self.group.clone() }
+        JobName::new(&*self.job, &*self.group)
     }
 
     /// A rank of a job at one aggregator; the rest are defaults.

@@ -229,12 +229,14 @@ impl<'a> Search<'a> {
             tracing::debug!(aggregator = set.name, %error, "not joined either");
             return None;
         }
-        let mut why = error.to_string();
-        if let Some(left) = left.filter(|left| error.may_pass() && !left.is_zero()) {
+        let why = match left.filter(|left| error.may_pass() && !left.is_zero()) {
             // What to do about it is said in the end.
-            let (what, _) = why.split_once("; ").unwrap_or((&why, ""));
-            why = format!("{what}; trying again for up to {} s", left.as_secs_f64().ceil());
-        }
+            Some(left) => {
+                let (what, left) = (error.without_advice(), left.as_secs_f64().ceil());
+                format!("{what}; trying again for up to {left} s")
+            }
+            None => error.to_string(),
+        };
         let error = match self.limit {
             Some(limit) => error.within(limit),
             None => error,

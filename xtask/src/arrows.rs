@@ -21,8 +21,24 @@ const ARROWS: [(&str, MayImport); 13] = [
     ("racksum-proto", MayImport::Only(&[])),
     ("racksum-net", MayImport::Only(&["racksum-proto", "racksum-test-report"])),
     ("racksum-kernels", MayImport::Only(&["racksum-proto"])),
-    ("racksum-aggregator", MayImport::Only(&["racksum-proto", "racksum-net", "racksum-kernels"])),
-    ("racksum-worker", MayImport::Only(&["racksum-proto", "racksum-net", "racksum-kernels"])),
+    (
+        "racksum-aggregator",
+        MayImport::Only(&[
+            "racksum-proto",
+            "racksum-net",
+            "racksum-kernels",
+            "racksum-test-report",
+        ]),
+    ),
+    (
+        "racksum-worker",
+        MayImport::Only(&[
+            "racksum-proto",
+            "racksum-net",
+            "racksum-kernels",
+            "racksum-test-report",
+        ]),
+    ),
     ("racksum-python", MayImport::Only(&["racksum-proto", "racksum-worker"])),
     ("racksum-sim", MayImport::Only(&["racksum-proto"])),
     (

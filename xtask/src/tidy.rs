@@ -134,8 +134,7 @@ const UNSAFE_ROOMS: [&str; 8] = [
 ];
 
 /// Where messages of other processes are defined.
-const MESSAGES: [&str; 5] = [
-    "proto/src/job_name.rs",
+const MESSAGES: [&str; 4] = [
     "proto/src/control.rs",
     "aggregator/src/status.rs",
     "worker/src/sidecar/message.rs",

@@ -71,7 +71,8 @@ fn who_waits_for_room_of_a_rule_of_its_own_holds_up_nobody_else() {
     let speech = enter(&mut queue, &config, "s-1", Some("speech"));
     queue.call(&config, &held(&config, &names(["v-1"]), "vision"));
     assert_eq!([queue.turn(&vision), queue.turn(&speech)], [(false, 0), (true, 0)]);
-    let new = |identity| queue.called_before(&config, &wish("s-2", 0, 1), Some(identity)).count();
+    let new =
+        |identity| queue.called_before(&config, &wish("s-2", 0, 1), Some(identity), HERE).count();
     assert_eq!(new("speech"), 1, "who comes now takes no room from it");
     // Rules that have changed count from then on.
     let config = Config { admit: vec![rule("vision", "v-*")], ..Config::default() };
@@ -119,7 +120,7 @@ fn tenants_take_turns_and_a_job_that_moves_goes_first() {
     queue.call(&config, &[]);
     assert_eq!(queue.turn(&place), (true, 0));
     // Who begins comes after all that have their turn; who moves only after others that do.
-    let before = |join: &Join| queue.called_before(&config, join, Some("y")).count();
+    let before = |join: &Join| queue.called_before(&config, join, Some("y"), HERE).count();
     assert_eq!((before(&wish("new", 0, 1)), before(&moving("other"))), (1, 1));
     // A tenant that comes later does not go before those that have waited for many rounds.
     queue.leave(&place);
@@ -128,6 +129,95 @@ fn tenants_take_turns_and_a_job_that_moves_goes_first() {
     let order = queue.names();
     let at = |name: &str| order.iter().position(|other| other.name == name).unwrap();
     assert!(at("crowd-49") < at("later") && at("later") < at("crowd-51"), "{order:?}");
+}
+
+/// A job that waits, if it is to, and is opened.
+fn serve(queue: &mut Queue, config: &Config, join: &Join, identity: &str, waits: bool) {
+    let place = waits.then(|| queue.enter(config, join, Some(identity), HERE).unwrap());
+    queue.note_served(config, join, Some(identity), HERE);
+    place.iter().for_each(|place| queue.leave(place));
+}
+
+#[test]
+fn a_tenant_whose_jobs_all_move_does_not_keep_out_others_for_ever() {
+    for waits in [true, false] {
+        let config = Config { max_jobs: 1, ..Config::default() };
+        let mut queue = Queue::default();
+        let others = ["one", "two"].map(|job| enter(&mut queue, &config, job, Some("patient")));
+        let mut served = Vec::new();
+        for nth in 0..100 {
+            let join = moving(&format!("job-{nth}"));
+            let place = waits.then(|| queue.enter(&config, &join, Some("greedy"), HERE).unwrap());
+            queue.call(&config, &[]);
+            let joins = match &place {
+                Some(place) => queue.turn(place).0,
+                None => queue.called_before(&config, &join, Some("greedy"), HERE).count() == 0,
+            };
+            if joins {
+                queue.note_served(&config, &join, Some("greedy"), HERE);
+            } else {
+                served.extend(others.iter().position(|place| queue.turn(place).0));
+            }
+            place.iter().for_each(|place| queue.leave(place));
+            if !joins {
+                break;
+            }
+        }
+        assert_eq!(served, [0], "waits: {waits}");
+        // Movers of a tenant that was not served as often go first still, and are counted.
+        let late = queue.enter(&config, &moving("late"), Some("modest"), HERE).unwrap();
+        queue.call(&config, &[]);
+        assert_eq!([&late, &others[0]].map(|it| queue.turn(it)), [(true, 0), (false, 1)]);
+        queue.leave(&late);
+    }
+}
+
+#[test]
+fn tenants_whose_jobs_move_take_turns_among_themselves() {
+    let config = Config { max_jobs: 1, ..Config::default() };
+    let mut queue = Queue::default();
+    enter(&mut queue, &config, "begins", Some("patient"));
+    for nth in 0..20 {
+        let join = moving(&format!("many-{nth}"));
+        queue.enter(&config, &join, Some("many"), HERE).unwrap();
+    }
+    for nth in 0..2 {
+        queue.enter(&config, &moving(&format!("few-{nth}")), Some("few"), HERE).unwrap();
+    }
+    let order = queue.names();
+    assert_eq!(order[..5], names(["many-0", "few-0", "many-1", "few-1", "many-2"]));
+    // Those of a failover go first, and one that has more is served by rounds after them.
+    assert_eq!(order[17..20], names(["many-15", "begins", "many-16"]));
+}
+
+#[test]
+fn a_tenant_that_comes_with_one_job_after_the_other_takes_turns_as_well() {
+    let config = Config { max_jobs: 1, ..Config::default() };
+    let mut queue = Queue::default();
+    for job in ["patient-0", "patient-1"] {
+        enter(&mut queue, &config, job, Some("patient"));
+    }
+    for nth in 0..2 {
+        serve(&mut queue, &config, &wish(&format!("busy-{nth}"), 0, 1), "busy", true);
+    }
+    enter(&mut queue, &config, "busy", Some("busy"));
+    assert_eq!(queue.names(), names(["patient-0", "patient-1", "busy"]));
+}
+
+#[test]
+fn who_was_served_is_remembered_of_few_and_while_others_wait() {
+    let (config, mut queue) = (Config::default(), Queue::default());
+    serve(&mut queue, &config, &wish("alone", 0, 1), "alone", false);
+    assert!(queue.served.is_empty());
+    let place = enter(&mut queue, &config, "waits", Some("patient"));
+    for nth in 0..=MAX_SERVED {
+        serve(&mut queue, &config, &moving("job"), &format!("tenant-{nth}"), false);
+        assert!(!queue.served.is_empty() || nth == MAX_SERVED);
+    }
+    assert!(queue.served.len() <= MAX_SERVED);
+    serve(&mut queue, &config, &wish("job", 0, 1), "other", false);
+    queue.leave(&place);
+    assert!(queue.served.is_empty());
 }
 
 #[test]

@@ -1,15 +1,13 @@
 use std::net::{Ipv4Addr, SocketAddrV6};
-use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
-use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
 use racksum_proto::auth::DataAuth;
 use racksum_proto::control::{CONTROL_VERSION, OnRankLoss, Resume};
 use racksum_proto::ids::{Generation, OpId};
+use racksum_test_report::lines_logged;
 use tokio::sync::mpsc::{Receiver, channel};
-use tracing::{Event, Level, Metadata, Subscriber, span};
+use tracing::Level;
 
 use super::*;
 use crate::admission::Admit;
@@ -75,7 +73,7 @@ pub(super) fn caller(identity: Option<&str>, ip: [u8; 4]) -> (Caller, Inbox) {
 }
 
 pub(super) fn of_group(name: &str, group: &str) -> JobName {
-    JobName { name: name.into(), group: group.into() }
+    JobName::new(name, group)
 }
 
 /// The last thing that a rank was told.
@@ -319,6 +317,26 @@ fn two_thousand_ranks_that_wait_keep_out_nobody_for_whom_there_is_room() {
 }
 
 #[test]
+fn jobs_that_say_that_they_move_do_not_keep_out_one_that_waits() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    registry.reconfigure(Config { max_jobs: 1, ..registry.config().clone() });
+    let now = Instant::now();
+    let (patient, _inbox) = caller(None, [10, 0, 0, 1]);
+    let place = registry.enter_queue(&wish("waits", 0, 1), &patient).unwrap();
+    let (greedy, _inbox) = caller(None, [10, 0, 0, 2]);
+    let moves = (0..100).find(|nth| {
+        let resume = Some(Resume { first_op: OpId(7), absent: Vec::new() });
+        let wish = Join { resume, ..wish(&format!("moves-{nth}"), 0, 1) };
+        let joined = registry.join(wish, greedy.clone(), now);
+        let seat = joined.map(|(seat, _)| registry.leave(&seat, Loss::Left, now));
+        matches!(seat, Err(Refusal::NoRoom(_)))
+    });
+    assert_eq!(moves, Some(16));
+    assert_eq!(registry.turn(&place), (true, 0));
+    registry.join(wish("waits", 0, 1), patient, now).unwrap();
+}
+
+#[test]
 fn a_rank_of_a_link_keeps_its_scope() {
     let mut registry = registry(Fanout::Unicast, 0);
     let addr = SocketAddrV6::new("fe80::7".parse().unwrap(), 50_000, 0, 3).into();
@@ -379,39 +397,11 @@ fn only_a_place_that_was_left_while_the_job_ran_is_taken_by_one_that_comes_back(
     registry.rejoin(back, third, vec![0], now).unwrap();
 }
 
-/// Counts the warnings of a thread.
-#[derive(Default)]
-struct Warnings(Arc<AtomicU32>);
-
-impl Subscriber for Warnings {
-    fn enabled(&self, line: &Metadata<'_>) -> bool {
-        *line.level() == Level::WARN
-    }
-
-    fn event(&self, _: &Event<'_>) {
-        self.0.fetch_add(1, Relaxed);
-    }
-
-    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
-        span::Id::from_u64(1)
-    }
-
-    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
-
-    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
-
-    fn enter(&self, _: &span::Id) {}
-
-    fn exit(&self, _: &span::Id) {}
-}
-
 #[test]
 fn a_tenant_that_loses_one_rank_after_another_does_not_fill_the_log() {
-    const LOST: u32 = 1000;
+    const LOST: usize = 1000;
     let mut registry = registry(Fanout::Unicast, 0);
-    let warnings = Warnings::default();
-    let written = Arc::clone(&warnings.0);
-    tracing::subscriber::with_default(warnings, || {
+    let written = lines_logged(Level::WARN, || {
         for _ in 0..LOST {
             let (seat, ..) = join(&mut registry, wish("job", 0, 1)).unwrap();
             registry.leave(&seat, Loss::Broke, Instant::now());
@@ -419,6 +409,5 @@ fn a_tenant_that_loses_one_rank_after_another_does_not_fill_the_log() {
     });
     assert!(registry.jobs.is_empty());
     // Those at once, and one for each second that this took.
-    let written = written.load(Relaxed);
     assert!(written < LOST / 2, "{written} lines of {LOST} ranks");
 }

@@ -1,10 +1,9 @@
 //! What a sidecar is doing.
 
-use std::io::ErrorKind;
 use std::path::Path;
 
 use racksum_proto::counted::counted;
-use racksum_worker::sidecar::{JobStatus, Status, ask};
+use racksum_worker::sidecar::{AskError, JobStatus, Status, ask};
 
 use super::{job_name, list};
 use crate::args::Format;
@@ -14,16 +13,16 @@ use crate::exit::{Failure, say};
 pub(super) fn print(path: &Path, format: Format) -> Result<(), Failure> {
     let status = ask(path).map_err(|error| {
         let path = path.display();
-        let why = match error.kind() {
-            ErrorKind::WouldBlock | ErrorKind::TimedOut => {
-                format!("cannot ask {path}: the sidecar does not answer, so it may be stopped")
-            }
-            _ => format!(
-                "cannot ask {path}: {error}; is that the --socket of a racksum worker of this \
-                 release?"
-            ),
-        };
-        Failure::of_socket(why, &error)
+        let other = format!(
+            "cannot ask {path}: {error}; is that the --socket of a racksum worker of this release?"
+        );
+        match error {
+            AskError::Call(error) => Failure::of_call(other, &error),
+            AskError::Silent => Failure::unavailable(format!(
+                "cannot ask {path}: the sidecar does not answer, so it may be stopped"
+            )),
+            AskError::Answer(_) => Failure::unavailable(other),
+        }
     })?;
     match format {
         Format::Json => {

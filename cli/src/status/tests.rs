@@ -52,7 +52,7 @@ fn status(text: &str) -> Status {
         max_jobs: 1,
         draining: true,
         jobs: vec![job],
-        queued: vec![JobName { name: name(), group: name() }],
+        queued: vec![JobName::new(name(), name())],
         shards: vec![shard],
     }
 }
@@ -66,7 +66,7 @@ fn listener(name: &str) -> (PathBuf, std::os::unix::net::UnixListener) {
 }
 
 /// What comes of asking somebody who answers so.
-fn asked(name: &str, answer: Vec<u8>) -> io::Result<Status> {
+fn asked(name: &str, answer: Vec<u8>) -> Result<Status, CallError> {
     let (path, listener) = listener(name);
     let answering = std::thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();

@@ -107,13 +107,19 @@ fn a_socket_that_cannot_be_is_refused_and_one_of_the_dead_is_replaced() {
     assert!(ended.failed(2).starts_with("cannot bind the status socket "), "{ended:?}");
     std::fs::write(&socket, "precious").unwrap();
     let ended = start(&socket);
-    assert!(ended.failed(2).contains("it is there, and no socket"), "{ended:?}");
+    assert!(ended.failed(2).contains("something else than a socket"), "{ended:?}");
     assert_eq!(std::fs::read(&socket).unwrap(), b"precious");
+    // Nor is it one to those who ask.
+    for which in [&socket, &folder.path("."), &format!("unix:{socket}")] {
+        let why = format!("cannot ask {}: it is no socket;", which.trim_start_matches("unix:"));
+        let ended = run(&["status", which]);
+        assert!(ended.failed(2).starts_with(&why), "{ended:?}");
+    }
     std::fs::remove_file(&socket).unwrap();
     drop(UnixListener::bind(&socket).unwrap());
     let serving = Serving::start(&["--status-socket", &socket]);
     let ended = start(&socket);
-    assert!(ended.failed(2).contains("use"), "{ended:?}");
+    assert!(ended.failed(3).contains("use"), "{ended:?}");
     assert_eq!(told(&socket)["addr"].as_str().unwrap(), serving.addr);
 }
 

@@ -8,6 +8,8 @@
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
@@ -31,6 +33,46 @@ const MAX_MESSAGE: usize = 64 << 10;
 
 /// How long the other side may read nothing before a line fails.
 const SEND_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Why a process of this host was not called.
+#[derive(Debug, thiserror::Error)]
+pub enum CallError {
+    /// There is another file than a socket, so nobody will ever listen there.
+    #[error("it is no socket")]
+    NoSocket,
+    /// A process listens there that is not believed: a sentence that says why.
+    #[error("{0}")]
+    NotBelieved(String),
+    /// The kernel's: nobody listens there, or this user may not call.
+    #[error("{0}")]
+    Io(#[from] io::Error),
+}
+
+impl CallError {
+    /// Why a path could not be called, of which the kernel says the same whether nobody listens
+    /// there or it is no socket.
+    fn of(path: &Path, error: io::Error) -> Self {
+        match path.metadata() {
+            Ok(found) if !found.file_type().is_socket() => Self::NoSocket,
+            _ => Self::Io(error),
+        }
+    }
+
+    /// Whether nobody listens there, now at least.
+    #[must_use]
+    pub fn is_absence(&self) -> bool {
+        use io::ErrorKind::{ConnectionRefused, NotFound};
+        matches!(self, Self::Io(error) if matches!(error.kind(), NotFound | ConnectionRefused))
+    }
+}
+
+/// Calls the process that listens at a path for streams, whoever it is.
+///
+/// # Errors
+/// [`CallError::NoSocket`], or the kernel's.
+pub fn call_for_stream(path: &Path) -> Result<UnixStream, CallError> {
+    UnixStream::connect(path).map_err(|error| CallError::of(path, error))
+}
 
 /// Why a message was not sent or not received. After most of them the line is of no
 /// more use.
@@ -105,12 +147,12 @@ impl Line {
     /// the user who alone can put a socket there.
     ///
     /// # Errors
-    /// The kernel's: nobody listens there, or this user may not; `PermissionDenied` with a sentence
-    /// when it is a process that is not believed.
-    pub fn connect(path: &Path) -> io::Result<Self> {
+    /// [`CallError`].
+    pub fn connect(path: &Path) -> Result<Self, CallError> {
         // Whoever is to answer may be stopped, with many callers before this one.
         let line = Self::of(new_socket()?)?;
-        connect(&line.socket, &SocketAddrUnix::new(path)?)?;
+        let addr = SocketAddrUnix::new(path).map_err(io::Error::from)?;
+        connect(&line.socket, &addr).map_err(|errno| CallError::of(path, errno.into()))?;
         // The kernel keeps who began to listen: systemd, if it has opened the socket.
         trust::check(line.peer()?.uid, path, own_user())?;
         Ok(line)

@@ -74,6 +74,25 @@ fn what_is_no_socket_is_left_as_it_is() {
 }
 
 #[test]
+fn who_calls_what_is_no_socket_hears_so_and_not_that_nobody_is_there_yet() {
+    let path = path("no-socket");
+    assert!(Line::connect(&path).unwrap_err().is_absence());
+    std::fs::write(&path, "precious").unwrap();
+    for at in [&*path, &*std::env::temp_dir()] {
+        for error in [Line::connect(at).unwrap_err(), call_for_stream(at).unwrap_err()] {
+            assert!(matches!(error, CallError::NoSocket) && !error.is_absence(), "{error:?}");
+        }
+    }
+    std::fs::remove_file(&path).unwrap();
+    // A process that was killed leaves a socket behind.
+    drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+    for error in [Line::connect(&path).unwrap_err(), call_for_stream(&path).unwrap_err()] {
+        assert!(error.is_absence(), "{error:?}");
+    }
+    std::fs::remove_file(&path).unwrap();
+}
+
+#[test]
 fn a_listener_takes_no_name_with_it_but_its_own() {
     let path = path("own");
     let first = Listener::bind(&path, 0o600).unwrap();
@@ -205,7 +224,7 @@ fn a_process_of_another_user_is_not_called_where_all_may_put_sockets() {
     };
     let squatter = std::thread::scope(|scope| scope.spawn(listen).join().unwrap());
     let refused = Line::connect(&at).unwrap_err();
-    assert_eq!(refused.kind(), ErrorKind::PermissionDenied);
+    assert!(matches!(refused, CallError::NotBelieved(_)), "{refused:?}");
     assert!(refused.to_string().starts_with("a process of user 1234 listens there"), "{refused}");
     // In a folder that root has given to that user nobody else can listen.
     std::fs::set_permissions(&folder, Permissions::from_mode(0o755)).unwrap();

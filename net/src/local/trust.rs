@@ -12,6 +12,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
 use super::is_known_user;
+use super::line::CallError;
 
 /// How many symbolic links a path may lead through, as the kernel has it.
 const MAX_LINKS: usize = 40;
@@ -24,8 +25,8 @@ const STICKY: u32 = 0o1000;
 /// Checks that a process of this user may be believed at a path, by a caller of user `own`.
 ///
 /// # Errors
-/// `PermissionDenied` with a sentence when it may not; the kernel's when the path cannot be read.
-pub(super) fn check(listener: u32, path: &Path, own: u32) -> io::Result<()> {
+/// That it may not; the kernel's when the path cannot be read.
+pub(super) fn check(listener: u32, path: &Path, own: u32) -> Result<(), CallError> {
     let trusted: BTreeSet<u32> = [0, own].into_iter().filter(|uid| is_known_user(*uid)).collect();
     if trusted.contains(&listener) {
         return Ok(());
@@ -40,7 +41,7 @@ pub(super) fn check(listener: u32, path: &Path, own: u32) -> io::Result<()> {
          as root, or have the socket in a folder that root has given to its user alone (chown \
          {listener} FOLDER; chmod 755 FOLDER), below none that other users may write to"
     );
-    Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
+    Err(CallError::NotBelieved(why))
 }
 
 /// Finds the users who alone decide what is at a path: those that are trusted, and those whom one

@@ -1,7 +1,7 @@
 //! Who we are: a certificate, its key, and the authority that vouches for it.
 
 use std::fmt;
-use std::io::{Error, ErrorKind, Read};
+use std::io::{ErrorKind, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
@@ -14,8 +14,9 @@ use rustls::server::ParsedCertificate;
 use rustls::sign::CertifiedKey;
 
 use super::Certificate;
+use crate::file::{self, FileError};
 use crate::log_limit::LogLimit;
-use crate::{FileKind, NetError, file};
+use crate::{FileKind, NetError};
 
 /// The name in every aggregator's certificate and the one that clients ask for. Addresses say where
 /// an aggregator is; the certificate says that it is one.
@@ -149,25 +150,22 @@ pub(super) const fn no_key(error: &pem::Error) -> &'static str {
 
 /// Reads a file that may hold a key.
 pub(super) fn read_secret(what: FileKind, path: &Path) -> Result<Vec<u8>, NetError> {
-    let read = || -> std::io::Result<(Vec<u8>, u32)> {
-        let file = file::open(path).map_err(|error| match error.kind() {
-            // Whatever it is, it holds no identity.
-            ErrorKind::Other => Error::other(format!("{error}; name one in PEM")),
-            _ => error,
-        })?;
+    let read = || -> Result<(Vec<u8>, u32), FileError> {
+        let file = file::open(path)?;
         let mode = file.metadata()?.permissions().mode();
         let mut bytes = Vec::new();
         file.take(MAX_FILE).read_to_end(&mut bytes)?;
         Ok((bytes, mode))
     };
-    let (bytes, mode) = read().map_err(|error| match error.kind() {
-        ErrorKind::NotFound => what.wrong(
-            path,
-            format!(
-                "{error}; check the path, or see `racksum identity --help` for how to make one"
-            ),
-        ),
-        _ => what.wrong(path, error.to_string()),
+    let (bytes, mode) = read().map_err(|error| {
+        let advice = match &error {
+            FileError::NotRegular => "; name one in PEM",
+            FileError::Io(error) if error.kind() == ErrorKind::NotFound => {
+                "; check the path, or see `racksum identity --help` for how to make one"
+            }
+            FileError::TooLarge { .. } | FileError::Io(_) => "",
+        };
+        what.wrong(path, format!("{error}{advice}"))
     })?;
     if mode & 0o077 != 0 && holds_key(&bytes) {
         let mode = format!("{:o}", mode & 0o777);

@@ -5,12 +5,16 @@
 //! here instead; `cargo xtask bench failures` runs these tests one at a time and judges the times.
 //! The test run collects skips and lists them in its summary. Both read the file named by
 //! [`FILE`], one JSON object a line; without that variable, entries go to standard error only.
+//! A test that counts what is logged does so by [`lines_logged`].
 //! The Python tests write the same lines (`python/tests/report.py`).
+
+mod lines;
 
 use std::fs::OpenOptions;
 use std::io::Write as _;
 use std::path::Path;
 
+pub use lines::lines_logged;
 use serde::{Deserialize, Serialize};
 
 /// The environment variable that names the file that entries are appended to.

@@ -1,13 +1,10 @@
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-
 use racksum_net::auth::Sealer;
 use racksum_proto::auth::{DataAuth, Key, Keys};
 use racksum_proto::ids::{Generation, JobId, OpId, WindowId};
 use racksum_proto::peer_text::PeerText;
 use racksum_proto::wire::Kind;
-use tracing::span::{Attributes, Id, Record};
-use tracing::{Metadata, Subscriber};
+use racksum_test_report::lines_logged;
+use tracing::Level;
 
 use super::*;
 use crate::route::tests::{addr, route};
@@ -135,32 +132,6 @@ fn what_is_granted_must_be_what_was_asked_for_and_make_sense() {
     }
 }
 
-/// Counts what is logged.
-#[derive(Clone, Default)]
-struct Lines(Arc<AtomicUsize>);
-
-impl Subscriber for Lines {
-    fn enabled(&self, _: &Metadata<'_>) -> bool {
-        true
-    }
-
-    fn new_span(&self, _: &Attributes<'_>) -> Id {
-        Id::from_u64(1)
-    }
-
-    fn record(&self, _: &Id, _: &Record<'_>) {}
-
-    fn record_follows_from(&self, _: &Id, _: &Id) {}
-
-    fn event(&self, _: &tracing::Event<'_>) {
-        self.0.fetch_add(1, Ordering::Relaxed);
-    }
-
-    fn enter(&self, _: &Id) {}
-
-    fn exit(&self, _: &Id) {}
-}
-
 #[test]
 fn an_aggregator_that_says_something_else_each_time_does_not_fill_the_log() {
     const SAID: usize = 20_000;
@@ -170,8 +141,7 @@ fn an_aggregator_that_says_something_else_each_time_does_not_fill_the_log() {
     let (controls, early, groups, welcomes) = Default::default();
     let socket = UdpSocket::open(&UdpConfig::new(addr("127.0.0.1:0"))).unwrap();
     let mut session = Session { controls, early, socket, groups, welcomes };
-    let lines = Lines::default();
-    tracing::subscriber::with_default(lines.clone(), || {
+    let written = lines_logged(Level::TRACE, || {
         for i in 0..SAID {
             let queued = FromAggregator::Queued { before: 0, why: i.to_string() };
             joining.take(Event::Said(queued), &mut session).unwrap();
@@ -181,6 +151,5 @@ fn an_aggregator_that_says_something_else_each_time_does_not_fill_the_log() {
         }
     });
     // At first as many as a good one may say, and then one a second of each kind.
-    let written = lines.0.load(Ordering::Relaxed);
     assert!((2..SAID / 20).contains(&written), "{written} lines");
 }

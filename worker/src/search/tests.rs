@@ -394,6 +394,21 @@ fn why_nobody_was_joined_says_the_limit_that_the_user_gave() {
 }
 
 #[test]
+fn a_warning_says_of_every_address_what_became_of_it() {
+    let options = ConnectOptions::new("agg:7", "job");
+    let mut search = Search::new(&options, 0).within(Duration::from_secs(300));
+    let nobody = |addr: &str| {
+        let (addr, waited) = (addr.parse().unwrap(), Span::from_secs(5));
+        ConnectError::from(NetError::NobodyThere { addr, waited, narrow: None })
+    };
+    let tried = vec![nobody("10.0.0.1:7"), nobody("10.0.0.2:7")];
+    let warned = search.keep(ConnectError::Named { name: "agg:7".into(), tried }).unwrap();
+    let told = "agg:7: nobody answered at 10.0.0.1:7 within 5 s; nobody answered at 10.0.0.2:7 \
+                within 5 s; trying again for up to ";
+    assert!(warned.starts_with(told), "{warned}");
+}
+
+#[test]
 fn no_aggregator_is_named_twice() {
     let options = ConnectOptions {
         aggregators: vec!["a:1".into(), "b:1".into()],

@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
-use racksum_net::local::Line;
+use racksum_net::local::{CallError, Line};
 use racksum_proto::call::Call;
 use racksum_proto::control::MAX_OPS;
 use racksum_proto::descriptor::Descriptor;
@@ -101,7 +101,7 @@ impl Client {
             let why = "unix: names no sidecar; give unix:PATH, its --socket";
             return Err(ConnectError::of_aggregators(why));
         }
-        let line = Line::connect(path).map_err(|error| not_called(path, &error))?;
+        let line = Line::connect(path).map_err(|error| not_called(path, error))?;
         let line = Arc::new(line);
         let join = Join {
             version: VERSION,
@@ -479,14 +479,18 @@ impl<T> Drop for Handle<T> {
 }
 
 /// Why the sidecar at a path was not called.
-fn not_called(path: &Path, error: &io::Error) -> ConnectError {
-    let (path, why, kind) = (path.to_owned(), error.to_string(), error.kind());
-    // The kernel's own errors, such as that of a socket of others, have a number.
-    if kind == io::ErrorKind::PermissionDenied && error.raw_os_error().is_none() {
-        return ConnectError::ImpostorBeside { path, why };
+fn not_called(path: &Path, error: CallError) -> ConnectError {
+    let (path, absent) = (path.to_owned(), error.is_absence());
+    match error {
+        CallError::NotBelieved(why) => ConnectError::ImpostorBeside { path, why },
+        CallError::NoSocket => {
+            let path = path.display();
+            ConnectError::of_aggregators(format!(
+                "unix:{path} names no sidecar: it is no socket; give unix:PATH, its --socket"
+            ))
+        }
+        CallError::Io(error) => ConnectError::NoSidecar { path, why: error.to_string(), absent },
     }
-    let absent = matches!(kind, io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused);
-    ConnectError::NoSidecar { path, why, absent }
 }
 
 #[cfg(test)]
@@ -501,17 +505,23 @@ mod tests {
     }
 
     #[test]
+    fn a_path_that_is_no_socket_is_refused_at_once() {
+        let call = Client::call(&std::env::temp_dir(), &ConnectOptions::new("", "job"), 1);
+        let error = call.unwrap_err();
+        assert!(error.is_usage() && !error.may_pass(), "{error}");
+        assert!(error.to_string().contains("names no sidecar: it is no socket"), "{error}");
+    }
+
+    #[test]
     fn a_sidecar_that_is_not_believed_is_told_from_one_that_may_not_be_called() {
         let path = Path::new("/tmp/socket");
         let why = "a process of user 1234 listens there";
-        let impostor = io::Error::new(io::ErrorKind::PermissionDenied, why);
-        let error = not_called(path, &impostor);
+        let error = not_called(path, CallError::NotBelieved(why.into()));
         assert_eq!(error.to_string(), format!("the sidecar at /tmp/socket is not believed: {why}"));
         assert!(!error.may_pass());
-        // EACCES
-        let closed = io::Error::from_raw_os_error(13);
-        assert!(matches!(not_called(path, &closed), ConnectError::NoSidecar { absent: false, .. }));
-        let none = io::Error::from(io::ErrorKind::ConnectionRefused);
-        assert!(not_called(path, &none).may_pass());
+        let of_kind = |kind| not_called(path, io::Error::from(kind).into());
+        let closed = of_kind(io::ErrorKind::PermissionDenied);
+        assert!(matches!(closed, ConnectError::NoSidecar { absent: false, .. }));
+        assert!(of_kind(io::ErrorKind::ConnectionRefused).may_pass());
     }
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
-use racksum_net::local::{Line, LineError};
+use racksum_net::local::{CallError, Line, LineError};
 use racksum_proto::peer_text::PeerText;
 use serde::{Deserialize, Serialize};
 
@@ -99,40 +99,63 @@ pub struct RankStatus {
     pub behind: bool,
 }
 
+/// Why a sidecar did not tell what it is doing.
+#[derive(Debug, thiserror::Error)]
+pub enum AskError {
+    /// It was not called.
+    #[error("{0}")]
+    Call(#[from] CallError),
+    /// It does not answer.
+    #[error("it does not answer, so it may be stopped")]
+    Silent,
+    /// It is gone, or its answer cannot be read: a sentence that says so.
+    #[error("{0}")]
+    Answer(String),
+}
+
+impl From<LineError> for AskError {
+    fn from(error: LineError) -> Self {
+        use io::ErrorKind::{TimedOut, WouldBlock};
+        match error {
+            LineError::Io(error) if matches!(error.kind(), WouldBlock | TimedOut) => Self::Silent,
+            other => Self::Answer(other.to_string()),
+        }
+    }
+}
+
 /// Asks the sidecar at a path what it is doing.
 ///
 /// # Errors
-/// The kernel's; `InvalidData` when the answer cannot be read.
-pub fn ask(path: &Path) -> io::Result<Status> {
+/// [`AskError`].
+pub fn ask(path: &Path) -> Result<Status, AskError> {
     let line = Line::connect(path)?;
-    line.set_patience(Some(PATIENCE))?;
+    line.set_patience(Some(PATIENCE)).map_err(LineError::from)?;
     let (clock, began) = (Clock::start(), Clock::start().now());
-    line.send(&FromRank::AskStatus, None).map_err(as_io)?;
+    line.send(&FromRank::AskStatus, None)?;
     let mut told = String::new();
     loop {
-        match line.recv().map_err(as_io)? {
+        match line.recv()? {
             Some((FromSidecar::Status { part, more }, _)) => {
                 told.push_str(&part);
                 // Each part is waited for, and all of them no longer than one might be.
                 if more && clock.now().since(began).as_millis() > PATIENCE_MS {
-                    return Err(io::ErrorKind::TimedOut.into());
+                    return Err(AskError::Silent);
                 }
                 if told.len() > MAX_TOLD {
                     let why = format!("what it says is longer than {MAX_TOLD} bytes");
-                    return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+                    return Err(AskError::Answer(why));
                 }
                 if !more {
                     return serde_json::from_str(&told).map_err(|error| {
-                        io::Error::new(io::ErrorKind::InvalidData, PeerText::of(error).as_str())
+                        AskError::Answer(PeerText::of(error).as_str().to_owned())
                     });
                 }
             }
             Some((FromSidecar::WrongVersion { .. } | FromSidecar::Refused { .. }, _)) => {
-                return Err(io::Error::other("it tells nothing to this user"));
+                return Err(AskError::Answer("it tells nothing to this user".into()));
             }
             _ => {
-                let why = "it does not say what it does";
-                return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+                return Err(AskError::Answer("it does not say what it does".into()));
             }
         }
     }
@@ -152,12 +175,5 @@ impl Status {
             }
             left = rest;
         }
-    }
-}
-
-fn as_io(error: LineError) -> io::Error {
-    match error {
-        LineError::Io(error) => error,
-        other => io::Error::new(io::ErrorKind::InvalidData, other),
     }
 }

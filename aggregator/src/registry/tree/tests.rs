@@ -14,6 +14,8 @@ use crate::registry::WORDS;
 use crate::registry::tests::{Inbox, join, registry, told, wish};
 use crate::server::lock;
 
+mod refusals;
+
 const PARENT: &str = "127.0.0.1:7";
 
 /// A registry whose aggregator has a parent.
@@ -343,38 +345,6 @@ fn a_rack_that_is_lost_is_lost_with_all_its_ranks_and_one_that_loses_a_rank_name
 }
 
 #[test]
-fn what_cannot_be_in_a_tree_is_refused_with_what_to_do() {
-    let mut leaf = leaf();
-    let wishes = |wish: Join| {
-        [
-            (Join { may_move: true, ..wish.clone() }, "move to a standby"),
-            (Join { on_rank_loss: OnRankLoss::Continue, ..wish.clone() }, "go on without a rank"),
-            (Join { stripe: (0, 2), ..wish }, "be spread over several"),
-        ]
-    };
-    for (wish, why) in wishes(wish("job", 0, 2)) {
-        let told = join(&mut leaf, wish).unwrap_err();
-        assert!(told.contains(why), "{told}");
-    }
-    let mut root = registry(Fanout::Unicast, 0);
-    // What has several ranks and may move is a sidecar.
-    for (wish, why) in wishes(relayed("job", 0, 2)).into_iter().skip(1) {
-        let told = join(&mut root, wish).unwrap_err();
-        assert!(told.contains(why), "{told}");
-    }
-    let told = join(&mut root, Join { data_ports: vec![1, 2], ..relayed("job", 0, 2) });
-    assert!(told.unwrap_err().contains("start both with the same --shards"));
-    assert_eq!((leaf.jobs(), root.jobs()), (0, 0));
-    // A rank that names standbys, and a rack, are no job, whoever comes first.
-    let (_, _, _rank) = join(&mut root, Join { may_move: true, ..wish("job", 0, 2) }).unwrap();
-    let told = join(&mut root, relayed("job", 1, 2)).unwrap_err();
-    assert!(told.contains("name one aggregator"), "{told}");
-    let (_, _, _rack) = join(&mut root, relayed("other", 0, 2)).unwrap();
-    let told = join(&mut root, Join { may_move: true, ..wish("other", 1, 2) }).unwrap_err();
-    assert!(told.contains("name one aggregator"), "{told}");
-}
-
-#[test]
 fn sidecars_that_name_standbys_may_move_with_the_ranks_that_do() {
     let moving = |wish: Join| Join { may_move: true, ..wish };
     let resumed = |wish: Join| {
@@ -405,125 +375,11 @@ fn sidecars_that_name_standbys_may_move_with_the_ranks_that_do() {
 }
 
 #[test]
-fn a_rank_that_has_joined_elsewhere_is_refused_with_the_aggregator_that_brings_it() {
-    let mut registry = registry(Fanout::Unicast, 0);
-    let (_, _, _direct) = join(&mut registry, wish("job", 0, 4)).unwrap();
-    let (rack, _, mut inbox) = join(&mut registry, relayed("job", 2, 4)).unwrap();
-    also(&mut registry, &rack, wish("job", 1, 4));
-    let told_direct = join(&mut registry, wish("job", 1, 4)).unwrap_err();
-    assert!(told_direct.contains("through the aggregator at 127.0.0.1"), "{told_direct}");
-    assert_eq!(told(&mut inbox), None);
-    // What it brings cannot be, so it is to call again for the others.
-    also(&mut registry, &rack, wish("job", 0, 4));
-    let Some(FromAggregator::RefusedRank { rank: 0, reason }) = told(&mut inbox) else { panic!() };
-    assert!(reason.contains("rank 0 of job \"job\" has already joined from"), "{reason}");
-    assert_eq!(registry.jobs[&"job".into()].missing(), [1, 2, 3]);
-    let (rack, _, mut inbox) = join(&mut registry, relayed("job", 2, 4)).unwrap();
-    also(&mut registry, &rack, Join { generation: Generation(9), ..wish("secret", 1, 4) });
-    let Some(FromAggregator::RefusedRank { rank: 1, reason }) = told(&mut inbox) else { panic!() };
-    assert!(reason.contains("was brought into job \"job\" in generation 0"), "{reason}");
-    registry.leave(&rack, Loss::Broke, Instant::now());
-    // Only an aggregator brings others: whoever else says so is gone, and what it held is free.
-    let (direct, ..) = join(&mut registry, wish("other", 3, 4)).unwrap();
-    assert_eq!(also(&mut registry, &direct, wish("other", 1, 4)), None);
-    registry.leave(&direct, Loss::Broke, Instant::now());
-    assert_eq!(registry.jobs.keys().collect::<Vec<_>>(), [&"job".into()]);
-}
-
-#[test]
-fn a_rank_that_the_parent_refuses_costs_no_other_its_place() {
-    let mut registry = leaf();
-    let (_call, [(seat, mut three), (_, mut one)]) = rack(&mut registry);
-    let reason = "it is there already".to_owned();
-    registry.hear_from_parent(&seat, parent(), FromAggregator::RefusedRank { rank: 1, reason });
-    let why = format!("its parent at {PARENT} refused: it is there already");
-    assert_eq!(told(&mut one), Some(FromAggregator::Refused { reason: why }));
-    assert_eq!(told(&mut three), None);
-    assert!(registry.hung_up(&seat, PARENT, "closed"));
-    let mut call = registry.call(&seat).unwrap();
-    assert_eq!((call.join.rank, said(&mut call).len()), (3, 0));
-    let last = FromAggregator::RefusedRank { rank: 3, reason: "no".into() };
-    registry.hear_from_parent(&seat, parent(), last);
-    assert!(matches!(told(&mut three), Some(FromAggregator::Refused { .. })));
-    assert!(!registry.hung_up(&seat, PARENT, "closed"));
-    assert_eq!(registry.jobs(), 0);
-}
-
-#[test]
-fn a_job_that_the_parent_refuses_is_refused_to_all_at_once() {
-    let mut leaf = leaf();
-    let (mut call, [(seat, mut three), (_, mut one)]) = rack(&mut leaf);
-    leaf.hear_from_parent(&seat, parent(), FromAggregator::Refused { reason: "no".into() });
-    let reason = format!("its parent at {PARENT} refused: no");
-    for inbox in [&mut three, &mut one] {
-        assert_eq!(told(inbox), Some(FromAggregator::Refused { reason: reason.clone() }));
-    }
-    assert_eq!((said(&mut call), leaf.jobs()), (vec!["Stop".to_owned()], 0));
-    assert!(!leaf.hung_up(&seat, PARENT, "closed"), "it is not called again");
-    // The one that completes the world hears why it cannot be served, as the others do.
-    let mut root = registry(Fanout::Unicast, 0);
-    root.config.max_jobs = 1024;
-    let (rack, _, mut inbox) = join(&mut root, relayed("job", 0, 2)).unwrap();
-    assert_eq!(also(&mut root, &rack, wish("job", 1, 2)), Some(Joined::Ready));
-    let Some(FromAggregator::Refused { reason }) = told(&mut inbox) else { panic!() };
-    assert!(reason.contains("more packet buffers than a job's share"), "{reason}");
-}
-
-#[test]
-fn a_parent_that_only_multicasts_gives_an_aggregator_no_place() {
-    let mut root = registry(Fanout::Multicast, 0);
-    let (_, _, mut inbox) = join(&mut root, wish("job", 0, 2)).unwrap();
-    let reason = join(&mut root, relayed("job", 1, 2)).unwrap_err();
-    assert!(reason.contains("with --fanout auto or unicast"), "{reason}");
-    assert_eq!(told(&mut inbox), None);
-}
-
-#[test]
 fn an_aggregator_says_to_its_parent_how_it_authenticates_data() {
     let mut registry = leaf();
     registry.config.data_auth = Some(DataAuth::Aead);
     let (call, _) = rack(&mut registry);
     assert_eq!(call.join.data_auth, Some(DataAuth::Aead));
-}
-
-#[test]
-fn a_parent_that_does_not_keep_to_the_protocol_is_refused_and_not_called_again() {
-    let bad = [
-        Welcome { rack: Vec::new(), ..welcome() },
-        Welcome { data_ports: vec![0], ..welcome() },
-        Welcome { pool_slots: u32::MAX, ..welcome() },
-        Welcome { pool_slots: 1, ..welcome() },
-        Welcome { max_ops: 0, ..welcome() },
-        Welcome { max_ops: u16::MAX, ..welcome() },
-        Welcome { fragment_payload: 0, ..welcome() },
-        Welcome { in_flight: 0, ..welcome() },
-        Welcome { data_auth: DataAuth::Mac, ..welcome() },
-        Welcome { keys: keys(), ..welcome() },
-    ];
-    let bad = bad.into_iter().map(FromAggregator::Welcome);
-    let nobody = FromAggregator::RefusedRank { rank: 2, reason: "no".into() };
-    for word in bad.chain([nobody]) {
-        let mut registry = leaf();
-        let (mut call, [(seat, mut three), _]) = rack(&mut registry);
-        registry.hear_from_parent(&seat, parent(), word.clone());
-        let reason = format!("its parent at {PARENT} does not keep to the protocol");
-        assert_eq!(told(&mut three), Some(FromAggregator::Refused { reason }), "{word:?}");
-        assert_eq!((said(&mut call), registry.jobs()), (vec!["Stop".to_owned()], 0));
-    }
-}
-
-#[test]
-fn a_parent_with_another_number_of_shards_is_refused_with_what_to_do() {
-    let mut registry = leaf();
-    let (mut call, [(seat, mut three), _]) = rack(&mut registry);
-    let granted = Welcome { data_ports: vec![5001, 5002], ..welcome() };
-    registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(granted));
-    let reason = format!(
-        "its parent at {PARENT} refused: the parent has 2 shards and the aggregator that calls it \
-         1; start both with the same --shards"
-    );
-    assert_eq!(told(&mut three), Some(FromAggregator::Refused { reason }));
-    assert_eq!((said(&mut call), registry.jobs()), (vec!["Stop".to_owned()], 0));
 }
 
 #[test]
@@ -571,32 +427,4 @@ fn a_rank_that_came_after_the_world_was_complete_is_none_of_it() {
     told(&mut inbox);
     assert_eq!(also(&mut registry, &first, wish("job", 1, 4)), Some(Joined::Ready));
     assert_eq!((told(&mut inbox), registry.jobs()), (None, 1));
-}
-
-#[test]
-fn a_rank_that_is_refused_at_the_second_of_three_levels_is_known_to_none() {
-    let mut registry = leaf();
-    let (below, _, mut inbox) = join(&mut registry, relayed("job", 0, 4)).unwrap();
-    let mut call = registry.call(&below).unwrap();
-    let (own, _, mut direct) = join(&mut registry, wish("job", 3, 4)).unwrap();
-    assert_eq!(said(&mut call), ["also 3"]);
-    also(&mut registry, &below, wish("job", 3, 4));
-    assert!(matches!(told(&mut inbox), Some(FromAggregator::RefusedRank { rank: 3, .. })));
-    // The parent had been called for what is gone now.
-    assert_eq!(said(&mut call), ["parted 0 Relay"]);
-    assert!(registry.hung_up(&own, PARENT, "closed"));
-    assert_eq!(registry.call(&own).unwrap().join.rank, 3);
-    assert_eq!(told(&mut direct), None);
-}
-
-#[test]
-fn what_a_rack_says_before_it_hears_that_it_is_refused_does_not_hide_the_refusal() {
-    let mut registry = registry(Fanout::Unicast, 0);
-    let (_, _, _direct) = join(&mut registry, wish("job", 0, 4)).unwrap();
-    let (rack, _, mut inbox) = join(&mut registry, relayed("job", 2, 4)).unwrap();
-    also(&mut registry, &rack, wish("job", 0, 4));
-    // Said right behind it. None would be that it does not keep to the protocol.
-    assert_eq!(also(&mut registry, &rack, wish("job", 3, 4)), Some(Joined::Ready));
-    let refused = told(&mut inbox);
-    assert!(matches!(refused, Some(FromAggregator::RefusedRank { rank: 0, .. })), "{refused:?}");
 }

@@ -29,7 +29,7 @@ fn no_text_of_a_message_is_shown_as_it_came() {
     let text = || TEXT.to_owned();
     feed(&FromRank::Join(Join {
         version: VERSION,
-        job: JobName { name: text(), group: text() },
+        job: JobName::new(text(), text()),
         generation: Generation(0),
         rank: 0,
         world: 1,
