@@ -305,7 +305,7 @@ fn give_way() {
 
 /// Ranks of a job that say words without end.
 fn talk(name: &str, ranks: u16, word: &FromWorker) {
-    let rig = apart(|| Rig::start(|_| {}));
+    let rig = apart(|| Rig::start(|config| config.pool_mib = 256));
     let connect = || {
         give_way();
         (0..ranks).map(|_| Impostor::connect(&rig)).collect::<Vec<_>>()
@@ -314,6 +314,9 @@ fn talk(name: &str, ranks: u16, word: &FromWorker) {
     for (rank, talker) in (0..).zip(&mut talkers) {
         let join = talker.wish("attacker", rank, ranks);
         talker.say(&FromWorker::Join(join));
+    }
+    for talker in &mut talkers {
+        talker.granted();
     }
     let other = Other::default();
     let rested = Barrier::new(usize::from(WORLD + ranks));

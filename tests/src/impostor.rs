@@ -88,9 +88,11 @@ impl Impostor {
             while !enough() {
                 // A word that waits to be read goes on where it was: none is cut.
                 let mut said = std::pin::pin!(frames::send(send, word));
-                while tokio::time::timeout(pause, &mut said).await.is_err() {
-                    if enough() {
-                        return;
+                loop {
+                    match tokio::time::timeout(pause, &mut said).await {
+                        Ok(said) => break said.unwrap(),
+                        Err(_) if enough() => return,
+                        Err(_) => {}
                     }
                 }
             }
@@ -119,6 +121,11 @@ impl Impostor {
     /// Joins; returns what it was granted once ops may start.
     pub(crate) fn join(&mut self, join: Join) -> Welcome {
         self.say(&FromWorker::Join(join));
+        self.granted()
+    }
+
+    /// What it is granted that has said its join, once ops may start.
+    pub(crate) fn granted(&mut self) -> Welcome {
         let mut welcome = None;
         loop {
             match self.hear() {
