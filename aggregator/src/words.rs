@@ -12,7 +12,7 @@ use tokio::time::{Instant, sleep_until};
 const QUEUE: usize = 16;
 /// Words that are heeded at once: an aggregator says two of each of its ranks, and the largest jobs
 /// have 256.
-const AT_ONCE: u32 = 1024;
+const AT_ONCE: u32 = 512;
 /// After those one is heeded in so much time. A rank has no more to say than a few words an hour.
 const PERIOD: Duration = Duration::from_millis(10);
 
