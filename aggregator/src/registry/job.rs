@@ -122,9 +122,9 @@ impl Job {
         }
         if self.state != State::Gathering {
             return Err(format!(
-                "job {name:?} is running in generation {}, begun by {}: all its ranks ({}) have joined; \
-                 choose another `job`, wait until it has ended, or restart all its ranks with a \
-                 greater `generation`",
+                "job {name:?} is running in generation {}, begun by {}: all its ranks ({}) have \
+                 joined; choose another `job`, wait until it has ended, or restart all its ranks \
+                 with a greater `generation`",
                 self.generation.0,
                 self.begun_by(),
                 self.world

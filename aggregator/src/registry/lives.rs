@@ -55,8 +55,8 @@ impl Registry {
 
 impl Job {
     /// Whether a rank shows that it is of the same job: by the secret of its lives, or by an
-    /// identity that has joined this one or come back to it. Where jobs have no secret, and nobody has an identity,
-    /// the address has to do.
+    /// identity that has joined this one or come back to it. Where jobs have no secret, and nobody
+    /// has an identity, the address has to do.
     pub(super) fn may_be_ended_by(&self, join: &Join) -> bool {
         let came_back = |by: &&Beginner| {
             self.members.iter().flatten().any(|member| member.join.begun_by.as_ref() == Some(by))
