@@ -148,14 +148,16 @@ impl fmt::Display for Limit {
             ),
             Self::Groups { groups, own: Some(own) } => write!(
                 f,
-                "the {groups} groups of the job have all of the {own:.0} % of the packet buffers \
-                 that it may have; destroy groups, set `wait`, or raise --pool-mib at the \
-                 aggregator or share_percent of the job's [[admit]] rule"
+                "the job has all of the {own:.0} % of the packet buffers that it may have, in {}; \
+                 destroy groups, or raise --pool-mib at the aggregator or share_percent of the \
+                 job's [[admit]] rule",
+                counted(groups, "group")
             ),
             Self::Groups { groups, own: None } => write!(
                 f,
-                "the {groups} groups of the job, and other jobs, have all packet buffers; destroy \
-                 groups, set `wait`, or raise --pool-mib at the aggregator"
+                "the job and others have all packet buffers, the job in {}; destroy groups, or \
+                 raise --pool-mib at the aggregator",
+                counted(groups, "group")
             ),
         }
     }
@@ -409,7 +411,7 @@ mod tests {
         let config = Config { max_jobs: 1, ..Config::default() };
         let there = of(&config, "one", "a", 4);
         let refusal = check_room(&config, &[there], &of(&config, "two", "b", 4)).unwrap_err();
-        let why = "there are 1 jobs, and --max-jobs allows 1, held by \"one\" with 4 ranks";
+        let why = "there is 1 job, and --max-jobs allows 1, held by \"one\" with 4 ranks";
         // Who waits hears this.
         assert_eq!(refusal, Refusal::NoRoom(why.into()));
         assert_eq!(refusal.why(), format!("{why}; try again later, or set `wait`"));
@@ -532,9 +534,9 @@ mod tests {
         // A job that has all it may have is told so.
         let all = Tenant { granted: Some(25.0), ..held[1] };
         let (later, told) = why(check_room(&config, &[all], &of_vision));
-        let expected = "the 1 groups of the job have all of the 25 % of the packet buffers that it \
-                        may have; destroy groups, set `wait`, or raise --pool-mib at the \
-                        aggregator or share_percent of the job's [[admit]] rule";
+        let expected = "the job has all of the 25 % of the packet buffers that it may have, in 1 \
+                        group; destroy groups, or raise --pool-mib at the aggregator or \
+                        share_percent of the job's [[admit]] rule; try again later, or set `wait`";
         assert_eq!((later, &*told), (true, expected));
     }
 
@@ -565,8 +567,8 @@ mod tests {
             assert!(shares.iter().sum::<f64>() <= most + ROUNDING);
             let least = least_share(config, world, 1);
             assert!(shares.iter().all(|share| *share >= least), "{shares:?}");
-            let expected = format!("the {} groups of the job", held.len());
-            assert!(told.starts_with(&expected) && told.contains("raise --pool-mib"), "{told}");
+            let expected = format!("in {} groups; destroy groups", held.len());
+            assert!(told.contains(&expected) && told.contains("raise --pool-mib"), "{told}");
             // A group that ends gives its place back.
             let wanted = group_of(config, "train", "another", "x", world);
             assert_eq!(check_room(config, &held[1..], &wanted), Ok(()));
