@@ -52,7 +52,7 @@ fn a_rank_that_does_not_fit_its_job_is_refused_and_the_job_goes_on() {
             let second = Client::connect(&of(1, 2)).unwrap();
             let late = refusal(&of(1, 2));
             let why =
-                "job \"job\" is running in generation 0, begun by 127.0.0.1: its 2 ranks have";
+                "job \"job\" is running in generation 0, begun by 127.0.0.1: all its ranks (2)";
             assert!(late.starts_with(why), "{late}");
             check(&second, 2.0);
             first.join().unwrap();
