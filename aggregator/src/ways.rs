@@ -3,7 +3,6 @@
 use std::net::SocketAddr;
 
 use racksum_net::auth::Sealer;
-use racksum_net::udp::UdpSocket;
 use racksum_proto::aggregator::Recipient;
 
 /// Whom a message is for.
@@ -33,11 +32,9 @@ pub(crate) struct Ways {
 }
 
 impl Ways {
-    /// Whether a rank or the parent has an address; with [`UdpSocket::ANY_PORT`] any port of it.
+    /// Whether a rank or the parent has an address.
     pub(crate) fn is_peer(&self, addr: SocketAddr) -> bool {
-        let any_port = addr.port() == UdpSocket::ANY_PORT;
-        let is_it = |peer: &SocketAddr| *peer == addr || any_port && peer.ip() == addr.ip();
-        self.ranks.iter().chain(&self.parent).any(is_it)
+        self.ranks.contains(&addr) || self.parent == Some(addr)
     }
 
     /// What seals a message, and the addresses it goes to: the group if there is one, then the

@@ -5,14 +5,12 @@
 //! senders of little, however fairly the shard then serves what it has received. So it looks,
 //! while the buffer overflows, for a sender of whose messages it has no use: repeated asks,
 //! duplicates, what is for nobody here. If such messages of one sender are most of all, the sender
-//! is refused for a while, and for longer each time it comes back to that. So is a host that sends
-//! them from ever new ports, if no peer is there.
+//! is refused for a while, and for longer each time it comes back to that.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 
 use racksum_net::log_limit::LogLimit;
-use racksum_net::udp::UdpSocket;
 use racksum_proto::time::{Span, Time};
 
 /// What the shard has received since it looked last, and whom it refuses.
@@ -25,7 +23,7 @@ pub(super) struct Floods {
     /// Whether there were new ones: only then is it worth counting.
     overflows: bool,
     messages: u32,
-    /// Messages of no use, by sender; those of all ports of a host by its address with port 0.
+    /// Messages of no use, by sender.
     useless: BTreeMap<SocketAddr, Useless>,
     refused: BTreeMap<SocketAddr, Refusal>,
 }
@@ -56,24 +54,22 @@ impl Floods {
 
     /// One of them was of no use, and is the sender's own, or nobody can prove anything here.
     pub(super) fn note_useless(&mut self, from: SocketAddr) {
-        self.count(from, |useless| useless.proven += 1);
+        if let Some(useless) = self.of(from) {
+            useless.proven += 1;
+        }
     }
 
     /// One of them was of no use, and anybody may have sent it.
     pub(super) fn note_unproven(&mut self, from: SocketAddr) {
-        self.count(from, |useless| useless.unproven += 1);
+        if let Some(useless) = self.of(from) {
+            useless.unproven += 1;
+        }
     }
 
-    fn count(&mut self, from: SocketAddr, add: impl Fn(&mut Useless)) {
-        if !self.overflows {
-            return;
-        }
-        // Hosts are counted however many of their ports have filled the table.
-        for (sender, most) in [(from, MOST_SENDERS), (all_of(from.ip()), 2 * MOST_SENDERS)] {
-            if self.useless.len() < most || self.useless.contains_key(&sender) {
-                add(self.useless.entry(sender).or_default());
-            }
-        }
+    fn of(&mut self, from: SocketAddr) -> Option<&mut Useless> {
+        let counts = self.overflows
+            && (self.useless.len() < MOST_SENDERS || self.useless.contains_key(&from));
+        counts.then(|| self.useless.entry(from).or_default())
     }
 
     /// When somebody who is refused is to be let back.
@@ -84,8 +80,8 @@ impl Floods {
 
     /// Looks whether somebody floods the shard, now and then, when the kernel has dropped so many
     /// datagrams; `is_full` says whether the buffer is. `is_peer` says whether a rank or a parent
-    /// has an address, or with port 0 any port of it: they are not refused for what others may have
-    /// sent in their name. Returns who is to be refused, if that has changed.
+    /// has an address: they are not refused for what others may have sent in their name. Returns
+    /// who is to be refused, if that has changed.
     pub(super) fn look(
         &mut self,
         now: Time,
@@ -97,13 +93,10 @@ impl Floods {
             return None;
         }
         let is_most = |count: u32| count >= LEAST && count > self.messages / 2;
-        let floods = |(from, it): &(&SocketAddr, &Useless)| {
-            let of_one_port = from.port() != UdpSocket::ANY_PORT;
-            of_one_port && is_most(it.proven)
-                || is_most(it.proven + it.unproven) && !is_peer(**from)
+        let floods = |from: SocketAddr, it: Useless| {
+            is_most(it.proven) || is_most(it.proven + it.unproven) && !is_peer(from)
         };
-        // One port, if that is enough.
-        let flooder = self.useless.iter().filter(floods).max_by_key(|(from, _)| from.port());
+        let flooder = self.useless.iter().find(|(from, it)| floods(**from, **it));
         let flooder = flooder.map(|(from, _)| *from);
         self.looked = now;
         // What is refused is dropped too, although there is room.
@@ -150,11 +143,6 @@ impl Floods {
         });
         true
     }
-}
-
-/// What stands for all ports of a host.
-const fn all_of(host: IpAddr) -> SocketAddr {
-    SocketAddr::new(host, UdpSocket::ANY_PORT)
 }
 
 /// How often a shard looks.
@@ -266,24 +254,9 @@ mod tests {
     }
 
     #[test]
-    fn a_flood_from_many_ports_of_a_host_finds_the_host_refused_unless_a_peer_is_there() {
-        for (is_peer, refused) in [(true, None), (false, Some(vec![addr(0)]))] {
-            let mut floods = overflowing(10);
-            for n in 0..20 * LEAST {
-                floods.note_arrived();
-                floods.note_unproven(addr(1 + u16::try_from(n).unwrap()));
-            }
-            let looked = floods.look(at(20), 2, || true, |addr| is_peer && addr.port() == 0);
-            assert_eq!(looked, refused);
-        }
-    }
-
-    #[test]
     fn senders_that_are_many_take_no_more_memory() {
         let mut floods = overflowing(10);
-        for n in 0..10_000u32 {
-            floods.note_unproven((n.to_be_bytes(), 9).into());
-        }
-        assert_eq!(floods.useless.len(), 2 * MOST_SENDERS);
+        (0..10_000).for_each(|port| floods.note_unproven(addr(port)));
+        assert_eq!(floods.useless.len(), MOST_SENDERS);
     }
 }

@@ -11,10 +11,6 @@ use socket2::SockFilter;
 use super::UdpSocket;
 
 impl UdpSocket {
-    /// In an address to [refuse](Self::refuse): whatever its port. No sender has it that could be
-    /// answered.
-    pub const ANY_PORT: u16 = 0;
-
     /// Has the kernel drop all that comes from these addresses from now on, and nothing else. What
     /// has arrived already stays.
     ///
@@ -56,10 +52,7 @@ fn refusal(sender: &SocketAddr) -> Vec<SockFilter> {
                 }))
                 .collect(),
         };
-    let port = match sender.port() {
-        UdpSocket::ANY_PORT => vec![ret(0)],
-        port => vec![load_half(SOURCE_PORT), skip_unless(port.into(), 1), ret(0)],
-    };
+    let port = [load_half(SOURCE_PORT), skip_unless(sender.port().into(), 1), ret(0)];
     let mut behind = 2 * words.len() + port.len();
     let mut program = Vec::new();
     for (at, word) in words {
