@@ -203,6 +203,9 @@ async fn attend(
                     let Some(joined) = joined else { break Parting::Lost(Loss::Broke) };
                     pursue(registry, seat, joined);
                 }
+                Some(FromWorker::Parted(absent)) if lock(registry).is_only(seat, absent.rank) => {
+                    break Parting::Lost(absent.why);
+                }
                 Some(FromWorker::Parted(absent)) => {
                     if !lock(registry).may_part(seat, absent.rank) {
                         break Parting::Lost(Loss::Broke);

@@ -323,6 +323,14 @@ impl Registry {
         self.start_if_complete(&seat.job)
     }
 
+    /// Whether a rank is the only one that a member has, as of a sidecar with one. Then the member
+    /// goes with it.
+    pub(crate) fn is_only(&self, seat: &Seat, rank: u16) -> bool {
+        let job = self.jobs.get(&seat.job).filter(|job| job.id == seat.id);
+        let member = job.and_then(|job| job.members.get(usize::from(seat.rank))?.as_ref());
+        member.is_some_and(|member| !member.join.relays && member.join.rank == rank)
+    }
+
     /// Whether a member may say that a rank is gone: an aggregator, of a rank that has joined it.
     /// Anything may be said of a job that is over.
     pub(crate) fn may_part(&self, seat: &Seat, rank: u16) -> bool {

@@ -1,5 +1,5 @@
 use racksum_net::quic::{self, Connection, Credentials, Ended, Line, connect, server as endpoint};
-use racksum_proto::control::{CONTROL_VERSION, Join, OnRankLoss};
+use racksum_proto::control::{Absent, CONTROL_VERSION, Join, Loss, OnRankLoss};
 use racksum_proto::ids::Generation;
 use racksum_proto::time::Span;
 
@@ -100,6 +100,30 @@ async fn heard_behind_the_queue(recv: &mut quinn::RecvStream) -> (FromAggregator
             other => return (other, queued),
         }
     }
+}
+
+#[test]
+fn a_rank_that_says_why_it_is_lost_is_lost_for_that() {
+    bounded(async {
+        let (addr, _registry, _failure) = serving(MAX_STRANGERS);
+        // A rank may say so of itself, and of nobody else.
+        for (nth, of, told) in [(0, 1, Loss::Died), (1, 0, Loss::Broke)] {
+            let (first, second) = (call(addr).await.unwrap(), call(addr).await.unwrap());
+            let job = format!("job-{nth}");
+            let (_send, mut recv) = join(&first, &job).await;
+            let other = Join { rank: 1, data_ports: vec![10], ..wish(&job) };
+            let (mut send, _recv, _welcome) = join_as(&second, other).await;
+            let gone = FromWorker::Parted(Absent { rank: of, why: Loss::Died });
+            frames::send(&mut send, &gone).await.unwrap();
+            let lost = loop {
+                match frames::recv(&mut recv).await.unwrap().unwrap() {
+                    FromAggregator::PeerLost { ranks, why } => break (ranks, why),
+                    _ => continue,
+                }
+            };
+            assert_eq!(lost, (vec![1], told));
+        }
+    });
 }
 
 #[test]
