@@ -15,6 +15,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::args::{self, Fanout};
 use crate::exit::{Failure, tell};
+use crate::signals::cannot_wait;
 use crate::{environment, status, stderr};
 
 /// Flags override the configuration file, which overrides the defaults.
@@ -163,7 +164,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
                 }
             })
         })
-        .map_err(|error| Failure::unavailable(format!("cannot wait for signals: {error}")))?;
+        .map_err(|error| Failure::unavailable(cannot_wait(&error)))?;
     match stop {
         Stop::Told => {
             tell("racksum aggregator stops");

@@ -5,6 +5,7 @@ use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 
 use racksum_aggregator::{Aggregator, Config, Options, StartError};
+use racksum_net::with_limit;
 
 use crate::exit::{Exit, Failure};
 use crate::thread::spawn;
@@ -63,7 +64,7 @@ impl Crew {
                 .stdin(Stdio::piped())
                 .stdout(Stdio::piped())
                 .spawn()
-                .map_err(|error| cannot(error.to_string()))?;
+                .map_err(|error| cannot(with_limit(&error)))?;
             // Taken, since waiting for a child closes what it still has.
             let pipes = child.stdin.take().zip(child.stdout.take());
             crew.ranks.push(child);

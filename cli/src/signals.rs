@@ -3,7 +3,13 @@
 
 use std::io;
 
+use racksum_net::with_limit;
 use tokio::signal::unix::{Signal, SignalKind, signal};
+
+/// Why signals cannot be waited for.
+pub(crate) fn cannot_wait(error: &io::Error) -> String {
+    format!("cannot wait for signals: {}", with_limit(error))
+}
 
 /// The signals that end this process, none of which is missed once it listens.
 pub(crate) struct Ending {

@@ -15,7 +15,7 @@ use racksum_worker::sidecar::{Limits, Sidecar};
 use racksum_worker::{ConnectOptions, aggregator_sets, check_sidecar};
 
 use crate::exit::{Failure, tell, with_flags};
-use crate::signals::Ending;
+use crate::signals::{Ending, cannot_wait};
 use crate::stderr;
 use crate::thread::not_started;
 use crate::{args, environment};
@@ -168,8 +168,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let beyond = args.aggregator.as_ref().map(|at| format!(", aggregator {at}"));
     let summing = counted(threads, "thread");
     let ready = format!("racksum worker at {at}: {summing}{}", beyond.unwrap_or_default());
-    serve(&sidecar, &ready)
-        .map_err(|error| Failure::unavailable(format!("cannot wait for signals: {error}")))?;
+    serve(&sidecar, &ready).map_err(|error| Failure::unavailable(cannot_wait(&error)))?;
     drop(sidecar);
     tell("racksum worker stops");
     Ok(())

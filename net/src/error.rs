@@ -41,7 +41,7 @@ pub enum NetError {
         addr: SocketAddr,
     },
     /// Binding failed in another way.
-    #[error("cannot bind {addr}: {cause}")]
+    #[error("cannot bind {addr}: {}", with_limit(cause))]
     Bind {
         /// What was to be bound.
         addr: SocketAddr,
@@ -49,7 +49,7 @@ pub enum NetError {
         cause: io::Error,
     },
     /// The kernel gave no socket.
-    #[error("cannot open a UDP socket for {addr}: {cause}")]
+    #[error("cannot open a UDP socket for {addr}: {}", with_limit(cause))]
     Socket {
         /// What the socket was for.
         addr: SocketAddr,
@@ -310,6 +310,21 @@ impl NetError {
             io::ErrorKind::PermissionDenied => Self::PortNotPermitted { addr },
             _ => Self::Bind { addr, cause },
         }
+    }
+}
+
+/// An error of the system, and which limit of the process to raise if that was in the way.
+///
+/// ```
+/// # use racksum_net::with_limit;
+/// let why = with_limit(&std::io::Error::from_raw_os_error(libc::EMFILE));
+/// assert!(why.ends_with("; raise the limit on open files (ulimit -n)"), "{why}");
+/// ```
+#[must_use]
+pub fn with_limit(error: &io::Error) -> String {
+    match error.raw_os_error() {
+        Some(libc::EMFILE) => format!("{error}; raise the limit on open files (ulimit -n)"),
+        _ => error.to_string(),
     }
 }
 

@@ -25,4 +25,4 @@ pub mod quic;
 pub mod resolve;
 pub mod udp;
 
-pub use error::{FileKind, NetError};
+pub use error::{FileKind, NetError, with_limit};

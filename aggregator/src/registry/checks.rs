@@ -76,6 +76,13 @@ impl Registry {
     fn check_auth(&self, join: &Join) -> Result<(), String> {
         let own = self.config.data_auth();
         match join.data_auth {
+            Some(wanted) if wanted != own && join.relays => Err(format!(
+                "this aggregator authenticates data with {:?}, and what joins here for rank {} \
+                 with {:?}; give both the same `data_auth`",
+                own.name(),
+                join.rank,
+                wanted.name()
+            )),
             Some(wanted) if wanted != own => Err(format!(
                 "this aggregator authenticates data with {:?}, and rank {} asks for {:?}; give \
                  `data_auth` as the aggregator has it",

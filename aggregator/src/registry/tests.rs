@@ -198,6 +198,10 @@ fn a_rank_that_is_refused_has_never_had_a_place() {
             "this aggregator authenticates data with \"none\", and rank 1 asks for \"aead\"; give \
              `data_auth` as the aggregator has it",
         ),
+        (
+            Join { data_auth: Some(DataAuth::Aead), relays: true, ..right.clone() },
+            "\"none\", and what joins here for rank 1 with \"aead\"; give both the same",
+        ),
         (Join { max_datagram: 1000, ..right.clone() }, "datagrams of 1000 bytes, as rank 1 can"),
         (
             Join { stripe: (0, 2), ..right.clone() },

@@ -91,8 +91,7 @@ impl ShardHandle {
         let arena = Arena::new(buffers + 2 * RECV_BATCH).map_err(no_memory)?;
         let socket = Arc::new(UdpSocket::open(&UdpConfig::new(bind))?);
         let addr = socket.local_addr();
-        let io = |cause: std::io::Error| NetError::Bind { addr, cause };
-        let waker = Waker::new().map_err(io)?;
+        let waker = Waker::new()?;
         let (commands, inbox) = channel();
         let stats = Arc::new(Mutex::new(ShardStats::default()));
         let siblings = Arc::default();
@@ -120,7 +119,7 @@ impl ShardHandle {
             unserved: false,
             untold: false,
         };
-        let thread = failure.spawn(format!("shard-{number}"), move || shard.run()).map_err(io)?;
+        let thread = failure.spawn(format!("shard-{number}"), move || shard.run())?;
         let (thread, mouth) = (Some(thread), Mouth { commands, waker });
         Ok(Self { addr, receive_buffer, shortfall, socket, mouth, siblings, stats, thread })
     }

@@ -8,7 +8,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use crate::exit::Failure;
-use crate::signals::Ending;
+use crate::signals::{Ending, cannot_wait};
 use crate::thread::spawn;
 
 /// A file that is written under another name beside its place, and put there once it is whole.
@@ -81,7 +81,7 @@ impl OutFile {
     /// # Errors
     /// Why signals cannot be waited for.
     pub(super) fn remove_at_signal(&self) -> Result<(), Failure> {
-        let cannot = |error| Failure::failed(format!("cannot wait for signals: {error}"));
+        let cannot = |error| Failure::failed(cannot_wait(&error));
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let runtime = runtime.map_err(cannot)?;
         let entered = runtime.enter();

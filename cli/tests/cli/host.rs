@@ -90,11 +90,19 @@ fn an_aggregator_with_no_files_to_spare_serves_on_and_says_so_once() {
 
 #[test]
 fn too_few_files_are_an_error_and_never_a_panic() {
-    for files in 4..=16 {
-        let limited = format!("ulimit -n {files}; exec {RACKSUM} bench -b 4K -e 4K -n 1 -w 0");
+    let alone = "bench -b 4K -e 4K -n 1 -w 0";
+    // It ends by itself, since it cannot have both.
+    let served = "aggregator --port 0 --pool-mib 64 --parent localhost:1 --fanout multicast";
+    for (command, files) in
+        [alone, served].into_iter().flat_map(|it| (4..=16).map(move |n| (it, n)))
+    {
+        let limited = format!("ulimit -n {files}; exec {RACKSUM} {command}");
         let ended = Process::spawn(Command::new("sh").args(["-c", &limited])).end(60);
         assert!(ended.code.is_some_and(|code| code <= 3), "{files} files: {}", ended.err);
         assert!(!ended.err.contains("panicked"), "{files} files: {}", ended.err);
+        if ended.err.contains("Too many open files") {
+            assert!(ended.err.contains("(ulimit -n)"), "{command}, {files} files: {}", ended.err);
+        }
     }
 }
 
