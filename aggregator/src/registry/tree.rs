@@ -11,6 +11,7 @@ use racksum_proto::aggregator::Config;
 use racksum_proto::control::{
     Absent, CONTROL_VERSION, FromAggregator, FromWorker, Join, Loss, OnRankLoss, Welcome,
 };
+use racksum_proto::counted::counted;
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::worker;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -513,8 +514,9 @@ fn may_grant(granted: &Welcome, shards: usize) -> bool {
 /// Why an aggregator cannot be another's parent.
 fn other_shards(parent: usize, calling: usize) -> String {
     format!(
-        "the parent has {parent} shards and the aggregator that calls it {calling}; start both \
-         with the same --shards"
+        "the parent has {} and the aggregator that calls it {calling}; start both with the same \
+         --shards",
+        counted(parent, "shard")
     )
 }
 
