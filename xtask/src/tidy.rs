@@ -228,8 +228,8 @@ fn peer_text(source: &Source) -> Vec<Problem> {
     for (index, line) in source.text.lines().enumerate() {
         let field = line.trim_start();
         let is_field = field.ends_with(',') && !field.starts_with("//") && !field.contains('(');
-        // A variant that is a text has nowhere to say how it is read.
-        let is_variant = field.ends_with("(String),") || field.ends_with("(Option<String>),");
+        // A variant that is a text has nowhere to say how it is read. One of an error is not read.
+        let is_variant = field.ends_with("(String),") && !above.contains("#[error(");
         let is_text = is_variant || is_field && has_word(field, "String") && field.contains(": ");
         if is_text && !above.contains("deserialize_with = \"PeerText::") {
             let message = "a text of a message is read with PeerText: put \
