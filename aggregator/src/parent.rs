@@ -3,13 +3,16 @@
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 
 use racksum_net::interface::{interface_of, local_addr_towards, max_datagram};
 use racksum_net::quic::{self, Caller, Credentials, Line, talk};
 use racksum_net::resolve::resolve;
 use racksum_proto::control::{FromAggregator, FromWorker, Join};
 use racksum_proto::time::Span;
-use tokio::sync::mpsc::{Receiver, channel};
+use tokio::sync::mpsc::error::TrySendError;
+use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 use crate::paths::prove;
 use crate::registry::{Call, Joined, Seat, WORDS, settle};
@@ -35,11 +38,12 @@ pub(crate) async fn call(registry: Shared, seat: Seat) {
         let why = match answered {
             Ok(Answered { line, to, join }) => {
                 let (tell, heard) = channel(WORDS);
-                let hear = move |message| tell.try_send(message).is_ok();
+                let floods = Arc::new(AtomicBool::new(false));
+                let hear = hear(tell, Arc::clone(&floods));
                 let heeded = heed(&registry, &seat, to, heard);
                 let spoken = talk(line, FromWorker::Join(join), words, hear);
                 let (ended, ()) = tokio::join!(spoken, heeded);
-                ended.to_string()
+                if floods.load(Relaxed) { FLOODS.to_owned() } else { ended.to_string() }
             }
             Err(why) => why,
         };
@@ -48,6 +52,25 @@ pub(crate) async fn call(registry: Shared, seat: Seat) {
         }
     }
 }
+
+/// Takes what the parent says, up to as many words as may wait to be heeded: one that says more
+/// floods this aggregator, and is listened to no longer.
+fn hear(
+    tell: Sender<FromAggregator>,
+    floods: Arc<AtomicBool>,
+) -> impl Fn(FromAggregator) -> bool + Send + 'static {
+    move |message| {
+        let told = tell.try_send(message);
+        if matches!(told, Err(TrySendError::Full(_))) {
+            floods.store(true, Relaxed);
+        }
+        told.is_ok()
+    }
+}
+
+/// Why a parent is not listened to any longer.
+const FLOODS: &str = "it says more than the protocol has it say; it is of another release, or no \
+                      aggregator of racksum";
 
 /// Why a parent cannot be called.
 #[derive(Debug)]
@@ -182,6 +205,18 @@ mod tests {
     use racksum_net::interface::interfaces;
 
     use super::*;
+
+    #[test]
+    fn a_parent_that_says_more_than_is_heeded_is_known_from_one_that_nobody_hears() {
+        let floods = Arc::new(AtomicBool::new(false));
+        let (tell, heard) = channel(2);
+        let hear = hear(tell, Arc::clone(&floods));
+        assert!(hear(FromAggregator::Drain) && hear(FromAggregator::Drain));
+        assert!(!floods.load(Relaxed));
+        assert!(!hear(FromAggregator::Drain) && floods.swap(false, Relaxed));
+        drop(heard);
+        assert!(!hear(FromAggregator::Drain) && !floods.load(Relaxed));
+    }
 
     #[test]
     fn an_aggregator_is_no_parent_of_its_own_by_any_of_its_addresses() {

@@ -5,7 +5,8 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use racksum_net::quic::{frames, not_connected, quinn};
+use racksum_net::quic::frames::{self, FrameError};
+use racksum_net::quic::{not_connected, quinn};
 use racksum_proto::control::{FromAggregator, FromWorker, Loss};
 use racksum_proto::ids::OpId;
 use tokio::sync::mpsc::Receiver;
@@ -152,9 +153,21 @@ pub(crate) async fn end(connection: &quinn::Connection, mut send: quinn::SendStr
     drop(timeout(JOIN_TIMEOUT, connection.closed()).await);
 }
 
-/// Tells the rank something; returns false if it is gone or does not read.
+/// Tells the rank something; returns false if it is gone or does not read. What is too long for one
+/// message is refused in its place: a rank that hears nothing could not tell what is wrong.
 pub(crate) async fn say(send: &mut quinn::SendStream, message: &FromAggregator) -> bool {
-    matches!(timeout(READ_TIMEOUT, frames::send(send, message)).await, Ok(Ok(())))
+    let said = async {
+        match frames::send(send, message).await {
+            // Nothing of it has been sent.
+            Err(FrameError::TooLong { len }) => {
+                let reason = format!("what the aggregator has to say has {len} bytes, too many");
+                tracing::error!("{reason}: this is a bug of racksum");
+                frames::send(send, &FromAggregator::Refused { reason }).await
+            }
+            said => said,
+        }
+    };
+    matches!(timeout(READ_TIMEOUT, said).await, Ok(Ok(())))
 }
 
 /// Whether a connection ended because nothing was heard for too long.

@@ -6,6 +6,7 @@ use std::fmt;
 use racksum_proto::control::{CONTROL_VERSION, POOL_SLOTS};
 use racksum_proto::counted::{are, counted};
 use racksum_proto::job_name::JobName;
+use racksum_proto::peer_text::PeerText;
 
 use crate::admission::{Admit, rule_of};
 use crate::config::Config;
@@ -28,7 +29,7 @@ pub(crate) enum Refusal {
 impl Refusal {
     /// The sentence for the one who is refused.
     pub(crate) fn why(self) -> String {
-        match self {
+        let why = match self {
             Self::Never(why) => why,
             Self::NoRoom(why) => format!("{why}; try again later, or set `wait`"),
             Self::NoWait(why) => format!("{why}; try again later"),
@@ -37,7 +38,8 @@ impl Refusal {
                 "this aggregator speaks version {CONTROL_VERSION} of the protocol, the worker \
                  version {theirs}; install the same release on both"
             ),
-        }
+        };
+        PeerText::of(why).into()
     }
 }
 

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::auth::{DataAuth, Key, Keys};
 use crate::geometry::{Fragmentation, WINDOW_BYTES};
+use crate::identity_name::IdentityName;
 use crate::ids::{Generation, JobId, OpId, Rank};
 use crate::job_name::JobName;
 use crate::peer_text::{PeerText, Unshown};
@@ -137,9 +138,22 @@ pub struct Join {
 #[serde(rename_all = "snake_case")]
 pub enum Beginner {
     /// The name in its certificate.
-    Identity(String),
+    Identity(IdentityName),
     /// The address that it has called from.
     Address(IpAddr),
+}
+
+impl Beginner {
+    /// Checks that what a peer says is the name of an identity may be one.
+    ///
+    /// # Errors
+    /// A sentence that says why it cannot.
+    pub fn check(&self) -> Result<(), String> {
+        match self {
+            Self::Identity(name) => name.check(),
+            Self::Address(_) => Ok(()),
+        }
+    }
 }
 
 impl fmt::Display for Beginner {
@@ -202,7 +216,7 @@ pub enum FromAggregator {
     /// The worker cannot be that rank, and why.
     Refused {
         /// A sentence for the user.
-        #[serde(deserialize_with = "PeerText::string")]
+        #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         reason: String,
     },
     /// The aggregator speaks this version of the protocol, and not the worker's.
@@ -216,7 +230,7 @@ pub enum FromAggregator {
         /// Which.
         rank: u16,
         /// A sentence for the user.
-        #[serde(deserialize_with = "PeerText::string")]
+        #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         reason: String,
     },
     /// What the worker proves its data path with.
@@ -245,7 +259,7 @@ pub enum FromAggregator {
         /// Jobs that wait and were there before.
         before: u16,
         /// What is in the way: a sentence for the user.
-        #[serde(deserialize_with = "PeerText::string")]
+        #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         why: String,
     },
     /// The world is incomplete.
@@ -292,7 +306,7 @@ pub enum FromAggregator {
     /// The aggregator has a parent, which is gone, and the job is over with it.
     ParentLost {
         /// What became of it: a sentence for the user.
-        #[serde(deserialize_with = "PeerText::string")]
+        #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         reason: String,
     },
     /// A new life of the job has begun, and this one is over.
@@ -300,7 +314,7 @@ pub enum FromAggregator {
         /// The new one.
         by: Generation,
         /// Which life has ended which, and who began them: a sentence for the user.
-        #[serde(deserialize_with = "PeerText::string")]
+        #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         why: String,
     },
 }

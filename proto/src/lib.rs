@@ -28,6 +28,7 @@ pub mod dtype;
 pub mod error;
 pub mod fold;
 pub mod geometry;
+pub mod identity_name;
 pub mod ids;
 pub mod job_name;
 pub mod lives;

@@ -11,7 +11,7 @@ use core::fmt::{self, Write as _};
 use core::ops::Deref;
 
 use serde::de::{Deserializer, Visitor};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
 
 /// Text of a peer: one line of printable characters, at most [`PeerText::MAX`] bytes of them.
 ///
@@ -52,6 +52,16 @@ impl PeerText {
     /// The deserializer's, when there is no text.
     pub fn string<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
         Self::deserialize(from).map(String::from)
+    }
+
+    /// Writes the text of a message's field as it will be read, for `#[serde(serialize_with)]`: one
+    /// that is long, since it quotes others, makes no message that is too long to be sent.
+    ///
+    /// # Errors
+    ///
+    /// The serializer's.
+    pub fn write<S: Serializer>(text: &str, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(&Self::of(text))
     }
 
     /// Reads a text that may be missing, likewise.

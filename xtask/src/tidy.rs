@@ -228,10 +228,13 @@ fn peer_text(source: &Source) -> Vec<Problem> {
     for (index, line) in source.text.lines().enumerate() {
         let field = line.trim_start();
         let is_field = field.ends_with(',') && !field.starts_with("//") && !field.contains('(');
-        let is_text = is_field && has_word(field, "String") && field.contains(": ");
+        // A variant that is a text has nowhere to say how it is read. One of an error is not read.
+        let is_variant = field.ends_with("(String),") && !above.contains("#[error(");
+        let is_text = is_variant || is_field && has_word(field, "String") && field.contains(": ");
         if is_text && !above.contains("deserialize_with = \"PeerText::") {
             let message = "a text of a message is read with PeerText: put \
-                           #[serde(deserialize_with = \"PeerText::string\")] above it";
+                           #[serde(deserialize_with = \"PeerText::string\")] above it, or give \
+                           it a type of its own";
             problems.push(Problem::new(&source.path, Some(index + 1), "peer-text", message));
         }
         above = line;
@@ -399,7 +402,8 @@ mod tests {
     fn a_text_of_a_message_that_is_not_read_with_peer_text_is_a_problem() {
         let bare = "//! D.\npub struct A {\n    pub b: Option<String>,\n}\n";
         let variant = "//! D.\npub enum A {\n    B { c: u32, d: String },\n}\n";
-        for text in [bare, variant] {
+        let alone = "//! D.\npub enum A {\n    B(String),\n}\n";
+        for text in [bare, variant, alone] {
             for path in MESSAGES {
                 let problems = peer_text(&Source::new(path, text));
                 assert_eq!(rules(&problems), [(Some(3), "peer-text")], "{text}");

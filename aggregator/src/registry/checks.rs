@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use racksum_proto::control::{CONTROL_VERSION, Join};
+use racksum_proto::control::{Beginner, CONTROL_VERSION, Join};
 
 use super::job::fragmentation_of;
 use super::member::unreached;
@@ -65,6 +65,7 @@ impl Registry {
         }
         self.check_auth(join)?;
         join.job.check()?;
+        join.begun_by.as_ref().map_or(Ok(()), Beginner::check)?;
         check_resume(join)?;
         if join.pool_slots == 1 {
             return Err("a stream has 2 slots or more, not 1".into());

@@ -32,7 +32,7 @@ pub(super) struct Job {
     pub(super) id: JobId,
     /// Who opened it: the name in its first rank's certificate.
     pub(super) identity: Option<String>,
-    /// Who has joined it in this life, the opener first.
+    /// Who has joined it in this life, the opener first; not all of those that are gone.
     pub(super) callers: Vec<Beginner>,
     /// What all its lives have in common.
     pub(super) secret: Option<Key>,

@@ -3,12 +3,14 @@
 //! Whoever begins a greater generation of a job ends the one before, so it has to show that it is
 //! the same job, and not another that happens to have its name.
 
+use std::collections::BTreeSet;
 use std::net::SocketAddr;
 
 use racksum_proto::control::{Beginner, FromAggregator, Join};
 use racksum_proto::lives::{self, Known};
 
 use super::job::Job;
+use super::member::Member;
 use super::tree::Above;
 use super::{Caller, Registry};
 
@@ -23,7 +25,7 @@ pub(super) fn beginner_of(join: &Join, caller: &Caller) -> Beginner {
 pub(super) fn who(identity: Option<&str>, addr: SocketAddr) -> Beginner {
     identity.map_or_else(
         || Beginner::Address(addr.ip().to_canonical()),
-        |name| Beginner::Identity(name.to_owned()),
+        |name| Beginner::Identity(name.into()),
     )
 }
 
@@ -100,10 +102,22 @@ impl Job {
         )
     }
 
-    /// Notes who has joined.
+    /// Notes who has joined. Of those that have no rank any more it forgets the first when there
+    /// are many: who they are is for aggregators to say that have joined for them, and a job may
+    /// gather its ranks for ever.
     pub(super) fn note_caller(&mut self, join: &Join) {
-        if let Some(by) = join.begun_by.as_ref().filter(|by| !self.callers.contains(by)) {
-            self.callers.push(by.clone());
+        let Some(by) = join.begun_by.as_ref().filter(|by| !self.callers.contains(by)) else {
+            return;
+        };
+        self.callers.push(by.clone());
+        if self.callers.len() > CALLERS_OF_RANK * usize::from(self.world) {
+            let joins = self.members.iter().flatten().flat_map(Member::joins);
+            let present: BTreeSet<_> = joins.filter_map(|join| join.begun_by.as_ref()).collect();
+            // Messages name the opener.
+            let mut others = self.callers.iter().skip(1);
+            if let Some(gone) = others.position(|by| !present.contains(by)) {
+                self.callers.remove(1 + gone);
+            }
         }
     }
 
@@ -112,6 +126,10 @@ impl Job {
         named(self.callers.first())
     }
 }
+
+/// How many callers a life of a job remembers for each of its ranks: more than those that are there
+/// and the opener.
+const CALLERS_OF_RANK: usize = 4;
 
 fn named(by: Option<&Beginner>) -> String {
     by.map_or_else(|| "somebody".to_owned(), Beginner::to_string)

@@ -13,6 +13,7 @@ use racksum_proto::control::{
 };
 use racksum_proto::counted::counted;
 use racksum_proto::ids::{OpId, Rank};
+use racksum_proto::peer_text::PeerText;
 use racksum_proto::worker;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
@@ -149,7 +150,7 @@ impl Registry {
                 self.refuse_rank(seat, parent, rank, &reason);
             }
             FromAggregator::Waiting { missing, .. } => {
-                above.missing = Some(missing);
+                above.missing = Some(of_world(missing, job.world));
                 above.queued = None;
             }
             FromAggregator::Queued { ref why, .. } => {
@@ -161,9 +162,12 @@ impl Registry {
             FromAggregator::Drain if job.state == State::Gathering => {
                 self.refuse_all(name, &format!("its parent at {parent} is about to stop"));
             }
-            FromAggregator::PeerLost { .. }
-            | FromAggregator::ParentLost { .. }
-            | FromAggregator::Superseded { .. } => {
+            FromAggregator::PeerLost { ranks, why } => {
+                let ranks = of_world(ranks, job.world);
+                job.tell(&FromAggregator::PeerLost { ranks, why });
+                self.remove(name);
+            }
+            FromAggregator::ParentLost { .. } | FromAggregator::Superseded { .. } => {
                 job.tell(&message);
                 self.remove(name);
             }
@@ -228,6 +232,7 @@ impl Registry {
             return true;
         }
         let reason = format!("the aggregator's parent at {parent} cannot be had: {why}");
+        let reason = String::from(PeerText::of(reason));
         LOST.note(|left_out| tracing::warn!(job = ?seat.job, left_out, "{reason}"));
         if job.state == State::Gathering {
             self.refuse_all(&seat.job, &reason);
@@ -248,7 +253,8 @@ impl Registry {
         // Of ranks that are gone nothing is heard any more.
         let Some(member) = member else { return self.refuse_all(&seat.job, &strange(parent)) };
         job.hang_up();
-        let reason = format!("its parent at {parent} refused: {reason}");
+        let reason = PeerText::of(format!("its parent at {parent} refused: {reason}"));
+        let reason = String::from(reason);
         NOT_JOINED.note(|left_out| {
             tracing::warn!(job = ?seat.job, rank, reason, left_out, "join refused");
         });
@@ -518,6 +524,15 @@ fn other_shards(parent: usize, calling: usize) -> String {
          --shards",
         counted(parent, "shard")
     )
+}
+
+/// Returns the ranks that a parent names, in order, and none that the job does not have: it is said
+/// to all ranks here.
+fn of_world(mut ranks: Vec<u16>, world: u16) -> Vec<u16> {
+    ranks.retain(|rank| *rank < world);
+    ranks.sort_unstable();
+    ranks.dedup();
+    ranks
 }
 
 /// Why a parent is none.

@@ -349,3 +349,23 @@ fn an_address_proves_few_paths_at_a_time_each_for_a_while_and_asks_once_what_arr
         assert_eq!(joins.quic().close_reason(), None);
     });
 }
+
+#[test]
+fn what_is_too_long_to_be_said_is_refused_in_its_place() {
+    bounded(async {
+        let credentials = Credentials::new(None, false).unwrap();
+        let served = endpoint("127.0.0.1:0".parse().unwrap(), &credentials).unwrap();
+        let addr = served.local_addr().unwrap();
+        let (caller, connection) =
+            tokio::join!(call(addr), async { served.accept().await.unwrap().await.unwrap() });
+        let caller = caller.unwrap();
+        let (mut asks, mut hears) = caller.quic().open_bi().await.unwrap();
+        frames::send(&mut asks, &FromWorker::Look(wish("job"))).await.unwrap();
+        let (mut send, _recv) = connection.accept_bi().await.unwrap();
+        let ranks = vec![10_000; frames::MAX_FRAME / 4];
+        assert!(say(&mut send, &FromAggregator::Present { ranks }).await);
+        let heard = frames::recv::<FromAggregator>(&mut hears).await.unwrap();
+        let Some(FromAggregator::Refused { reason }) = heard else { panic!("{heard:?}") };
+        assert!(reason.ends_with("bytes, too many"), "{reason}");
+    });
+}

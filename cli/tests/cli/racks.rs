@@ -98,8 +98,8 @@ fn a_root_that_is_killed_ends_the_job_in_every_rack_and_they_serve_the_next() {
     std::thread::sleep(Duration::from_millis(300));
     signal(racks.root.process.id(), "KILL");
     let (ended, ms) = end_all(ranks);
-    let why = "the session ended: the parent of the aggregator is gone";
-    ended.iter().for_each(|ended| assert_eq!(ended.failed(1), why));
+    let why = "the session ended: the parent of the aggregator is gone: ";
+    ended.iter().for_each(|ended| assert!(ended.failed(1).starts_with(why), "{ended:?}"));
     time("a killed root is noticed in all racks", ms, 3_000);
     for rack in RACKS {
         assert_eq!(racks.cluster.status_of_rack(rack)["jobs"], json!([]));

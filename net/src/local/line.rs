@@ -243,8 +243,10 @@ impl Line {
             ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
         }
         let bytes = [IoSlice::new(&bytes)];
-        retry_on_intr(|| sendmsg(&self.socket, &bytes, &mut ancillary, flags))?;
-        Ok(())
+        match retry_on_intr(|| sendmsg(&self.socket, &bytes, &mut ancillary, flags)) {
+            Err(Errno::AGAIN) => Err(late("it does not read what it is told")),
+            sent => Ok(sent.map(drop)?),
+        }
     }
 
     /// Waits for the next message; none once the other side has hung up.
@@ -260,6 +262,7 @@ impl Line {
             match recvmsg(&self.socket, into, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
                 Err(Errno::INTR) => {}
                 Err(Errno::CONNRESET) => return Ok(None),
+                Err(Errno::AGAIN) => return Err(late("it said nothing in time")),
                 received => break received?,
             }
         };
@@ -287,6 +290,11 @@ impl Line {
         let hung_up = shutdown(&self.socket, Shutdown::Both);
         debug_assert!(matches!(hung_up, Ok(()) | Err(Errno::NOTCONN)), "sockets can be shut");
     }
+}
+
+/// Why a line fails whose other side takes too long: the kernel's own words are of resources.
+fn late(what: &'static str) -> LineError {
+    LineError::Io(io::Error::new(io::ErrorKind::WouldBlock, what))
 }
 
 pub(super) fn new_socket() -> io::Result<OwnedFd> {

@@ -186,6 +186,7 @@ fn who_says_nothing_is_not_waited_for_for_ever() {
     let answerer = listener.accept().unwrap().unwrap();
     answerer.set_patience(Some(Duration::from_millis(10))).unwrap();
     let error = answerer.recv::<String>().unwrap_err();
+    assert_eq!(error.to_string(), "it said nothing in time");
     assert!(matches!(error, LineError::Io(error) if error.kind() == ErrorKind::WouldBlock));
 }
 

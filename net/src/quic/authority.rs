@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use pem::Pem;
+use racksum_proto::identity_name::check_new;
 use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
     Issuer, KeyPair, KeyUsagePurpose,
@@ -155,25 +156,13 @@ fn in_days(days: u32) -> OffsetDateTime {
 }
 
 fn check_name(name: &str) -> Result<(), NetError> {
-    let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
-    let first = name.chars().next().is_some_and(|c| c.is_ascii_alphanumeric());
-    if first && name.len() <= MAX_NAME && name.chars().all(plain) {
-        return Ok(());
-    }
-    Err(NetError::Certificate {
-        reason: format!(
-            "{name:?} is no name: take 1 to {MAX_NAME} letters, digits, dots, underscores and \
-             dashes, the first a letter or digit"
-        ),
-    })
+    check_new(name).map_err(|reason| NetError::Certificate { reason })
 }
 
 fn cannot(error: &rcgen::Error) -> NetError {
     NetError::Certificate { reason: error.to_string() }
 }
 
-/// Most characters of a name: those of a common name in X.509.
-const MAX_NAME: usize = 64;
 /// Days that an identity is valid for unless something else is said.
 const USUAL_DAYS: u32 = 365;
 const DAY: Duration = Duration::days(1);

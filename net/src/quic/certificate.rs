@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::Path;
 
+use racksum_proto::identity_name;
 use racksum_proto::peer_text::PeerText;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
@@ -111,9 +112,10 @@ impl Certificate {
     fn of(x509: &X509Certificate<'_>, der: &CertificateDer<'_>) -> Result<Self, String> {
         // Names are compared, logged and shown, so a certificate whose name would not show as it
         // is counts as none.
-        let names = [x509.subject(), x509.issuer()];
-        if names.iter().any(|name| !PeerText::is_plain(&name_of(name))) {
-            return Err("a name in its certificate has characters that cannot be printed".into());
+        let (name, issuer) = (name_of(x509.subject()), name_of(x509.issuer()));
+        identity_name::check(&name)?;
+        if !PeerText::is_plain(&issuer) {
+            return Err("the name of its issuer has characters that cannot be printed".into());
         }
         let usage = x509.extended_key_usage().ok().flatten();
         let role = if x509.is_ca() {
@@ -126,9 +128,9 @@ impl Certificate {
         let validity = x509.validity();
         let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, der);
         Ok(Self {
-            name: name_of(x509.subject()),
+            name,
             role,
-            issuer: name_of(x509.issuer()),
+            issuer,
             not_before: rfc3339(validity.not_before.timestamp()),
             not_after: rfc3339(validity.not_after.timestamp()),
             valid: validity.is_valid(),

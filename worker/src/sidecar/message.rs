@@ -78,7 +78,7 @@ pub(super) enum FromSidecar {
     WrongVersion { speaks: u16 },
     /// The process cannot be that rank, and why.
     Refused {
-        #[serde(deserialize_with = "PeerText::string")]
+        #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         reason: String,
     },
     /// The job, which has ranks on other hosts, cannot be joined at the aggregator.
@@ -104,14 +104,14 @@ pub(super) enum FromSidecar {
     Lost { ranks: Vec<u16>, why: Loss },
     /// The job has nowhere to go on, and why.
     CutOff {
-        #[serde(deserialize_with = "PeerText::string")]
+        #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         why: String,
     },
     /// An op has timed out, and the job is over.
     TimedOut,
     /// A greater generation of the job has begun: a sentence.
     Superseded {
-        #[serde(deserialize_with = "PeerText::string")]
+        #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         why: String,
     },
 }
@@ -121,7 +121,7 @@ pub(super) enum FromSidecar {
 #[serde(rename_all = "snake_case")]
 pub(super) enum NotJoined {
     Refused {
-        #[serde(deserialize_with = "PeerText::string")]
+        #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         reason: String,
     },
     Draining,
@@ -134,17 +134,17 @@ pub(super) enum NotJoined {
     },
     /// For so many milliseconds.
     NoRoom {
-        #[serde(deserialize_with = "PeerText::string")]
+        #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         why: String,
         waited: u64,
-        #[serde(deserialize_with = "PeerText::string")]
+        #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         elsewhere: String,
     },
     /// For so many milliseconds.
     Incomplete {
         missing: Vec<u16>,
         waited: u64,
-        #[serde(deserialize_with = "PeerText::string")]
+        #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         elsewhere: String,
     },
     Lost {
@@ -152,7 +152,7 @@ pub(super) enum NotJoined {
         why: Loss,
     },
     NoAggregator {
-        #[serde(deserialize_with = "PeerText::string")]
+        #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         tried: String,
     },
 }

@@ -13,6 +13,7 @@ mod budget;
 mod calls;
 mod chunks;
 mod client;
+mod door;
 mod fold;
 mod hearing;
 mod job;

@@ -19,6 +19,7 @@ use racksum_proto::peer_text::PeerText;
 use racksum_proto::time::{Span, Time};
 
 use super::budget::Budget;
+use super::door::Door;
 use super::hearing::Hearing;
 use super::job::Job;
 use super::message::{FromRank, FromSidecar, Join, VERSION};
@@ -39,7 +40,7 @@ const LAST_WORDS: Span = Span::from_secs(13);
 /// How long a rank that leaves waits for ops that it has called and ranks of other hosts have not.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// Callers that may be about to say what they want: others wait until these have.
+/// Callers that have no rank, beside as many as may get one: they are about to say what they want.
 const MAX_UNKNOWN: usize = 64;
 
 /// What all jobs of a sidecar may have together.
@@ -73,6 +74,8 @@ pub(super) struct Shared {
     pub(super) budget: Arc<Budget>,
     /// Those that have called and not hung up.
     lines: Mutex<Vec<Arc<Line>>>,
+    /// Those of them that have no rank.
+    door: Door,
     pub(super) queue: Queue,
     /// No more jobs are taken.
     draining: AtomicBool,
@@ -97,6 +100,7 @@ impl Sidecar {
             limits,
             budget: Arc::new(Budget::new(limits.memory)),
             lines: Mutex::default(),
+            door: Door::new(limits.ranks + MAX_UNKNOWN),
             queue: Queue::default(),
             draining: AtomicBool::new(false),
             started: Clock::start().now(),
@@ -176,11 +180,7 @@ impl Shared {
                     continue;
                 }
             };
-            // Those that say nothing are not waited for: soon there is room.
-            while self.lines().len() >= self.limits.ranks + MAX_UNKNOWN {
-                std::thread::sleep(TICK);
-            }
-            self.lines().push(Arc::clone(&line));
+            self.let_in(&line);
             let (shared, served) = (Arc::clone(self), Arc::clone(&line));
             let served = spawn("racksum-rank", move || {
                 shared.serve(&served);
@@ -195,8 +195,27 @@ impl Shared {
         }
     }
 
+    /// Lets a caller in, and hangs up another if there are too many: this waits for none that says
+    /// nothing.
+    fn let_in(&self, line: &Arc<Line>) {
+        // Threads of those that were hung up, which are about to end.
+        while self.lines().len() >= 2 * (self.limits.ranks + MAX_UNKNOWN) {
+            std::thread::sleep(TICK / 100);
+        }
+        self.lines().push(Arc::clone(line));
+        // Its thread finds out if its user cannot be known.
+        let uid = line.peer().map_or(u32::MAX, |peer| peer.uid);
+        if let Some(uid) = self.door.enter(uid, line) {
+            CALLERS.note(|left_out| {
+                let what = "too many callers have not joined: the oldest of this user is let go";
+                tracing::warn!(uid, left_out, "{what}");
+            });
+        }
+    }
+
     fn let_go(&self, line: &Arc<Line>) {
         line.hang_up();
+        self.door.leave(line);
         self.lines().retain(|other| !Arc::ptr_eq(other, line));
     }
 
@@ -247,6 +266,7 @@ impl Shared {
                 return say(line, &FromSidecar::Refused { reason });
             }
         };
+        self.door.leave(line);
         tracing::info!(job = ?join.job, rank = join.rank, pid = peer.pid, "rank joined");
         let why = Hearing::new(self, line, &job, join.rank).hear().unwrap_or_else(|error| {
             LOST.note(|left_out| {

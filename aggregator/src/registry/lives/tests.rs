@@ -1,4 +1,5 @@
 use racksum_proto::auth::Key;
+use racksum_proto::control::Loss;
 use racksum_proto::ids::{Generation, OpId};
 use tokio::time::Instant;
 
@@ -82,21 +83,64 @@ fn who_ends_a_life_and_who_may_not_hear_of_both() {
     assert_eq!(told(&mut first), Some(over));
 }
 
+fn by(name: &str) -> Option<Beginner> {
+    Some(Beginner::Identity(name.into()))
+}
+
+fn relayed(life: u32, begun_by: Option<Beginner>) -> Join {
+    Join { relays: true, multicast: false, begun_by, ..Life(life, None).join(0) }
+}
+
 #[test]
 fn the_identity_of_an_aggregator_says_nothing_of_the_jobs_of_its_ranks() {
-    let by = |name: &str| Some(Beginner::Identity(name.into()));
-    let relayed = |life: u32, begun_by| Join {
-        relays: true,
-        multicast: false,
-        begun_by,
-        ..Life(life, None).join(0)
-    };
     let mut registry = registry(Fanout::Unicast, 0);
     let mut enter = |join| enter(&mut registry, join, Some("rack"), A);
     let _first = enter(relayed(0, by("node-1"))).unwrap();
     let why = enter(relayed(1, by("node-2"))).unwrap_err();
     assert!(why.contains("begun by identity \"node-1\", and identity \"node-2\""), "{why}");
     enter(relayed(1, by("node-1"))).unwrap();
+}
+
+#[test]
+fn what_an_aggregator_says_is_an_identity_is_the_name_of_one_or_refused() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let mut enter = |name: &str| enter(&mut registry, relayed(0, by(name)), Some("rack"), A);
+    let why = enter(&"x".repeat(60_000)).unwrap_err();
+    assert_eq!(why, "the name of an identity has at most 256 bytes, not 60000");
+    let why = enter("a\nb").unwrap_err();
+    assert!(why.ends_with("\"a\\nb\", has characters that cannot be printed"), "{why}");
+    // Another authority may have issued it.
+    enter("node 7 (spare)").unwrap();
+    // Nor is a rank taken that comes later.
+    let (caller, _inbox) = caller(Some("rack"), A);
+    let wish = |rank, name: &str| Join { rank, ..relayed(1, by(name)) };
+    let first = wish(0, "node 7 (spare)");
+    let (seat, _) = registry.join(first, caller, Instant::now()).unwrap();
+    registry.also(&seat, wish(1, &"x".repeat(300)), Instant::now());
+    assert_eq!(registry.jobs(), 0);
+}
+
+#[test]
+fn a_life_remembers_those_that_are_there_and_of_those_that_are_gone_only_the_last() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let join = |rank, name: &str| Join { rank, world: 4, ..relayed(0, by(name)) };
+    let enter = |registry: &mut Registry, rank, name: &str| {
+        let (caller, inbox) = caller(Some("rack"), A);
+        (registry.join(join(rank, name), caller, Instant::now()).unwrap().0, inbox)
+    };
+    let go = |registry: &mut Registry, seat| registry.leave(&seat, Loss::Left, Instant::now());
+    let _opener = enter(&mut registry, 0, "opener");
+    let (stays, _inbox) = enter(&mut registry, 1, "stays");
+    for number in 0..100 {
+        let (seat, _inbox) = enter(&mut registry, 2, &format!("comes-{number}"));
+        go(&mut registry, seat);
+    }
+    go(&mut registry, stays);
+    let job = &registry.jobs[&"train".into()];
+    assert_eq!(job.callers.len(), 16);
+    for (name, may) in [("opener", true), ("stays", true), ("comes-99", true), ("comes-0", false)] {
+        assert_eq!(job.may_be_ended_by(&join(0, name)), may, "{name}");
+    }
 }
 
 #[test]

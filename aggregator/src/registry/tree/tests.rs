@@ -245,6 +245,22 @@ fn what_becomes_of_a_rank_is_said_above_and_what_is_said_above_becomes_of_the_ra
 }
 
 #[test]
+fn of_the_ranks_that_a_parent_names_those_that_a_job_has_are_named_to_its_ranks() {
+    let mut registry = leaf();
+    let (_call, [(seat, mut three), _]) = rack(&mut registry);
+    let missing: Vec<_> = (0..10_000).rev().chain([2]).collect();
+    let waits = FromAggregator::Waiting { missing: missing.clone(), waited_ms: 0 };
+    registry.hear_from_parent(&seat, parent(), waits);
+    let job = &registry.jobs[&seat.job];
+    let known: Vec<_> = (0..job.world).collect();
+    assert_eq!(job.missing(), known);
+    let lost = FromAggregator::PeerLost { ranks: missing, why: Loss::Died };
+    registry.hear_from_parent(&seat, parent(), lost);
+    let over = FromAggregator::PeerLost { ranks: known, why: Loss::Died };
+    assert_eq!(told(&mut three), Some(over));
+}
+
+#[test]
 fn the_next_life_of_a_job_has_the_one_before_end_above_by_itself() {
     let mut registry = leaf();
     let (mut call, [(seat, mut three), _]) = rack(&mut registry);

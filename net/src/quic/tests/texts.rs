@@ -2,7 +2,7 @@
 
 use racksum_proto::auth::{DataAuth, Key};
 use racksum_proto::control::{
-    Absent, FromAggregator, FromWorker, Join, Loss, OnRankLoss, Resume, Welcome,
+    Absent, Beginner, FromAggregator, FromWorker, Join, Loss, OnRankLoss, Resume, Welcome,
 };
 use racksum_proto::ids::{Generation, JobId, OpId, Rank};
 use racksum_proto::peer_text::{PeerText, Unshown};
@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::super::frames::FrameError;
+use super::super::frames::{FrameError, MAX_FRAME};
 
 /// All copies of a value that have the text in the place of one of its strings.
 fn with_text(value: &Value, text: &str) -> Vec<Value> {
@@ -72,7 +72,7 @@ fn join() -> Join {
         pool_slots: 0,
         data_auth: None,
         secret: None,
-        begun_by: None,
+        begun_by: Some(Beginner::Identity("node-1".into())),
         wait: false,
         on_rank_loss: OnRankLoss::Abort,
         may_move: false,
@@ -107,10 +107,10 @@ fn welcome() -> Welcome {
 #[test]
 fn no_field_of_what_a_worker_says_is_shown_as_it_came() {
     use FromWorker as Says;
-    // How many texts each has that may be anything; a join has the names of a job and a group. The
-    // compiler asks for what is not listed.
+    // How many texts each has that may be anything; a join has the names of a job, a
+    // group and an identity. The compiler asks for what is not listed.
     let texts = |message: &Says| match message {
-        Says::Join(_) | Says::Also(_) | Says::Look(_) => 2,
+        Says::Join(_) | Says::Also(_) | Says::Look(_) => 3,
         Says::Parted(_)
         | Says::Heard
         | Says::Leave { .. }
@@ -180,4 +180,22 @@ fn no_field_of_what_an_aggregator_says_is_shown_as_it_came() {
         Says::Free,
     ];
     all.iter().for_each(|message| assert_eq!(feed(message), texts(message), "{message:?}"));
+}
+
+#[test]
+fn a_sentence_that_quotes_others_at_any_length_makes_no_message_that_is_too_long() {
+    use FromAggregator as Says;
+    // JSON escapes each of these.
+    let text = || "\"".repeat(1 << 20);
+    let all = [
+        Says::Refused { reason: text() },
+        Says::RefusedRank { rank: 0, reason: text() },
+        Says::Queued { before: 0, why: text() },
+        Says::ParentLost { reason: text() },
+        Says::Superseded { by: Generation(1), why: text() },
+    ];
+    for message in all {
+        let said = serde_json::to_string(&message).unwrap();
+        assert!(said.len() < MAX_FRAME / 2, "{} bytes of {said:.40}", said.len());
+    }
 }

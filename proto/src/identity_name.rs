@@ -1,0 +1,133 @@
+//! What an identity is called.
+
+use alloc::string::String;
+use core::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::peer_text::{PeerText, Unshown};
+
+/// Most characters of a name: those of a common name in X.509 (RFC 5280, `ub-common-name`).
+pub const MAX_NAME: usize = 64;
+/// Most bytes of a name, whose characters may have four each.
+pub const MAX_NAME_BYTES: usize = 4 * MAX_NAME;
+
+/// The name of an identity, as its certificate has it or another process says it.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(from = "Unshown", into = "Unshown")]
+pub struct IdentityName {
+    name: String,
+    /// Why what a peer said is no name. The name is not quite its own then.
+    unfit: Option<String>,
+}
+
+/// Checks a name that an identity is to be issued for.
+///
+/// # Errors
+/// A sentence that says what names there are.
+pub fn check_new(name: &str) -> Result<(), String> {
+    let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+    let first = name.chars().next().is_some_and(|c| c.is_ascii_alphanumeric());
+    if first && name.len() <= MAX_NAME && name.chars().all(plain) {
+        return Ok(());
+    }
+    Err(alloc::format!(
+        "{name:?} is no name: take 1 to {MAX_NAME} letters, digits, dots, underscores and dashes, \
+         the first a letter or digit"
+    ))
+}
+
+/// Checks a name that a certificate holds, or that a peer says one does: other authorities than
+/// `racksum identity` issue names of other characters, or none.
+///
+/// # Errors
+/// A sentence that says that it is too long, or not to be printed.
+pub fn check(name: &str) -> Result<(), String> {
+    let len = name.len();
+    if len > MAX_NAME_BYTES {
+        return Err(alloc::format!(
+            "the name of an identity has at most {MAX_NAME_BYTES} bytes, not {len}"
+        ));
+    }
+    if !PeerText::is_plain(name) {
+        return Err(alloc::format!(
+            "the name of an identity, \"{}\", has characters that cannot be printed",
+            PeerText::of(name)
+        ));
+    }
+    Ok(())
+}
+
+impl IdentityName {
+    /// Checks the name as [`check`] does.
+    ///
+    /// # Errors
+    /// The same sentence.
+    pub fn check(&self) -> Result<(), String> {
+        self.unfit.clone().map_or_else(|| check(&self.name), Err)
+    }
+}
+
+impl From<&str> for IdentityName {
+    fn from(name: &str) -> Self {
+        Self { name: name.into(), unfit: None }
+    }
+}
+
+impl From<Unshown> for IdentityName {
+    /// Checks the name before it is made safe to show: an escaped one would pass, and be the name
+    /// of another identity.
+    fn from(said: Unshown) -> Self {
+        Self { name: PeerText::of(&said.0).into(), unfit: check(&said.0).err() }
+    }
+}
+
+impl From<IdentityName> for Unshown {
+    fn from(name: IdentityName) -> Self {
+        Self(name.name)
+    }
+}
+
+impl fmt::Debug for IdentityName {
+    /// As a string, in quotes.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.name, f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::format;
+
+    use serde::de::IntoDeserializer;
+    use serde::de::value::{Error, StrDeserializer};
+
+    use super::*;
+
+    fn read(name: &str) -> IdentityName {
+        let name: StrDeserializer<'_, Error> = name.into_deserializer();
+        IdentityName::deserialize(name).unwrap()
+    }
+
+    #[test]
+    fn a_name_that_a_certificate_may_hold_may_be_said() {
+        for name in ["", "node-7.rack_2", "node 7 (spare)", "nöde", &"\u{1f980}".repeat(MAX_NAME)]
+        {
+            assert_eq!(check(name), Ok(()), "{name}");
+            assert_eq!(read(name), name.into(), "{name}");
+            assert_eq!(read(name).check(), Ok(()), "{name}");
+        }
+    }
+
+    #[test]
+    fn what_a_peer_says_is_checked_as_it_says_it_and_is_never_another_name() {
+        for name in ["a\nb", "a\u{202e}b", &"x".repeat(MAX_NAME_BYTES + 1), &"x".repeat(60_000)] {
+            let held = read(name);
+            let why = held.check().unwrap_err();
+            assert_eq!(check(name), Err(why.clone()));
+            let shown = format!("{held:?}");
+            assert!(PeerText::is_plain(&shown) && PeerText::is_plain(&why), "{shown} {why}");
+            assert_ne!(held, IdentityName::from(&*held.name));
+        }
+    }
+}
