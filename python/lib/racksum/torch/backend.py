@@ -42,7 +42,7 @@ from racksum.torch.reducible import (
 from racksum.torch.several import alike, check_root_tensor, combined, copying_to
 from racksum.torch.sparse import allreduce_sparse
 from racksum.torch.staging import Staging, allreduce
-from racksum.torch.work import Before, Ends, Work, writing
+from racksum.torch.work import Before, Ends, Work, write, writing_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -472,7 +472,7 @@ class RacksumBackend(DelegatesToGloo):
     def _reduced_here(self, call: Call, x: Tensor, opts: Any) -> Ends:
         by, options = opts.reduceOp.op, self._options
         if by == _Op.PREMUL_SUM:
-            with torch.inference_mode():
+            with writing_to(x):
                 x.mul_(opts.reduceOp.factor)
             by = _Op.SUM
         if x.is_complex() and by in (_Op.SUM, _Op.AVG):
@@ -485,7 +485,7 @@ class RacksumBackend(DelegatesToGloo):
         named: dict[str, Any] = {"wire": wire, "part_of": call.part()}
         if x.is_sparse:
             reduced = allreduce_sparse(self.session, x, OPERATORS[by], **named)
-            return reduced.then(writing(x.copy_))
+            return reduced.then(lambda sums: write(x, sums))
         return allreduce(self.session, x, OPERATORS[by], block=options.block, **named)
 
     def _reduced_by_gloo(self, x: Tensor, by: Any) -> Ends:
@@ -499,8 +499,7 @@ class RacksumBackend(DelegatesToGloo):
     def _scattered(self, call: Call, output: Tensor, whole: Tensor, begin: int, opts: Any) -> Ends:
         """Reduces ``whole``, which is of this call alone, and takes this rank's part of it."""
         own = whole[begin : begin + output.numel()]
-        take = writing(lambda _: output.copy_(own.view_as(output)))
-        return self._reduced(call, whole, opts).then(take)
+        return self._reduced(call, whole, opts).then(lambda _: write(output, own.view_as(output)))
 
 
 #: What torch wraps for TORCH_DISTRIBUTED_DEBUG it does not keep.
@@ -549,7 +548,7 @@ def _share_memory(tensors: Sequence[Tensor]) -> bool:
 
 def _copying(copy: Tensor, x: Tensor) -> Callable[[object], object]:
     """Copies to a tensor, which autograd does not count: it does not count what Gloo writes."""
-    return writing(lambda _: x.data.copy_(copy))
+    return lambda _: write(x.data, copy)
 
 
 def _count_writes(tensors: Sequence[Tensor]) -> None:

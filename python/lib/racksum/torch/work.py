@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,10 +33,9 @@ __all__ = [
     "let_go",
     "new_future",
     "own_streams_on",
-    "writing",
+    "write",
+    "writing_to",
 ]
-
-T = TypeVar("T")
 
 #: Seconds that the end of the process waits for a thread that has nothing to wait for.
 _PATIENCE = 5.0
@@ -204,14 +203,22 @@ class Before(NamedTuple):
         self.work.wait_for(timeout)
 
 
-def writing(finish: Callable[[Any], T]) -> Callable[[Any], T]:
-    """What writes to what autograd watches, or to what was made in inference mode."""
+@contextlib.contextmanager
+def writing_to(x: torch.Tensor) -> Iterator[None]:
+    """Lets a tensor be written to that autograd watches, or that was made in inference mode.
 
-    def write(result: Any) -> T:
-        with torch.inference_mode():
-            return finish(result)
+    Writing to a sparse tensor gives it new entries. The user holds them, so they are made in the
+    mode in which the tensor was made.
+    """
+    # Leaving inference mode has autograd watch again, so that comes first.
+    with torch.inference_mode(x.is_inference()), torch.no_grad():
+        yield
 
-    return write
+
+def write(x: torch.Tensor, result: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
+    """Copies a result to a tensor, as :func:`writing_to` lets it; returns the tensor."""
+    with writing_to(x):
+        return x.copy_(result, non_blocking=non_blocking)
 
 
 def new_future(devices: Iterable[torch.device]) -> Future[Any]:
