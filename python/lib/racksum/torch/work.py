@@ -19,6 +19,7 @@ from torch.autograd import Variable
 from torch.futures import Future
 
 from racksum.eager import eager, eager_methods
+from racksum.errors import WaitTimeout
 from racksum.session import close_all
 
 __all__ = [
@@ -90,7 +91,7 @@ class Pending:
     def wait(self, timeout: float | None = None) -> Any:
         """Waits for it once, whoever asks: Gloo waits forever for what was received already."""
         if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
-            raise TimeoutError("the collective goes on")
+            raise WaitTimeout("the collective goes on")
         try:
             if not self._result:
                 self._wait(timeout)
@@ -104,7 +105,7 @@ class Pending:
             self._work.wait()
         elif timeout == 0:
             # Others take a limit of zero for none.
-            raise TimeoutError("the collective goes on")
+            raise WaitTimeout("the collective goes on")
         else:
             self._work.wait(timedelta(seconds=timeout))
 
@@ -143,6 +144,8 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
         """Waits for all of it; a limit of zero is none.
 
         Of tensors of a GPU, the current stream waits for what is still on its way to them.
+
+        :raises racksum.WaitTimeout: It has not ended in that time; it goes on.
         """
         self.wait_for(timeout.total_seconds() if timeout else self._seconds)
         return True
@@ -152,6 +155,9 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
         try:
             for part in self._parts:
                 part.wait(seconds)
+        except WaitTimeout:
+            # It goes on, and what comes later has to know of it.
+            raise
         except RuntimeError:
             self._in_flight.pop(self, None)
             raise
@@ -161,10 +167,10 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
         """Whether it has, with a result or an error; then nothing but its holders keeps it."""
         try:
             self.wait_for(0.0)
+        except WaitTimeout:
+            return False
         except RuntimeError:
             return True
-        except TimeoutError:
-            return False
         return True
 
     def get_future(self) -> Future[list[torch.Tensor]]:
