@@ -32,7 +32,6 @@ from racksum.torch.options import Options
 from racksum.torch.reducible import (
     OF_BOOLEANS,
     OPERATORS,
-    check_contiguous,
     check_dense,
     check_fits,
     check_operator,
@@ -294,11 +293,11 @@ class RacksumBackend(DelegatesToGloo):
         """Gives all ranks the tensors of all, several times."""
         pairs = list(zip(outputs, inputs, strict=True))
         for output, x in pairs:
-            check_contiguous(output)
+            check_dense(output)
             check_fits(output, self.size() * x.numel(), x.dtype)
 
         def begin() -> list[Ends]:
-            return [gather_into(self.session, *pair, call.part()) for pair in pairs]
+            return [self._gathered_into(call, *pair) for pair in pairs]
 
         work = self._run(call, [*outputs, *inputs], begin, list(outputs))
         # Gloo writes the part of each rank apart.
@@ -454,6 +453,11 @@ class RacksumBackend(DelegatesToGloo):
                 copy(part)
 
         return gather_into(self.session, whole, own, call.part()).then(copy_out)
+
+    def _gathered_into(self, call: Call, output: Tensor, x: Tensor) -> Ends:
+        """Starts gathering the tensors of all ranks in one."""
+        gather = lambda it: gather_into(self.session, it, x, call.part())  # noqa: E731
+        return self._in_one_piece(output, gather)
 
     def _in_one_piece(self, x: Tensor, start: Callable[[Tensor], Ends]) -> Ends:
         """Starts something on a tensor, or on a contiguous copy of it that is copied back."""
