@@ -29,6 +29,7 @@ from racksum.torch.departures import Departures, of_this_life
 from racksum.torch.gathering import broadcast, gather_into
 from racksum.torch.membership import Membership
 from racksum.torch.options import Options
+from racksum.torch.profiled import event_of
 from racksum.torch.reducible import (
     OF_BOOLEANS,
     OPERATORS,
@@ -405,8 +406,15 @@ class RacksumBackend(DelegatesToGloo):
             if meet(theirs, extents) and not work.has_ended()
         ]
         must_join = joins and not self._membership.has_joined
+        # What is Gloo's shows as that.
+        event = event_of(call.collective) if joins else None
         if not earlier and not must_join and not self._chain.is_behind():
-            parts = begin()
+            try:
+                parts = begin()
+            except Exception:
+                if event:
+                    event.end()
+                raise
         else:
 
             def begin_or_refuse() -> Sequence[Waits]:
@@ -417,6 +425,8 @@ class RacksumBackend(DelegatesToGloo):
                     raise
 
             parts = [self._chain.defer(earlier, begin_or_refuse, touched)]
+        if event:
+            parts = [*parts, event.end_after(parts)]
         return Work(parts, result, self._in_flight, seconds, extents)
 
     def _check_root(self, root: int) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "Waits",
     "Work",
     "at_end_of_backward",
+    "do_waiting",
     "future_of",
     "let_go",
     "new_future",
@@ -341,6 +342,11 @@ class Waiters:
                         self._idle.append(thread)
 
         thread.do(do_and_rest)
+
+
+def do_waiting(thing: Callable[[], None]) -> None:
+    """Has a thread do something which waits."""
+    _waiters.do(thing)
 
 
 def let_go(thing: object) -> None:
