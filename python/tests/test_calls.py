@@ -404,6 +404,36 @@ def test_a_tensor_with_gaps_is_reduced_through_a_copy_that_is_counted(
     ranks.run(in_group, of_columns, *job)
 
 
+#: Tensors of a row for each rank, whose elements do not lie one after the other.
+ROWS: dict[str, Callable[[], Tensor]] = {
+    "columns": lambda: torch.full((WORLD, 8), -1.0)[:, ::2],
+    "transposed": lambda: torch.full((4, WORLD), -1.0).t(),
+}
+
+
+def into_rows(shaped: str, address: str, job: str) -> None:
+    group = group_on_backend(address, job)
+    dist.barrier(group)
+    session = group._get_backend(torch.device("cpu")).session
+    before = session.stats()["copied_bytes"]
+    x, own = ROWS[shaped](), torch.arange(4.0) + group.rank()
+    dist.all_gather_into_tensor(x, own, group=group)
+    assert torch.equal(x, torch.stack([torch.arange(4.0) + rank for rank in range(WORLD)]))
+    assert session.stats()["copied_bytes"] == before + 2 * x.nbytes
+    if shaped == "columns":
+        assert torch.equal(x._base[:, 1::2], torch.full((WORLD, 4), -1.0))
+    row = torch.full((8,), -1.0)[::2]
+    dist.reduce_scatter_tensor(row, x, group=group)
+    assert torch.equal(row, WORLD * (torch.arange(4.0) + group.rank()))
+
+
+@pytest.mark.parametrize("shaped", ROWS)
+def test_tensors_that_are_not_contiguous_are_gathered_into_and_scattered(
+    ranks: Ranks, job: tuple[str, str], shaped: str
+) -> None:
+    ranks.run(into_rows, shaped, *job)
+
+
 @pytest.mark.parametrize("shaped", ["transposed", "channels_last", "complex"])
 def test_dense_tensors_that_are_not_contiguous_are_reduced_as_with_gloo(
     ranks: Ranks, job: tuple[str, str], shaped: str

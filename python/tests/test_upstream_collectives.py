@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import racksum
 from ranks import Checks, Ranks, in_group
 
 WORLD = 3
@@ -132,8 +133,13 @@ def a_work_is_waited_for_within_a_limit(group: dist.ProcessGroup) -> None:
     x = own()
     work = dist.all_reduce(x, group=group, async_op=True)
     if dist.get_rank() == 0:
-        with pytest.raises(TimeoutError, match=r"the op goes on after 0\.01 s"):
+        # Gloo's is a RuntimeError.
+        with pytest.raises(RuntimeError, match=r"the op goes on after 0\.01 s") as late:
             work.wait(timedelta(milliseconds=10))
+        assert isinstance(late.value, racksum.WaitTimeout)
+        assert isinstance(late.value, TimeoutError)
+        # What comes later has to know of it.
+        assert len(group._get_backend(torch.device("cpu"))._in_flight) == 1
     work.wait(timedelta(seconds=20))
     assert x.item() == 3
 

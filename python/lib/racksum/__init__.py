@@ -18,6 +18,7 @@ from racksum.errors import (
     Refused,
     SessionClosed,
     VersionMismatch,
+    WaitTimeout,
 )
 from racksum.options import ConnectOptions
 from racksum.session import Handle, Session, connect
@@ -40,6 +41,7 @@ __all__ = [
     "Session",
     "SessionClosed",
     "VersionMismatch",
+    "WaitTimeout",
     "__version__",
     "connect",
 ]

@@ -7,8 +7,10 @@ for others: their sizes are symbols, and they have no memory.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 __all__ = ["eager", "eager_methods"]
 
@@ -21,10 +23,20 @@ def eager(function: F) -> F:
     import torch  # noqa: PLC0415 - whoever has no torch has no Dynamo.
 
     # `torch.compiler.disable` would import Dynamo now, which takes as long as importing torch does.
-    # This imports it when the function is first called; DDP and optimizers have done so by then.
     # What is older than Dynamo has none to be kept from.
     disable = getattr(torch, "_disable_dynamo", None)
-    return function if disable is None else cast("F", disable(function))
+    if disable is None:
+        return function
+    # This imports Dynamo when it is first called, so it is not called before somebody else has.
+    disabled = disable(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        return (disabled if "torch._dynamo" in sys.modules else function)(*args, **named)
+
+    # Compiled code calls this without looking into it.
+    vars(call)["_torchdynamo_disable"] = True
+    return cast("F", call)
 
 
 def eager_methods(cls: C) -> C:

@@ -20,6 +20,7 @@ __all__ = [
     "Refused",
     "SessionClosed",
     "VersionMismatch",
+    "WaitTimeout",
 ]
 
 
@@ -68,6 +69,10 @@ class OpTimeout(Error, TimeoutError):
     def __init__(self, text: str, missing: Sequence[int] = ()) -> None:
         super().__init__(text)
         self.missing = tuple(missing)
+
+
+class WaitTimeout(Error, TimeoutError):
+    """An op has not ended in the seconds that ``wait`` was given. It goes on."""
 
 
 class PeerLost(Error, ConnectionError):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 from racksum import _racksum
 from racksum.eager import eager_methods
-from racksum.errors import BadArgument, Error, SessionClosed
+from racksum.errors import BadArgument, Error, SessionClosed, WaitTimeout
 from racksum.log import logger
 from racksum.options import (
     MAX_ELEMENTS,
@@ -473,7 +473,7 @@ class Handle(Generic[T]):
     def wait(self, timeout: float | None = None) -> T:
         """Waits for the op to end, and returns its result.
 
-        :raises TimeoutError: It has not ended in so many seconds; it goes on.
+        :raises racksum.WaitTimeout: It has not ended in so many seconds; it goes on.
         :raises racksum.Error: Why there is no result.
         """
         limit = None if timeout is None else _limit("timeout", timeout)
@@ -510,7 +510,7 @@ class Handle(Generic[T]):
         ended = self._ends_within(timeout)
         _pass_on_logs()
         if not ended:
-            raise TimeoutError(f"the op goes on after {timeout} s")
+            raise WaitTimeout(f"the op goes on after {timeout} s")
         with self._lock:
             if isinstance(self._state, _Running):
                 # What fails or is interrupted can be made again, and its op is let go once it is.

@@ -29,10 +29,10 @@ from racksum.torch.departures import Departures, of_this_life
 from racksum.torch.gathering import broadcast, gather_into
 from racksum.torch.membership import Membership
 from racksum.torch.options import Options
+from racksum.torch.profiled import event_of
 from racksum.torch.reducible import (
     OF_BOOLEANS,
     OPERATORS,
-    check_contiguous,
     check_dense,
     check_fits,
     check_operator,
@@ -42,7 +42,7 @@ from racksum.torch.reducible import (
 from racksum.torch.several import alike, check_root_tensor, combined, copying_to
 from racksum.torch.sparse import allreduce_sparse
 from racksum.torch.staging import Staging, allreduce
-from racksum.torch.work import Before, Ends, Work, writing
+from racksum.torch.work import Before, Ends, Work, write, writing_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -294,11 +294,11 @@ class RacksumBackend(DelegatesToGloo):
         """Gives all ranks the tensors of all, several times."""
         pairs = list(zip(outputs, inputs, strict=True))
         for output, x in pairs:
-            check_contiguous(output)
+            check_dense(output)
             check_fits(output, self.size() * x.numel(), x.dtype)
 
         def begin() -> list[Ends]:
-            return [gather_into(self.session, *pair, call.part()) for pair in pairs]
+            return [self._gathered_into(call, *pair) for pair in pairs]
 
         work = self._run(call, [*outputs, *inputs], begin, list(outputs))
         # Gloo writes the part of each rank apart.
@@ -406,8 +406,15 @@ class RacksumBackend(DelegatesToGloo):
             if meet(theirs, extents) and not work.has_ended()
         ]
         must_join = joins and not self._membership.has_joined
+        # What is Gloo's shows as that.
+        event = event_of(call.collective) if joins else None
         if not earlier and not must_join and not self._chain.is_behind():
-            parts = begin()
+            try:
+                parts = begin()
+            except Exception:
+                if event:
+                    event.end()
+                raise
         else:
 
             def begin_or_refuse() -> Sequence[Waits]:
@@ -418,6 +425,8 @@ class RacksumBackend(DelegatesToGloo):
                     raise
 
             parts = [self._chain.defer(earlier, begin_or_refuse, touched)]
+        if event:
+            parts = [*parts, event.end_after(parts)]
         return Work(parts, result, self._in_flight, seconds, extents)
 
     def _check_root(self, root: int) -> None:
@@ -455,6 +464,11 @@ class RacksumBackend(DelegatesToGloo):
 
         return gather_into(self.session, whole, own, call.part()).then(copy_out)
 
+    def _gathered_into(self, call: Call, output: Tensor, x: Tensor) -> Ends:
+        """Starts gathering the tensors of all ranks in one."""
+        gather = lambda it: gather_into(self.session, it, x, call.part())  # noqa: E731
+        return self._in_one_piece(output, gather)
+
     def _in_one_piece(self, x: Tensor, start: Callable[[Tensor], Ends]) -> Ends:
         """Starts something on a tensor, or on a contiguous copy of it that is copied back."""
         if x.is_contiguous():
@@ -472,7 +486,7 @@ class RacksumBackend(DelegatesToGloo):
     def _reduced_here(self, call: Call, x: Tensor, opts: Any) -> Ends:
         by, options = opts.reduceOp.op, self._options
         if by == _Op.PREMUL_SUM:
-            with torch.inference_mode():
+            with writing_to(x):
                 x.mul_(opts.reduceOp.factor)
             by = _Op.SUM
         if x.is_complex() and by in (_Op.SUM, _Op.AVG):
@@ -485,7 +499,7 @@ class RacksumBackend(DelegatesToGloo):
         named: dict[str, Any] = {"wire": wire, "part_of": call.part()}
         if x.is_sparse:
             reduced = allreduce_sparse(self.session, x, OPERATORS[by], **named)
-            return reduced.then(writing(x.copy_))
+            return reduced.then(lambda sums: write(x, sums))
         return allreduce(self.session, x, OPERATORS[by], block=options.block, **named)
 
     def _reduced_by_gloo(self, x: Tensor, by: Any) -> Ends:
@@ -499,8 +513,7 @@ class RacksumBackend(DelegatesToGloo):
     def _scattered(self, call: Call, output: Tensor, whole: Tensor, begin: int, opts: Any) -> Ends:
         """Reduces ``whole``, which is of this call alone, and takes this rank's part of it."""
         own = whole[begin : begin + output.numel()]
-        take = writing(lambda _: output.copy_(own.view_as(output)))
-        return self._reduced(call, whole, opts).then(take)
+        return self._reduced(call, whole, opts).then(lambda _: write(output, own.view_as(output)))
 
 
 #: What torch wraps for TORCH_DISTRIBUTED_DEBUG it does not keep.
@@ -549,7 +562,7 @@ def _share_memory(tensors: Sequence[Tensor]) -> bool:
 
 def _copying(copy: Tensor, x: Tensor) -> Callable[[object], object]:
     """Copies to a tensor, which autograd does not count: it does not count what Gloo writes."""
-    return writing(lambda _: x.data.copy_(copy))
+    return lambda _: write(x.data, copy)
 
 
 def _count_writes(tensors: Sequence[Tensor]) -> None:

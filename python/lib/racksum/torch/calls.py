@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from racksum.errors import WaitTimeout
 from racksum.session import PartOf
 from racksum.torch.staging import so_far
 from racksum.torch.work import InOrder, own_streams_on
@@ -147,7 +148,7 @@ class Deferred:
     def wait(self, timeout: float | None = None) -> None:
         """Waits for it to begin and end."""
         if not self._begun.wait(timeout):
-            raise TimeoutError("the collective waits for one on the same memory")
+            raise WaitTimeout("the collective waits for one on the same memory")
         if self._error is not None:
             raise self._error
         for part in self._parts:

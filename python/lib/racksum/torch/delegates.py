@@ -17,7 +17,7 @@ from racksum.errors import BadArgument
 from racksum.torch.calls import Call, Chain, numbered
 from racksum.torch.membership import start_earlier
 from racksum.torch.staging import Staging, to_host
-from racksum.torch.work import Ends, Pending, Work, writing
+from racksum.torch.work import Ends, Pending, Work, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -105,9 +105,9 @@ class DelegatesToGloo(Backend):
 
         def copy_out(copies: Any) -> None:
             for x, copy in zip(tree_leaves(outputs), tree_leaves(copies), strict=True):
-                x.copy_(copy, non_blocking=True)
+                write(x, copy, non_blocking=True)
 
-        return self._staging.stage(device, start, writing(copy_out))
+        return self._staging.stage(device, start, copy_out)
 
 
 def _with_future(work: dist.Work, tensors: Sequence[Tensor]) -> Work:

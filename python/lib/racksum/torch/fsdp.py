@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
 from racksum.eager import eager
 from racksum.errors import BadArgument
 from racksum.session import DEFAULT_BLOCK, Session, checked_session
@@ -33,6 +31,9 @@ def set_all_reduce_hook(
         Those that are as narrow already travel as they are.
     :param block: Elements of a block: blocks of zeros are not sent.
     """
+    # Importing it takes most of a second, which only users of FSDP pay.
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # noqa: PLC0415
+
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise BadArgument(
             "the model is sharded by FullyShardedDataParallel, which has no such hook: shard by "

@@ -12,7 +12,7 @@ import torch
 
 from racksum.errors import PeerLost
 from racksum.torch.staging import allreduce
-from racksum.torch.work import writing
+from racksum.torch.work import write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -83,4 +83,4 @@ def _words_of(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[object], object]
         return x.view(-1).view(torch.uint8).view(torch.int32), lambda _: None
     octets = x.view(-1).view(torch.uint8)
     copied = torch.nn.functional.pad(octets, (0, -x.nbytes % _WORD))
-    return copied.view(torch.int32), writing(lambda _: octets.copy_(copied[: x.nbytes]))
+    return copied.view(torch.int32), lambda _: write(octets, copied[: x.nbytes])

@@ -12,7 +12,7 @@ from torch.futures import Future
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from racksum.eager import eager
-from racksum.errors import BadArgument, Error, NoAggregator, OpTimeout, SessionClosed
+from racksum.errors import BadArgument, Error, NoAggregator, OpTimeout, SessionClosed, WaitTimeout
 from racksum.log import logger
 from racksum.session import Session, checked_session
 from racksum.torch.compress import (
@@ -355,10 +355,10 @@ def _started(state: State, part: _Part) -> Callable[[], torch.Tensor]:
             failed = error
         try:
             have = _all_have(state, failed is None, kept.gradients.device)
-        except Error as error:
-            # Of a group of racksum's.
-            raise failed or error from None
         except (RuntimeError, TimeoutError) as error:
+            if isinstance(error, Error) and not isinstance(error, WaitTimeout):
+                # Of a group of racksum's.
+                raise failed or error from None
             unknown = Error(f"ranks do not say whether they have {part.name}: {error}")
             raise failed or unknown from error
         if have:

@@ -13,7 +13,6 @@ from racksum.errors import BadArgument
 __all__ = [
     "OF_BOOLEANS",
     "OPERATORS",
-    "check_contiguous",
     "check_dense",
     "check_fits",
     "check_operator",
@@ -80,15 +79,6 @@ def check_dense(x: Tensor) -> None:
         raise BadArgument(
             f"the tensor of shape {tuple(x.shape)} is a lazy view; pass "
             "x.resolve_conj().resolve_neg()"
-        )
-
-
-def check_contiguous(x: Tensor) -> None:
-    """Refuses a tensor whose elements do not lie one after the other."""
-    check_dense(x)
-    if not x.is_contiguous():
-        raise BadArgument(
-            f"the tensor of shape {tuple(x.shape)} is not contiguous; pass x.contiguous()"
         )
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from racksum.errors import BadArgument
-from racksum.torch.work import writing
+from racksum.torch.work import write
 
 __all__ = ["alike", "check_root_tensor", "combined", "copying_to"]
 
@@ -61,6 +61,6 @@ def copying_to(tensors: Sequence[Tensor]) -> Callable[[Tensor], None]:
 
     def copy(result: Tensor) -> None:
         for x in tensors:
-            x.copy_(result.view_as(x) if not x.is_sparse else result)
+            write(x, result if x.is_sparse else result.view_as(x))
 
-    return writing(copy)
+    return copy

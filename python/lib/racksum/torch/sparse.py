@@ -178,8 +178,12 @@ class _Layout(NamedTuple):
 
     def sparse(self, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """A coalesced tensor of these rows."""
-        sizes = self.shape[: self.sparse_dim]
-        indices = rows[None] if len(sizes) == 1 else torch.stack(torch.unravel_index(rows, sizes))
+        # `torch.unravel_index` would import SymPy.
+        parts: list[torch.Tensor] = []
+        for size in reversed(self.shape[1 : self.sparse_dim]):
+            parts.append(rows % size)
+            rows = rows.div(size, rounding_mode="floor")
+        indices = torch.stack([rows, *reversed(parts)])
         values = values.view(len(rows), *self.shape[self.sparse_dim :])
         return torch.sparse_coo_tensor(
             indices, values, self.shape, is_coalesced=True, check_invariants=False

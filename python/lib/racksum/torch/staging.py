@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from racksum.errors import BadArgument
+from racksum.errors import BadArgument, WaitTimeout
 from racksum.session import DEFAULT_BLOCK, Handle, PartOf, Session
 from racksum.tensor import tag_of_shape
 from racksum.torch.work import Ends, InOrder, future_of
@@ -235,11 +235,11 @@ class Staged(Generic[T]):
     def wait(self, timeout: float | None = None) -> T:
         """Waits for the op to end; the current stream waits for what is on its way to the GPU.
 
-        :raises TimeoutError: It has not ended in so many seconds; it goes on.
+        :raises racksum.WaitTimeout: It has not ended in so many seconds; it goes on.
         :raises racksum.Error: Why there is no result.
         """
         if not self._ended.wait(timeout):
-            raise TimeoutError(f"the op goes on after {timeout} s")
+            raise WaitTimeout(f"the op goes on after {timeout} s")
         if self._outcome is None or isinstance(self._outcome, Exception):
             raise self._outcome or RuntimeError("an op has ended without an outcome")
         result, done = self._outcome

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.autograd import Variable
 from torch.futures import Future
 
 from racksum.eager import eager, eager_methods
+from racksum.errors import WaitTimeout
 from racksum.session import close_all
 
 __all__ = [
@@ -29,14 +30,14 @@ __all__ = [
     "Waits",
     "Work",
     "at_end_of_backward",
+    "do_waiting",
     "future_of",
     "let_go",
     "new_future",
     "own_streams_on",
-    "writing",
+    "write",
+    "writing_to",
 ]
-
-T = TypeVar("T")
 
 #: Seconds that the end of the process waits for a thread that has nothing to wait for.
 _PATIENCE = 5.0
@@ -91,7 +92,7 @@ class Pending:
     def wait(self, timeout: float | None = None) -> Any:
         """Waits for it once, whoever asks: Gloo waits forever for what was received already."""
         if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
-            raise TimeoutError("the collective goes on")
+            raise WaitTimeout("the collective goes on")
         try:
             if not self._result:
                 self._wait(timeout)
@@ -105,7 +106,7 @@ class Pending:
             self._work.wait()
         elif timeout == 0:
             # Others take a limit of zero for none.
-            raise TimeoutError("the collective goes on")
+            raise WaitTimeout("the collective goes on")
         else:
             self._work.wait(timedelta(seconds=timeout))
 
@@ -144,6 +145,8 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
         """Waits for all of it; a limit of zero is none.
 
         Of tensors of a GPU, the current stream waits for what is still on its way to them.
+
+        :raises racksum.WaitTimeout: It has not ended in that time; it goes on.
         """
         self.wait_for(timeout.total_seconds() if timeout else self._seconds)
         return True
@@ -153,6 +156,9 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
         try:
             for part in self._parts:
                 part.wait(seconds)
+        except WaitTimeout:
+            # It goes on, and what comes later has to know of it.
+            raise
         except RuntimeError:
             self._in_flight.pop(self, None)
             raise
@@ -162,10 +168,10 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
         """Whether it has, with a result or an error; then nothing but its holders keeps it."""
         try:
             self.wait_for(0.0)
+        except WaitTimeout:
+            return False
         except RuntimeError:
             return True
-        except TimeoutError:
-            return False
         return True
 
     def get_future(self) -> Future[list[torch.Tensor]]:
@@ -204,14 +210,22 @@ class Before(NamedTuple):
         self.work.wait_for(timeout)
 
 
-def writing(finish: Callable[[Any], T]) -> Callable[[Any], T]:
-    """What writes to what autograd watches, or to what was made in inference mode."""
+@contextlib.contextmanager
+def writing_to(x: torch.Tensor) -> Iterator[None]:
+    """Lets a tensor be written to that autograd watches, or that was made in inference mode.
 
-    def write(result: Any) -> T:
-        with torch.inference_mode():
-            return finish(result)
+    Writing to a sparse tensor gives it new entries. The user holds them, so they are made in the
+    mode in which the tensor was made.
+    """
+    # Leaving inference mode has autograd watch again, so that comes first.
+    with torch.inference_mode(x.is_inference()), torch.no_grad():
+        yield
 
-    return write
+
+def write(x: torch.Tensor, result: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
+    """Copies a result to a tensor, as :func:`writing_to` lets it; returns the tensor."""
+    with writing_to(x):
+        return x.copy_(result, non_blocking=non_blocking)
 
 
 def new_future(devices: Iterable[torch.device]) -> Future[Any]:
@@ -328,6 +342,11 @@ class Waiters:
                         self._idle.append(thread)
 
         thread.do(do_and_rest)
+
+
+def do_waiting(thing: Callable[[], None]) -> None:
+    """Has a thread do something which waits."""
+    _waiters.do(thing)
 
 
 def let_go(thing: object) -> None:

@@ -1,0 +1,56 @@
+"""What racksum has a process import: of torch, only what it needs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from conftest import Cluster
+from ranks import new_port
+
+#: Parts of torch that take long to import, and much memory.
+LARGE = ("torch.distributed.fsdp", "torch._dynamo", "sympy")
+
+IMPORT = "import racksum.torch"
+
+#: A rank alone, which reduces tensors of both kinds.
+REDUCE = """
+    import sys
+    import torch
+    import torch.distributed as dist
+
+    address, job, port = sys.argv[1:]
+    dist.init_process_group(
+        "racksum",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=0,
+        world_size=1,
+        pg_options=__import__("racksum.torch").torch.Options(aggregator=address, job=job),
+    )
+    dist.all_reduce(torch.ones(3))
+    dist.all_reduce(torch.eye(3).to_sparse())
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("code", [IMPORT, REDUCE], ids=["import", "reduce"])
+def test_nothing_large_is_imported_that_is_not_used(cluster: Cluster, code: str) -> None:
+    found = f"import sys; print([name for name in {LARGE} if name in sys.modules])"
+    ran = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"{textwrap.dedent(code)}\n{found}",
+            cluster.address,
+            cluster.new_job(),
+            str(new_port()),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.stdout == "[]\n", ran.stderr
