@@ -1,5 +1,6 @@
 //! `racksum bench`: how fast tensors of many sizes are reduced, and whether rightly.
 
+mod agree;
 mod data;
 mod parent;
 mod rank;
@@ -303,6 +304,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     if args.interactive {
         return interact(args, &mut runner);
     }
+    runner.agree(args)?;
     let work = args.work();
     // The parent of ranks on this host says how far they are, by what its first rank says.
     let line = (!args.raw).then(|| line_of(&work));

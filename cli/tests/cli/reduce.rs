@@ -424,7 +424,7 @@ fn another_command_with_the_same_job_is_told_from_a_rank_that_disagrees() {
     let reduces = rank(&serving, 0, 2, &captured("digits")[0], &["--job", "bench"]);
     let benches = bench_rank(&serving.addr, 1, 2, &["-e", "4K"]);
     let ended = reduces.end(30);
-    let why = "rank 1 of the job runs no `racksum reduce`: it has sum of 1 x i32, ";
+    let why = "rank 1 of the job runs no `racksum reduce`: it has max of 20 x i64, ";
     assert!(ended.failed(1).starts_with(why), "{ended:?}");
     assert!(ended.failed(1).ends_with("; give each command a --job of its own"), "{ended:?}");
     let ended = benches.end(30);
