@@ -55,7 +55,8 @@ pub(crate) struct Args {
     /// Connect beyond loopback without identities.
     #[arg(long, requires = "aggregator")]
     insecure: bool,
-    /// How datagrams are authenticated: none, mac or aead, as the aggregator does.
+    /// How datagrams are authenticated: none, mac or aead. An aggregator that does otherwise refuses
+    /// the sidecar [default: as the aggregator does; its own default is mac, on loopback none].
     #[arg(long, value_name = "HOW", requires = "aggregator")]
     data_auth: Option<DataAuth>,
     /// Which of this host's interfaces to call from, in the grammar of NCCL_SOCKET_IFNAME [env:
