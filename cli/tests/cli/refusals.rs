@@ -105,7 +105,7 @@ fn a_limit_on_memory_that_is_too_small_is_said_in_a_sentence() {
     // The rank says so, and the benchmark that its rank has ended.
     assert_eq!(ended.code, Some(2), "{ended:?}");
     assert!(
-        ended.err.contains("racksum: no memory for a tensor of 1992294400 bytes; "),
+        ended.err.contains("racksum: rank 0: no memory for a tensor of 1992294400 bytes; "),
         "{ended:?}"
     );
 }
