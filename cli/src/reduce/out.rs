@@ -45,6 +45,11 @@ impl OutFile {
 
     /// Makes the file without a name if `unnamed` can.
     fn create_by(path: &Path, unnamed: Unnamed) -> Result<Self, Failure> {
+        if path == Path::new("-") {
+            return Err(Failure::usage(
+                "--out - is not standard output, where the table goes; name a file, be it ./-",
+            ));
+        }
         let before = replaceable(path)?;
         // What a link leads to is replaced, and the link stays.
         let path = &match &before {
@@ -403,6 +408,7 @@ mod tests {
             (folder.clone(), "names no file"),
             (folder.join("none").join("sum"), "there is no directory"),
             (PathBuf::from("/"), "names no file"),
+            (PathBuf::from("-"), "is not standard output"),
             (folder.join("n".repeat(256)), "File name too long"),
             (PathBuf::from("/dev/null/sum"), "Not a directory"),
         ] {
