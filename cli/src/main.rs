@@ -21,6 +21,7 @@ mod standby;
 mod status;
 mod stderr;
 mod thread;
+mod unnamed;
 mod worker;
 
 use std::error::Error;

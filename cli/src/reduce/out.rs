@@ -1,19 +1,17 @@
 //! The file of the result: whole, or not there at all.
 
 use std::ffi::{OsStr, OsString};
-use std::fs::{File, Metadata, OpenOptions, Permissions};
+use std::fs::{File, Metadata, Permissions};
 use std::io;
-use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use rustix::fs::{AtFlags, CWD, OFlags, linkat};
-
 use crate::exit::Failure;
 use crate::signals::Ending;
 use crate::thread::spawn;
+use crate::unnamed::{Unnamed, folder_of, link, open_at, unnamed};
 
 /// A file that is written without a name, and put in its place once it is whole. A process that is
 /// killed before leaves nothing behind. Where a file system has no files without names, it has
@@ -26,9 +24,6 @@ pub(super) struct OutFile {
     permissions: Option<Permissions>,
     name: Name,
 }
-
-/// Opens a file without a name in a folder, if the file system has such files.
-type Unnamed = fn(&Path, OpenOptions) -> Option<File>;
 
 /// The name that a file has before it is in its place, if any. Shared with the thread that removes
 /// it at a signal.
@@ -141,12 +136,7 @@ impl OutFile {
         let temporary = match &*name {
             Some(temporary) => temporary,
             None => {
-                let from = open_at("self", &self.file);
-                let link = |to: &Path| {
-                    let linked = linkat(CWD, &from, CWD, to, AtFlags::SYMLINK_FOLLOW);
-                    Ok(linked?)
-                };
-                let (temporary, ()) = beside(&self.path, link)?;
+                let (temporary, ()) = beside(&self.path, |to| link(&self.file, to))?;
                 name.insert(temporary)
             }
         };
@@ -172,18 +162,6 @@ fn remove(name: &mut Option<PathBuf>) {
         // It may be gone already; nothing better can be done about it here.
         drop(std::fs::remove_file(name));
     }
-}
-
-/// Opens a file that has no name and can be given one, see [`Unnamed`].
-fn unnamed(folder: &Path, mut options: OpenOptions) -> Option<File> {
-    let file = options.custom_flags(OFlags::TMPFILE.bits().cast_signed()).open(folder).ok()?;
-    // It is by this path that it gets one.
-    open_at("self", &file).exists().then_some(file)
-}
-
-/// The path at which a process has a file of this one open.
-fn open_at(process: &str, file: &File) -> PathBuf {
-    PathBuf::from(format!("/proc/{process}/fd/{}", file.as_raw_fd()))
 }
 
 /// Makes a file beside a path, of a name that no other has.
@@ -253,14 +231,6 @@ pub(super) fn cannot_write(path: &Path, error: &io::Error) -> Failure {
     Failure::of_path(format!("cannot write {}: {error}", path.display()), error)
 }
 
-/// The folder that a file is in.
-fn folder_of(path: &Path) -> &Path {
-    match path.parent() {
-        Some(folder) if folder != Path::new("") => folder,
-        _ => Path::new("."),
-    }
-}
-
 /// Bytes of its name that the temporary file's has: less than the 255 that a name may have.
 const LONGEST_NAME: usize = 200;
 /// Links that the kernel follows from a path to its file.
@@ -271,6 +241,7 @@ const ATTEMPTS: u32 = 16;
 #[cfg(test)]
 mod tests {
     use std::io::Write;
+    use std::os::fd::AsRawFd;
     use std::os::unix::fs::PermissionsExt;
 
     use super::*;
