@@ -1,6 +1,6 @@
 //! What an operator configures.
 
-use std::net::{AddrParseError, IpAddr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
@@ -433,9 +433,17 @@ fn parse_error(text: &str, error: &toml::de::Error) -> ConfigError {
 ///
 /// # Errors
 /// That it is no IP address.
-pub fn bind_address(text: &str) -> Result<IpAddr, AddrParseError> {
+pub fn bind_address(text: &str) -> Result<IpAddr, String> {
     let zoned = text.split_once('%').and_then(|(addr, _)| addr.parse().ok());
-    zoned.filter(Ipv6Addr::is_unicast_link_local).map_or_else(|| text.parse(), |it| Ok(it.into()))
+    if let Some(zoned) = zoned.filter(Ipv6Addr::is_unicast_link_local) {
+        return Ok(zoned.into());
+    }
+    text.parse().map_err(|_| match text.parse::<SocketAddr>() {
+        Ok(both) => {
+            format!("{text:?} has a port; bind {}, and give port {}", both.ip(), both.port())
+        }
+        Err(_) => format!("{text:?} is no IP address; give one of this host's, as 10.0.0.1"),
+    })
 }
 
 fn read_bind_address<'de, D: Deserializer<'de>>(from: D) -> Result<IpAddr, D::Error> {

@@ -16,13 +16,14 @@ Exit codes:
   128 + N  ended by signal N, as 130 by SIGINT; an aggregator or sidecar told to stop ends with 0
   141  nobody reads standard output any more, as where `head` has enough: nothing is said";
 
-/// Reads a size: plain bytes, or with K, M or G for powers of 1024.
+/// Reads a size: plain bytes, or with K, M, G or T for powers of 1024.
 pub(crate) fn size(text: &str) -> Result<u64, String> {
-    let bad = || format!("{text:?} is no size: give bytes, or a number with K, M or G");
+    let bad = || format!("{text:?} is no size: give bytes, or a number with K, M, G or T");
     let (digits, unit) = match text.trim().to_ascii_uppercase() {
         upper if upper.ends_with('K') => (text.len() - 1, 1 << 10),
         upper if upper.ends_with('M') => (text.len() - 1, 1 << 20),
         upper if upper.ends_with('G') => (text.len() - 1, 1 << 30),
+        upper if upper.ends_with('T') => (text.len() - 1, 1 << 40),
         _ => (text.len(), 1),
     };
     let number: u64 = text.get(..digits).ok_or_else(bad)?.trim().parse().map_err(|_| bad())?;
@@ -120,7 +121,8 @@ mod tests {
         assert_eq!(size("100"), Ok(100));
         assert_eq!(size("4k"), Ok(4096));
         assert_eq!(size("100M"), Ok(100 << 20));
-        for bad in ["", "K", "-1", "1.5M", "5T", "99999999999G"] {
+        assert_eq!(size("5T"), Ok(5 << 40));
+        for bad in ["", "K", "-1", "1.5M", "5P", "99999999999G"] {
             assert!(size(bad).is_err(), "{bad}");
         }
     }

@@ -13,6 +13,7 @@ use serde_json::json;
 use crate::args::{self, Format};
 use crate::exit::{Failure, say};
 use crate::stderr;
+use crate::unnamed::{Unnamed, folder_of, link, unnamed};
 
 #[derive(Debug, clap::Args)]
 #[command(before_long_help = HELP, after_long_help = args::EXIT_CODES)]
@@ -173,6 +174,11 @@ fn show_all(path: &Path, certificates: Vec<Certificate>, format: Format) -> Resu
 
 /// Writes a file that only its owner may read: whole, or not at all, and never over another.
 fn write_secret(path: &Path, contents: &str) -> Result<(), Failure> {
+    write_secret_by(path, contents, unnamed)
+}
+
+/// Writes it without a name first if `unnamed` can.
+fn write_secret_by(path: &Path, contents: &str, unnamed: Unnamed) -> Result<(), Failure> {
     let path_shown = path.display();
     let cannot = |error: io::Error| match error.kind() {
         ErrorKind::AlreadyExists => Failure::usage(format!(
@@ -184,18 +190,44 @@ fn write_secret(path: &Path, contents: &str) -> Result<(), Failure> {
             &error,
         ),
     };
+    let mut options = OpenOptions::new();
+    options.write(true).mode(0o600);
+    let write =
+        |mut file: &File| file.write_all(contents.as_bytes()).and_then(|()| file.sync_all());
+    // Unlike a renaming, a link does not replace what is there.
+    if let Some(file) = unnamed(folder_of(path), options.clone()) {
+        return write(&file).and_then(|()| link(&file, path)).map_err(cannot);
+    }
     let mut hidden = path.as_os_str().to_owned();
     hidden.push(format!(".{}.tmp", std::process::id()));
-    let hidden = PathBuf::from(hidden);
-    let write = |mut file: File| {
-        file.write_all(contents.as_bytes())?;
-        file.sync_all()?;
-        // Unlike a renaming, this does not replace what is there.
-        fs::hard_link(&hidden, path)
-    };
-    let opened = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&hidden);
-    let written = opened.map_err(cannot).and_then(|file| write(file).map_err(cannot));
+    let opened = options.create_new(true).open(&hidden);
+    let written = opened.and_then(|file| write(&file)).and_then(|()| fs::hard_link(&hidden, path));
     // Not there if it could not be made; otherwise the other name is enough.
     drop(fs::remove_file(&hidden));
-    written
+    written.map_err(cannot)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn a_secret_is_its_owner_s_alone_and_never_written_over_another() {
+        let folder = std::env::temp_dir().join(format!("racksum-secret-{}", std::process::id()));
+        // With files that have no name, where this file system has them, and with others.
+        let ways: [Unnamed; 2] = [unnamed, |_, _| None];
+        for unnamed in ways {
+            fs::create_dir_all(&folder).unwrap();
+            let path = folder.join("node.pem");
+            write_secret_by(&path, "first", unnamed).unwrap();
+            let why = write_secret_by(&path, "second", unnamed).unwrap_err().to_string();
+            assert!(why.contains("is there already"), "{why}");
+            assert_eq!(fs::read(&path).unwrap(), b"first");
+            assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+            assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);
+            fs::remove_dir_all(&folder).unwrap();
+        }
+    }
 }

@@ -21,14 +21,18 @@ mod standby;
 mod status;
 mod stderr;
 mod thread;
+mod unnamed;
 mod worker;
 
+use std::error::Error;
 use std::fs::File;
-use std::io;
+use std::io::{self, Write};
+use std::num::{IntErrorKind, ParseIntError};
 
 use clap::error::{ContextKind, ContextValue};
 use clap::{CommandFactory, Parser, Subcommand};
 use exit::{Exit, Failure, unheard};
+use racksum_net::local::fail_at_file_limit;
 
 /// Sums the gradients of training jobs near the rack.
 #[derive(Debug, Parser)]
@@ -62,6 +66,7 @@ enum Command {
 }
 
 fn main() -> Exit {
+    fail_at_file_limit();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => return end(told(error)),
@@ -109,11 +114,23 @@ fn told(mut error: clap::Error) -> Result<Exit, Failure> {
             error.insert(ContextKind::Suggested, ContextValue::StyledStrs(tips));
         }
     }
+    if let Some(why) = no_whole_number(&error) {
+        // Whoever reads it sees no other words of the standard library.
+        let told = error.render().to_string().replace(&why, "give a whole number, without a unit");
+        drop(stderr::lines().write_all(told.as_bytes()));
+        return Ok(Exit::USAGE);
+    }
     let printed = error.print();
     if error.use_stderr() {
         return Ok(Exit::USAGE);
     }
     printed.map(|()| Exit::OK).map_err(unheard)
+}
+
+/// What the standard library says of a value that is no whole number, if that is what is wrong.
+fn no_whole_number(error: &clap::Error) -> Option<String> {
+    let why: &ParseIntError = error.source()?.downcast_ref()?;
+    matches!(why.kind(), IntErrorKind::Empty | IntErrorKind::InvalidDigit).then(|| why.to_string())
 }
 
 /// The flags of a command and its subcommands that its help leaves out.

@@ -62,8 +62,9 @@ pub(crate) struct MemberArgs {
         value_parser = clap::value_parser!(u64).range(1..)
     )]
     join_timeout: u64,
-    /// How datagrams are authenticated: none, mac or aead, as the aggregator does. On this host the
-    /// aggregator does as this says [default: none].
+    /// How datagrams are authenticated: none, mac or aead. An aggregator that does otherwise
+    /// refuses the rank; on this host it does as this says [default: as the aggregator does; its
+    /// own default is mac, on loopback none].
     #[arg(long)]
     pub(crate) data_auth: Option<DataAuth>,
 }

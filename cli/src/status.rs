@@ -66,16 +66,32 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     match &args.socket {
         Some(socket) => {
             let status = ask(socket, own_uid()).map_err(|error| {
-                let why = format!(
-                    "cannot ask {}: {error}; is that the --status-socket of an aggregator that \
-                     runs? A sidecar is unix:PATH",
-                    socket.display()
-                );
+                let question = "is that the --status-socket of an aggregator that runs? A sidecar \
+                                is unix:PATH";
+                let advice = advice(&error, "aggregator", question);
+                let why = format!("cannot ask {}: {error}; {advice}", socket.display());
                 Failure::of_call(why, &error)
             })?;
             print(&status, args.format)
         }
         None => ask_all(args.format),
+    }
+}
+
+/// What to do about a socket that could not be asked, of an aggregator or a sidecar. A question
+/// where it may be another's.
+fn advice(error: &CallError, whose: &str, question: &str) -> String {
+    match error {
+        CallError::Io(error) if error.kind() == ErrorKind::PermissionDenied => {
+            format!("ask as the {whose}'s user, or as root")
+        }
+        CallError::Io(error) if error.kind() == ErrorKind::ConnectionRefused => {
+            format!("the {whose} has ended; start it again")
+        }
+        CallError::NotBelieved(_) => {
+            format!("only this user's {whose} or root's is asked")
+        }
+        _ => question.to_owned(),
     }
 }
 
@@ -137,7 +153,17 @@ const AT_A_TIME: usize = 64;
 pub(crate) fn usual_socket() -> Result<PathBuf, String> {
     let folder = folder();
     own(&folder).map_err(|error| format!("cannot use the folder {}: {error}", folder.display()))?;
+    remove_dead(&folder);
     Ok(folder.join(format!("{}.sock", std::process::id())))
+}
+
+/// Removes the sockets of a folder that killed aggregators have left behind.
+fn remove_dead(folder: &Path) {
+    for socket in sockets_in(folder) {
+        if call_for_stream(&socket).is_err_and(|error| error.is_absence()) {
+            drop(fs::remove_file(socket));
+        }
+    }
 }
 
 /// Makes a folder, which must be this user's if it is there already.
@@ -198,12 +224,16 @@ fn sockets() -> Result<Vec<(PathBuf, u32)>, Failure> {
     }
     let mut sockets = Vec::new();
     for (folder, owner) in folders {
-        let paths = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
-        let found = paths.filter(|path| path.extension().is_some_and(|end| end == "sock"));
-        sockets.extend(found.map(|path| (path, owner)));
+        sockets.extend(sockets_in(&folder).map(|path| (path, owner)));
     }
     sockets.sort();
     Ok(sockets)
+}
+
+/// The sockets in a folder, by their names.
+fn sockets_in(folder: &Path) -> impl Iterator<Item = PathBuf> {
+    let paths = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    paths.filter(|path| path.extension().is_some_and(|end| end == "sock"))
 }
 
 /// Whether what belongs to a user is believed where `owner`'s is asked for.

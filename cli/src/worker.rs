@@ -39,8 +39,8 @@ pub(crate) struct Args {
     /// Most ranks at a time, of all jobs.
     #[arg(long, value_name = "N", default_value = "256", value_parser = args::places())]
     max_ranks: usize,
-    /// Most memory for what ranks share and for sums of lists, with K, M or G: 1M or more [default:
-    /// half of the host's].
+    /// Most memory for what ranks share and for sums of lists, with K, M, G or T: 1M or more
+    /// [default: half of the host's].
     #[arg(long, value_name = "SIZE", value_parser = memory)]
     memory: Option<u64>,
     /// The aggregator where jobs meet that have ranks on other hosts, HOST:PORT; A,B goes on at B
@@ -55,7 +55,9 @@ pub(crate) struct Args {
     /// Connect beyond loopback without identities.
     #[arg(long, requires = "aggregator")]
     insecure: bool,
-    /// How datagrams are authenticated: none, mac or aead, as the aggregator does.
+    /// How datagrams are authenticated: none, mac or aead. An aggregator that does otherwise
+    /// refuses the sidecar [default: as the aggregator does; its own default is mac, on loopback
+    /// none].
     #[arg(long, value_name = "HOW", requires = "aggregator")]
     data_auth: Option<DataAuth>,
     /// Which of this host's interfaces to call from, in the grammar of NCCL_SOCKET_IFNAME [env:

@@ -14,12 +14,16 @@ use crate::fault::Faults;
 /// `A+B,C` spreads a job over A and B, and goes on at C.
 ///
 /// # Errors
-/// A sentence, if an aggregator has no name.
+/// A sentence, if an aggregator has no name, or one with a space.
 pub fn aggregator_sets(text: &str) -> Result<Vec<Vec<String>>, String> {
     let set = |set: &str| set.split('+').map(|host| host.trim().to_owned()).collect();
     let sets: Vec<Vec<String>> = text.split(',').map(set).collect();
     if sets.iter().flatten().any(String::is_empty) {
         return Err("an aggregator between + and , has no name; give each as HOST:PORT".into());
+    }
+    let has_space = |host: &&String| host.contains(char::is_whitespace);
+    if let Some(several) = sets.iter().flatten().find(has_space) {
+        return Err(format!("{several:?} has a space in it; put + or , between two aggregators"));
     }
     Ok(sets)
 }

@@ -1,5 +1,6 @@
 //! `racksum bench`: how fast tensors of many sizes are reduced, and whether rightly.
 
+mod agree;
 mod data;
 mod parent;
 mod rank;
@@ -47,7 +48,7 @@ impl Input {
 #[derive(Debug, Clone, clap::Args)]
 #[command(before_long_help = HELP, after_long_help = args::EXIT_CODES)]
 pub(crate) struct Args {
-    /// Least size: bytes, or with K, M or G.
+    /// Least size: bytes, or with K, M, G or T.
     #[arg(short = 'b', long, value_parser = args::size, default_value = "4K")]
     min_bytes: u64,
     /// Greatest size.
@@ -295,14 +296,23 @@ impl Args {
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     args.check()?;
     let Some(member) = args.member.member("bench")? else { return parent::run(args) };
-    let Member { rank, world, .. } = member;
+    let rank = member.rank;
     if args.raw {
         end_with_parent()?;
     }
-    let mut runner = Runner::connect(args, &member)?;
     if args.interactive {
-        return interact(args, &mut runner);
+        return interact(args, &mut Runner::connect(args, &member)?);
     }
+    // The ranks of a parent share standard error.
+    let of_rank = |failure: Failure| Failure { why: format!("rank {rank}: {failure}"), ..failure };
+    measure(args, &member).map_err(|failure| if args.raw { of_rank(failure) } else { failure })
+}
+
+/// Measures all sizes as one rank.
+fn measure(args: &Args, member: &Member) -> Result<(), Failure> {
+    let Member { rank, world, .. } = *member;
+    let mut runner = Runner::connect(args, member)?;
+    runner.agree(args)?;
     let work = args.work();
     // The parent of ranks on this host says how far they are, by what its first rank says.
     let line = (!args.raw).then(|| line_of(&work));

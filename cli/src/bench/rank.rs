@@ -7,7 +7,7 @@ use racksum_proto::error::OpError;
 use racksum_worker::{Blocks, Client, ConnectOptions, Error, Faults, Stats};
 
 use super::data::Pattern;
-use super::{Args, Input};
+use super::{Args, Input, agree};
 use crate::exit::Failure;
 use crate::member::Member;
 use crate::memory;
@@ -60,6 +60,13 @@ impl Runner {
         let client = progress::connect(&options)?;
         let pattern = args.pattern(member.world, args.density.unwrap_or(1.0));
         Ok(Self { client, clock: Clock::start(), pattern, rank: member.rank })
+    }
+
+    /// Finds out whether all ranks were given the same flags.
+    pub(crate) fn agree(&self, args: &Args) -> Result<(), Failure> {
+        let mut flags = agree::say(args);
+        self.client.allreduce(&mut flags, agree::descriptor(args)).map_err(explained)?;
+        agree::hear(args, &flags)
     }
 
     /// Sets the share of non-zero blocks and where they lie, for the sizes to come.
@@ -220,15 +227,6 @@ impl Runner {
 /// Why an op failed, for the user.
 fn explained(error: Error) -> Failure {
     match error {
-        Error::Op(OpError::Mismatch { one: (one, mine), other: (other, theirs), .. })
-            if (Descriptor { tag: theirs.tag, ..mine }) == theirs =>
-        {
-            Failure::failed(format!(
-                "rank {} and rank {} were given different --seed, --density or --overlap",
-                one.min(other).0,
-                one.max(other).0
-            ))
-        }
         Error::Op(error @ OpError::Mismatch { .. }) => Failure::failed(format!(
             "{error}; give all ranks of a benchmark the same flags, and another command a --job of \
              its own"

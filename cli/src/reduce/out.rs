@@ -6,38 +6,54 @@ use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::exit::Failure;
 use crate::signals::{Ending, cannot_wait};
 use crate::thread::spawn;
+use crate::unnamed::{Unnamed, folder_of, link, open_at, unnamed};
 
-/// A file that is written under another name beside its place, and put there once it is whole.
-/// Dropped before, it leaves nothing behind.
+/// A file that is written without a name, and put in its place once it is whole. A process that is
+/// killed before leaves nothing behind. Where a file system has no files without names, it has
+/// another one beside its place meanwhile.
 #[derive(Debug)]
 pub(super) struct OutFile {
     path: PathBuf,
-    temporary: PathBuf,
     file: File,
     /// Whose permissions it has in the end, if it replaces a file.
     permissions: Option<Permissions>,
-    committed: bool,
+    name: Name,
 }
 
+/// The name that a file has before it is in its place, if any. Shared with the thread that removes
+/// it at a signal.
+type Name = Arc<Mutex<Option<PathBuf>>>;
+
 impl OutFile {
-    /// Makes the temporary file. An input may be replaced, as any other file that is named.
+    /// Makes the file. An input may be replaced, as any other file that is named.
     ///
     /// # Errors
     /// A sentence that names the file or folder and what is wrong with it.
     pub(super) fn create(path: &Path) -> Result<Self, Failure> {
+        Self::create_by(path, unnamed)
+    }
+
+    /// Makes the file without a name if `unnamed` can.
+    fn create_by(path: &Path, unnamed: Unnamed) -> Result<Self, Failure> {
+        if path == Path::new("-") {
+            return Err(Failure::usage(
+                "--out - is not standard output, where the table goes; name a file, be it ./-",
+            ));
+        }
         let before = replaceable(path)?;
         // What a link leads to is replaced, and the link stays.
         let path = &match &before {
             Some(_) => path.canonicalize().map_err(|error| cannot_write(path, &error))?,
             None => path.to_owned(),
         };
-        let Some(name) = path.file_name().filter(|_| !path.is_dir()) else {
+        if path.file_name().is_none() || path.is_dir() {
             return Err(Failure::usage(format!("--out {} names no file", path.display())));
-        };
+        }
         let folder = folder_of(path);
         if !folder.is_dir() {
             return Err(Failure::usage(format!(
@@ -46,37 +62,26 @@ impl OutFile {
                 folder.display()
             )));
         }
-        for attempt in 0..ATTEMPTS {
-            let mut hidden = OsString::from(".");
-            // A name may be as long as the file system lets it.
-            let len = name.len().min(LONGEST_NAME);
-            hidden.push(OsStr::from_bytes(&name.as_bytes()[..len]));
-            hidden.push(format!(".{}-{attempt}.tmp", std::process::id()));
-            let temporary = folder.join(hidden);
-            let mut options = File::options();
-            options.read(true).write(true).create_new(true);
-            // Until it is whole, ranks open it to write, and nobody else may read more of it.
-            if before.is_some() {
-                options.mode(0o600);
-            }
-            match options.open(&temporary) {
-                Ok(file) => {
-                    let permissions = before.map(|before| before.permissions());
-                    let path = path.clone();
-                    return Ok(Self { path, temporary, file, permissions, committed: false });
-                }
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-                Err(error) => return Err(cannot_write(path, &error)),
-            }
+        let mut options = File::options();
+        options.read(true).write(true);
+        // Until it is whole, ranks open it to write, and nobody else may read more of it.
+        if before.is_some() {
+            options.mode(0o600);
         }
-        Err(Failure::usage(format!(
-            "--out {}: {ATTEMPTS} temporary files are in the way in {}",
-            path.display(),
-            folder.display()
-        )))
+        let (name, file) = match unnamed(folder, options.clone()) {
+            Some(file) => (None, file),
+            None => {
+                let open = |name: &Path| options.clone().create_new(true).open(name);
+                let (name, file) =
+                    beside(path, open).map_err(|error| cannot_write(path, &error))?;
+                (Some(name), file)
+            }
+        };
+        let permissions = before.map(|before| before.permissions());
+        Ok(Self { path: path.clone(), file, permissions, name: Arc::new(Mutex::new(name)) })
     }
 
-    /// Removes the temporary file when a signal ends this process.
+    /// Has a signal that ends this process remove the file.
     ///
     /// # Errors
     /// Why signals cannot be waited for.
@@ -87,50 +92,98 @@ impl OutFile {
         let entered = runtime.enter();
         let mut signals = Ending::listen().map_err(cannot)?;
         drop(entered);
-        let temporary = self.temporary.clone();
+        let name = Arc::clone(&self.name);
         spawn(move || {
             let code = runtime.block_on(signals.next());
-            drop(std::fs::remove_file(temporary));
+            // Held until the process has ended, so that it gets no name any more.
+            let mut name = locked(&name);
+            remove(&mut name);
             std::process::exit(code);
         })?;
         Ok(())
     }
 
-    /// The temporary file, to be written.
+    /// The file, to be written.
     pub(super) const fn file(&mut self) -> &mut File {
         &mut self.file
     }
 
-    /// The temporary file's path.
-    pub(super) fn temporary(&self) -> &Path {
-        &self.temporary
+    /// A path at which other processes of this user can open it before it is in its place.
+    pub(super) fn temporary(&self) -> PathBuf {
+        let name = locked(&self.name).clone();
+        name.unwrap_or_else(|| open_at(&std::process::id().to_string(), &self.file))
     }
 
     /// Puts the file in its place, durably.
     ///
     /// # Errors
     /// Why it cannot be; nothing is left behind then.
-    pub(super) fn commit(mut self) -> Result<(), Failure> {
-        let Self { path, temporary, file, permissions, .. } = &self;
+    pub(super) fn commit(self) -> Result<(), Failure> {
+        let Self { path, file, permissions, .. } = &self;
         let permitted = permissions.clone().map_or(Ok(()), |it| file.set_permissions(it));
         permitted
             .and_then(|()| file.sync_all())
-            .and_then(|()| std::fs::rename(temporary, path))
+            .and_then(|()| self.place())
             .map_err(|error| cannot_write(path, &error))?;
-        self.committed = true;
         // The name is there; a file system that cannot say so durably is no reason to fail.
-        drop(File::open(folder_of(&self.path)).and_then(|folder| folder.sync_all()));
+        drop(File::open(folder_of(path)).and_then(|folder| folder.sync_all()));
+        Ok(())
+    }
+
+    /// Gives the file its place. One that is there can be replaced only by one with a name.
+    fn place(&self) -> io::Result<()> {
+        let mut name = locked(&self.name);
+        let temporary = match &*name {
+            Some(temporary) => temporary,
+            None => {
+                let (temporary, ()) = beside(&self.path, |to| link(&self.file, to))?;
+                name.insert(temporary)
+            }
+        };
+        std::fs::rename(temporary, &self.path)?;
+        *name = None;
         Ok(())
     }
 }
 
 impl Drop for OutFile {
     fn drop(&mut self) {
-        if !self.committed {
-            // It may be gone already; nothing better can be done about it here.
-            drop(std::fs::remove_file(&self.temporary));
+        remove(&mut locked(&self.name));
+    }
+}
+
+fn locked(name: &Name) -> MutexGuard<'_, Option<PathBuf>> {
+    name.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Removes the name of a file that has not come to its place.
+fn remove(name: &mut Option<PathBuf>) {
+    if let Some(name) = name.take() {
+        // It may be gone already; nothing better can be done about it here.
+        drop(std::fs::remove_file(name));
+    }
+}
+
+/// Makes a file beside a path, of a name that no other has.
+fn beside<T>(path: &Path, make: impl Fn(&Path) -> io::Result<T>) -> io::Result<(PathBuf, T)> {
+    let name = path.file_name().unwrap_or_default();
+    for attempt in 0..ATTEMPTS {
+        let mut hidden = OsString::from(".");
+        // A name may be as long as the file system lets it.
+        let len = name.len().min(LONGEST_NAME);
+        hidden.push(OsStr::from_bytes(&name.as_bytes()[..len]));
+        hidden.push(format!(".{}-{attempt}.tmp", std::process::id()));
+        let hidden = folder_of(path).join(hidden);
+        match make(&hidden) {
+            Ok(made) => return Ok((hidden, made)),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(error),
         }
     }
+    Err(io::Error::new(
+        io::ErrorKind::AlreadyExists,
+        format!("{ATTEMPTS} temporary files are in the way in its folder; remove them"),
+    ))
 }
 
 /// What is known of the file that the result would replace, if there is one.
@@ -178,14 +231,6 @@ pub(super) fn cannot_write(path: &Path, error: &io::Error) -> Failure {
     Failure::of_path(format!("cannot write {}: {error}", path.display()), error)
 }
 
-/// The folder that a file is in.
-fn folder_of(path: &Path) -> &Path {
-    match path.parent() {
-        Some(folder) if folder != Path::new("") => folder,
-        _ => Path::new("."),
-    }
-}
-
 /// Bytes of its name that the temporary file's has: less than the 255 that a name may have.
 const LONGEST_NAME: usize = 200;
 /// Links that the kernel follows from a path to its file.
@@ -196,6 +241,7 @@ const ATTEMPTS: u32 = 16;
 #[cfg(test)]
 mod tests {
     use std::io::Write;
+    use std::os::fd::AsRawFd;
     use std::os::unix::fs::PermissionsExt;
 
     use super::*;
@@ -213,18 +259,44 @@ mod tests {
         entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
     }
 
+    /// With files that have no name, where this file system has them, and with others.
+    const WAYS: [Unnamed; 2] = [unnamed, |_, _| None];
+
     #[test]
     fn a_file_is_there_once_it_is_committed_and_replaces_what_was() {
-        let folder = folder("commit");
-        let path = folder.join("sum");
-        std::fs::write(&path, "before").unwrap();
-        let mut out = OutFile::create(&path).unwrap();
-        out.file().write_all(b"after").unwrap();
-        assert_eq!(std::fs::read(&path).unwrap(), b"before");
-        out.commit().unwrap();
-        assert_eq!(std::fs::read(&path).unwrap(), b"after");
-        assert_eq!(names(&folder), ["sum"]);
-        std::fs::remove_dir_all(folder).unwrap();
+        for unnamed in WAYS {
+            let folder = folder("commit");
+            let path = folder.join("sum");
+            std::fs::write(&path, "before").unwrap();
+            let mut out = OutFile::create_by(&path, unnamed).unwrap();
+            out.file().write_all(b"after").unwrap();
+            assert_eq!(std::fs::read(&path).unwrap(), b"before");
+            assert_eq!(std::fs::read(out.temporary()).unwrap(), b"after");
+            out.commit().unwrap();
+            assert_eq!(std::fs::read(&path).unwrap(), b"after");
+            assert_eq!(names(&folder), ["sum"]);
+            std::fs::remove_dir_all(folder).unwrap();
+        }
+    }
+
+    #[test]
+    fn names_that_are_in_the_way_are_passed_over() {
+        for unnamed in WAYS {
+            let folder = folder("way");
+            let path = folder.join("sum");
+            let hidden =
+                |attempt| folder.join(format!(".sum.{}-{attempt}.tmp", std::process::id()));
+            for attempt in 0..ATTEMPTS - 1 {
+                std::fs::write(hidden(attempt), "another's").unwrap();
+            }
+            OutFile::create_by(&path, unnamed).unwrap().commit().unwrap();
+            std::fs::write(hidden(ATTEMPTS - 1), "another's").unwrap();
+            let out = OutFile::create_by(&path, unnamed).and_then(OutFile::commit);
+            let why = out.unwrap_err().to_string();
+            assert!(why.contains("16 temporary files are in the way"), "{why}");
+            assert_eq!(std::fs::read(hidden(0)).unwrap(), b"another's");
+            std::fs::remove_dir_all(folder).unwrap();
+        }
     }
 
     #[test]
@@ -238,12 +310,14 @@ mod tests {
 
     #[test]
     fn a_file_that_is_not_committed_leaves_nothing() {
-        let folder = folder("drop");
-        let mut out = OutFile::create(&folder.join("sum")).unwrap();
-        out.file().write_all(b"half").unwrap();
-        drop(out);
-        assert_eq!(names(&folder), [""; 0]);
-        std::fs::remove_dir_all(folder).unwrap();
+        for unnamed in WAYS {
+            let folder = folder("drop");
+            let mut out = OutFile::create_by(&folder.join("sum"), unnamed).unwrap();
+            out.file().write_all(b"half").unwrap();
+            drop(out);
+            assert_eq!(names(&folder), [""; 0]);
+            std::fs::remove_dir_all(folder).unwrap();
+        }
     }
 
     #[test]
@@ -285,7 +359,7 @@ mod tests {
         let folder = folder("descriptor");
         let [log, link] = ["log", "link"].map(|name| folder.join(name));
         let open = File::create(&log).unwrap();
-        let number = std::os::fd::AsRawFd::as_raw_fd(&open);
+        let number = open.as_raw_fd();
         let own = PathBuf::from(format!("/proc/self/fd/{number}"));
         std::os::unix::fs::symlink(&own, &link).unwrap();
         for path in [own, link, PathBuf::from(format!("/dev/fd/{number}"))] {
@@ -305,6 +379,7 @@ mod tests {
             (folder.clone(), "names no file"),
             (folder.join("none").join("sum"), "there is no directory"),
             (PathBuf::from("/"), "names no file"),
+            (PathBuf::from("-"), "is not standard output"),
             (folder.join("n".repeat(256)), "File name too long"),
             (PathBuf::from("/dev/null/sum"), "Not a directory"),
         ] {

@@ -39,7 +39,8 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
         fanout: args.fanout.into(),
         ..Config::default()
     })?;
-    let crew = start(args, world, &aggregator, out.as_ref().map(OutFile::temporary))?;
+    let into = out.as_ref().map(OutFile::temporary);
+    let crew = start(args, world, &aggregator, into.as_deref())?;
     let reports = reports(crew, world)?;
     if let Some(rank) = reports.iter().position(|report| report.digest != reports[0].digest) {
         return Err(Failure::failed(format!(

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::io::{self, Write};
 
 use racksum_proto::counted::counted;
+use racksum_proto::ids::listed;
 use racksum_proto::peer_text::PeerText;
 use serde::Serialize;
 
@@ -149,11 +150,11 @@ impl Table<'_> {
              {:>11}",
             "#", "", "", "", "", "(%)", "(B/rank)", "(B/rank)", "(B/rank)"
         )?;
-        let mut line = |name: &str, dtype: &str, wire: &str, elements: u64, held: &Held| {
+        let mut line = |[name, dtype, wire]: [&str; 3], elements: u64, held: &Held, note: &str| {
             writeln!(
                 out,
                 "{name:<width$}  {dtype:>5}  {wire:>7}  {elements:>11}  {:>8}  {:>across$}  {:>6}  \
-                 {:>11}  {:>11}  {:>11}",
+                 {:>11}  {:>11}  {:>11}{note}",
                 held.blocks,
                 densities(held),
                 percent(held.union_blocks, held.blocks),
@@ -162,11 +163,12 @@ impl Table<'_> {
                 held.dense_bytes
             )
         };
-        for (tensor, held) in self.tensors.iter().zip(&first.held) {
+        for ((tensor, held), absent) in self.tensors.iter().zip(&first.held).zip(&first.absent) {
             let name = shown(&tensor.name);
-            line(&name, tensor.dtype.name(), self.wire(tensor), tensor.elements, held)?;
+            let names = [&name, tensor.dtype.name(), self.wire(tensor)];
+            line(names, tensor.elements, held, &lacks(absent))?;
         }
-        line("# all", "", "", self.elements(), sum)?;
+        line(["# all", "", ""], self.elements(), sum, "")?;
         write_absent(out, first)?;
         self.write_traffic(out, sum)
     }
@@ -205,6 +207,15 @@ impl Table<'_> {
 
     fn wire(&self, tensor: &Tensor) -> &'static str {
         self.args.wire_of(tensor).name()
+    }
+}
+
+/// What a tensor's line ends with if ranks were lost before they had contributed to all of it.
+fn lacks(absent: &[u16]) -> String {
+    match absent {
+        [] => String::new(),
+        [_] => format!("  lacks rank {}", listed(absent.iter().copied())),
+        _ => format!("  lacks ranks {}", listed(absent.iter().copied())),
     }
 }
 

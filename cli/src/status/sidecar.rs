@@ -5,19 +5,21 @@ use std::path::Path;
 use racksum_proto::counted::counted;
 use racksum_worker::sidecar::{AskError, JobStatus, Status, ask};
 
-use super::{job_name, list};
+use super::{advice, job_name, list};
 use crate::args::Format;
 use crate::exit::{Failure, say};
 
 /// Asks the sidecar at a path, and prints what it says.
 pub(super) fn print(path: &Path, format: Format) -> Result<(), Failure> {
     let status = ask(path).map_err(|error| {
+        let question = "is that the --socket of a racksum worker of this release?";
         let path = path.display();
-        let other = format!(
-            "cannot ask {path}: {error}; is that the --socket of a racksum worker of this release?"
-        );
+        let other = format!("cannot ask {path}: {error}; {question}");
         match error {
-            AskError::Call(error) => Failure::of_call(other, &error),
+            AskError::Call(error) => {
+                let advice = advice(&error, "sidecar", question);
+                Failure::of_call(format!("cannot ask {path}: {error}; {advice}"), &error)
+            }
             AskError::Silent => Failure::unavailable(format!(
                 "cannot ask {path}: the sidecar does not answer, so it may be stopped"
             )),

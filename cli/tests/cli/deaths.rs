@@ -3,8 +3,11 @@
 use std::time::Duration;
 
 use racksum_test_report::time;
+use safetensors::Dtype;
+use serde_json::Value;
 
-use crate::process::{Process, Serving, bench_rank, signal};
+use crate::files::{Folder, Tensor};
+use crate::process::{Process, Serving, bench_rank, run, signal};
 use crate::waits::{await_that, timed};
 
 /// Ranks of a benchmark that would take for ever.
@@ -167,4 +170,35 @@ fn an_aggregator_that_is_killed_is_missed_by_its_ranks() {
     }
     // Its ranks say goodbye to it for a second, in vain.
     time("a killed aggregator is noticed", ms, 4_000);
+}
+
+#[test]
+fn a_reduction_that_goes_on_without_a_rank_marks_the_tensors_that_lack_it() {
+    let folder = Folder::new("lacks");
+    let status = folder.path("status");
+    let serving = Serving::start(&["--status-socket", &status]);
+    let ones = |elements| Tensor::of(Dtype::F32, &[elements], &vec![1.0; elements]);
+    let file = folder.write("rank", &[("early", ones(1)), ("late", ones(4_000_000))]);
+    let start = |rank: u16| {
+        let who = ["--rank", &rank.to_string(), "--world", "3", "--on-rank-loss", "continue"];
+        // Only the rank that dies is slow.
+        let drop = if rank == 1 { "0.5" } else { "0" };
+        let args = ["reduce", &file, "--aggregator", &serving.addr, "--drop", drop];
+        Process::start(&[&args[..], &who].concat())
+    };
+    let mut ranks: Vec<_> = (0..3).map(start).collect();
+    await_that("some of the second tensor is there", || {
+        let told = run(&["status", &status, "--format", "json"]).ok();
+        let told: Value = serde_json::from_str(&told.out).unwrap();
+        told["jobs"][0]["ranks"][1]["delivered"].as_u64() > Some(20)
+    });
+    signal(ranks[1].id(), "KILL");
+    drop(ranks.remove(1));
+    for rank in ranks {
+        let ended = rank.end(60).ok();
+        let row = |name: &str| ended.out.lines().find(|line| line.starts_with(name)).unwrap();
+        assert!(row("late").ends_with("  lacks rank 1"), "{ended:?}");
+        assert!(!row("early").contains("lacks"), "{ended:?}");
+        assert!(ended.out.contains("\n# rank 1 was lost: 1 of 2 tensors lack"), "{ended:?}");
+    }
 }

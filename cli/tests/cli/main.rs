@@ -17,6 +17,8 @@ mod tun;
 mod waits;
 
 #[cfg(test)]
+mod advice;
+#[cfg(test)]
 mod badwire;
 #[cfg(test)]
 mod chaos;

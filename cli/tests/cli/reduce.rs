@@ -1,6 +1,9 @@
 //! `racksum reduce` end to end: captured gradients of real training, files of every dtype, and
 //! files that cannot be.
 
+use std::fs::File;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
@@ -180,8 +183,8 @@ fn a_result_that_there_is_no_room_for_is_named() {
     let folder = Folder::new("full");
     let file = folder.write("rank", &[("w", Tensor::of(Dtype::F32, &[4096], &[1.0; 4096]))]);
     let out = folder.path("sum");
-    // A limit on the size of files, at which the signal that says so is ignored.
-    let script = format!("trap '' XFSZ; ulimit -f 1; exec {RACKSUM} reduce --out {out} {file}");
+    // A limit on the size of files, whose signal ends a process that does not ignore it.
+    let script = format!("ulimit -f 1; exec {RACKSUM} reduce --out {out} {file}");
     let ended = Process::spawn(Command::new("sh").args(["-c", &script])).end(60);
     let why = format!("rank 0: cannot write {out}: File too large");
     assert!(ended.failed(1).starts_with(&why), "{ended:?}");
@@ -287,11 +290,34 @@ fn a_reduction_that_is_interrupted_leaves_nothing() {
         }
         let folder = Folder::new(&format!("interrupted-{name}"));
         let parent = endless(&folder);
-        assert_eq!(folder.names().len(), 2, "the result is on its way");
+        assert!(has_result_open(&folder, parent.id()), "the result is on its way");
         signal(parent.id(), name);
         assert_eq!(parent.end(10).code, Some(code));
         assert_eq!(folder.names(), ["rank"]);
     }
+}
+
+/// Whether a process has a file of the folder open that is not the ranks'.
+fn has_result_open(folder: &Folder, process: u32) -> bool {
+    let (folder, rank) = (folder.path(""), folder.path("rank"));
+    let open = std::fs::read_dir(format!("/proc/{process}/fd")).unwrap();
+    open.filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok())
+        .any(|path| path.starts_with(&folder) && path != Path::new(&rank))
+}
+
+#[test]
+fn a_reduction_that_is_killed_leaves_nothing() {
+    let folder = Folder::new("kill");
+    let unnamed = File::options().write(true).custom_flags(libc::O_TMPFILE).open(folder.path(""));
+    if unnamed.is_err() {
+        racksum_test_report::skip("the file system has no files without names");
+        return;
+    }
+    let parent = endless(&folder);
+    assert!(has_result_open(&folder, parent.id()), "the result is on its way");
+    signal(parent.id(), "KILL");
+    parent.end(10);
+    assert_eq!(folder.names(), ["rank"]);
 }
 
 /// Whether what is started here ignores SIGHUP.
@@ -424,7 +450,7 @@ fn another_command_with_the_same_job_is_told_from_a_rank_that_disagrees() {
     let reduces = rank(&serving, 0, 2, &captured("digits")[0], &["--job", "bench"]);
     let benches = bench_rank(&serving.addr, 1, 2, &["-e", "4K"]);
     let ended = reduces.end(30);
-    let why = "rank 1 of the job runs no `racksum reduce`: it has sum of 1 x i32, ";
+    let why = "rank 1 of the job runs no `racksum reduce`: it has max of 20 x i64, ";
     assert!(ended.failed(1).starts_with(why), "{ended:?}");
     assert!(ended.failed(1).ends_with("; give each command a --job of its own"), "{ended:?}");
     let ended = benches.end(30);

@@ -105,7 +105,7 @@ fn a_limit_on_memory_that_is_too_small_is_said_in_a_sentence() {
     // The rank says so, and the benchmark that its rank has ended.
     assert_eq!(ended.code, Some(2), "{ended:?}");
     assert!(
-        ended.err.contains("racksum: no memory for a tensor of 1992294400 bytes; "),
+        ended.err.contains("racksum: rank 0: no memory for a tensor of 1992294400 bytes; "),
         "{ended:?}"
     );
 }
@@ -174,17 +174,16 @@ fn a_job_that_an_aggregator_has_held_for_too_long_names_who_is_missing() {
 #[test]
 fn ranks_that_call_other_ops_are_told_both_at_every_rank() {
     let serving = Serving::start(&[]);
-    let rank = |at, size, wire| {
-        bench_rank(&serving.addr, at, 3, &["-b", size, "-e", size, "--wire", wire])
+    let rank = |at, op, wire| {
+        bench_rank(&serving.addr, at, 3, &["-b", "4K", "-e", "4K", "--op", op, "--wire", wire])
     };
-    for (size, wire, theirs) in
-        [("8K", "f32", "2048 x f32, wire f32"), ("4K", "bf16", "1024 x f32, wire bf16")]
-    {
-        let ranks = [rank(0, "4K", "f32"), rank(1, size, wire), rank(2, "4K", "f32")];
+    for (op, wire) in [("max", "f32"), ("sum", "bf16")] {
+        let theirs = format!("{op} of 1024 x f32, wire {wire}");
+        let ranks = [rank(0, "sum", "f32"), rank(1, op, wire), rank(2, "sum", "f32")];
         for ended in ranks.map(|rank| rank.end(30)) {
             let why = ended.failed(1);
             assert!(why.contains("the ranks disagree: rank "), "{why}");
-            assert!(why.contains(&format!("rank 1 has sum of {theirs}, block 256")), "{why}");
+            assert!(why.contains(&format!("rank 1 has {theirs}, block 256")), "{why}");
             assert!(why.contains("has sum of 1024 x f32, wire f32, block 256"), "{why}");
             assert!(why.contains("give all ranks of a benchmark the same flags"), "{why}");
         }
@@ -194,12 +193,22 @@ fn ranks_that_call_other_ops_are_told_both_at_every_rank() {
 }
 
 #[test]
-fn ranks_that_draw_other_data_are_told_instead_of_finding_wrong_sums() {
+fn ranks_with_other_flags_are_told_which_before_they_measure() {
     let serving = Serving::start(&[]);
-    let rank = |at, seed| bench_rank(&serving.addr, at, 2, &["-e", "4K", "--seed", seed]);
-    for ended in [rank(0, "1"), rank(1, "2")].map(|rank| rank.end(30)) {
-        let why = "rank 0 and rank 1 were given different --seed, --density or --overlap";
-        assert_eq!(ended.failed(1), why);
+    let same = ["-e", "4K"];
+    for (flags, others, named) in [
+        (["--seed", "1"], ["--seed", "2"], "--seed"),
+        (["-n", "20"], ["-n", "30"], "-n"),
+        (["-b", "4K"], ["-b", "1K"], "-b"),
+    ] {
+        let rank = |at, flags| bench_rank(&serving.addr, at, 2, &[same, flags].concat());
+        for ended in [rank(0, flags), rank(1, others)].map(|rank| rank.end(30)) {
+            let why = format!(
+                "the ranks were given different {named}; give all ranks of a benchmark the same \
+                 flags"
+            );
+            assert_eq!(ended.failed(1), why);
+        }
     }
 }
 

@@ -22,6 +22,13 @@ pub fn raise_open_files() -> io::Result<()> {
     }
 }
 
+/// Has a write beyond the limit on the size of files fail, where the signal of it would end this
+/// process without a word.
+pub fn fail_at_file_limit() {
+    // SAFETY: it installs no handler, and the signal can be ignored.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+}
+
 /// Returns the user of this process, as other processes see it.
 pub(super) fn own_user() -> u32 {
     // SAFETY: it takes nothing and cannot fail.

@@ -13,7 +13,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, Serve
 use rustls::server::ParsedCertificate;
 use rustls::sign::CertifiedKey;
 
-use super::Certificate;
+use super::{Certificate, Role};
 use crate::file::{self, FileError};
 use crate::log_limit::LogLimit;
 use crate::{FileKind, NetError};
@@ -63,6 +63,13 @@ impl Identity {
         let certificate = certificates.next().ok_or_else(|| wrong("it holds no certificate"))?;
         let key = PrivateKeyDer::from_pem_slice(&pem).map_err(|error| wrong(no_key(&error)))?;
         let authorities: Vec<_> = certificates.collect();
+        let is_authority = |told: Certificate| told.role == Role::Authority;
+        if Certificate::parse(&certificate).is_ok_and(is_authority) {
+            return Err(wrong(
+                "it is an authority's own file, which stays where identities are issued; name one \
+                 that `racksum identity issue` has written",
+            ));
+        }
         if authorities.is_empty() {
             return Err(wrong(
                 "it holds no certificate of an authority behind its own; issue it anew with \

@@ -227,6 +227,7 @@ fn files_that_hold_no_identity_say_what_they_lack() {
         ("", "it holds no certificate"),
         (&whole[..key], "it holds no private key beside its certificate"),
         (&whole[..behind], "it holds no certificate of an authority behind its own"),
+        (&Authority::create("own", 1).unwrap(), "it is an authority's own file, which stays where"),
         ("-----BEGIN CERTIFICATE-----\n!\n-----END CERTIFICATE-----\n", ""),
     ] {
         let told = told("broken.pem", pem);

@@ -1,0 +1,42 @@
+//! Files that have no name until they are whole. A process that is killed before leaves nothing
+//! behind.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, CWD, OFlags, linkat};
+
+/// Opens a new file in a folder that has no name and can be given one, if the file system has such
+/// files.
+pub(crate) type Unnamed = fn(&Path, OpenOptions) -> Option<File>;
+
+/// The usual [`Unnamed`].
+pub(crate) fn unnamed(folder: &Path, mut options: OpenOptions) -> Option<File> {
+    let file = options.custom_flags(OFlags::TMPFILE.bits().cast_signed()).open(folder).ok()?;
+    // It is by this path that it gets one.
+    open_at("self", &file).exists().then_some(file)
+}
+
+/// Gives such a file a name, which no other may have.
+///
+/// # Errors
+/// The kernel's.
+pub(crate) fn link(file: &File, to: &Path) -> io::Result<()> {
+    Ok(linkat(CWD, open_at("self", file), CWD, to, AtFlags::SYMLINK_FOLLOW)?)
+}
+
+/// The path at which a process has a file of this one open.
+pub(crate) fn open_at(process: &str, file: &File) -> PathBuf {
+    PathBuf::from(format!("/proc/{process}/fd/{}", file.as_raw_fd()))
+}
+
+/// The folder that a file is in.
+pub(crate) fn folder_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(folder) if folder != Path::new("") => folder,
+        _ => Path::new("."),
+    }
+}
