@@ -60,11 +60,7 @@ impl Job {
     /// identity that has joined this one or come back to it. Where jobs have no secret, and nobody
     /// has an identity, the address has to do.
     pub(super) fn may_be_ended_by(&self, join: &Join) -> bool {
-        let came_back = |by: &&Beginner| {
-            self.members.iter().flatten().any(|member| member.join.begun_by.as_ref() == Some(by))
-        };
-        let is_of_it = |by: &&Beginner| self.callers.contains(by) || came_back(by);
-        let known = match join.begun_by.as_ref().filter(is_of_it) {
+        let known = match join.begun_by.as_ref().filter(|by| self.callers.contains(by)) {
             Some(Beginner::Identity(_)) => Known::ByIdentity,
             Some(Beginner::Address(_)) => Known::ByPlace,
             None => Known::Not,
@@ -102,9 +98,9 @@ impl Job {
         )
     }
 
-    /// Notes who has joined. Of those that have no rank any more it forgets the first when there
-    /// are many: who they are is for aggregators to say that have joined for them, and a job may
-    /// gather its ranks for ever.
+    /// Notes the caller of a rank that joins or comes back. When there are many callers, it forgets
+    /// the first of those that have no rank any more: an aggregator that joins for its ranks may
+    /// name ever new ones.
     pub(super) fn note_caller(&mut self, join: &Join) {
         let Some(by) = join.begun_by.as_ref().filter(|by| !self.callers.contains(by)) else {
             return;

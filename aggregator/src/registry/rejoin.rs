@@ -155,6 +155,7 @@ impl Registry {
         let welcome =
             Welcome { group: None, rank, keys, first_op: next_op, sealed, ..welcome.clone() };
         let locks = locks.clone();
+        job.note_caller(&join);
         let came_back = job.left.remove(&rank.0);
         let mut member = Member::new(join, caller, now);
         member.came_back = came_back;
