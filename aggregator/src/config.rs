@@ -351,8 +351,8 @@ fn ranges(shards: u8) -> [Range; 7] {
     ]
 }
 
-/// What a number outside of rules may be; the port depends on the shards. `None` for a key that is
-/// no number.
+/// Returns the range of a key that is a number and stands outside of rules, and `None` for any
+/// other key. `port` has the range that it has with one shard.
 #[must_use]
 pub fn bounds(key: &str) -> Option<RangeInclusive<u64>> {
     let all = ranges(Config::default().shards);

@@ -204,7 +204,7 @@ impl StatusSocket {
     /// Binds a socket that only its owner may open. One that a dead aggregator left is replaced.
     ///
     /// # Errors
-    /// What the system said; `AddrInUse` if another process serves there.
+    /// The error of the system; `AddrInUse` if another process serves there.
     pub(crate) fn bind(path: &Path) -> io::Result<Self> {
         let (listener, name) = listen_for_streams(path, 0o600)?;
         listener.set_nonblocking(true)?;

@@ -101,7 +101,7 @@ pub(crate) struct Tally<'a> {
     shares: BTreeMap<&'a str, OfJob>,
 }
 
-/// What a job holds with all its groups.
+/// The packet buffers and the groups of a job.
 #[derive(Debug, Default, Clone, Copy)]
 struct OfJob {
     /// Per cent of the packet buffers.
@@ -196,7 +196,7 @@ impl<'a> Tally<'a> {
         self.share_in_lanes(config, wanted, 1)
     }
 
-    /// The same of a job of so many lanes.
+    /// Returns what [`Self::share_of`] does, for a job of `lanes` lanes.
     pub(crate) fn share_in_lanes(&self, config: &Config, wanted: &Tenant<'_>, lanes: u8) -> f64 {
         let equal = Self::equal(config);
         let least = least_share(config, wanted.world, lanes);
@@ -251,13 +251,12 @@ impl<'a> Tally<'a> {
     }
 }
 
-/// What sums of shares may be wrong by, since they are sums of fractions.
+/// The rounding error that a sum of shares may have.
 pub(crate) const ROUNDING: f64 = 1e-6;
 
-/// The share of a further group of a job, where so much is left for its groups: nobody knows how
-/// many there will be. The first few have an eighth each of what is left beyond a part that is
-/// `kept` for many. Of that each has little, and no less than the `least` that it works with. None
-/// is left once that does not fit.
+/// Returns the share of a further group of a job, of which `left` is left for groups: nobody knows
+/// how many there will be. The first few have an eighth each of what is left beyond `kept`; later
+/// ones have a 128th of what is left, and at least `least`. The share is 0 once that does not fit.
 fn further(left: f64, kept: f64, least: f64) -> f64 {
     let share = ((left - kept) / 8.0).max(left / 128.0).max(least);
     if share <= left + ROUNDING { share } else { 0.0 }

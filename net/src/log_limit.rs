@@ -82,6 +82,7 @@ mod tests {
         // After a quiet time there may be as many at once as at first.
         assert_eq!((at(900), at(900), at(900)), (Some(29), Some(0), None));
     }
+
     #[test]
     fn a_line_is_told_of_lines_that_were_left_out_and_of_none_else() {
         let limit = LogLimit::new(1);

@@ -32,7 +32,8 @@ pub(super) struct Job {
     pub(super) id: JobId,
     /// Who opened it: the name in its first rank's certificate.
     pub(super) identity: Option<String>,
-    /// Who has joined it in this life, the opener first; not all of those that are gone.
+    /// The callers that have joined this life, the opener first. Of those that are gone the last
+    /// are kept.
     pub(super) callers: Vec<Beginner>,
     /// What all its lives have in common.
     pub(super) secret: Option<Key>,

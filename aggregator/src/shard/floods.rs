@@ -1,11 +1,11 @@
 //! Senders that flood a shard: the kernel drops what they send, so that the receive buffer has room
 //! for all others.
 //!
-//! What arrives for all jobs waits in one buffer. When that overflows, senders of much keep out
-//! senders of little, however fairly the shard then serves what it has received. So it looks,
-//! while the buffer overflows, for a sender of whose messages it has no use: repeated asks,
-//! duplicates, what is for nobody here. If such messages of one sender are most of all, the sender
-//! is refused for a while, and for longer each time it comes back to that.
+//! All jobs share one receive buffer. When it overflows, a sender of many datagrams keeps out
+//! senders of few, however fairly the shard then serves what it has received. So while the buffer
+//! overflows, the shard looks for a sender whose messages it has no use for: repeated asks,
+//! duplicates, messages of jobs that it does not have. If more than half of all messages are such
+//! messages of one sender, the kernel drops what that sender sends, for longer each time.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;

@@ -1,4 +1,4 @@
-//! What is refused in a tree: by an aggregator to its ranks, and by its parent to both.
+//! Joins that an aggregator of a tree refuses its ranks, and that its parent refuses both.
 
 use super::*;
 
