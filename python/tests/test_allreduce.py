@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 
 import ml_dtypes
@@ -126,14 +127,17 @@ def test_ops_in_flight_end_in_any_order(cluster):
 
 
 def test_a_handle_says_whether_it_is_done(place):
+    asked = threading.Event()
+
     def work(session):
         if session.rank == 1:
-            time.sleep(0.5)
+            asked.wait(60)
         handle = session.allreduce(np.ones(10, np.float32), async_op=True)
         if session.rank == 0:
             assert not handle.done()
             with pytest.raises(TimeoutError, match=r"goes on after 0\.01 s"):
                 handle.wait(0.01)
+            asked.set()
         first = handle.wait()
         assert handle.done()
         assert handle.wait() is first

@@ -58,13 +58,16 @@ def test_closing_twice_is_closing_once_and_ops_after_it_are_refused(place):
 
 
 def test_closing_ends_what_another_thread_waits_for(place):
+    ended = threading.Event()
+
     def work(session):
         if session.rank == 1:
-            time.sleep(1.0)
+            ended.wait(60)
             return "late"
         threading.Timer(0.3, session.close).start()
         with pytest.raises(racksum.SessionClosed):
             session.allreduce(np.ones(1, np.float32))
+        ended.set()
         return "closed"
 
     assert place.run(2, work) == ["closed", "late"]
@@ -313,12 +316,15 @@ def test_what_is_logged_reaches_logging(cluster, caplog):
 
 
 def test_a_rank_that_does_not_call_is_named_when_time_is_up(place):
+    ended = threading.Event()
+
     def work(session):
         if session.rank == 1:
-            time.sleep(3.0)
+            ended.wait(60)
             return ()
         with pytest.raises(racksum.OpTimeout, match="waiting for rank 1") as late:
             session.allreduce(np.ones(10, np.float32))
+        ended.set()
         assert isinstance(late.value, TimeoutError)
         return late.value.missing
 

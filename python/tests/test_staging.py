@@ -222,13 +222,16 @@ def test_errors_have_their_types(cluster, device):
 
 
 def test_waiting_has_a_limit(cluster, device):
+    waited = threading.Event()
+
     def work(session):
         if session.rank == 1:
-            time.sleep(0.5)
+            waited.wait(60)
         op = staging.allreduce(session, torch.ones(3, device=device))
         if session.rank == 0:
             with pytest.raises(TimeoutError, match=r"goes on after 0\.01 s"):
                 op.wait(0.01)
+            waited.set()
         return op.wait().tolist()
 
     assert cluster.run(2, work) == [[2.0] * 3] * 2

@@ -128,8 +128,9 @@ def futures_are_chained(group: dist.ProcessGroup) -> None:
 
 @check
 def a_work_is_waited_for_within_a_limit(group: dist.ProcessGroup) -> None:
+    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
-        time.sleep(0.5)
+        store.get("rank 0 has waited")
     x = own()
     work = dist.all_reduce(x, group=group, async_op=True)
     if dist.get_rank() == 0:
@@ -140,6 +141,7 @@ def a_work_is_waited_for_within_a_limit(group: dist.ProcessGroup) -> None:
         assert isinstance(late.value, TimeoutError)
         # What comes later has to know of it.
         assert len(group._get_backend(torch.device("cpu"))._in_flight) == 1
+        store.set("rank 0 has waited", "")
     work.wait(timedelta(seconds=20))
     assert x.item() == 3
 

@@ -187,6 +187,20 @@ fn more_jobs_than_there_is_room_for_are_refused_until_one_ends() {
     });
 }
 
+/// How many jobs wait for room, as one more is told.
+fn jobs_that_wait(rig: &Rig) -> u16 {
+    let mut asks = Impostor::connect(rig);
+    let wish = asks.wish("asks", 0, 1);
+    asks.say(&FromWorker::Join(Join { wait: true, ..wish }));
+    loop {
+        match asks.hear() {
+            Some(FromAggregator::Queued { before, .. }) => return before,
+            Some(FromAggregator::Lifeline { .. }) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
 #[test]
 fn jobs_that_wait_for_room_are_served_in_turn() {
     bounded(60, || {
@@ -196,7 +210,7 @@ fn jobs_that_wait_for_room_are_served_in_turn() {
         let holder = Client::connect(&rig.options("holder", 0, 1)).unwrap();
         let (served, order) = std::sync::mpsc::channel();
         std::thread::scope(|scope| {
-            for name in ["first", "second"] {
+            for (waiting, name) in [(1, "first"), (2, "second")] {
                 // Both ranks of a job wait, and come in together.
                 for rank in 0..2 {
                     let (options, served) = (waits(name, rank, 2), served.clone());
@@ -206,7 +220,7 @@ fn jobs_that_wait_for_room_are_served_in_turn() {
                         served.send(name).unwrap();
                     });
                 }
-                std::thread::sleep(Duration::from_millis(300));
+                await_that("its job waits", || jobs_that_wait(&rig) == waiting);
             }
             // Who does not wait does not get in before them.
             let told = refusal(&rig.options("hasty", 0, 1));
@@ -381,15 +395,21 @@ fn an_aggregator_on_all_addresses_refuses_who_calls_one_that_it_does_not_answer_
 
 #[test]
 fn an_aggregator_that_goes_while_ranks_are_missing_is_told_of_with_them() {
-    bounded(30, || {
-        let rig = Rig::start(|_| {});
-        let join_timeout = Duration::from_secs(4);
-        let options = ConnectOptions { join_timeout, ..rig.options("job", 1, 3) };
-        let client = std::thread::spawn(move || Client::connect(&options).unwrap_err().to_string());
-        // It is told who is missing twice a second.
-        std::thread::sleep(Duration::from_millis(900));
-        drop(rig);
-        let error = client.join().unwrap();
-        assert!(error.ends_with("; until then ranks 0, 2 had not joined"), "{error}");
+    bounded(120, || {
+        // It is told who is missing twice a second, on a machine that has time for it.
+        let mut stays = Duration::from_millis(900);
+        loop {
+            let rig = Rig::start(|_| {});
+            let options = ConnectOptions { join_timeout: 4 * stays, ..rig.options("job", 1, 3) };
+            let client = std::thread::spawn(move || Client::connect(&options).unwrap_err());
+            std::thread::sleep(stays);
+            drop(rig);
+            let error = client.join().unwrap().to_string();
+            if error.ends_with("; until then ranks 0, 2 had not joined") {
+                break;
+            }
+            assert!(error.starts_with("nobody answered"), "{error}");
+            stays *= 2;
+        }
     });
 }

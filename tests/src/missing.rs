@@ -139,12 +139,14 @@ fn ranks_may_leave_as_soon_as_they_have_what_they_need() {
 fn a_rank_that_vanishes_fails_the_ops_of_the_others_at_once() {
     bounded(30, || {
         let rig = Rig::start(|_| {});
+        let submitted = Barrier::new(3);
         std::thread::scope(|scope| {
             for rank in [0, 2] {
-                let options = rig.options("lost", rank, 3);
+                let (options, submitted) = (rig.options("lost", rank, 3), &submitted);
                 scope.spawn(move || {
                     let client = Client::connect(&options).unwrap();
                     let handle = client.submit(vec![0; 4], Descriptor::sum(1, DType::I32)).unwrap();
+                    submitted.wait();
                     let (error, ms) = timed(|| client.wait(handle).unwrap_err());
                     let (ranks, why) = (vec![Rank(1)], Loss::Broke);
                     assert_eq!(error, Error::Op(OpError::PeerLost { ranks, why }));
@@ -158,6 +160,7 @@ fn a_rank_that_vanishes_fails_the_ops_of_the_others_at_once() {
             }
             let mut impostor = Impostor::connect(&rig);
             impostor.join(impostor.wish("lost", 1, 3));
+            submitted.wait();
             std::thread::sleep(Duration::from_millis(200));
             impostor.vanish();
         });

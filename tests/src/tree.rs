@@ -1,6 +1,7 @@
 //! Aggregators with a parent: who is named when something is lost or missing, wherever it was.
 //! That the sums are right is seen in `mixture`.
 
+use std::sync::Barrier;
 use std::time::Duration;
 
 use racksum_aggregator::Fanout;
@@ -50,7 +51,7 @@ fn a_rank_that_leaves_is_named_in_every_rack() {
     bounded(60, || {
         for shards in [1, 3] {
             let tree = Tree::start(&racks(), |config| config.shards = shards);
-            let told = std::sync::Barrier::new(3);
+            let told = Barrier::new(3);
             tree.ranks(
                 "leaves",
                 |_| {},
@@ -79,7 +80,7 @@ fn the_largest_job_is_summed_through_racks_and_names_whom_it_loses() {
         let racks = parents.len() + 1;
         let at: Vec<_> = (0..usize::from(WORLD)).map(|rank| rank * 7 % racks).collect();
         let tree = Tree::start(&Shape::new(&parents, &at), |_| {});
-        let told = std::sync::Barrier::new(usize::from(WORLD) - 1);
+        let told = Barrier::new(usize::from(WORLD) - 1);
         tree.ranks(
             "largest",
             |_| {},
@@ -102,7 +103,7 @@ fn a_rank_that_does_not_call_an_op_is_named_at_its_timeout_in_every_rack() {
         let tree = Tree::start(&racks(), |_| {});
         // Rank 3 is not the one by which the other rack is known.
         let short = |options: &mut ConnectOptions| options.op_timeout = Duration::from_secs(2);
-        let done = std::sync::Barrier::new(4);
+        let done = Barrier::new(4);
         tree.ranks("missing", short, |client, rank| {
             ones(client, 40).unwrap();
             if rank != 3 {
@@ -214,13 +215,19 @@ fn an_aggregator_that_stops_is_lost_with_its_rack_and_the_root_with_all() {
             let options: Vec<_> = (0..4)
                 .map(|rank| rigs[1 + usize::from(rank % 2)].options("stops", rank, 4))
                 .collect();
+            let joined = Barrier::new(5);
             std::thread::scope(|scope| {
                 let ranks: Vec<_> = options
                     .iter()
                     .map(|options| {
-                        scope.spawn(|| timed(|| until_the_end(&Client::connect(options).unwrap())))
+                        scope.spawn(|| {
+                            let client = Client::connect(options).unwrap();
+                            joined.wait();
+                            timed(|| until_the_end(&client))
+                        })
                     })
                     .collect();
+                joined.wait();
                 std::thread::sleep(Duration::from_millis(700));
                 drop(rigs.remove(stops));
                 for (rank, ended) in ranks.into_iter().enumerate() {

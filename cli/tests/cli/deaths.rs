@@ -150,9 +150,8 @@ fn an_aggregator_that_stops_while_ranks_are_gathered_says_so_to_those_that_came(
         let root = Serving::start(&[]);
         let rack = through_a_rack.then(|| Serving::start(&["--parent", &root.addr]));
         let at = rack.as_ref().unwrap_or(&root);
-        let first = bench_rank(&at.addr, 0, 2, &[]);
-        // It says nothing while it waits.
-        std::thread::sleep(Duration::from_millis(1500));
+        let first = bench_rank(&at.addr, 0, 2, &["--log", "info"]);
+        await_that("it waits", || first.err().contains("waiting for ranks"));
         root.end().ok();
         let ended = first.end(20);
         assert!(ended.err.contains("is about to stop"), "{ended:?}");

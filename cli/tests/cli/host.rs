@@ -98,6 +98,10 @@ fn too_few_files_are_an_error_and_never_a_panic() {
     {
         let limited = format!("ulimit -n {files}; exec {RACKSUM} {command}");
         let ended = Process::spawn(Command::new("sh").args(["-c", &limited])).end(60);
+        // Whoever runs the tests may have left files open to it, so that it does not even load.
+        if files < 16 && ended.err.contains("error while loading shared libraries") {
+            continue;
+        }
         assert!(ended.code.is_some_and(|code| code <= 3), "{files} files: {}", ended.err);
         assert!(!ended.err.contains("panicked"), "{files} files: {}", ended.err);
         if ended.err.contains("Too many open files") {
