@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, TypeVar, cast
 
 __all__ = ["eager", "eager_methods"]
@@ -34,9 +35,23 @@ def eager(function: F) -> F:
     def call(*args: Any, **named: Any) -> Any:
         return (disabled if "torch._dynamo" in sys.modules else function)(*args, **named)
 
-    # Compiled code calls this without looking into it.
+    # Compiled code calls this without looking into it, and so does C++ that compiled code calls.
     vars(call)["_torchdynamo_disable"] = True
+    _skip(call.__code__)
     return cast("F", call)
+
+
+def _skip(code: CodeType) -> None:
+    """Has Dynamo never compile a frame of this code, though what the frame calls."""
+    from torch._C._dynamo import eval_frame  # noqa: PLC0415 - as above; Dynamo is not imported.
+
+    if hasattr(eval_frame, "skip_code"):
+        eval_frame.skip_code(code)
+    else:
+        # Since PyTorch 2.7.
+        action = eval_frame._FrameAction
+        strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+        eval_frame.set_code_exec_strategy(code, strategy)
 
 
 def eager_methods(cls: C) -> C:

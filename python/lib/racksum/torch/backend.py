@@ -36,6 +36,7 @@ from racksum.torch.reducible import (
     check_dense,
     check_fits,
     check_operator,
+    check_output,
     check_reducible,
     is_ours,
 )
@@ -193,7 +194,7 @@ class RacksumBackend(DelegatesToGloo):
         """Reduces tensors, one for each rank, and gives each its own."""
         output, parts = _only(outputs), _only(inputs)
         self._check_one_each(parts)
-        check_fits(output, parts[self.rank()].numel(), output.dtype)
+        check_output(output, parts[self.rank()].numel(), output.dtype)
         for part in parts:
             check_fits(part, part.numel(), output.dtype)
             check_operator(part, opts)
@@ -219,6 +220,7 @@ class RacksumBackend(DelegatesToGloo):
         """Reduces tensors, and gives each rank a part of each."""
         pairs = list(zip(outputs, inputs, strict=True))
         for output, whole in pairs:
+            check_dense(output)
             check_fits(whole, self.size() * output.numel(), output.dtype)
             check_operator(whole, opts)
 
@@ -294,8 +296,7 @@ class RacksumBackend(DelegatesToGloo):
         """Gives all ranks the tensors of all, several times."""
         pairs = list(zip(outputs, inputs, strict=True))
         for output, x in pairs:
-            check_dense(output)
-            check_fits(output, self.size() * x.numel(), x.dtype)
+            check_output(output, self.size() * x.numel(), x.dtype)
 
         def begin() -> list[Ends]:
             return [self._gathered_into(call, *pair) for pair in pairs]
@@ -406,27 +407,27 @@ class RacksumBackend(DelegatesToGloo):
             if meet(theirs, extents) and not work.has_ended()
         ]
         must_join = joins and not self._membership.has_joined
-        # What is Gloo's shows as that.
-        event = event_of(call.collective) if joins else None
-        if not earlier and not must_join and not self._chain.is_behind():
+
+        def begin_or_refuse() -> Sequence[Waits]:
             try:
-                parts = begin()
+                return begin()
             except Exception:
-                if event:
-                    event.end()
+                self._refuse(call)
                 raise
-        else:
 
-            def begin_or_refuse() -> Sequence[Waits]:
-                try:
-                    return begin()
-                except Exception:
-                    self._refuse(call)
-                    raise
-
-            parts = [self._chain.defer(earlier, begin_or_refuse, touched)]
+        # Gloo's own show in its own events.
+        event = event_of(call.collective) if joins else None
+        try:
+            if not earlier and not must_join and not self._chain.is_behind():
+                parts = begin()
+            else:
+                parts = [self._chain.defer(earlier, begin_or_refuse, touched)]
+        except Exception:
+            if event:
+                event.end()
+            raise
         if event:
-            parts = [*parts, event.end_after(parts)]
+            parts = [*parts, event.end_after(parts, {x.device for x in touched})]
         return Work(parts, result, self._in_flight, seconds, extents)
 
     def _check_root(self, root: int) -> None:
@@ -446,8 +447,9 @@ class RacksumBackend(DelegatesToGloo):
         x = inputs[0]
         for parts in outputs:
             self._check_one_each(parts, len(inputs))
-        for part in (x, *tree_leaves(outputs)):
-            check_fits(part, x.numel(), x.dtype)
+        check_fits(x, x.numel(), x.dtype)
+        for part in tree_leaves(outputs):
+            check_output(part, x.numel(), x.dtype)
 
     def _gathered(
         self, call: Call, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]

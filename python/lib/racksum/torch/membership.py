@@ -111,13 +111,13 @@ class Membership:
     def leave(self) -> None:
         """Leaves the job, for good: what is in flight fails."""
         self._is_over.set()
-        if not self._has_ever_joined:
-            self._departures.note()
         session, self._session = self._session, None
         if session is not None:
             session.close()
             # Its threads take a moment to end, and the store's port may be wanted again.
             let_go(session)
+        if not self._has_ever_joined:
+            self._departures.note()
 
     def meet(self) -> None:
         """Waits a moment for the other ranks to come here too.

@@ -10,7 +10,7 @@ from torch.autograd.profiler import record_function
 from torch.futures import Future
 
 from racksum.errors import WaitTimeout
-from racksum.torch.work import do_waiting
+from racksum.torch.work import do_waiting, own_streams_on
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,13 +36,14 @@ class Event:
             # What only begins and ends would be cut to the op of torch that it begins in.
             record._call_end_callbacks_on_future(self._at_end)
 
-    def end_after(self, parts: Sequence[Waits]) -> Event:
-        """Ends the event once these have ended, well or not."""
+    def end_after(self, parts: Sequence[Waits], devices: set[torch.device]) -> Event:
+        """Ends the event once these have ended, well or not, on streams of its own."""
 
         def end() -> None:
             try:
-                for part in parts:
-                    part.wait()
+                with own_streams_on(devices):
+                    for part in parts:
+                        part.wait()
             finally:
                 self.end()
 

@@ -16,6 +16,7 @@ __all__ = [
     "check_dense",
     "check_fits",
     "check_operator",
+    "check_output",
     "check_reducible",
     "is_ours",
 ]
@@ -80,6 +81,12 @@ def check_dense(x: Tensor) -> None:
             f"the tensor of shape {tuple(x.shape)} is a lazy view; pass "
             "x.resolve_conj().resolve_neg()"
         )
+
+
+def check_output(x: Tensor, elements: int, dtype: torch.dtype) -> None:
+    """Refuses a tensor without a place for each of so many elements."""
+    check_dense(x)
+    check_fits(x, elements, dtype)
 
 
 def check_fits(x: Tensor, elements: int, dtype: torch.dtype) -> None:

@@ -41,6 +41,8 @@ __all__ = [
 
 #: Seconds that the end of the process waits for a thread that has nothing to wait for.
 _PATIENCE = 5.0
+#: The shortest limit of others: what is less they take for none.
+_SHORTEST = timedelta(milliseconds=1)
 #: Threads that are kept when they have nothing to wait for.
 _MOST_IDLE = 8
 
@@ -92,7 +94,7 @@ class Pending:
     def wait(self, timeout: float | None = None) -> Any:
         """Waits for it once, whoever asks: Gloo waits forever for what was received already."""
         if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
-            raise WaitTimeout("the collective goes on")
+            raise _goes_on(timeout)
         try:
             if not self._result:
                 self._wait(timeout)
@@ -105,14 +107,23 @@ class Pending:
         if timeout is None or self._work.is_completed():
             self._work.wait()
         elif timeout == 0:
-            # Others take a limit of zero for none.
-            raise WaitTimeout("the collective goes on")
+            raise _goes_on(timeout)
         else:
-            self._work.wait(timedelta(seconds=timeout))
+            try:
+                self._work.wait(max(timedelta(seconds=timeout), _SHORTEST))
+            except RuntimeError as error:
+                if not self._work.is_completed():
+                    raise _goes_on(timeout) from error
+                # It has ended since, or with this error.
+                self._work.wait()
 
     def then(self, work: Callable[[Any], Any]) -> Pending:
         """The same with something to do after it."""
         return Pending(self._work, lambda result: work(self._then(result)))
+
+
+def _goes_on(timeout: float | None) -> WaitTimeout:
+    return WaitTimeout(f"the collective goes on after {timeout} s")
 
 
 @eager_methods
@@ -329,7 +340,7 @@ class Waiters:
         self._idle: list[InOrder] = []
 
     def do(self, thing: Callable[[], None]) -> None:
-        """Has a thread do something which waits."""
+        """Has a thread do what waits."""
         with self._lock:
             thread = self._idle.pop() if self._idle else InOrder(self._name)
 
@@ -345,7 +356,7 @@ class Waiters:
 
 
 def do_waiting(thing: Callable[[], None]) -> None:
-    """Has a thread do something which waits."""
+    """Has a thread of its own do what would keep this one waiting."""
     _waiters.do(thing)
 
 
