@@ -61,6 +61,15 @@ REFUSED: dict[str, Callable[[Group], Any]] = {
     "broadcast": lambda group: dist.broadcast(overlapping(), group_src=0, group=group),
     "all_gather": lambda group: dist.all_gather([torch.ones(12)], torch.ones(12), group=group),
     "reduce_scatter": lambda group: reduce_scatter_wrongly(torch.ones(12), group),
+    "all_gather_to_overlapping": lambda group: dist.all_gather(
+        [torch.ones(4, 3), overlapping()], torch.ones(4, 3), group=group
+    ),
+    "reduce_scatter_to_overlapping": lambda group: dist.reduce_scatter_tensor(
+        overlapping(), torch.ones(8, 3), group=group
+    ),
+    "reduce_scatter_of_several_to_overlapping": lambda group: dist.reduce_scatter(
+        overlapping(), [torch.ones(4, 3), torch.ones(4, 3)], group=group
+    ),
     "coalesced": lambda group: dist.all_reduce_coalesced(
         [torch.ones(12), overlapping(), torch.ones(12)], group=group
     ),
@@ -78,6 +87,15 @@ MADE: dict[str, Callable[[Group], Any]] = {
     ),
     "reduce_scatter": lambda group: dist.reduce_scatter_tensor(
         torch.ones(6), torch.ones(12), group=group
+    ),
+    "all_gather_to_overlapping": lambda group: dist.all_gather(
+        [torch.ones(4, 3), torch.ones(4, 3)], torch.ones(4, 3), group=group
+    ),
+    "reduce_scatter_to_overlapping": lambda group: dist.reduce_scatter_tensor(
+        torch.ones(4, 3), torch.ones(8, 3), group=group
+    ),
+    "reduce_scatter_of_several_to_overlapping": lambda group: dist.reduce_scatter(
+        torch.ones(4, 3), [torch.ones(4, 3), torch.ones(4, 3)], group=group
     ),
     "coalesced": lambda group: dist.all_reduce_coalesced(
         [torch.ones(12), torch.ones(4, 3), torch.ones(12)], group=group

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from racksum.torch.backend import RacksumBackend
 from racksum.torch.compress import BlockTopKRatio
-from ranks import Ranks, session_of_group, wrapped
+from ranks import Ranks, group_on_backend, session_of_group, wrapped
 
 #: What `torch._dynamo.config.optimize_ddp` may say, and whether compiled autograd runs backward.
 #: The Python reducer exists to be traced by compiled autograd.
@@ -90,6 +91,26 @@ def test_the_python_reducers_gradients_are_compressed(ranks, cluster, gloo):
     mode, state = ("python_reducer", False), {"compressor": BlockTopKRatio(1.0)}
     ours = ranks.run(train, "hook", cluster.address, cluster.new_job(), *mode, **state)
     torch.testing.assert_close(ours, gloo)
+
+
+def step_that_reduces(address: str, job: str) -> int:
+    """How often Dynamo compiled what stands between C++ and racksum."""
+    torch._dynamo.reset()
+    group = group_on_backend(address, job)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        dist.all_reduce(y, group=group)
+        return y + 1
+
+    came_to = torch.compile(step, backend="aot_eager")(torch.ones(3))
+    assert came_to.tolist() == [5.0] * 3
+    wrapper = RacksumBackend.allreduce.__code__
+    return len(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(wrapper))
+
+
+def test_what_cpp_calls_is_not_compiled(ranks, cluster):
+    assert ranks.run(step_that_reduces, cluster.address, cluster.new_job()) == [0, 0]
 
 
 def reduce_in_a_compiled_step(address: str, job: str) -> list[Any]:

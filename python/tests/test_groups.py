@@ -115,6 +115,6 @@ def groups_of_a_mesh(address: str, times: int) -> None:
 def test_a_job_has_many_groups_at_once_and_their_places_are_given_back(
     mesh: Ranks, aggregator: Aggregator
 ) -> None:
-    """64 groups fit the memory of the aggregator, and 128 would not."""
+    """64 groups at a time: those of the second time have the memory of the first."""
     for _ in range(2):
         mesh.run(groups_of_a_mesh, aggregator.address, 16)

@@ -21,6 +21,7 @@ REDUCE = """
     import sys
     import torch
     import torch.distributed as dist
+    from racksum.torch import Options
 
     address, job, port = sys.argv[1:]
     dist.init_process_group(
@@ -28,7 +29,7 @@ REDUCE = """
         init_method=f"tcp://127.0.0.1:{port}",
         rank=0,
         world_size=1,
-        pg_options=__import__("racksum.torch").torch.Options(aggregator=address, job=job),
+        pg_options=Options(aggregator=address, job=job),
     )
     dist.all_reduce(torch.ones(3))
     dist.all_reduce(torch.eye(3).to_sparse())
@@ -52,5 +53,6 @@ def test_nothing_large_is_imported_that_is_not_used(cluster: Cluster, code: str)
         capture_output=True,
         text=True,
         check=False,
+        timeout=600,
     )
     assert ran.stdout == "[]\n", ran.stderr

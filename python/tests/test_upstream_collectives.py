@@ -147,6 +147,22 @@ def a_work_is_waited_for_within_a_limit(group: dist.ProcessGroup) -> None:
 
 
 @check
+def what_is_gloos_goes_on_after_a_wait_with_a_limit(group: dist.ProcessGroup) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.get("rank 0 has waited for Gloo")
+    x = own(1)
+    work = dist.all_reduce(x, dist.ReduceOp.PRODUCT, group=group, async_op=True)
+    if dist.get_rank() == 0:
+        with pytest.raises(racksum.WaitTimeout, match=r"the collective goes on after 0\.01 s"):
+            work.wait(timedelta(milliseconds=10))
+        store.set("rank 0 has waited for Gloo", "")
+    # It comes after the first, which it would take half of.
+    dist.all_reduce(x, group=group)
+    assert x.item() == 3 * 6
+
+
+@check
 def several_tensors_are_reduced_by_every_operator(group: dist.ProcessGroup) -> None:
     for op, expected in [("SUM", (3, 6)), ("PRODUCT", (0, 6)), ("MIN", (0, 1)), ("MAX", (2, 3))]:
         xs = [own(), own(1.0, dtype=torch.float64)]

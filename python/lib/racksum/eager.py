@@ -37,7 +37,7 @@ def eager(function: F) -> F:
 
     # Compiled code calls this without looking into it, and so does C++ that compiled code calls.
     vars(call)["_torchdynamo_disable"] = True
-    _skip(call.__code__)
+    _skip(cast("Any", call).__code__)
     return cast("F", call)
 
 

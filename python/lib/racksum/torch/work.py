@@ -41,8 +41,6 @@ __all__ = [
 
 #: Seconds that the end of the process waits for a thread that has nothing to wait for.
 _PATIENCE = 5.0
-#: The shortest limit of others: what is less they take for none.
-_SHORTEST = timedelta(milliseconds=1)
 #: Threads that are kept when they have nothing to wait for.
 _MOST_IDLE = 8
 
@@ -107,10 +105,11 @@ class Pending:
         if timeout is None or self._work.is_completed():
             self._work.wait()
         elif timeout == 0:
+            # Others take a limit of zero for none.
             raise _goes_on(timeout)
         else:
             try:
-                self._work.wait(max(timedelta(seconds=timeout), _SHORTEST))
+                self._work.wait(timedelta(seconds=timeout))
             except RuntimeError as error:
                 if not self._work.is_completed():
                     raise _goes_on(timeout) from error
