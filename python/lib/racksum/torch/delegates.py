@@ -38,41 +38,41 @@ class DelegatesToGloo(Backend):
     _run: Callable[..., Work]
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool) -> None:
-        """Gloo's."""
+        """Waits until all ranks are here, and names one that is not; Gloo does it."""
         # Gloo pairs collectives by the order in which they begin.
         start_earlier(self._chain, self._staging)
         self._gloo.monitored_barrier(opts.timeout, wait_all_ranks)
 
     def send(self, tensors: Sequence[Tensor], *args: Any) -> Work:
-        """Gloo's."""
+        """Sends a tensor to a rank, by Gloo."""
         return _with_future(self._gloo.send(self._of_host(tensors), *args), tensors)
 
     def recv(self, tensors: Sequence[Tensor], *args: Any) -> Work:
-        """Gloo's."""
+        """Receives a tensor from a rank, by Gloo."""
         return _with_future(self._gloo.recv(self._of_host(tensors), *args), tensors)
 
     def recv_anysource(self, tensors: Sequence[Tensor], *args: Any) -> Work:
-        """Gloo's."""
+        """Receives a tensor from whichever rank sends one, by Gloo."""
         return _with_future(self._gloo.recv_anysource(self._of_host(tensors), *args), tensors)
 
     @numbered("op", ops=lambda *_: 0)
     def gather(self, call: Call, outputs: Any, *args: Any) -> Any:
-        """Gloo's."""
+        """Gives one rank the tensors of all, by Gloo."""
         return self._through_gloo(call, self._gloo.gather, outputs, *args)
 
     @numbered("op", ops=lambda *_: 0)
     def scatter(self, call: Call, outputs: Any, *args: Any) -> Any:
-        """Gloo's."""
+        """Gives each rank one of a rank's tensors, by Gloo."""
         return self._through_gloo(call, self._gloo.scatter, outputs, *args)
 
     @numbered("op", ops=lambda *_: 0)
     def alltoall(self, call: Call, outputs: Any, *args: Any) -> Any:
-        """Gloo's."""
+        """Gives each rank one tensor of each, by Gloo."""
         return self._through_gloo(call, self._gloo.alltoall, outputs, *args)
 
     @numbered("op", ops=lambda *_: 0)
     def all_to_all_single(self, call: Call, output: Any, *args: Any) -> Any:
-        """Gloo's."""
+        """Gives each rank a part of the tensor of each, by Gloo."""
         return self._through_gloo(call, self._gloo.all_to_all_single, output, *args)
 
     def _of_host(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
