@@ -157,8 +157,8 @@ impl Job {
         if state.refused.is_some() || state.over.is_some() {
             return;
         }
-        let mut ranks = state.members.keys().copied();
-        let Some(rank) = ranks.next() else { return };
+        let ranks: Vec<_> = state.members.keys().copied().collect();
+        let [rank, also @ ..] = &*ranks else { return };
         let left = state.join_by.map_or(Span::ZERO, |join_by| join_by.since(Clock::start().now()));
         let left = Duration::from_nanos(left.0);
         let options = ConnectOptions {
@@ -166,8 +166,8 @@ impl Job {
             group: state.job.group.clone(),
             generation: self.generation,
             secret: self.secret,
-            rank,
-            also: ranks.collect(),
+            rank: *rank,
+            also: also.to_vec(),
             world: self.world,
             lanes: self.lanes,
             // A little sooner than the ranks give up, so that they hear why.
@@ -179,7 +179,7 @@ impl Job {
         drop(state);
         let started = connecting
             .run(&options)
-            .and_then(|client| Ok(Upstream::start(client, Arc::downgrade(self))?));
+            .and_then(|client| Ok(Upstream::start(client, ranks, Arc::downgrade(self))?));
         let mut state = self.lock();
         match started {
             // Its ranks know.
