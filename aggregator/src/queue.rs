@@ -36,7 +36,8 @@ pub(crate) struct Queue {
     turns: BTreeMap<Key, Turn>,
     /// How many ranks wait, by what they have in common.
     counts: BTreeMap<Common, usize>,
-    /// The round of the job that was served last, but for those that went first.
+    /// The latest round that a job was served in, but for those that went first; no later than that
+    /// of any job that waits for its round.
     round: u64,
     /// The last round in which a line was served, unless that is over. Nothing while nobody waits.
     served: BTreeMap<Line, u64>,
@@ -86,6 +87,7 @@ struct Waiting {
     /// The rule that admits it now.
     rule: Option<usize>,
     world: u16,
+    lanes: u8,
     /// How many of its ranks wait.
     ranks: usize,
     /// There is room for it.
@@ -138,14 +140,14 @@ impl Queue {
         }
         let turn = match self.turns.get(&key) {
             Some(turn) => *turn,
-            None => self.append(&key, Line::of(join, identity, addr), identity, join.world),
+            None => self.append(&key, Line::of(join, identity, addr), identity, join),
         };
         let waiting = self.jobs.get_mut(&turn).expect("appended above");
         waiting.ranks += 1;
         Ok(Place { key, counted, room: Arc::clone(&waiting.room) })
     }
 
-    fn append(&mut self, key: &Key, line: Line, identity: Option<&str>, world: u16) -> Turn {
+    fn append(&mut self, key: &Key, line: Line, identity: Option<&str>, join: &Join) -> Turn {
         self.arrivals += 1;
         let turn = Turn { arrival: self.arrivals, ..self.last_turn(&line) };
         let waiting = Waiting {
@@ -153,7 +155,8 @@ impl Queue {
             line,
             identity: identity.map(str::to_owned),
             rule: key.rule,
-            world,
+            world: join.world,
+            lanes: join.lanes,
             ranks: 0,
             called: false,
             before: 0,
@@ -191,7 +194,11 @@ impl Queue {
             (self.last_turn(&line), line)
         });
         if turn.in_turn {
-            self.round = self.round.max(turn.round);
+            // A job that fits at once may be of a late round. Those that wait for earlier rounds
+            // keep their places before whoever comes next.
+            let others = self.jobs.keys().filter(|other| other.in_turn && Some(**other) != own);
+            let first = others.map(|other| other.round).min().unwrap_or(u64::MAX);
+            self.round = self.round.max(turn.round.min(first));
         }
         let last = self.served.entry(line).or_default();
         *last = turn.round.max(*last);
@@ -271,12 +278,10 @@ impl Queue {
         addr: IpAddr,
     ) -> impl Iterator<Item = Tenant<'_>> {
         let own = self.turns.get(&Key::of(config, join, identity)).copied();
-        let new = self.last_turn(&Line::of(join, identity, addr));
-        let is_before = move |turn: &Turn| match own {
-            Some(own) => *turn < own,
-            // One that has not waited comes after all that are called, unless it goes first.
-            None => new.in_turn || *turn < new,
-        };
+        let last = own.unwrap_or_else(|| self.last_turn(&Line::of(join, identity, addr)));
+        // One that has not waited comes after all that are called, unless it goes first.
+        let is_after_all = own.is_none() && last.in_turn;
+        let is_before = move |turn: &Turn| is_after_all || *turn < last;
         let called = self.jobs.iter().filter(move |(turn, job)| job.called && is_before(turn));
         called.map(|(_, job)| job.tenant()).filter(|tenant| *tenant.name != join.job)
     }
@@ -329,9 +334,9 @@ impl Line {
 
 impl Waiting {
     fn tenant(&self) -> Tenant<'_> {
-        let Self { identity, rule, world, .. } = self;
+        let Self { identity, rule, world, lanes, .. } = self;
         let (name, identity) = (&self.key.name, identity.as_deref());
-        Tenant { name, identity, rule: *rule, world: *world, granted: None }
+        Tenant { name, identity, rule: *rule, world: *world, lanes: *lanes, granted: None }
     }
 }
 

@@ -294,7 +294,7 @@ impl Registry {
     fn open(&mut self, join: &Join, caller: &Caller, now: Instant) -> Result<(), Refusal> {
         self.check_succession(join)?;
         let (identity, ip) = (caller.identity.as_deref(), caller.addr.ip());
-        let wanted = Tenant::new(&self.config, &join.job, identity, join.world);
+        let wanted = Tenant::new(&self.config, &join.job, identity, (join.world, join.lanes));
         let mut held = self.held_beside(&join.job);
         check_room(&self.config, &held, &wanted)?;
         let mut above = self.config.parent.is_some().then(Above::default);
@@ -307,8 +307,7 @@ impl Registry {
                 return Err(Refusal::NoRoom(why.into()));
             }
         }
-        let tally = Tally::of(&self.config, &held);
-        let share = tally.share_in_lanes(&self.config, &wanted, join.lanes);
+        let share = Tally::of(&self.config, &held).share_of(&self.config, &wanted);
         if self.jobs.contains_key(&join.job) {
             let before = self.supersede(join);
             above = above.map(|_| Above::after(before));

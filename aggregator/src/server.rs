@@ -217,7 +217,7 @@ async fn attend(
                     pursue(registry, seat, joined);
                 }
                 Some(FromWorker::Parted(absent)) if lock(registry).is_only(seat, absent.rank) => {
-                    break Parting::Lost(absent.why);
+                    break Parting::Lost(loss_of_only(absent.why));
                 }
                 Some(FromWorker::Parted(absent)) => {
                     if !lock(registry).may_part(seat, absent.rank) {
@@ -269,6 +269,16 @@ async fn attend(
                 }
             }
         }
+    }
+}
+
+/// How a member has lost its only rank, by its own word. What it says of other ranks' aggregators
+/// cannot be: it has none below.
+const fn loss_of_only(said: Loss) -> Loss {
+    match said {
+        Loss::Relay => Loss::Broke,
+        // That it has left it may say with a word of its own as well.
+        Loss::Died | Loss::Silent | Loss::Broke | Loss::Left => said,
     }
 }
 

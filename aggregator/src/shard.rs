@@ -193,7 +193,7 @@ struct Shard {
     /// Some job has had its turn and has more to do.
     unserved: bool,
     /// There may be more commands.
-    untold: bool,
+    more_commands: bool,
 }
 
 impl Shard {
@@ -201,7 +201,7 @@ impl Shard {
         while let Some(received) = self.turn() {
             // After as many messages as were asked for there may be more. Of large ones these are
             // few: each is worth waking for.
-            if self.unserved || self.untold {
+            if self.unserved || self.more_commands {
                 continue;
             }
             if received > 0 && !self.recv.is_full() && self.gather.is_due(self.backlog()) {
@@ -242,10 +242,10 @@ impl Shard {
     /// Does what it was told and takes what has arrived. Returns how many messages that was, or
     /// none once the shard is to stop, or cannot go on.
     fn turn(&mut self) -> Option<usize> {
-        self.untold = true;
+        self.more_commands = true;
         for _ in 0..MOST_COMMANDS {
             let Ok(command) = self.inbox.try_recv() else {
-                self.untold = false;
+                self.more_commands = false;
                 break;
             };
             if !self.obey(command) {
@@ -339,8 +339,11 @@ impl Shard {
             }
             Command::Report(of, tell) => {
                 let now = self.clock.now();
-                let jobs = self.jobs.iter().filter(|(id, _)| of.is_none_or(|of| of == **id));
-                let jobs = jobs.map(|(id, job)| (*id, job.report(now))).collect();
+                let report = |(id, job): (&JobId, &Job)| (*id, job.report(now));
+                let jobs = match of {
+                    Some(id) => self.jobs.get_key_value(&id).into_iter().map(report).collect(),
+                    None => self.jobs.iter().map(report).collect(),
+                };
                 // Whoever asked may have lost patience.
                 drop(tell.send(ShardReport { jobs }));
             }

@@ -63,20 +63,21 @@ pub(crate) struct Tenant<'a> {
     /// The rule that admits it.
     pub(crate) rule: Option<usize>,
     pub(crate) world: u16,
+    pub(crate) lanes: u8,
     /// The share that it was granted, whatever the configuration says by now; none before that.
     pub(crate) granted: Option<f64>,
 }
 
 impl<'a> Tenant<'a> {
-    /// A job that is granted nothing yet.
+    /// A job of so many ranks and lanes that is granted nothing yet.
     pub(crate) fn new(
         config: &Config,
         name: &'a JobName,
         identity: Option<&'a str>,
-        world: u16,
+        (world, lanes): (u16, u8),
     ) -> Self {
         let rule = rule_of(&config.admit, identity, &name.name);
-        Self { name, identity, rule, world, granted: None }
+        Self { name, identity, rule, world, lanes, granted: None }
     }
 
     fn rule<'c>(&self, config: &'c Config) -> Option<&'c Admit> {
@@ -187,19 +188,13 @@ impl<'a> Tally<'a> {
         }
     }
 
-    /// The share of each shard's packet buffers that a job of one lane is granted beside the
-    /// others, in per cent: what its rule says, or an equal one. Of a job with a share of its own,
+    /// The share of each shard's packet buffers that a job is granted beside the others, in per cent: what its rule says, or an equal one. Of a job with a share of its own,
     /// the first group has half of that, or three quarters if it is none: most jobs stay without
     /// groups. What is left for further groups is of the job's own share, if a rule admits it:
     /// groups must not get around the rule's `max_jobs`. Without rules anybody may take all.
     pub(crate) fn share_of(&self, config: &Config, wanted: &Tenant<'_>) -> f64 {
-        self.share_in_lanes(config, wanted, 1)
-    }
-
-    /// Returns what [`Self::share_of`] does, for a job of `lanes` lanes.
-    pub(crate) fn share_in_lanes(&self, config: &Config, wanted: &Tenant<'_>, lanes: u8) -> f64 {
         let equal = Self::equal(config);
-        let least = least_share(config, wanted.world, lanes);
+        let least = least_share(config, wanted.world, wanted.lanes);
         match (self.shares.get(&*wanted.name.name), Self::own(config, wanted)) {
             (None, Some(own)) if wanted.name.group.is_empty() => own * 0.75,
             (None, Some(own)) => own / 2.0,
@@ -263,7 +258,7 @@ fn further(left: f64, kept: f64, least: f64) -> f64 {
 }
 
 /// The share of the packet buffers, in per cent, that is enough for the fewest slots of a job.
-fn least_share(config: &Config, world: u16, lanes: u8) -> f64 {
+pub(crate) fn least_share(config: &Config, world: u16, lanes: u8) -> f64 {
     let held = u32::from(lanes) * POOL_SLOTS.start() * buffers_of_slot(config, world);
     100.0 * f64::from(held) / config.buffers() as f64
 }
@@ -376,7 +371,7 @@ mod tests {
         world: u16,
     ) -> Tenant<'static> {
         let name = Box::leak(Box::new(JobName::new(job, group)));
-        Tenant::new(config, name, Some(identity), world)
+        Tenant::new(config, name, Some(identity), (world, 1))
     }
 
     fn rule(identity: &str, jobs: &str) -> Admit {
@@ -577,14 +572,19 @@ mod tests {
     }
 
     #[test]
-    fn a_group_of_several_lanes_has_the_fewest_slots_of_each() {
+    fn a_group_has_the_fewest_slots_of_each_lane_or_waits() {
         let config = Config::default();
         let first = group_of(&config, "train", "0", "x", 8);
+        let wanted = |lanes| Tenant { lanes, ..group_of(&config, "train", "1", "x", 8) };
         let held = [Tenant { granted: Some(98.0), ..first }];
-        let wanted = group_of(&config, "train", "1", "x", 8);
         let tally = Tally::of(&config, &held);
         let least = least_share(&config, 8, 8);
-        assert_eq!(tally.share_in_lanes(&config, &wanted, 8), least);
-        assert!(tally.share_of(&config, &wanted) < least);
+        assert_eq!(tally.share_of(&config, &wanted(8)), least);
+        assert!(tally.share_of(&config, &wanted(1)) < least);
+        // Less is left than it needs.
+        let held = [Tenant { granted: Some(100.0 - least / 2.0), ..first }];
+        assert_eq!(check_room(&config, &held, &wanted(1)), Ok(()));
+        let (later, told) = why(check_room(&config, &held, &wanted(8)));
+        assert!(later && told.contains("in 1 group; destroy groups"), "{told}");
     }
 }

@@ -137,6 +137,23 @@ impl Impostor {
         }
     }
 
+    /// Asks what the aggregator does, as the first word; returns the JSON that it tells.
+    pub(crate) fn status(&mut self) -> String {
+        self.say(&FromWorker::AskStatus { version: CONTROL_VERSION });
+        let mut told = String::new();
+        loop {
+            match self.hear() {
+                Some(FromAggregator::Status { part, more }) => {
+                    told.push_str(&part.0);
+                    if !more {
+                        return told;
+                    }
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
     /// Joins, and is refused; returns why.
     pub(crate) fn refused(&mut self, join: Join) -> String {
         self.say(&FromWorker::Join(join));

@@ -1,5 +1,6 @@
 //! Hosts whose ranks have sidecars, and a job of several of them that goes on at a standby.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Barrier, Mutex};
 use std::time::Duration;
@@ -13,8 +14,10 @@ use racksum_proto::ids::Rank;
 use racksum_worker::sidecar::{self, Limits, Sidecar};
 use racksum_worker::{Blocks, Client, ConnectOptions, Error, Operand};
 
+use crate::impostor::Impostor;
 use crate::inputs::{Values, seed, tensor};
 use crate::rig::{Rig, bounded};
+use crate::waits::await_that;
 
 /// Ranks 0 to 2 are on one host and 4 and 5 on another; rank 3 has no sidecar.
 const WORLD: u16 = 6;
@@ -337,6 +340,47 @@ fn whom_a_host_loses_after_a_move_is_named_on_the_other() {
             (0..WORLD).for_each(rank);
         });
         second.await_peace();
+    });
+}
+
+#[test]
+fn a_rank_that_calls_late_hears_of_the_first_loss_and_not_only_of_those_that_left_for_it() {
+    bounded(60, || {
+        let rig = Rig::start(|_| {});
+        let options = rig.options("calls-late", 0, WORLD);
+        let hosts = ["calls-late-one", "calls-late-two"].map(|it| Host::start(it, options.clone()));
+        let lost = |rank: u16, member: &Member| {
+            let one = vec![(vec![1; 4].into(), Descriptor::sum(1, DType::I32))];
+            match member.reduce(one) {
+                Err(
+                    Error::Op(OpError::PeerLost { ranks, why })
+                    | Error::Submit(SubmitError::PeerLost { ranks, why }),
+                ) => (ranks, why),
+                other => panic!("rank {rank}: {other:?}"),
+            }
+        };
+        let mut members = std::thread::scope(|scope| {
+            let (hosts, options) = (&hosts, &options);
+            let connect = |rank| scope.spawn(move || Member::connect(rank, hosts, options));
+            let started: Vec<_> = (0..WORLD).map(connect).collect();
+            let members = started.into_iter().map(|it| it.join().unwrap());
+            (0..WORLD).zip(members).collect::<BTreeMap<_, _>>()
+        });
+        drop(members.remove(&4));
+        let late = members.remove(&3).unwrap();
+        std::thread::scope(|scope| {
+            for (rank, member) in members {
+                scope.spawn(move || {
+                    assert_eq!(lost(rank, &member), (vec![Rank(4)], Loss::Left), "rank {rank}");
+                });
+            }
+        });
+        // They are gone, because of the first.
+        await_that("the first host has left", || {
+            !Impostor::connect(&rig).status().contains(r#""rank":0,"#)
+        });
+        let (ranks, why) = lost(3, &late);
+        assert!(ranks.contains(&Rank(4)) && why == Loss::Left, "{ranks:?}: {}", why.name());
     });
 }
 

@@ -243,6 +243,7 @@ fn an_aggregator_that_stops_is_lost_with_its_rack_and_the_root_with_all() {
                     };
                     let told = || lost(&error) == (vec![0, 2], Loss::Relay);
                     assert!(own || told(), "rank {rank}: {sentence}");
+                    assert!(sentence.matches("parent").count() <= 1, "it is said once: {sentence}");
                 }
             });
             rigs.iter().for_each(Rig::await_peace);

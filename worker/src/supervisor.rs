@@ -117,7 +117,7 @@ impl Supervisor {
                 }
                 Event::Said(FromAggregator::ParentLost { reason }) => {
                     NO_PARENT.note(|left_out| tracing::warn!(left_out, "{reason}"));
-                    self.end(format!("the parent of the aggregator is gone: {reason}"));
+                    self.end(reason);
                 }
                 Event::Said(FromAggregator::Drain) if self.may_move() => {
                     self.move_on("it is about to stop".into());

@@ -6,6 +6,7 @@ use racksum_proto::ids::OpId;
 use super::*;
 use crate::admission::Admit;
 use crate::registry::tests::wish;
+use crate::tenancy::least_share;
 
 const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
@@ -24,7 +25,7 @@ fn moving(job: &str) -> Join {
 }
 
 fn held<'a>(config: &Config, names: &'a [JobName], identity: &'a str) -> Vec<Tenant<'a>> {
-    names.iter().map(|name| Tenant::new(config, name, Some(identity), 1)).collect()
+    names.iter().map(|name| Tenant::new(config, name, Some(identity), (1, 1))).collect()
 }
 
 fn names<const N: usize>(names: [&str; N]) -> [JobName; N] {
@@ -202,6 +203,41 @@ fn a_tenant_that_comes_with_one_job_after_the_other_takes_turns_as_well() {
     }
     enter(&mut queue, &config, "busy", Some("busy"));
     assert_eq!(queue.names(), names(["patient-0", "patient-1", "busy"]));
+}
+
+#[test]
+fn a_job_that_fits_at_once_moves_nobody_behind_those_of_its_tenant_that_wait() {
+    let config = Config { max_ranks: 2, ..Config::default() };
+    let mut queue = Queue::default();
+    for nth in 0..50 {
+        let join = wish(&format!("large-{nth}"), 0, 2);
+        queue.enter(&config, &join, Some("crowd"), HERE).unwrap();
+    }
+    serve(&mut queue, &config, &wish("small", 0, 1), "crowd", false);
+    enter(&mut queue, &config, "first", Some("newcomer"));
+    assert_eq!(queue.names()[..3], names(["large-0", "first", "large-1"]));
+    // Nor does one that waits in a late round, and is served before its turn.
+    serve(&mut queue, &config, &wish("small", 0, 1), "crowd", true);
+    enter(&mut queue, &config, "second", Some("other"));
+    assert_eq!(queue.names()[..4], names(["large-0", "first", "second", "large-1"]));
+    // Each that has had its turn ends a round.
+    serve(&mut queue, &config, &wish("large-0", 0, 2), "crowd", false);
+    assert_eq!(queue.round, 0, "others wait for it still");
+}
+
+#[test]
+fn a_group_of_several_lanes_waits_for_as_much_room_as_it_is_granted() {
+    let config = Config::default();
+    let there = JobName::new("train", "0");
+    let there = Tenant::new(&config, &there, None, (8, 1));
+    let held = [Tenant { granted: Some(100.0 - least_share(&config, 8, 4)), ..there }];
+    let mut queue = Queue::default();
+    let places = [1, 8].map(|lanes| {
+        let join = Join { lanes, job: JobName::new("train", lanes.to_string()), ..wish("", 0, 8) };
+        queue.enter(&config, &join, None, HERE).unwrap()
+    });
+    queue.call(&config, &held);
+    assert_eq!(places.each_ref().map(|place| queue.turn(place).0), [true, false]);
 }
 
 #[test]

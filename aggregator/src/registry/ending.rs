@@ -33,7 +33,7 @@ impl Registry {
         let id = self.jobs.get(&join.job).filter(ends)?.id;
         let join = Join { begun_by: Some(beginner_of(join, caller)), ..join.clone() };
         let identity = caller.identity.as_deref();
-        let wanted = Tenant::new(&self.config, &join.job, identity, join.world);
+        let wanted = Tenant::new(&self.config, &join.job, identity, (join.world, join.lanes));
         // Whoever will be refused ends nothing.
         self.check_caller(&join, caller).ok()?;
         self.check_succession(&join).ok()?;

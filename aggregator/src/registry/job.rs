@@ -8,6 +8,7 @@ use racksum_proto::auth::{DataAuth, Key};
 use racksum_proto::control::{
     Absent, Beginner, FromAggregator, Join, MAX_OPS, OnRankLoss, POOL_SLOTS, Welcome,
 };
+use racksum_proto::counted::counted;
 use racksum_proto::geometry::{Fragmentation, WINDOW_BYTES};
 use racksum_proto::ids::{Generation, JobId, OpId, Rank};
 use racksum_proto::job_name::JobName;
@@ -226,7 +227,7 @@ impl Job {
 
     /// Whom its share is counted for.
     pub(super) fn tenant<'a>(&'a self, config: &AggregatorConfig, name: &'a JobName) -> Tenant<'a> {
-        let tenant = Tenant::new(config, name, self.identity.as_deref(), self.world);
+        let tenant = Tenant::new(config, name, self.identity.as_deref(), (self.world, self.lanes));
         Tenant { granted: Some(self.share), ..tenant }
     }
 
@@ -286,11 +287,10 @@ impl Job {
     ) -> Result<(Welcome, Vec<Config>), String> {
         if pool_slots < *POOL_SLOTS.start() {
             return Err(format!(
-                "{} ranks with {} lanes need more packet buffers than a job's share, or than its \
-                 other groups leave of that; raise --pool-mib or lower --max-jobs at the \
+                "{} with {} need more packet buffers than a job's share, or than its other groups leave of that; raise --pool-mib or lower --max-jobs at the \
                  aggregator, or raise share_percent of the job's [[admit]] rule",
-                self.order.len(),
-                self.lanes
+                counted(self.order.len(), "rank"),
+                counted(self.lanes, "lane")
             ));
         }
         let members = || self.members.iter().flatten();

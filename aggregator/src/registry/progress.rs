@@ -72,19 +72,19 @@ impl Watched {
 
 /// Watches how far a job is; none if there is no such job.
 pub(crate) fn watch(registry: &Shared, id: JobId) -> Option<Watched> {
-    let (watched, unasked) = lock(registry).watch(id)?;
-    if let Some(tell) = unasked {
-        tokio::spawn(tell_progress(Arc::clone(registry), id, tell));
+    let (watched, feed) = lock(registry).watch(id)?;
+    if let Some(feed) = feed {
+        tokio::spawn(tell_progress(Arc::clone(registry), id, feed));
     }
     Some(watched)
 }
 
 /// Asks the shards how far a job is for as long as it is watched.
-async fn tell_progress(registry: Shared, id: JobId, tell: watch::Sender<Progress>) {
+async fn tell_progress(registry: Shared, id: JobId, feed: watch::Sender<Progress>) {
     loop {
         let asked = {
             let mut registry = lock(&registry);
-            if !registry.is_watched(id) {
+            if registry.stop_if_unwatched(id) {
                 return;
             }
             registry.ask_shards(Some(id))
@@ -93,7 +93,7 @@ async fn tell_progress(registry: Shared, id: JobId, tell: watch::Sender<Progress
         for report in asked {
             reports.push(report.await.unwrap_or_default());
         }
-        tell.send_replace(Progress::of(id, &reports));
+        feed.send_replace(Progress::of(id, &reports));
         sleep(PERIOD).await;
     }
 }
@@ -102,22 +102,23 @@ impl Registry {
     /// Watches a job. The sender is for the first that does, which has to have it fed.
     fn watch(&mut self, id: JobId) -> Option<(Watched, Option<watch::Sender<Progress>>)> {
         let job = self.jobs.values_mut().find(|job| job.id == id)?;
-        let (progress, unasked) = match &job.progress {
+        let (progress, feed) = match &job.progress {
             Some(asked) => (asked.subscribe(), None),
             None => {
-                let (tell, progress) = watch::channel(Progress::default());
-                job.progress = Some(tell.clone());
-                (progress, Some(tell))
+                let (feed, progress) = watch::channel(Progress::default());
+                job.progress = Some(feed.clone());
+                (progress, Some(feed))
             }
         };
-        Some((Watched { progress, is_late: unasked.is_none() }, unasked))
+        Some((Watched { progress, is_late: feed.is_none() }, feed))
     }
 
-    /// Whether anybody watches a job. Who comes after the last has another task ask.
-    fn is_watched(&mut self, id: JobId) -> bool {
-        let Some(job) = self.jobs.values_mut().find(|job| job.id == id) else { return false };
-        job.progress.take_if(|tell| tell.receiver_count() == 0);
-        job.progress.is_some()
+    /// Stops feeding those that watch a job once nobody does. Returns whether it has: a later
+    /// watcher starts another task.
+    fn stop_if_unwatched(&mut self, id: JobId) -> bool {
+        let Some(job) = self.jobs.values_mut().find(|job| job.id == id) else { return true };
+        job.progress.take_if(|feed| feed.receiver_count() == 0);
+        job.progress.is_none()
     }
 }
 

@@ -412,6 +412,6 @@ fn a_tenant_that_loses_one_rank_after_another_does_not_fill_the_log() {
         }
     });
     assert!(registry.jobs.is_empty());
-    // Those at once, and one for each second that this took.
+    // Those at once, and as many for each minute that this took.
     assert!(written < LOST / 2, "{written} lines of {LOST} ranks");
 }

@@ -139,7 +139,7 @@ impl Registry {
                 );
             }
             FromAggregator::Refused { reason } if job.state != State::Gathering => {
-                let reason = format!("the aggregator's parent at {parent} refused: {reason}");
+                let reason = parent_gone(&format!("{parent} refused: {reason}"));
                 job.tell(&FromAggregator::ParentLost { reason });
                 self.remove(name);
             }
@@ -231,7 +231,11 @@ impl Registry {
         if job.state == State::Gathering && hung_up_here {
             return true;
         }
-        let reason = format!("the aggregator's parent at {parent} cannot be had: {why}");
+        let reason = if job.state == State::Gathering {
+            format!("the aggregator's parent at {parent} cannot be had: {why}")
+        } else {
+            parent_gone(&format!("{parent}: {why}"))
+        };
         let reason = String::from(PeerText::of(reason));
         LOST.note(|left_out| tracing::warn!(job = ?seat.job, left_out, "{reason}"));
         if job.state == State::Gathering {
@@ -533,6 +537,11 @@ fn of_world(mut ranks: Vec<u16>, world: u16) -> Vec<u16> {
     ranks.sort_unstable();
     ranks.dedup();
     ranks
+}
+
+/// Why a job is over that has lost the parent, in the sentence that all its ranks are told.
+fn parent_gone(how: &str) -> String {
+    format!("the parent of the aggregator is gone: {how}")
 }
 
 /// Why a parent is none.

@@ -369,3 +369,10 @@ fn what_is_too_long_to_be_said_is_refused_in_its_place() {
         assert!(reason.ends_with("bytes, too many"), "{reason}");
     });
 }
+
+#[test]
+fn a_member_with_one_rank_has_no_aggregator_below_to_lose() {
+    let said = [Loss::Died, Loss::Silent, Loss::Broke, Loss::Left, Loss::Relay];
+    let taken = [Loss::Died, Loss::Silent, Loss::Broke, Loss::Left, Loss::Broke];
+    assert_eq!(said.map(loss_of_only), taken);
+}

@@ -117,7 +117,7 @@ impl ShardHandle {
             published: Time(0),
             failure: failure.clone(),
             unserved: false,
-            untold: false,
+            more_commands: false,
         };
         let thread = failure.spawn(format!("shard-{number}"), move || shard.run())?;
         let (thread, mouth) = (Some(thread), Mouth { commands, waker });

@@ -38,7 +38,7 @@ fn shard() -> (Shard, Sender<Command>) {
         published: Time(0),
         failure: Failure::new(),
         unserved: false,
-        untold: false,
+        more_commands: false,
     };
     (shard, commands)
 }
@@ -324,9 +324,12 @@ fn data_is_taken_between_commands_however_many_there_are() {
     let told: Vec<_> = is_told(&mut reports[..=MOST_COMMANDS]);
     assert_eq!(told[..3], [Ok(1), Ok(1), Ok(0)], "of all jobs, of one, of one that is not there");
     assert!(told[..MOST_COMMANDS].iter().all(Result::is_ok));
-    assert!(told[MOST_COMMANDS].is_err() && shard.untold, "the shard does not sleep before that");
+    assert!(
+        told[MOST_COMMANDS].is_err() && shard.more_commands,
+        "the shard does not sleep before that"
+    );
     shard.turn();
     assert!(is_told(&mut reports[MOST_COMMANDS..]).iter().all(Result::is_ok));
     shard.turn();
-    assert!(!shard.untold);
+    assert!(!shard.more_commands);
 }

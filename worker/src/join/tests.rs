@@ -150,6 +150,6 @@ fn an_aggregator_that_says_something_else_each_time_does_not_fill_the_log() {
             joining.take(Event::Said(waiting), &mut session).unwrap();
         }
     });
-    // At first as many as a good one may say, and then one a second of each kind.
+    // At first as many as a good one may say, and then as many a minute of each kind.
     assert!((2..SAID / 20).contains(&written), "{written} lines");
 }

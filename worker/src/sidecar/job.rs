@@ -83,6 +83,8 @@ struct State {
     over: Option<FromSidecar>,
     /// The ranks were told so.
     told: bool,
+    /// The next life has begun, whatever has ended this one.
+    superseded: bool,
     /// Of the job's.
     changed: Arc<Condvar>,
 }
@@ -155,8 +157,8 @@ impl Job {
         if state.refused.is_some() || state.over.is_some() {
             return;
         }
-        let mut ranks = state.members.keys().copied();
-        let Some(rank) = ranks.next() else { return };
+        let ranks: Vec<_> = state.members.keys().copied().collect();
+        let [rank, also @ ..] = &*ranks else { return };
         let left = state.join_by.map_or(Span::ZERO, |join_by| join_by.since(Clock::start().now()));
         let left = Duration::from_nanos(left.0);
         let options = ConnectOptions {
@@ -164,8 +166,8 @@ impl Job {
             group: state.job.group.clone(),
             generation: self.generation,
             secret: self.secret,
-            rank,
-            also: ranks.collect(),
+            rank: *rank,
+            also: also.to_vec(),
             world: self.world,
             lanes: self.lanes,
             // A little sooner than the ranks give up, so that they hear why.
@@ -177,7 +179,7 @@ impl Job {
         drop(state);
         let started = connecting
             .run(&options)
-            .and_then(|client| Ok(Upstream::start(client, Arc::downgrade(self))?));
+            .and_then(|client| Ok(Upstream::start(client, ranks, Arc::downgrade(self))?));
         let mut state = self.lock();
         match started {
             // Its ranks know.
@@ -355,7 +357,8 @@ impl Job {
         self.lock().members.len()
     }
 
-    /// Ends the job, whose next life has begun, or whose sidecar stops.
+    /// Ends the job, since its next life has begun or its sidecar stops. The ranks of a life that is
+    /// over already are hung up once the next has begun.
     pub(super) fn end(&self, why: FromSidecar) {
         self.lock().end(why);
     }
@@ -513,8 +516,9 @@ impl State {
         }
     }
 
-    /// Ends the job. Its ranks hear so when nothing writes to their tensors any more.
+    /// Ends the job. Its ranks hear the first reason once nothing writes to their tensors any more.
     fn end(&mut self, why: FromSidecar) {
+        self.superseded |= matches!(why, FromSidecar::Superseded { .. });
         if self.over.is_none() {
             LOST.note(|left_out| {
                 tracing::warn!(job = ?self.job, left_out, "job is over: {}", in_words(&why));
@@ -529,18 +533,21 @@ impl State {
         self.tell_end();
     }
 
-    /// Tells the ranks what has ended the job, once the last fold has ended.
+    /// Tells the ranks what has ended the job, once the last fold has ended, and hangs up if the
+    /// next life has begun.
     fn tell_end(&mut self) {
-        if let Some(why) = self.over.as_ref().filter(|_| self.folding.is_empty() && !self.told) {
+        let Some(why) = self.over.as_ref().filter(|_| self.folding.is_empty()) else { return };
+        if !self.told {
             self.tell_all(why);
             self.told = true;
-            if matches!(why, FromSidecar::Superseded { .. }) {
-                // Ranks of a life that is over may be stuck, and keep what they have for ever.
-                self.hang_up();
-            }
             if let (FromSidecar::Lost { ranks, why }, Some(upstream)) = (why, &self.upstream) {
                 upstream.lose(ranks, *why);
             }
+        }
+        if self.superseded {
+            // Nobody counts these ranks any more. They may be stuck, and would keep their threads
+            // and the memory that they have lent for ever.
+            self.hang_up();
         }
     }
 }

@@ -40,6 +40,9 @@ const LAST_WORDS: Span = Span::from_secs(13);
 /// How long a rank that leaves waits for ops that it has called and ranks of other hosts have not.
 const LINGER: Duration = Duration::from_secs(5);
 
+/// How long a caller waits for the threads of those that were hung up, which are about to end.
+const PATIENCE_FOR_ROOM: Span = Span::from_millis(200);
+
 /// Callers that have no rank, beside as many as may get one: they are about to say what they want.
 const MAX_UNKNOWN: usize = 64;
 
@@ -72,7 +75,7 @@ pub(super) struct Shared {
     upstream: Option<ConnectOptions>,
     limits: Limits,
     pub(super) budget: Arc<Budget>,
-    /// Those that have called and not hung up.
+    /// Those that are served, also if they were hung up: their threads are about to end.
     lines: Mutex<Vec<Arc<Line>>>,
     /// Those of them that have no rank.
     door: Door,
@@ -180,7 +183,12 @@ impl Shared {
                     continue;
                 }
             };
-            self.let_in(&line);
+            if !self.let_in(&line) {
+                CALLERS.note(|left_out| {
+                    tracing::warn!(left_out, "a caller is hung up: too many are still served");
+                });
+                continue;
+            }
             let (shared, served) = (Arc::clone(self), Arc::clone(&line));
             let served = spawn("racksum-rank", move || {
                 shared.serve(&served);
@@ -195,11 +203,15 @@ impl Shared {
         }
     }
 
-    /// Lets a caller in, and hangs up another if there are too many: this waits for none that says
-    /// nothing.
-    fn let_in(&self, line: &Arc<Line>) {
-        // Threads of those that were hung up, which are about to end.
-        while self.lines().len() >= 2 * (self.limits.ranks + MAX_UNKNOWN) {
+    /// Lets a caller in. Hangs up another if too many have not joined, so nobody has to wait for
+    /// callers that say nothing. Returns false if there are too many lines, of which most are hung
+    /// up already: their threads may have to wait for folds, and others must not wait for them.
+    fn let_in(&self, line: &Arc<Line>) -> bool {
+        let (clock, began) = (Clock::start(), Clock::start().now());
+        while self.lines().len() >= self.most_lines() {
+            if clock.now().since(began) > PATIENCE_FOR_ROOM {
+                return false;
+            }
             std::thread::sleep(TICK / 100);
         }
         self.lines().push(Arc::clone(line));
@@ -211,6 +223,12 @@ impl Shared {
                 tracing::warn!(uid, left_out, "{what}");
             });
         }
+        true
+    }
+
+    /// The most lines at a time: ranks, callers without a rank, and as many that are hung up.
+    pub(super) const fn most_lines(&self) -> usize {
+        2 * (self.limits.ranks + MAX_UNKNOWN)
     }
 
     fn let_go(&self, line: &Arc<Line>) {
@@ -389,7 +407,7 @@ impl Shared {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn lines(&self) -> MutexGuard<'_, Vec<Arc<Line>>> {
+    pub(super) fn lines(&self) -> MutexGuard<'_, Vec<Arc<Line>>> {
         self.lines.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

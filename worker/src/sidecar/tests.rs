@@ -1,10 +1,12 @@
 //! Ranks as threads, at a sidecar of the test's own.
 
+mod crowds;
 mod hostile;
 mod lists;
 mod texts;
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;

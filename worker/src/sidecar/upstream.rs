@@ -30,6 +30,8 @@ const ROOM: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(super) struct Upstream {
     client: Arc<Client>,
+    /// The ranks of this host, for which the client has joined.
+    ranks: Vec<u16>,
     folded: Sender<Passed>,
 }
 
@@ -62,11 +64,11 @@ enum Flight {
 }
 
 impl Upstream {
-    /// Passes on what a job folds.
+    /// Passes on what a job folds, for these ranks.
     ///
     /// # Errors
     /// The kernel's, when there are no threads.
-    pub(super) fn start(client: Client, job: Weak<Job>) -> io::Result<Self> {
+    pub(super) fn start(client: Client, ranks: Vec<u16>, job: Weak<Job>) -> io::Result<Self> {
         let client = Arc::new(client);
         let ((folded, up), (flights, down)) = (channel(), channel());
         let (rising, above) = (Weak::clone(&job), Arc::clone(&client));
@@ -74,7 +76,7 @@ impl Upstream {
         drop(spawn("racksum-up", move || pass_up(&above, &up, &flights, &rising))?);
         let above = Arc::clone(&client);
         drop(spawn("racksum-down", move || pass_down(&above, &down, &job))?);
-        Ok(Self { client, folded })
+        Ok(Self { client, ranks, folded })
     }
 
     /// Sends a host's sum.
@@ -102,9 +104,11 @@ impl Upstream {
         self.client.stats()
     }
 
-    /// Says that ranks are gone; of those of other hosts it is not believed.
+    /// Says which ranks of this host are gone. The aggregator has named the others itself, and
+    /// takes a client that speaks for ranks of other hosts for broken.
     pub(super) fn lose(&self, ranks: &[u16], why: Loss) {
-        ranks.iter().for_each(|rank| self.client.part(*rank, why));
+        let own = ranks.iter().filter(|rank| self.ranks.contains(rank));
+        own.for_each(|rank| self.client.part(*rank, why));
     }
 
     /// Leaves the job.

@@ -294,6 +294,7 @@ fn a_parent_that_cannot_be_had_is_named_to_every_rank() {
     let (_call, [(seat, mut three), _]) = rack(&mut registry);
     registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(welcome()));
     assert!(!registry.hung_up(&seat, PARENT, "nobody answers"));
+    let reason = format!("the parent of the aggregator is gone: {PARENT}: nobody answers");
     assert_eq!(told(&mut three), Some(FromAggregator::ParentLost { reason }));
     // One that authenticates otherwise is no parent.
     let (mut call, [(seat, mut three), _]) = rack(&mut registry);

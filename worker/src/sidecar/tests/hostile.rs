@@ -15,12 +15,12 @@ use crate::sidecar::job::Job;
 use crate::sidecar::message::{FromSidecar, Join, ListAt, Outcome, VERSION};
 
 /// A rank that says whatever it wants.
-struct Rogue {
-    line: Line,
+pub(super) struct Rogue {
+    pub(super) line: Line,
 }
 
 impl Rogue {
-    fn join(rig: &Rig, rank: u16, world: u16) -> Self {
+    pub(super) fn join(rig: &Rig, rank: u16, world: u16) -> Self {
         let line = Line::connect(&rig.path).unwrap();
         line.send(&FromRank::Join(wish(rank, world)), None).unwrap();
         Self { line }
@@ -32,7 +32,7 @@ impl Rogue {
     }
 
     /// Lends memory, and returns why it is refused, if it is.
-    fn lend(&self, memory: u32, descriptor: Option<&OwnedFd>) -> Option<String> {
+    pub(super) fn lend(&self, memory: u32, descriptor: Option<&OwnedFd>) -> Option<String> {
         self.say(&FromRank::Lend { memory }, descriptor);
         loop {
             match self.line.recv().unwrap().expect("the sidecar is there").0 {
@@ -389,29 +389,6 @@ fn tensors_that_grow_keep_no_memory_that_is_too_small_for_them() {
         let handle = ranks[0].submit(own(floats(1.0, count)), sum_of(count)).unwrap();
         ranks[0].wait(handle).unwrap();
     }
-}
-
-#[test]
-fn a_life_that_is_over_keeps_nothing_although_its_ranks_are_stuck() {
-    let rig = Rig::start();
-    let stuck = Rogue::join(&rig, 0, 1);
-    let (_memory, descriptor) = SharedMemory::new(4096).unwrap();
-    assert_eq!(stuck.lend(0, Some(&descriptor)), None);
-    let next = |options: &mut ConnectOptions| options.generation = Generation(1);
-    let next = rig.call_with("job", 0, 1, next);
-    assert!(next.is_ready_within(PATIENCE).unwrap());
-    while ask(&rig.path).unwrap().memory[0] > 0 {
-        std::thread::yield_now();
-    }
-    let told: FromSidecar = stuck.line.recv().unwrap().unwrap().0;
-    let FromSidecar::Superseded { why } = told else { panic!("{told:?}") };
-    let own = std::process::id();
-    let lives = format!(
-        "a greater generation of the job has begun: generation 1 of job \"job\", begun by process \
-         {own}, has ended generation 0, begun by process {own}"
-    );
-    assert_eq!(why, lives);
-    assert!(stuck.line.recv::<FromSidecar>().unwrap().is_none());
 }
 
 #[test]
