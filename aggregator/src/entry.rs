@@ -15,8 +15,8 @@ use crate::server::{JOIN_TIMEOUT, Shared, WAITING_PERIOD, lock, say};
 use crate::tenancy::Refusal;
 use crate::words::Words;
 
-/// Takes a rank into its job, once there is room for it if the rank wants to wait; nothing comes of
-/// it if the rank leaves before. Its place with callers that have not joined is given up once it
+/// Takes a rank into its job, once there is room for it if the rank wants to wait; returns `None`
+/// if the rank leaves first. Its place with callers that have not joined is given up once it
 /// waits: from then on it counts with ranks that do.
 pub(crate) async fn enter(
     registry: &Shared,
@@ -62,9 +62,9 @@ impl Queued {
         Ok(Self { registry: Arc::clone(registry), place })
     }
 
-    /// Waits until the job has its turn, and tells the rank how many are served before it. Returns
-    /// in vain after a while, since what is in the way may be another limit by then. Nothing comes
-    /// of it if the rank leaves before.
+    /// Waits until the job has its turn, and tells the rank how many are served before it. Gives
+    /// up after a while, since another limit may be in the way by then. Returns `None` if the rank
+    /// leaves first.
     async fn wait(
         &self,
         why: &str,
@@ -94,7 +94,7 @@ impl Drop for Queued {
     }
 }
 
-/// Waits until it is time to look for room again. Nothing comes of it if the rank leaves before.
+/// Waits until it is time to look for room again. Returns `None` if the rank leaves first.
 async fn await_turn(
     room: &Notify,
     send: &mut quinn::SendStream,

@@ -196,8 +196,10 @@ pub(crate) fn millis(since: Instant) -> u64 {
 /// The socket, which is removed when it is dropped.
 #[derive(Debug)]
 pub(crate) struct StatusSocket {
-    listener: UnixListener,
+    /// Fields are dropped in this order: while the name is there, the socket must listen, or a
+    /// successor takes the name for one that was left behind.
     _name: Name,
+    listener: UnixListener,
 }
 
 impl StatusSocket {
@@ -208,7 +210,7 @@ impl StatusSocket {
     pub(crate) fn bind(path: &Path) -> io::Result<Self> {
         let (listener, name) = listen_for_streams(path, 0o600)?;
         listener.set_nonblocking(true)?;
-        Ok(Self { listener: UnixListener::from_std(listener)?, _name: name })
+        Ok(Self { _name: name, listener: UnixListener::from_std(listener)? })
     }
 
     /// Tells everyone who opens the socket.
@@ -246,4 +248,41 @@ pub(crate) async fn status(registry: &Shared, addr: SocketAddr) -> Status {
         job.merge(&reports);
     }
     status
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::ErrorKind;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_status_socket_listens_until_its_name_is_gone() {
+        let name = format!("racksum-status-order-{}", std::process::id());
+        let folder = std::env::temp_dir().join(name);
+        std::fs::create_dir(&folder).unwrap();
+        let path = folder.join("socket");
+        let socket = StatusSocket::bind(&path).unwrap();
+        // Its name stays for as long as the folder is locked.
+        let locked = File::open(&folder).unwrap();
+        locked.lock().unwrap();
+        let dropping = tokio::task::spawn_blocking(move || drop(socket));
+        let mut calls = 0;
+        loop {
+            match UnixStream::connect(&path) {
+                Ok(_) => {}
+                Err(error) if error.kind() == ErrorKind::NotFound => break,
+                Err(error) => panic!("a successor would take the name for a dead one: {error}"),
+            }
+            calls += 1;
+            if calls == 20 {
+                locked.unlock().unwrap();
+            }
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        dropping.await.unwrap();
+        std::fs::remove_dir(folder).unwrap();
+    }
 }

@@ -13,7 +13,7 @@ use serde_json::json;
 use crate::args::{self, Format};
 use crate::exit::{Failure, say};
 use crate::stderr;
-use crate::unnamed::{Unnamed, folder_of, link, unnamed};
+use crate::unnamed::{Unnamed, beside, folder_of, link, unnamed};
 
 #[derive(Debug, clap::Args)]
 #[command(before_long_help = HELP, after_long_help = args::EXIT_CODES)]
@@ -135,7 +135,11 @@ fn show(files: &[PathBuf], format: Format) -> Result<(), Failure> {
     for path in files {
         match Certificate::all_of(path) {
             Ok(certificates) => show_all(path, certificates, format)?,
-            Err(error) => failed.replace(error.into()).iter().for_each(stderr::say),
+            Err(error) => {
+                if let Some(before) = failed.replace(error.into()) {
+                    stderr::say(&before);
+                }
+            }
         }
     }
     failed.map_or(Ok(()), Err)
@@ -180,15 +184,16 @@ fn write_secret(path: &Path, contents: &str) -> Result<(), Failure> {
 /// Writes it without a name first if `unnamed` can.
 fn write_secret_by(path: &Path, contents: &str, unnamed: Unnamed) -> Result<(), Failure> {
     let path_shown = path.display();
+    let failed = |error: io::Error| {
+        let why = format!("cannot write {path_shown}: {error}; name another --out");
+        Failure::of_path(why, &error)
+    };
     let cannot = |error: io::Error| match error.kind() {
         ErrorKind::AlreadyExists => Failure::usage(format!(
             "{path_shown} is there already, and a key is not written over; name another --out, or \
              remove it"
         )),
-        _ => Failure::of_path(
-            format!("cannot write {path_shown}: {error}; name another --out"),
-            &error,
-        ),
+        _ => failed(error),
     };
     let mut options = OpenOptions::new();
     options.write(true).mode(0o600);
@@ -198,11 +203,10 @@ fn write_secret_by(path: &Path, contents: &str, unnamed: Unnamed) -> Result<(), 
     if let Some(file) = unnamed(folder_of(path), options.clone()) {
         return write(&file).and_then(|()| link(&file, path)).map_err(cannot);
     }
-    let mut hidden = path.as_os_str().to_owned();
-    hidden.push(format!(".{}.tmp", std::process::id()));
-    let opened = options.create_new(true).open(&hidden);
-    let written = opened.and_then(|file| write(&file)).and_then(|()| fs::hard_link(&hidden, path));
-    // Not there if it could not be made; otherwise the other name is enough.
+    options.create_new(true);
+    let (hidden, file) = beside(path, |hidden| options.open(hidden)).map_err(failed)?;
+    let written = write(&file).and_then(|()| fs::hard_link(&hidden, path));
+    // The other name is enough.
     drop(fs::remove_file(&hidden));
     written.map_err(cannot)
 }
@@ -229,5 +233,20 @@ mod tests {
             assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);
             fs::remove_dir_all(&folder).unwrap();
         }
+    }
+
+    #[test]
+    fn the_temporary_file_of_another_process_is_left_alone() {
+        let folder = std::env::temp_dir().join(format!("racksum-beside-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        let path = folder.join("node.pem");
+        // In another container, a process may have this one's number.
+        let make = |hidden: &Path| fs::write(hidden, "theirs");
+        let (theirs, ()) = beside(&path, make).unwrap();
+        write_secret_by(&path, "own", |_, _| None).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"own");
+        assert_eq!(fs::read(theirs).unwrap(), b"theirs");
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 2);
+        fs::remove_dir_all(&folder).unwrap();
     }
 }

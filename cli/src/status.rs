@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use racksum_aggregator::{JobStatus, ShardStatus, Status};
 use racksum_net::clock::Clock;
-use racksum_net::local::{CallError, Peer, call_for_stream};
+use racksum_net::local::{CallError, Peer, call_for_stream, remove_dead};
 use racksum_proto::counted::counted;
 use racksum_proto::ids::listed;
 use racksum_proto::job_name::JobName;
@@ -97,7 +97,7 @@ fn advice(error: &CallError, whose: &str, question: &str) -> String {
 
 /// Asks all aggregators of this host, and prints what those say that answer.
 fn ask_all(format: Format) -> Result<(), Failure> {
-    let (mut told, mut silent) = (false, Vec::new());
+    let (mut told, mut silent, mut dead) = (false, Vec::new(), Vec::new());
     for sockets in sockets()?.chunks(AT_A_TIME) {
         let answers = std::thread::scope(|scope| {
             let ask = |(socket, owner): &'_ (PathBuf, u32)| {
@@ -118,25 +118,24 @@ fn ask_all(format: Format) -> Result<(), Failure> {
                     told = true;
                     print(&status, format)?;
                 }
-                // One that a killed aggregator left behind is of no use to anybody.
-                Err(error) if error.is_absence() => {
-                    // What another user has in a folder, root does not remove.
-                    if socket.starts_with(folder()) {
-                        drop(fs::remove_file(socket));
-                    }
-                }
+                Err(error) if error.is_absence() => dead.push(socket.clone()),
                 // Nor is another file any of this.
                 Err(CallError::NoSocket) => {}
                 Err(error) => silent.push(format!("cannot ask {}: {error}", socket.display())),
             }
         }
     }
+    // What killed aggregators left behind is of no use to anybody. What another user has in a
+    // folder, root does not remove.
+    let folder = folder();
+    dead.retain(|socket| socket.starts_with(&folder));
+    remove_dead(&folder, dead);
     match (told, &silent[..]) {
         (true, []) => Ok(()),
         (false, []) => Err(Failure::unavailable(format!(
             "no aggregator of this user has its status socket in {}; start one, or name its \
              --status-socket or its HOST:PORT",
-            folder().display()
+            folder.display()
         ))),
         (_, silent) => Err(Failure::unavailable(silent.join("; "))),
     }
@@ -153,17 +152,8 @@ const AT_A_TIME: usize = 64;
 pub(crate) fn usual_socket() -> Result<PathBuf, String> {
     let folder = folder();
     own(&folder).map_err(|error| format!("cannot use the folder {}: {error}", folder.display()))?;
-    remove_dead(&folder);
+    remove_dead(&folder, sockets_in(&folder));
     Ok(folder.join(format!("{}.sock", std::process::id())))
-}
-
-/// Removes the sockets of a folder that killed aggregators have left behind.
-fn remove_dead(folder: &Path) {
-    for socket in sockets_in(folder) {
-        if call_for_stream(&socket).is_err_and(|error| error.is_absence()) {
-            drop(fs::remove_file(socket));
-        }
-    }
 }
 
 /// Makes a folder, which must be this user's if it is there already.
@@ -276,7 +266,7 @@ fn parse(told: &[u8]) -> Result<Status, String> {
 /// Asks who listens at a socket, which must be a process of this user or of root; root may ask
 /// everybody.
 fn ask(socket: &Path, owner: u32) -> Result<Status, CallError> {
-    let stream = call_for_stream(socket)?;
+    let stream = call_for_stream(socket, PATIENCE)?;
     let peer = Peer::of(&stream)?;
     if !is_trusted(peer.uid, owner) {
         let uid = peer.uid;

@@ -1,9 +1,11 @@
 //! Files that have no name until they are whole. A process that is killed before leaves nothing
 //! behind.
 
+use std::ffi::{OsStr, OsString};
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
@@ -39,4 +41,35 @@ pub(crate) fn folder_of(path: &Path) -> &Path {
         Some(folder) if folder != Path::new("") => folder,
         _ => Path::new("."),
     }
+}
+
+/// Names tried for the temporary file.
+pub(crate) const ATTEMPTS: u32 = 16;
+
+/// Bytes of its name that the temporary file's has: less than the 255 that a name may have.
+const LONGEST_NAME: usize = 200;
+
+/// Makes a file beside a path, of a name that no other has.
+pub(crate) fn beside<T>(
+    path: &Path,
+    make: impl Fn(&Path) -> io::Result<T>,
+) -> io::Result<(PathBuf, T)> {
+    let name = path.file_name().unwrap_or_default();
+    for attempt in 0..ATTEMPTS {
+        let mut hidden = OsString::from(".");
+        // A name may be as long as the file system lets it.
+        let len = name.len().min(LONGEST_NAME);
+        hidden.push(OsStr::from_bytes(&name.as_bytes()[..len]));
+        hidden.push(format!(".{}-{attempt}.tmp", std::process::id()));
+        let hidden = folder_of(path).join(hidden);
+        match make(&hidden) {
+            Ok(made) => return Ok((hidden, made)),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Err(io::Error::new(
+        io::ErrorKind::AlreadyExists,
+        format!("{ATTEMPTS} temporary files are in the way in its folder; remove them"),
+    ))
 }

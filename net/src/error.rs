@@ -124,7 +124,7 @@ pub enum NetError {
         addr: SocketAddr,
     },
     /// Nothing answered in time.
-    #[error("{}; {}", unanswered(*addr, *waited), advice(*narrow))]
+    #[error("{}{}", unanswered(*addr, *waited, *narrow), advice(*narrow))]
     NobodyThere {
         /// Who was called.
         addr: SocketAddr,
@@ -265,11 +265,12 @@ impl NetError {
         )
     }
 
-    /// What happened, without what is to be done about it.
+    /// What happened, without what to do about nobody's being there. The sentences of other errors
+    /// stay whole.
     #[must_use]
     pub fn without_advice(&self) -> String {
         match self {
-            Self::NobodyThere { addr, waited, narrow: None } => unanswered(*addr, *waited),
+            Self::NobodyThere { addr, waited, narrow } => unanswered(*addr, *waited, *narrow),
             other => other.to_string(),
         }
     }
@@ -358,20 +359,23 @@ fn seconds(span: Span) -> f64 {
     (span.as_millis() as f64 / 100.0).round() / 10.0
 }
 
-fn unanswered(addr: SocketAddr, waited: Span) -> String {
-    format!("nobody answered at {addr} within {} s", seconds(waited))
+/// That nobody answers, over a path that may be known to be too narrow.
+fn unanswered(addr: SocketAddr, waited: Span, narrow: Option<usize>) -> String {
+    let told = format!("nobody answered at {addr} within {} s", seconds(waited));
+    match narrow {
+        None => told,
+        Some(mtu) => format!(
+            "{told}; the path there passes no IP packet of more than {mtu} bytes, and racksum \
+             needs {MIN_MTU}"
+        ),
+    }
 }
 
-/// What to do when nobody answers, over a path that may be known to be too narrow.
-fn advice(narrow: Option<usize>) -> String {
+/// What to do about that.
+const fn advice(narrow: Option<usize>) -> &'static str {
     match narrow {
-        None => {
-            "check the address, that the aggregator runs, and that no firewall drops UDP".into()
-        }
-        Some(mtu) => format!(
-            "the path there passes no IP packet of more than {mtu} bytes, and racksum needs \
-             {MIN_MTU}, so raise the MTU of its links"
-        ),
+        None => "; check the address, that the aggregator runs, and that no firewall drops UDP",
+        Some(_) => ", so raise the MTU of its links",
     }
 }
 
@@ -410,7 +414,8 @@ mod tests {
     #[test]
     fn a_path_that_is_too_narrow_is_said_where_nobody_answers() {
         let (addr, waited) = ("10.0.0.1:7177".parse().unwrap(), Span::from_secs(5));
-        let sentence = |narrow| NetError::NobodyThere { addr, waited, narrow }.to_string();
+        let error = |narrow| NetError::NobodyThere { addr, waited, narrow };
+        let sentence = |narrow| error(narrow).to_string();
         assert_eq!(
             sentence(None),
             "nobody answered at 10.0.0.1:7177 within 5 s; check the address, that the \
@@ -421,6 +426,10 @@ mod tests {
             "nobody answered at 10.0.0.1:7177 within 5 s; the path there passes no IP packet \
              of more than 1000 bytes, and racksum needs 1280, so raise the MTU of its links"
         );
+        for (narrow, last) in [(None, " within 5 s"), (Some(1000), ", and racksum needs 1280")] {
+            let what = error(narrow).without_advice();
+            assert!(what.ends_with(last), "{what}");
+        }
     }
 
     #[test]

@@ -15,6 +15,6 @@ pub use limits::{fail_at_file_limit, is_known_user, raise_open_files};
 pub use line::{CallError, Line, LineError, Peer, call_for_stream};
 pub use listener::Listener;
 pub use memory::SharedMemory;
-pub use name::{Name, listen_for_streams};
+pub use name::{Name, listen_for_streams, remove_dead};
 pub use sealed::Sealed;
 pub use systemd::{listener_of_systemd, tell_systemd};

@@ -96,6 +96,7 @@ mod tests {
         let error = resolve("no port").await.unwrap_err();
         assert_eq!(error.kind(), resolve_blocking("no port").unwrap_err().kind());
     }
+
     #[test]
     fn link_local_addresses_are_left_out_or_refused() {
         for host in ["[fe80::1]:7", "[fe80::1%1]:7", "[fe80::1%lo]:7", "[febf::1%no.such]:7"] {

@@ -233,7 +233,7 @@ impl Blocked {
     }
 }
 
-/// Whether two addresses are of one place; the scope of one of a link is not sent.
+/// Whether two addresses are the same; IPv4 may be written as IPv6 (`::ffff:a.b.c.d`).
 fn is_same(one: SocketAddr, other: SocketAddr) -> bool {
     one.port() == other.port() && one.ip().to_canonical() == other.ip().to_canonical()
 }

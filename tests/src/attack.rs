@@ -186,10 +186,23 @@ struct Other {
     done: AtomicBool,
 }
 
+/// Ends this process, which a test has for itself, if its thread panics: other threads would wait
+/// for it.
+struct EndsAll;
+
+impl Drop for EndsAll {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            std::process::abort();
+        }
+    }
+}
+
 impl Other {
     /// Runs ops while it is quiet, then what `between` waits for, and ops under attack.
     fn run(&self, rig: &Rig, between: impl Fn() + Sync) -> [Ops; 2] {
         let ops = |client: &Client, rank| {
+            let _ends_all = EndsAll;
             let quiet = Ops::run(client, rank, lasts());
             self.rested.store(true, SeqCst);
             between();
@@ -252,6 +265,7 @@ fn run(name: &str, rate: Option<u64>, attack: impl Fn(&mut Attacker) + Sync) -> 
                 phases.wait();
             })
         });
+        let _ends_all = EndsAll;
         let clock = Clock::start();
         let attack_until = |attacker: &mut Attacker, over: &dyn Fn(Span) -> bool| {
             let (start, mut calls) = (clock.now(), 0);
@@ -329,6 +343,7 @@ fn talk(name: &str, ranks: u16, word: &FromWorker) {
         for talker in &mut talkers {
             let (other, rested) = (&other, &rested);
             scope.spawn(move || {
+                let _ends_all = EndsAll;
                 give_way();
                 rested.wait();
                 // It waits while it is not read, until its connection ends with the ops.

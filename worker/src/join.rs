@@ -309,12 +309,7 @@ pub(crate) fn shard_addrs(
     aggregator: SocketAddr,
     welcome: &Welcome,
 ) -> impl Iterator<Item = SocketAddr> + '_ {
-    welcome.data_ports.iter().map(move |port| {
-        // Not a new address: the scope of one of a link stays.
-        let mut addr = aggregator;
-        addr.set_port(*port);
-        addr
-    })
+    welcome.data_ports.iter().map(move |port| SocketAddr::new(aggregator.ip(), *port))
 }
 
 /// Where a rank would rather be, and how it stood when it saw others there.

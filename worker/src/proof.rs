@@ -114,9 +114,7 @@ impl Proof<'_> {
         for (place, (route, of_place)) in self.routes.iter().zip(of_places).enumerate() {
             let Some((data_ports, token, ip)) = of_place else { continue };
             paths.extend(data_ports.into_iter().map(|port| {
-                // Not a new address: the scope of one of a link stays.
-                let mut shard = route.to;
-                shard.set_port(port);
+                let shard = SocketAddr::new(route.to.ip(), port);
                 Path { place, shard, token, ip, refused: None }
             }));
         }

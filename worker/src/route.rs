@@ -30,10 +30,7 @@ impl Route {
             None => local_addr_towards(to)
                 .map_err(|cause| ConnectError::NoWay { to, why: cause.to_string() })?,
         };
-        // Not a new address: one of a link means nothing without the scope that `to` has.
-        let mut from = to;
-        from.set_ip(local);
-        from.set_port(0);
+        let from = SocketAddr::new(local, 0);
         Ok(Self { to, from, interface: interface_of(local), is_chosen: chosen.is_some() })
     }
 

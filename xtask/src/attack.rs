@@ -71,7 +71,8 @@ fn tenant(root: &Path, args: &AttackArgs) -> Result<Vec<Figure>> {
     for _ in 0..args.rounds {
         interrupt::check()?;
         let said = command.output(root)?;
-        let found: Vec<_> = said.lines().filter_map(attack_line).flatten().collect();
+        let found: Vec<_> = said.lines().map(attack_line).collect::<Result<_>>()?;
+        let found: Vec<_> = found.into_iter().flatten().collect();
         if found.is_empty() {
             bail!("{command} printed no figures");
         }
@@ -86,28 +87,33 @@ fn tenant(root: &Path, args: &AttackArgs) -> Result<Vec<Figure>> {
 }
 
 /// The figures of a line that an attack prints, `attack=NAME key=value ...`, and the most that each
-/// may be.
-fn attack_line(line: &str) -> Option<Vec<(String, f64, f64)>> {
-    let (_, fields) = line.split_once("attack=").map(|(_, rest)| rest.split_once(' '))??;
-    let name = line.split_once("attack=")?.1.split_whitespace().next()?;
+/// may be; none of another line. Only bytes may be missing, both of them: there are attacks that
+/// have no answers.
+fn attack_line(line: &str) -> Result<Vec<(String, f64, f64)>> {
+    let Some((_, said)) = line.split_once("attack=") else { return Ok(Vec::new()) };
+    let (name, fields) = said.split_once(' ').unwrap_or((said, ""));
     let fields: BTreeMap<_, f64> = fields
         .split_whitespace()
         .filter_map(|field| field.split_once('='))
         .filter_map(|(key, value)| Some((key, value.parse().ok()?)))
         .collect();
-    let of = |key: &str| fields.get(key).copied();
-    let ratio = |over: &str, under: &str| Some(of(over)? / of(under)?.max(1.0));
+    let of = |key: &str| {
+        fields.get(key).copied().with_context(|| format!("an attack printed no {key}: {line}"))
+    };
+    let ratio = |over: &str, under: &str| Ok::<_, anyhow::Error>(of(over)? / of(under)?.max(1.0));
+    let mut figures = Vec::new();
+    if ["bytes_out", "bytes_in"].iter().any(|key| fields.contains_key(key)) {
+        figures.push(("bytes out / in", ratio("bytes_out", "bytes_in")?, 2.0));
+    }
     // Two tenants share, so a half of what one alone has is fair: 80 % of that.
-    let fair = of("throughput_share").map(|share| 0.5 / share.max(1e-9));
-    let figures = [
-        ("bytes out / in", ratio("bytes_out", "bytes_in"), 2.0),
-        ("other tenant's p99 / quiet", ratio("attacked_p99_us", "quiet_p99_us"), 3.0),
-        ("fair half / other tenant's ops", fair, 1.0 / 0.8),
-    ];
-    let found = figures
-        .into_iter()
-        .filter_map(|(what, value, most)| Some((format!("{name}: {what}"), value?, most)));
-    Some(found.collect())
+    let fair = 0.5 / of("throughput_share")?.max(1e-9);
+    figures.push(("other tenant's p99 / quiet", ratio("attacked_p99_us", "quiet_p99_us")?, 3.0));
+    figures.push(("fair half / other tenant's ops", fair, 1.0 / 0.8));
+    let named = figures.into_iter().map(|(what, value, most)| {
+        let what = format!("{name}: {what}");
+        (what, value, most)
+    });
+    Ok(named.collect())
 }
 
 /// Callers that fall silent, beside ranks that join.
@@ -234,10 +240,27 @@ mod tests {
         assert_eq!(values[0], ("asks: bytes out / in", 1.5));
         assert_eq!(values[1], ("asks: other tenant's p99 / quiet", 4.0));
         assert_eq!(values[2], ("asks: fair half / other tenant's ops", 1.0));
-        assert_eq!(attack_line("test y ... ok"), None);
+        assert_eq!(attack_line("test y ... ok").unwrap(), []);
         let figure = |values: &[f64]| Figure { what: "a".into(), values: values.into(), most: 3.0 };
         assert!(figure(&[9.0, 3.0, 1.0]).is_kept());
         assert!(!figure(&[9.0, 3.1, 1.0]).is_kept());
         assert!(!figure(&[]).is_kept(), "nothing was measured");
+    }
+
+    #[test]
+    fn only_the_bytes_of_an_attack_may_be_missing_and_both_of_them() {
+        let fields = ["quiet_p99_us=1", "attacked_p99_us=2", "throughput_share=0.5"];
+        let line = |fields: &[&str]| format!("attack=words seconds=1 {}", fields.join(" "));
+        assert_eq!(attack_line(&line(&fields)).unwrap().len(), 2);
+        for missing in fields {
+            let left: Vec<_> = fields.into_iter().filter(|field| *field != missing).collect();
+            let why = attack_line(&line(&left)).unwrap_err().to_string();
+            let (key, _) = missing.split_once('=').unwrap();
+            assert!(why.starts_with(&format!("an attack printed no {key}: attack=words")), "{why}");
+        }
+        for bytes in ["bytes_in=1", "bytes_out=1"] {
+            attack_line(&line(&[&fields[..], &[bytes]].concat())).unwrap_err();
+        }
+        attack_line("attack=words").unwrap_err();
     }
 }

@@ -23,7 +23,7 @@ pub(super) struct Member {
     pub(super) also: Vec<Join>,
     /// The name in its certificate.
     pub(super) identity: Option<String>,
-    /// Where its data comes from: an address of a link means nothing without its scope.
+    /// Where it calls from; its data comes from other ports of the same host.
     addr: SocketAddr,
     tell: Sender<FromAggregator>,
     pub(super) hears: bool,
@@ -78,9 +78,8 @@ impl Member {
     /// Where its data to the aggregator's shard of this number comes from.
     pub(super) fn data_addr(&self, shard: usize) -> SocketAddr {
         let ports = &self.join.data_ports;
-        let mut addr = self.addr;
-        addr.set_port(ports.get(shard).or_else(|| ports.first()).copied().unwrap_or(0));
-        addr
+        let port = ports.get(shard).or_else(|| ports.first()).copied().unwrap_or(0);
+        SocketAddr::new(self.addr.ip(), port)
     }
 
     /// Why it has no part in a job that demands multicast.

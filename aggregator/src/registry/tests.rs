@@ -1,4 +1,4 @@
-use std::net::{Ipv4Addr, SocketAddrV6};
+use std::net::Ipv4Addr;
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
@@ -338,18 +338,6 @@ fn jobs_that_say_that_they_move_do_not_keep_out_one_that_waits() {
     assert_eq!(moves, Some(16));
     assert_eq!(registry.turn(&place), (true, 0));
     registry.join(wish("waits", 0, 1), patient, now).unwrap();
-}
-
-#[test]
-fn a_rank_of_a_link_keeps_its_scope() {
-    let mut registry = registry(Fanout::Unicast, 0);
-    let addr = SocketAddrV6::new("fe80::7".parse().unwrap(), 50_000, 0, 3).into();
-    let (tell, _inbox) = channel(WORDS);
-    let (seat, _) = registry
-        .join(wish("link", 0, 2), Caller { identity: None, addr, tell }, Instant::now())
-        .unwrap();
-    let data = registry.jobs[&seat.job].member_with(0).unwrap().data_addr(0);
-    assert_eq!(data, SocketAddrV6::new("fe80::7".parse().unwrap(), 1000, 0, 3).into());
 }
 
 #[test]

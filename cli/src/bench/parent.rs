@@ -29,7 +29,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let mut workers = Workers::start(world, &aggregator)?;
     let work = args.work();
     let line = line_of(&work);
-    let (mut wrong, mut done) = (0, 0);
+    let (mut wrong, mut done) = (0, 0_u64);
     for density in args.densities() {
         let pattern = args.pattern(world, density);
         if args.format == Format::Text {
@@ -37,7 +37,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
         }
         for bytes in args.sizes() {
             let measured = workers.measured(&work)?;
-            done += effort(bytes).saturating_mul(args.rounds());
+            done = done.saturating_add(effort(bytes).saturating_mul(args.rounds()));
             work.reach(done);
             if let Some(row) = Row::new(args, &pattern, None, &measured) {
                 wrong += row.wrong();

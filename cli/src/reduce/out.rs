@@ -1,9 +1,7 @@
 //! The file of the result: whole, or not there at all.
 
-use std::ffi::{OsStr, OsString};
 use std::fs::{File, Metadata, Permissions};
 use std::io;
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::exit::Failure;
 use crate::signals::{Ending, cannot_wait};
 use crate::thread::spawn;
-use crate::unnamed::{Unnamed, folder_of, link, open_at, unnamed};
+use crate::unnamed::{Unnamed, beside, folder_of, link, open_at, unnamed};
 
 /// A file that is written without a name, and put in its place once it is whole. A process that is
 /// killed before leaves nothing behind. Where a file system has no files without names, it has
@@ -164,28 +162,6 @@ fn remove(name: &mut Option<PathBuf>) {
     }
 }
 
-/// Makes a file beside a path, of a name that no other has.
-fn beside<T>(path: &Path, make: impl Fn(&Path) -> io::Result<T>) -> io::Result<(PathBuf, T)> {
-    let name = path.file_name().unwrap_or_default();
-    for attempt in 0..ATTEMPTS {
-        let mut hidden = OsString::from(".");
-        // A name may be as long as the file system lets it.
-        let len = name.len().min(LONGEST_NAME);
-        hidden.push(OsStr::from_bytes(&name.as_bytes()[..len]));
-        hidden.push(format!(".{}-{attempt}.tmp", std::process::id()));
-        let hidden = folder_of(path).join(hidden);
-        match make(&hidden) {
-            Ok(made) => return Ok((hidden, made)),
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Err(io::Error::new(
-        io::ErrorKind::AlreadyExists,
-        format!("{ATTEMPTS} temporary files are in the way in its folder; remove them"),
-    ))
-}
-
 /// What is known of the file that the result would replace, if there is one.
 fn replaceable(path: &Path) -> Result<Option<Metadata>, Failure> {
     let refused = |why: &str| Failure::usage(format!("--out {} {why}", path.display()));
@@ -231,13 +207,8 @@ pub(super) fn cannot_write(path: &Path, error: &io::Error) -> Failure {
     Failure::of_path(format!("cannot write {}: {error}", path.display()), error)
 }
 
-/// Bytes of its name that the temporary file's has: less than the 255 that a name may have.
-const LONGEST_NAME: usize = 200;
 /// Links that the kernel follows from a path to its file.
 const MAX_LINKS: u32 = 40;
-/// Names tried for the temporary file.
-const ATTEMPTS: u32 = 16;
-
 #[cfg(test)]
 mod tests {
     use std::io::Write;
@@ -246,6 +217,7 @@ mod tests {
 
     use super::*;
     use crate::exit::Exit;
+    use crate::unnamed::ATTEMPTS;
 
     fn folder(name: &str) -> PathBuf {
         let folder =

@@ -1,6 +1,6 @@
 //! Processes of the program, none of which outlives its test or its patience.
 
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufReader, Read};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -62,12 +62,19 @@ impl Reader {
         let read = Arc::new(Mutex::new(String::new()));
         let into = Arc::clone(&read);
         let thread = std::thread::spawn(move || {
-            let mut lines = BufReader::new(pipe);
-            let mut line = String::new();
-            while lines.read_line(&mut line).unwrap() > 0 {
-                into.lock().unwrap().push_str(&line);
+            let mut line = Vec::new();
+            let take = |line: &mut Vec<u8>| {
+                into.lock().unwrap().push_str(str::from_utf8(line).unwrap());
                 line.clear();
+            };
+            for byte in BufReader::new(pipe).bytes() {
+                line.push(byte.unwrap());
+                // On a terminal, what is drawn again and again on one line ends with a return.
+                if line.ends_with(b"\n") || line.ends_with(b"\r") {
+                    take(&mut line);
+                }
             }
+            take(&mut line);
         });
         Self { read, thread }
     }

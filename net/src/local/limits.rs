@@ -22,8 +22,7 @@ pub fn raise_open_files() -> io::Result<()> {
     }
 }
 
-/// Has a write beyond the limit on the size of files fail, where the signal of it would end this
-/// process without a word.
+/// Ignores SIGXFSZ, so that a write beyond the file size limit returns an error.
 pub fn fail_at_file_limit() {
     // SAFETY: it installs no handler, and the signal can be ignored.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };

@@ -66,12 +66,31 @@ impl CallError {
     }
 }
 
-/// Calls the process that listens at a path for streams, whoever it is.
+/// Calls the process that listens at a path for streams, whoever it is. Waits no longer than
+/// `patience` while the calls before this one fill its queue.
 ///
 /// # Errors
 /// [`CallError::NoSocket`], or the kernel's.
-pub fn call_for_stream(path: &Path) -> Result<UnixStream, CallError> {
-    UnixStream::connect(path).map_err(|error| CallError::of(path, error))
+pub fn call_for_stream(path: &Path, patience: Duration) -> Result<UnixStream, CallError> {
+    let flags = SocketFlags::CLOEXEC;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
+    let socket = socket.map_err(io::Error::from)?;
+    // The kernel limits a connect by the timeout of sends.
+    set_socket_timeout(&socket, Timeout::Send, Some(patience)).map_err(io::Error::from)?;
+    call(&socket, path)?;
+    Ok(socket.into())
+}
+
+/// Connects a socket to a path.
+fn call(socket: &OwnedFd, path: &Path) -> Result<(), CallError> {
+    let addr = SocketAddrUnix::new(path).map_err(io::Error::from)?;
+    match retry_on_intr(|| connect(socket, &addr)) {
+        Err(Errno::AGAIN) => {
+            let why = "its queue of callers stays full, so it may be stopped";
+            Err(io::Error::new(io::ErrorKind::WouldBlock, why).into())
+        }
+        called => called.map_err(|errno| CallError::of(path, errno.into())),
+    }
 }
 
 /// Why a message was not sent or not received. After most of them the line is of no
@@ -149,10 +168,9 @@ impl Line {
     /// # Errors
     /// [`CallError`].
     pub fn connect(path: &Path) -> Result<Self, CallError> {
-        // Whoever is to answer may be stopped, with many callers before this one.
+        // The timeout of sends, which it has by now, limits the call as well.
         let line = Self::of(new_socket()?)?;
-        let addr = SocketAddrUnix::new(path).map_err(io::Error::from)?;
-        connect(&line.socket, &addr).map_err(|errno| CallError::of(path, errno.into()))?;
+        call(&line.socket, path)?;
         // The kernel keeps who began to listen: systemd, if it has opened the socket.
         trust::check(line.peer()?.uid, path, own_user())?;
         Ok(line)

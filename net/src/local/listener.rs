@@ -14,12 +14,13 @@ use super::name::Name;
 /// A socket that other processes call.
 #[derive(Debug)]
 pub struct Listener {
+    /// The name that goes with the listener. Fields are dropped in this order: while the name is
+    /// there, the socket must listen, or a successor takes the name for one that was left behind.
+    _name: Option<Name>,
     socket: OwnedFd,
     /// Wakes who waits for a caller. A socket of systemd's is not to be shut down: it goes on in
     /// the next life of this process.
     stopped: OwnedFd,
-    /// The name that goes with the listener.
-    _name: Option<Name>,
 }
 
 impl Listener {
@@ -29,9 +30,9 @@ impl Listener {
     /// The kernel's; `AddrInUse` when somebody listens there already, and `AlreadyExists` when
     /// there is something else than a socket.
     pub fn bind(path: &Path, mode: u32) -> io::Result<Self> {
-        let socket = new_socket()?;
-        let name = Name::listen(&socket, path, mode)?;
-        Ok(Self { _name: Some(name), ..Self::of_socket(socket)? })
+        let listener = Self::of_socket(new_socket()?)?;
+        let name = Name::listen(&listener.socket, path, mode)?;
+        Ok(Self { _name: Some(name), ..listener })
     }
 
     /// One whose socket this process was given, bound and listening. It stays as it is.
@@ -41,7 +42,7 @@ impl Listener {
     pub fn of_socket(socket: OwnedFd) -> io::Result<Self> {
         // A caller that was seen may be another's by now.
         ioctl_fionbio(&socket, true)?;
-        Ok(Self { socket, stopped: eventfd(0, EventfdFlags::CLOEXEC)?, _name: None })
+        Ok(Self { _name: None, socket, stopped: eventfd(0, EventfdFlags::CLOEXEC)? })
     }
 
     /// Waits for a caller; none once it was told to [stop](Self::stop).

@@ -11,11 +11,10 @@ use std::time::Duration;
 use rustix::fs::{FlockOperation, Mode, fchmod, flock};
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with,
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with,
 };
 
 use super::limits::own_user;
-use super::line::Line;
 
 /// How many callers may wait to be answered.
 const BACKLOG: i32 = 128;
@@ -42,8 +41,19 @@ pub fn listen_for_streams(path: &Path, mode: u32) -> io::Result<(UnixListener, N
     Ok((socket.into(), name))
 }
 
+/// Removes those of a folder's sockets that killed processes have left behind. Removes nothing
+/// while other processes keep the folder locked.
+pub fn remove_dead(folder: &Path, sockets: impl IntoIterator<Item = PathBuf>) {
+    // Without the lock, a socket at which nobody listens may be one that is about to be listened at.
+    let Some(_alone) = lock(folder) else { return };
+    for socket in sockets {
+        // The folder may be closed to this process, and then its sockets stay.
+        drop(remove_left(&socket));
+    }
+}
+
 impl Name {
-    /// Has a socket listen at a path; only those may call whom the mode lets write.
+    /// Binds and listens at a path; `mode` decides who may connect.
     pub(super) fn listen(socket: &OwnedFd, path: &Path, mode: u32) -> io::Result<Self> {
         // Of two that start at once, the second would take the first for one that was killed.
         let alone = lock_folder(path);
@@ -104,18 +114,35 @@ fn remove_left(path: &Path) -> io::Result<()> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(error),
     }
-    match Line::connect(path) {
-        Err(error) if error.is_absence() => std::fs::remove_file(path),
-        // Somebody is there, and to bind says so.
-        _ => Ok(()),
+    if is_live(path)? {
+        // To bind says so.
+        return Ok(());
+    }
+    match std::fs::remove_file(path) {
+        // Its process has removed it meanwhile.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        removed => removed,
     }
 }
 
-/// Keeps others that do so from listening in the folder of a path. Where it cannot be locked for so
-/// long, nobody is kept.
+/// Whether a process listens at the socket that was found at a path, or whether that cannot be
+/// told. Does not wait: a process that is stopped, with a full queue of callers, listens.
+fn is_live(path: &Path) -> io::Result<bool> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    // A listener for streams refuses a socket of this type in other words than a dead one.
+    let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+    Ok(connect(&socket, &SocketAddrUnix::new(path)?) != Err(Errno::CONNREFUSED))
+}
+
+/// Locks the folder of a path, so that others that lock it too do not listen in it meanwhile. If
+/// others have it locked for long, no lock is held.
 fn lock_folder(path: &Path) -> Option<File> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let folder = File::open(folder.unwrap_or_else(|| Path::new("."))).ok()?;
+    lock(folder.unwrap_or_else(|| Path::new(".")))
+}
+
+fn lock(folder: &Path) -> Option<File> {
+    let folder = File::open(folder).ok()?;
     for _ in 0..LOCK_TRIES {
         match flock(folder.as_fd(), FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => return Some(folder),
@@ -135,6 +162,7 @@ fn identity(file: &Metadata) -> (u64, u64) {
 mod tests {
     use std::io::ErrorKind;
     use std::os::unix::fs::symlink;
+    use std::sync::Barrier;
 
     use super::super::line::new_socket;
     use super::*;
@@ -167,6 +195,26 @@ mod tests {
             assert!(!late.exists() && !early.exists());
         }
         std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn a_dead_socket_that_another_removes_first_is_no_error() {
+        let folder = folder("twice");
+        let path = folder.join("socket");
+        for _ in 0..200 {
+            drop(UnixListener::bind(&path).unwrap());
+            let begin = Barrier::new(4);
+            std::thread::scope(|scope| {
+                let remove = || {
+                    begin.wait();
+                    remove_left(&path)
+                };
+                let removers: Vec<_> = (0..4).map(|_| scope.spawn(remove)).collect();
+                removers.into_iter().for_each(|remover| remover.join().unwrap().unwrap());
+            });
+            assert!(!path.exists());
+        }
+        std::fs::remove_dir(folder).unwrap();
     }
 
     #[test]

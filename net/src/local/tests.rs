@@ -79,14 +79,20 @@ fn who_calls_what_is_no_socket_hears_so_and_not_that_nobody_is_there_yet() {
     assert!(Line::connect(&path).unwrap_err().is_absence());
     std::fs::write(&path, "precious").unwrap();
     for at in [&*path, &*std::env::temp_dir()] {
-        for error in [Line::connect(at).unwrap_err(), call_for_stream(at).unwrap_err()] {
+        for error in [
+            Line::connect(at).unwrap_err(),
+            call_for_stream(at, Duration::from_secs(1)).unwrap_err(),
+        ] {
             assert!(matches!(error, CallError::NoSocket) && !error.is_absence(), "{error:?}");
         }
     }
     std::fs::remove_file(&path).unwrap();
     // A process that was killed leaves a socket behind.
     drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
-    for error in [Line::connect(&path).unwrap_err(), call_for_stream(&path).unwrap_err()] {
+    for error in [
+        Line::connect(&path).unwrap_err(),
+        call_for_stream(&path, Duration::from_secs(1)).unwrap_err(),
+    ] {
         assert!(error.is_absence(), "{error:?}");
     }
     std::fs::remove_file(&path).unwrap();
@@ -122,6 +128,71 @@ fn of_many_that_start_at_once_one_serves() {
         assert_eq!(started.len(), 1);
         Line::connect(&path).unwrap();
     }
+}
+
+#[test]
+fn a_listener_listens_until_its_name_is_gone() {
+    let folder = path("order");
+    std::fs::create_dir(&folder).unwrap();
+    let path = folder.join("socket");
+    let listener = Listener::bind(&path, 0o600).unwrap();
+    // Its name stays for as long as the folder is locked.
+    let locked = File::open(&folder).unwrap();
+    locked.lock().unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| drop(listener));
+        let mut calls = 0;
+        loop {
+            match Line::connect(&path) {
+                Ok(_) => {}
+                Err(CallError::Io(error)) if error.kind() == ErrorKind::NotFound => break,
+                Err(error) => panic!("a successor would take the name for a dead one: {error}"),
+            }
+            calls += 1;
+            if calls == 20 {
+                locked.unlock().unwrap();
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    });
+    std::fs::remove_dir(folder).unwrap();
+}
+
+#[test]
+fn who_is_stopped_with_a_full_queue_is_there_and_is_not_waited_for() {
+    let folder = path("full");
+    std::fs::create_dir(&folder).unwrap();
+    let path = folder.join("socket");
+    let (stopped, name) = listen_for_streams(&path, 0o600).unwrap();
+    // A second call to listen sets how many callers may wait: one.
+    rustix::net::listen(&stopped, 0).unwrap();
+    let _waits = call_for_stream(&path, Duration::from_secs(1)).unwrap();
+    let error = call_for_stream(&path, Duration::from_millis(10)).unwrap_err();
+    assert_eq!(error.to_string(), "its queue of callers stays full, so it may be stopped");
+    assert!(!error.is_absence());
+    remove_dead(&folder, [path.clone()]);
+    assert!(path.exists());
+    assert_eq!(listen_for_streams(&path, 0o600).unwrap_err().kind(), ErrorKind::AddrInUse);
+    drop((name, stopped));
+    std::fs::remove_dir(folder).unwrap();
+}
+
+#[test]
+fn a_socket_is_not_taken_for_dead_while_others_start() {
+    let folder = path("starting");
+    std::fs::create_dir(&folder).unwrap();
+    let path = folder.join("socket");
+    // As one that starts has it: bound, and not listened at yet.
+    let starting = File::open(&folder).unwrap();
+    starting.lock().unwrap();
+    let socket = line::new_socket().unwrap();
+    rustix::net::bind(&socket, &rustix::net::SocketAddrUnix::new(&path).unwrap()).unwrap();
+    remove_dead(&folder, [path.clone()]);
+    assert!(path.exists());
+    starting.unlock().unwrap();
+    remove_dead(&folder, [path.clone()]);
+    assert!(!path.exists());
+    std::fs::remove_dir(folder).unwrap();
 }
 
 #[test]

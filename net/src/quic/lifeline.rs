@@ -91,7 +91,6 @@ pub async fn listen(mut addr: SocketAddr) -> io::Result<TcpListener> {
 /// Lays a lifeline to a port of the aggregator at `to`, which knows whose it is by `token`. If it
 /// cannot be had within a moment, death is missed late.
 pub async fn lay(mut to: SocketAddr, port: u16, token: Key) -> Lifeline {
-    // Not a new address: the scope of one of a link stays.
     to.set_port(port);
     let connect = async {
         let mut stream = TcpStream::connect(to).await?;

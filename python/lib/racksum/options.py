@@ -325,7 +325,7 @@ _CHECKS: dict[str, Check] = {
     "on_rank_loss": text,
     "join_timeout": seconds_from(0.001),
     "timeout": seconds_from(0.001),
-    "mtu": whole_from(1280, 65535),
+    "mtu": whole_from(1280, 65536),
     "interface": text,
     "local_world": whole_from(1, MAX_WORLD),
     "group": _group,

@@ -31,12 +31,6 @@ pub(crate) fn welcome() -> Welcome {
 }
 
 #[test]
-fn an_address_of_a_link_keeps_its_scope() {
-    let shards: Vec<_> = shard_addrs(addr("[fe80::1%3]:7"), &welcome()).collect();
-    assert_eq!(shards, [addr("[fe80::1%3]:5001"), addr("[fe80::1%3]:5002")]);
-}
-
-#[test]
 fn more_aggregators_than_can_be_waited_for_are_refused() {
     let options = ConnectOptions::new("", "job");
     let named = |count| (1..=count).map(|port| format!("127.0.0.1:{port}")).collect::<Vec<_>>();

@@ -16,10 +16,9 @@ fn data_leaves_by_the_one_way_there_is_or_by_the_kernels_choice() {
     assert_eq!(data_addr(&[one, same]).unwrap(), addr("192.0.2.9:0"));
     let one = route("192.0.2.1:7", "192.0.2.9:0");
     assert_eq!(data_addr(&[one, other]).unwrap(), addr("0.0.0.0:0"));
-    // Two links may have the same address; their scopes differ.
-    let links = [route("[fe80::1%2]:7", "[fe80::9%2]:0"), route("[fe80::1%3]:7", "[fe80::9%3]:0")];
-    assert_eq!(data_addr(&links[..1]).unwrap(), addr("[fe80::9%2]:0"));
-    assert_eq!(data_addr(&links).unwrap(), addr("[::]:0"));
+    let hosts = ["[2001:db8::9]:0", "[2001:db8::a]:0"].map(|from| route("[2001:db8::1]:7", from));
+    assert_eq!(data_addr(&hosts[..1]).unwrap(), addr("[2001:db8::9]:0"));
+    assert_eq!(data_addr(&hosts).unwrap(), addr("[::]:0"));
 }
 
 #[test]
