@@ -188,10 +188,11 @@ impl<'a> Tally<'a> {
         }
     }
 
-    /// The share of each shard's packet buffers that a job is granted beside the others, in per cent: what its rule says, or an equal one. Of a job with a share of its own,
-    /// the first group has half of that, or three quarters if it is none: most jobs stay without
-    /// groups. What is left for further groups is of the job's own share, if a rule admits it:
-    /// groups must not get around the rule's `max_jobs`. Without rules anybody may take all.
+    /// The share of each shard's packet buffers that a job is granted beside the others, in per
+    /// cent: what its rule says, or an equal one. Of a job with a share of its own, the first group
+    /// has half of that, or three quarters if it is none: most jobs stay without groups. What is
+    /// left for further groups is of the job's own share, if a rule admits it: groups must not get
+    /// around the rule's `max_jobs`. Without rules anybody may take all.
     pub(crate) fn share_of(&self, config: &Config, wanted: &Tenant<'_>) -> f64 {
         let equal = Self::equal(config);
         let least = least_share(config, wanted.world, wanted.lanes);

@@ -287,8 +287,9 @@ impl Job {
     ) -> Result<(Welcome, Vec<Config>), String> {
         if pool_slots < *POOL_SLOTS.start() {
             return Err(format!(
-                "{} with {} need more packet buffers than a job's share, or than its other groups leave of that; raise --pool-mib or lower --max-jobs at the \
-                 aggregator, or raise share_percent of the job's [[admit]] rule",
+                "{} with {} need more packet buffers than a job's share, or than its other groups \
+                 leave of that; raise --pool-mib or lower --max-jobs at the aggregator, or raise \
+                 share_percent of the job's [[admit]] rule",
                 counted(self.order.len(), "rank"),
                 counted(self.lanes, "lane")
             ));

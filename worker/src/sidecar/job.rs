@@ -357,8 +357,8 @@ impl Job {
         self.lock().members.len()
     }
 
-    /// Ends the job, since its next life has begun or its sidecar stops. The ranks of a life that is
-    /// over already are hung up once the next has begun.
+    /// Ends the job, since its next life has begun or its sidecar stops. The ranks of a life that
+    /// is over already are hung up once the next has begun.
     pub(super) fn end(&self, why: FromSidecar) {
         self.lock().end(why);
     }
