@@ -44,7 +44,7 @@ pub fn listen_for_streams(path: &Path, mode: u32) -> io::Result<(UnixListener, N
 /// Removes those of a folder's sockets that killed processes have left behind. Removes nothing
 /// while other processes keep the folder locked.
 pub fn remove_dead(folder: &Path, sockets: impl IntoIterator<Item = PathBuf>) {
-    // Without the lock, a socket at which nobody listens may be one that is about to be listened at.
+    // Without the lock, a socket at which nobody listens may be one that is just being started.
     let Some(_alone) = lock(folder) else { return };
     for socket in sockets {
         // The folder may be closed to this process, and then its sockets stay.
