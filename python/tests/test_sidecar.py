@@ -366,7 +366,11 @@ def test_a_rank_that_is_lost_on_one_host_is_named_on_the_other(hosts, cluster):
             session.allreduce(np.ones(1, np.float32))
         return lost.value.ranks
 
-    assert on_hosts(hosts, cluster, work) == [(2,), (2,), None, (2,), (2,)]
+    *of_hosts, alone = on_hosts(hosts, cluster, work)
+    assert of_hosts == [(2,), (2,), None, (2,)]
+    # One that calls late may hear of ranks too that have left since.
+    assert alone is not None
+    assert 2 in alone
 
 
 def test_ranks_that_disagree_across_hosts_are_told_and_go_on(hosts, cluster):
