@@ -94,7 +94,8 @@ pub(crate) enum Format {
 /// How results reach the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Fanout {
-    /// Multicast where a probe gets through, copies elsewhere.
+    /// Multicast where a probe gets through, copies elsewhere. Anybody on the network can join
+    /// the group and read results, unless datagrams are sealed (--data-auth aead).
     Auto,
     /// Multicast only; a rank that it does not reach is refused.
     Multicast,

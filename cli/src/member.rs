@@ -63,8 +63,9 @@ pub(crate) struct MemberArgs {
     )]
     join_timeout: u64,
     /// How datagrams are authenticated: none, mac or aead. An aggregator that does otherwise
-    /// refuses the rank; on this host it does as this says [default: as the aggregator does; its
-    /// own default is mac, on loopback none].
+    /// refuses the rank; without --rank the one on this host does as this says, or for
+    /// `racksum reduce` aead if nothing is said [default: as the aggregator does; its own default
+    /// is mac, on loopback none].
     #[arg(long)]
     pub(crate) data_auth: Option<DataAuth>,
 }

@@ -11,7 +11,7 @@ mod systemd;
 mod tests;
 mod trust;
 
-pub use limits::{fail_at_file_limit, is_known_user, raise_open_files};
+pub use limits::{fail_at_file_limit, is_known_user, own_user, raise_open_files};
 pub use line::{CallError, Line, LineError, Peer, call_for_stream};
 pub use listener::Listener;
 pub use memory::SharedMemory;

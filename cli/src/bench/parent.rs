@@ -2,13 +2,14 @@
 
 use std::collections::VecDeque;
 
-use racksum_aggregator::{Aggregator, Config};
+use racksum_aggregator::Config;
 
 use super::rank::{Measured, Said};
 use super::report::Row;
 use super::{Args, WORKERS, effort, line_of, print, verdict};
 use crate::args::{Fanout, Format};
-use crate::crew::{Crew, start_aggregator};
+use crate::crew::Crew;
+use crate::embedded::Embedded;
 use crate::exit::{Failure, say};
 use crate::progress::Work;
 
@@ -24,7 +25,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
         fanout: args.fanout.unwrap_or(Fanout::Auto).into(),
         ..defaults
     };
-    let aggregator = start_aggregator(config)?;
+    let aggregator = Embedded::start(config)?;
     let world = args.workers.unwrap_or(WORKERS);
     let mut workers = Workers::start(world, &aggregator)?;
     let work = args.work();
@@ -65,13 +66,10 @@ struct Workers {
 
 impl Workers {
     /// Starts the ranks, with the flags of this process.
-    fn start(world: u16, aggregator: &Aggregator) -> Result<Self, Failure> {
+    fn start(world: u16, aggregator: &Embedded) -> Result<Self, Failure> {
         let crew = Crew::start(world, |rank, command| {
-            command
-                .args(std::env::args_os().skip(1))
-                .arg("--raw")
-                .args(["--aggregator", &aggregator.addr().to_string()])
-                .args(["--rank", &rank.to_string(), "--world", &world.to_string()]);
+            command.args(std::env::args_os().skip(1)).arg("--raw");
+            aggregator.call(command, rank, world);
         })?;
         let world = usize::from(world);
         Ok(Self { crew, ahead: vec![VecDeque::new(); world], ended: vec![false; world] })

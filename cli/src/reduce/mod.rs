@@ -89,9 +89,10 @@ pub(crate) struct Args {
 
 /// What `--help` opens with.
 const HELP: &str = "\
-Without --rank, an aggregator and one worker process for each file run on this host. All files
-hold the same tensors: of one name, one dtype and one shape. The result holds them too, reduced over
-the files; a file's __metadata__ is left out.
+Without --rank, an aggregator and one worker process for each file run on this host. Its other users
+can neither join them nor read what they send, unless --data-auth says otherwise. All files hold the
+same tensors: of one name, one dtype and one shape. The result holds them too, reduced over the
+files; a file's __metadata__ is left out.
 
 Examples:
   racksum reduce rank0.safetensors rank1.safetensors --out sum.safetensors

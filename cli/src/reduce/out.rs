@@ -2,14 +2,17 @@
 
 use std::fs::{File, Metadata, Permissions};
 use std::io;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use racksum_net::local::{is_known_user, own_user};
 
 use crate::exit::Failure;
 use crate::signals::{Ending, cannot_wait};
 use crate::thread::spawn;
-use crate::unnamed::{Unnamed, beside, folder_of, link, open_at, unnamed};
+use crate::unnamed::{Unnamed, beside, folder_of, link, open_at, random, unnamed};
 
 /// A file that is written without a name, and put in its place once it is whole. A process that is
 /// killed before leaves nothing behind. Where a file system has no files without names, it has
@@ -18,7 +21,7 @@ use crate::unnamed::{Unnamed, beside, folder_of, link, open_at, unnamed};
 pub(super) struct OutFile {
     path: PathBuf,
     file: File,
-    /// Whose permissions it has in the end, if it replaces a file.
+    /// The permissions that it has in the end, if it replaces a file of this user.
     permissions: Option<Permissions>,
     name: Name,
 }
@@ -43,40 +46,25 @@ impl OutFile {
                 "--out - is not standard output, where the table goes; name a file, be it ./-",
             ));
         }
-        let before = replaceable(path)?;
         // What a link leads to is replaced, and the link stays.
-        let path = &match &before {
-            Some(_) => path.canonicalize().map_err(|error| cannot_write(path, &error))?,
-            None => path.to_owned(),
-        };
-        if path.file_name().is_none() || path.is_dir() {
-            return Err(Failure::usage(format!("--out {} names no file", path.display())));
-        }
-        let folder = folder_of(path);
-        if !folder.is_dir() {
-            return Err(Failure::usage(format!(
-                "--out {}: there is no directory {}",
-                path.display(),
-                folder.display()
-            )));
-        }
+        let (path, before) = replaceable(path)?;
+        let permissions = before.and_then(|before| kept(own_user(), &before));
         let mut options = File::options();
         options.read(true).write(true);
-        // Until it is whole, ranks open it to write, and nobody else may read more of it.
-        if before.is_some() {
+        // Until the file is whole, nobody else may read more of it. Its owner may write to it.
+        if permissions.is_some() {
             options.mode(0o600);
         }
-        let (name, file) = match unnamed(folder, options.clone()) {
+        let (name, file) = match unnamed(folder_of(&path), options.clone()) {
             Some(file) => (None, file),
             None => {
                 let open = |name: &Path| options.clone().create_new(true).open(name);
-                let (name, file) =
-                    beside(path, open).map_err(|error| cannot_write(path, &error))?;
+                let made = beside(&path, random, open);
+                let (name, file) = made.map_err(|error| cannot_write(&path, &error))?;
                 (Some(name), file)
             }
         };
-        let permissions = before.map(|before| before.permissions());
-        Ok(Self { path: path.clone(), file, permissions, name: Arc::new(Mutex::new(name)) })
+        Ok(Self { path, file, permissions, name: Arc::new(Mutex::new(name)) })
     }
 
     /// Has a signal that ends this process remove the file.
@@ -106,10 +94,10 @@ impl OutFile {
         &mut self.file
     }
 
-    /// A path at which other processes of this user can open it before it is in its place.
+    /// A path at which other processes of this user can open it before it is in its place. Its
+    /// name, if it has one, would lead elsewhere once another user of the folder has replaced it.
     pub(super) fn temporary(&self) -> PathBuf {
-        let name = locked(&self.name).clone();
-        name.unwrap_or_else(|| open_at(&std::process::id().to_string(), &self.file))
+        open_at(&std::process::id().to_string(), &self.file)
     }
 
     /// Puts the file in its place, durably.
@@ -134,7 +122,7 @@ impl OutFile {
         let temporary = match &*name {
             Some(temporary) => temporary,
             None => {
-                let (temporary, ()) = beside(&self.path, |to| link(&self.file, to))?;
+                let (temporary, ()) = beside(&self.path, random, |to| link(&self.file, to))?;
                 name.insert(temporary)
             }
         };
@@ -162,44 +150,83 @@ fn remove(name: &mut Option<PathBuf>) {
     }
 }
 
-/// What is known of the file that the result would replace, if there is one.
-fn replaceable(path: &Path) -> Result<Option<Metadata>, Failure> {
-    let refused = |why: &str| Failure::usage(format!("--out {} {why}", path.display()));
-    let no_file = "is a pipe or a device, and a result replaces only files";
-    if is_descriptor(path) {
-        return Err(refused(no_file));
-    }
-    let before = match std::fs::metadata(path) {
-        Ok(before) => before,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            let dangling = path.symlink_metadata().is_ok();
-            return if dangling { Err(refused("is a link to nothing")) } else { Ok(None) };
-        }
-        Err(error) => return Err(cannot_write(path, &error)),
-    };
-    if before.is_dir() {
-        return Err(refused("names no file"));
-    }
-    if !before.is_file() {
-        return Err(refused(no_file));
-    }
-    Ok(Some(before))
+/// The permissions that a result keeps of the file that it replaces. Another user's file may have
+/// been put there so that all may write to the result; and a result is no program, to run as
+/// somebody else.
+fn kept(user: u32, before: &Metadata) -> Option<Permissions> {
+    let mode = before.permissions().mode() & 0o777;
+    (before.uid() == user && is_known_user(user)).then(|| Permissions::from_mode(mode))
 }
 
-/// Whether a path leads to a file that some process has open, as `/dev/stdout` does, or elsewhere
-/// into `/proc`. The file that is open there may have a name, which must not be replaced.
-fn is_descriptor(path: &Path) -> bool {
-    let mut path = path.to_owned();
-    for _ in 0..MAX_LINKS {
-        let Ok(folder) = folder_of(&path).canonicalize() else { return false };
-        if folder.starts_with("/proc") {
-            return true;
-        }
-        let Ok(target) = std::fs::read_link(&path) else { return false };
-        path = folder.join(target);
+/// Where the result goes, and the file that is there, if there is one. A path is resolved before it
+/// is checked, so that what is replaced is what was checked.
+fn replaceable(path: &Path) -> Result<(PathBuf, Option<Metadata>), Failure> {
+    let refused = |why: &str| Failure::usage(format!("--out {} {why}", path.display()));
+    let cannot = |error| cannot_write(path, &error);
+    // A file's name would be read without what follows it.
+    if [&b"/"[..], b"/."].iter().any(|end| path.as_os_str().as_bytes().ends_with(end)) {
+        return Err(refused("names no file"));
     }
-    // The kernel follows no more of them either.
-    false
+    let mut place = path.to_owned();
+    for links in 0..=MAX_LINKS {
+        let folder = match folder_of(&place).canonicalize() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound && links == 0 => {
+                return Err(Failure::usage(format!(
+                    "--out {}: there is no directory {}",
+                    path.display(),
+                    folder_of(path).display()
+                )));
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(refused(NOTHING));
+            }
+            folder => folder.map_err(cannot)?,
+        };
+        // Some process has it open, as with /dev/stdout: it may be a file with a name, which must
+        // not be replaced.
+        if folder.starts_with("/proc") {
+            return Err(refused(NO_FILE));
+        }
+        let Some(name) = place.file_name() else { return Err(refused("names no file")) };
+        place = folder.join(name);
+        let before = match place.symlink_metadata() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound && links == 0 => {
+                return Ok((place, None));
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(refused(NOTHING));
+            }
+            before => before.map_err(cannot)?,
+        };
+        if before.is_dir() {
+            return Err(refused("names no file"));
+        }
+        if before.is_file() {
+            return Ok((place, Some(before)));
+        }
+        if !before.is_symlink() {
+            return Err(refused(NO_FILE));
+        }
+        place = followed(&place, &folder, &before).map_err(cannot)?;
+    }
+    Err(refused("is a link to more links than are followed"))
+}
+
+/// Where a link of a folder leads to, if this user may follow it.
+fn followed(path: &Path, folder: &Path, link: &Metadata) -> io::Result<PathBuf> {
+    let of = folder.metadata()?;
+    if !may_follow(own_user(), link.uid(), of.uid(), of.mode()) {
+        let why = "it is a link that another user has made in a folder that all may write to";
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
+    }
+    Ok(folder.join(path.read_link()?))
+}
+
+/// Whether a user may follow a link, by the kernel's rule where `fs.protected_symlinks` is set: in a
+/// folder such as `/tmp`, others make links to files that they may not write to themselves.
+const fn may_follow(user: u32, owner: u32, folder_owner: u32, folder_mode: u32) -> bool {
+    let is_of_all = folder_mode & 0o1002 == 0o1002;
+    owner == user || owner == folder_owner || !is_of_all
 }
 
 /// Why a result could not be written.
@@ -207,8 +234,13 @@ pub(super) fn cannot_write(path: &Path, error: &io::Error) -> Failure {
     Failure::of_path(format!("cannot write {}: {error}", path.display()), error)
 }
 
+/// Why a result goes only to where a file is, or nothing.
+const NO_FILE: &str = "is a pipe or a device, and a result replaces only files";
+/// Why a result does not go where a link leads that leads nowhere.
+const NOTHING: &str = "is a link to nothing";
 /// Links that the kernel follows from a path to its file.
 const MAX_LINKS: u32 = 40;
+
 #[cfg(test)]
 mod tests {
     use std::io::Write;
@@ -217,7 +249,6 @@ mod tests {
 
     use super::*;
     use crate::exit::Exit;
-    use crate::unnamed::ATTEMPTS;
 
     fn folder(name: &str) -> PathBuf {
         let folder =
@@ -252,23 +283,51 @@ mod tests {
     }
 
     #[test]
-    fn names_that_are_in_the_way_are_passed_over() {
+    fn nobody_foresees_a_temporary_name_or_leads_ranks_astray_by_it() {
+        let folder = folder("foresee");
+        let path = folder.join("sum");
+        let name = |out: &OutFile| locked(&out.name).clone().unwrap();
+        let out = || OutFile::create_by(&path, |_, _| None).unwrap();
+        let before = name(&out());
+        let out = out();
+        assert_ne!(name(&out), before, "which is free again");
+        // Another user of the folder puts a link in the way of a rank that opens it.
+        let target = folder.join("target");
+        std::fs::write(&target, "kept").unwrap();
+        std::fs::remove_file(name(&out)).unwrap();
+        std::os::unix::fs::symlink(&target, name(&out)).unwrap();
+        std::fs::write(out.temporary(), "sum").unwrap();
+        assert_eq!(std::fs::read(&target).unwrap(), b"kept");
+        drop(out);
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn a_result_keeps_permissions_of_its_user_s_file_but_is_no_program_of_his() {
         for unnamed in WAYS {
-            let folder = folder("way");
+            let folder = folder("setuid");
             let path = folder.join("sum");
-            let hidden =
-                |attempt| folder.join(format!(".sum.{}-{attempt}.tmp", std::process::id()));
-            for attempt in 0..ATTEMPTS - 1 {
-                std::fs::write(hidden(attempt), "another's").unwrap();
-            }
+            std::fs::write(&path, "before").unwrap();
+            std::fs::set_permissions(&path, Permissions::from_mode(0o6751)).unwrap();
+            let before = path.metadata().unwrap();
+            assert_eq!(before.mode() & 0o7777, 0o6751);
             OutFile::create_by(&path, unnamed).unwrap().commit().unwrap();
-            std::fs::write(hidden(ATTEMPTS - 1), "another's").unwrap();
-            let out = OutFile::create_by(&path, unnamed).and_then(OutFile::commit);
-            let why = out.unwrap_err().to_string();
-            assert!(why.contains("16 temporary files are in the way"), "{why}");
-            assert_eq!(std::fs::read(hidden(0)).unwrap(), b"another's");
+            assert_eq!(path.metadata().unwrap().mode() & 0o7777, 0o751);
+            assert!(kept(before.uid(), &before).is_some());
+            assert!(kept(before.uid() + 1, &before).is_none(), "of another user");
             std::fs::remove_dir_all(folder).unwrap();
         }
+    }
+
+    #[test]
+    fn links_that_others_put_into_a_folder_of_all_are_not_followed() {
+        let [user, other, root] = [1000, 1001, 0];
+        assert!(may_follow(user, user, root, 0o1777));
+        assert!(may_follow(user, root, root, 0o1777));
+        assert!(!may_follow(user, other, root, 0o1777));
+        assert!(!may_follow(root, other, root, 0o1777));
+        assert!(may_follow(user, other, user, 0o755), "only its owner makes links there");
+        assert!(may_follow(user, other, root, 0o1775), "a team's");
     }
 
     #[test]
@@ -351,6 +410,7 @@ mod tests {
             (folder.clone(), "names no file"),
             (folder.join("none").join("sum"), "there is no directory"),
             (PathBuf::from("/"), "names no file"),
+            (folder.join("sum/"), "names no file"),
             (PathBuf::from("-"), "is not standard output"),
             (folder.join("n".repeat(256)), "File name too long"),
             (PathBuf::from("/dev/null/sum"), "Not a directory"),

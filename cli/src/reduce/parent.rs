@@ -3,14 +3,16 @@
 use std::path::Path;
 
 use clap::ValueEnum;
-use racksum_aggregator::{Aggregator, Config, MAX_WORLD};
+use racksum_aggregator::{Config, MAX_WORLD};
+use racksum_proto::auth::DataAuth;
 
 use super::Args;
 use super::file::GradientFile;
 use super::out::OutFile;
 use super::rank::{Report, Said};
 use super::report::Table;
-use crate::crew::{Crew, start_aggregator};
+use crate::crew::Crew;
+use crate::embedded::Embedded;
 use crate::exit::Failure;
 
 /// Reduces the files and prints what it took.
@@ -31,14 +33,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     if let Some(out) = &out {
         out.remove_at_signal()?;
     }
-    let aggregator = start_aggregator(Config {
-        port: 0,
-        shards: args.shards,
-        max_jobs: 1,
-        data_auth: args.member.data_auth,
-        fanout: args.fanout.into(),
-        ..Config::default()
-    })?;
+    let aggregator = Embedded::start(config(args))?;
     let into = out.as_ref().map(OutFile::temporary);
     let crew = start(args, world, &aggregator, into.as_deref())?;
     let reports = reports(crew, world)?;
@@ -53,19 +48,30 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     Table { args, tensors: &first.tensors, rank: None, reports: &reports }.print()
 }
 
+/// What the aggregator of this process does.
+fn config(args: &Args) -> Config {
+    Config {
+        port: 0,
+        shards: args.shards,
+        max_jobs: 1,
+        // Multicast here is heard by users of this host that may not read the files.
+        data_auth: Some(args.member.data_auth.unwrap_or(DataAuth::Aead)),
+        fanout: args.fanout.into(),
+        ..Config::default()
+    }
+}
+
 /// Starts a process for each rank; the first writes the result.
 fn start(
     args: &Args,
     world: u16,
-    aggregator: &Aggregator,
+    aggregator: &Embedded,
     into: Option<&Path>,
 ) -> Result<Crew, Failure> {
     Crew::start(world, |rank, command| {
-        command
-            .args(["reduce", "--raw"])
-            .args(["--aggregator", &aggregator.addr().to_string()])
-            .args(["--rank", &rank.to_string(), "--world", &world.to_string()])
-            .args(args.for_ranks());
+        command.args(["reduce", "--raw"]);
+        aggregator.call(command, rank, world);
+        command.args(args.for_ranks());
         if let Some((into, out)) = into.filter(|_| rank == 0).zip(args.out.as_deref()) {
             // The latter is what errors call it.
             command.arg("--into").arg(into).arg("--out").arg(out);
@@ -112,5 +118,31 @@ impl Args {
         let format = self.format.to_possible_value();
         flags.extend(format.map(|format| format!("--format={}", format.get_name())));
         flags
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Command {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    #[test]
+    fn datagrams_are_sealed_unless_something_else_is_asked_for() {
+        for (flags, auth) in [
+            (&[][..], DataAuth::Aead),
+            (&["--data-auth", "mac"], DataAuth::Mac),
+            (&["--data-auth", "none"], DataAuth::None),
+        ] {
+            let line = [&["reduce", "file"][..], flags].concat();
+            let command = Command::try_parse_from(line).unwrap();
+            assert_eq!(config(&command.args).data_auth, Some(auth), "{flags:?}");
+        }
     }
 }

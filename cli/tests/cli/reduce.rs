@@ -183,8 +183,9 @@ fn a_result_that_there_is_no_room_for_is_named() {
     let folder = Folder::new("full");
     let file = folder.write("rank", &[("w", Tensor::of(Dtype::F32, &[4096], &[1.0; 4096]))]);
     let out = folder.path("sum");
-    // A limit on the size of files, whose signal ends a process that does not ignore it.
-    let script = format!("ulimit -f 1; exec {RACKSUM} reduce --out {out} {file}");
+    // A limit on the size of files, whose signal ends a process that does not ignore it. The
+    // identity of the rank, in memory, is smaller.
+    let script = format!("ulimit -f 8; exec {RACKSUM} reduce --out {out} {file}");
     let ended = Process::spawn(Command::new("sh").args(["-c", &script])).end(60);
     let why = format!("rank 0: cannot write {out}: File too large");
     assert!(ended.failed(1).starts_with(&why), "{ended:?}");

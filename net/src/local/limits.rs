@@ -29,7 +29,8 @@ pub fn fail_at_file_limit() {
 }
 
 /// Returns the user of this process, as other processes see it.
-pub(super) fn own_user() -> u32 {
+#[must_use]
+pub fn own_user() -> u32 {
     // SAFETY: it takes nothing and cannot fail.
     unsafe { libc::geteuid() }
 }

@@ -281,7 +281,7 @@ fn what_there_is_no_room_for_is_not_sent_and_the_line_goes_on() {
 
 #[test]
 fn a_process_of_another_user_is_not_called_where_all_may_put_sockets() {
-    if limits::own_user() != 0 {
+    if own_user() != 0 {
         return skip("only root has processes of two users");
     }
     let folder = path("squatted");

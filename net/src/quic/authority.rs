@@ -46,12 +46,36 @@ impl Authority {
     ///
     /// [`NetError::Certificate`] if the name cannot be one, or the system gives no randomness.
     pub fn create(name: &str, days: u32) -> Result<String, NetError> {
+        let (certificate, key) = Self::make(name, days)?;
+        Ok(certificate.pem() + &key.serialize_pem())
+    }
+
+    /// Makes an authority of a name that is valid for `days`, and has no file: nobody issues with
+    /// it once it is dropped.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Authority::create`].
+    pub fn throwaway(name: &str, days: u32) -> Result<Self, NetError> {
+        let (certificate, key) = Self::make(name, days)?;
+        let cannot = |reason| NetError::Certificate { reason };
+        Self::of(certificate.der().clone(), key).map_err(cannot)
+    }
+
+    fn make(name: &str, days: u32) -> Result<(rcgen::Certificate, KeyPair), NetError> {
         let mut params = params(name, in_days(days))?;
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
         let key = KeyPair::generate().map_err(|error| cannot(&error))?;
         let certificate = params.self_signed(&key).map_err(|error| cannot(&error))?;
-        Ok(certificate.pem() + &key.serialize_pem())
+        Ok((certificate, key))
+    }
+
+    fn of(certificate: CertificateDer<'static>, key: KeyPair) -> Result<Self, String> {
+        let not_after = end_of(&certificate)?;
+        let issuer = Issuer::from_ca_cert_der(&certificate, key);
+        let issuer = issuer.map_err(|error| error.to_string())?;
+        Ok(Self { certificate, not_after, issuer })
     }
 
     /// Reads an authority's file.
@@ -76,10 +100,7 @@ impl Authority {
         check_key(&certificate, &key).map_err(|why| wrong(why.into()))?;
         let key =
             KeyPair::try_from(&key).map_err(|_| wrong("its private key is damaged".into()))?;
-        let issuer = Issuer::from_ca_cert_der(&certificate, key)
-            .map_err(|error| wrong(error.to_string()))?;
-        let not_after = end_of(&certificate).map_err(wrong)?;
-        Ok(Self { certificate, not_after, issuer })
+        Self::of(certificate, key).map_err(wrong)
     }
 
     /// Issues an identity file in PEM: the node's certificate, its key, and this authority's
