@@ -222,8 +222,8 @@ fn followed(path: &Path, folder: &Path, link: &Metadata) -> io::Result<PathBuf> 
     Ok(folder.join(path.read_link()?))
 }
 
-/// Whether a user may follow a link, by the kernel's rule where `fs.protected_symlinks` is set: in a
-/// folder such as `/tmp`, others make links to files that they may not write to themselves.
+/// Whether a user may follow a link, by the kernel's rule where `fs.protected_symlinks` is set: in
+/// a folder such as `/tmp`, others make links to files that they may not write to themselves.
 const fn may_follow(user: u32, owner: u32, folder_owner: u32, folder_mode: u32) -> bool {
     let is_of_all = folder_mode & 0o1002 == 0o1002;
     owner == user || owner == folder_owner || !is_of_all
