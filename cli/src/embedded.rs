@@ -8,6 +8,7 @@ use std::process::Command;
 
 use racksum_aggregator::{Aggregator, Config, Options, StartError};
 use racksum_net::quic::{Authority, Role, Subject};
+use racksum_net::with_limit;
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::io::{FdFlags, fcntl_setfd};
 
@@ -71,7 +72,8 @@ fn in_memory(secret: &str) -> Result<File, Failure> {
 
 /// Why there is no identity.
 fn cannot(error: &io::Error) -> Failure {
-    Failure::failed(format!("cannot keep an identity for the ranks in memory: {error}"))
+    let why = with_limit(error);
+    Failure::failed(format!("cannot keep an identity for the ranks in memory: {why}"))
 }
 
 /// Why it did not start, with the flags of the commands that start one.

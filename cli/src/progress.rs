@@ -1,6 +1,7 @@
 //! A line on a terminal that says what a command waits for, or how far it is. Where standard error
 //! is no terminal nothing is said.
 
+use std::borrow::Cow;
 use std::io::IsTerminal;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
@@ -12,6 +13,7 @@ use std::time::Duration;
 use racksum_net::clock::Clock;
 use racksum_proto::time::Time;
 use racksum_worker::{Client, ConnectError, ConnectOptions, Connecting};
+use rustix::termios::tcgetwinsize;
 
 use crate::stderr;
 use crate::thread::spawn;
@@ -34,7 +36,9 @@ impl Line {
     /// Draws what `text` says of the time that has passed, once that is more than a moment.
     pub(crate) fn start(text: impl Fn(Duration) -> String + Send + 'static) -> Self {
         let turn = Arc::<Mutex<()>>::default();
-        if !std::io::stderr().is_terminal() {
+        // One that is dumb cannot draw over a row.
+        let is_dumb = std::env::var_os("TERM").is_some_and(|kind| kind == "dumb");
+        if !std::io::stderr().is_terminal() || is_dumb {
             return Self { turn, end: None, thread: None };
         }
         let (end, ended) = channel::<()>();
@@ -47,8 +51,9 @@ impl Line {
             while ended.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
                 pause = PERIOD;
                 let passed = Duration::from_nanos(clock.now().since(began).0);
+                let text = text(passed);
                 let _turn = drawn.lock().unwrap_or_else(PoisonError::into_inner);
-                stderr::draw(format_args!("\r{}\x1b[K", text(passed)));
+                stderr::draw(format_args!("\r{}\x1b[K", within(columns(), &text)));
             }
         });
         Self { turn, end: Some(end), thread: thread.ok() }
@@ -73,6 +78,24 @@ impl Drop for Line {
             stderr::draw(CLEAR);
         }
     }
+}
+
+/// How wide the terminal is now.
+fn columns() -> usize {
+    let size = tcgetwinsize(std::io::stderr()).map_or(0, |size| size.ws_col);
+    // Some do not say.
+    if size == 0 { 80 } else { size.into() }
+}
+
+/// As much of a text as a row of so many columns has room for: what goes on in the next row would
+/// not be drawn over.
+fn within(columns: usize, text: &str) -> Cow<'_, str> {
+    let room = columns.saturating_sub(1);
+    if text.chars().count() <= room {
+        return text.into();
+    }
+    let kept: String = text.chars().take(room.saturating_sub(1)).collect();
+    (kept + "…").into()
 }
 
 /// Empties the present line.
@@ -155,6 +178,14 @@ impl Pace {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_line_fits_in_a_row_of_the_terminal() {
+        assert_eq!(within(6, "rank 0"), "rank…");
+        assert_eq!(within(7, "rank 0"), "rank 0");
+        assert_eq!(within(4, "größer"), "gr…");
+        assert_eq!(within(0, "any"), "…");
+    }
 
     #[test]
     fn the_rest_takes_as_long_as_what_is_done_took() {

@@ -90,7 +90,8 @@ impl Runner {
             self.iterate(&mut case)?;
             reached()?;
         }
-        let mut times_us = Vec::with_capacity(args.iters as usize);
+        // There may be more than memory has room for, were they all to come.
+        let mut times_us = Vec::with_capacity(args.iters.min(1 << 16) as usize);
         let mut spent = Stats::default();
         for _ in 0..args.iters {
             let iteration = self.iterate(&mut case)?;

@@ -56,7 +56,8 @@ fn how_far_a_benchmark_is_shows_within_a_size() {
             let shown = process.out();
             shown.contains("measuring: 0 % in ") && shown.contains(" s left")
         });
-        process.children().into_iter().for_each(|child| signal(child, "INT"));
+        // SIGINT is ignored by what a script runs in the background.
+        process.children().into_iter().for_each(|child| signal(child, "TERM"));
         process.end(60);
     }
 }

@@ -207,7 +207,8 @@ impl Shared {
     /// callers that say nothing. Returns false if there are too many lines, of which most are hung
     /// up already: their threads may have to wait for folds, and others must not wait for them.
     fn let_in(&self, line: &Arc<Line>) -> bool {
-        let (clock, began) = (Clock::start(), Clock::start().now());
+        let clock = Clock::start();
+        let began = clock.now();
         while self.lines().len() >= self.most_lines() {
             if clock.now().since(began) > PATIENCE_FOR_ROOM {
                 return false;
