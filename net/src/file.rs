@@ -5,6 +5,8 @@ use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
+use crate::with_limit;
+
 /// Why a file was not read.
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
@@ -18,7 +20,7 @@ pub enum FileError {
         most: u64,
     },
     /// What the system says.
-    #[error("{0}")]
+    #[error("{}", with_limit(.0))]
     Io(#[from] io::Error),
 }
 
