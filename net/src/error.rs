@@ -265,8 +265,7 @@ impl NetError {
         )
     }
 
-    /// What happened, without what to do about nobody's being there. The sentences of other errors
-    /// stay whole.
+    /// The sentence, without the advice of [`NetError::NobodyThere`]. Other errors keep theirs.
     #[must_use]
     pub fn without_advice(&self) -> String {
         match self {
@@ -371,7 +370,7 @@ fn unanswered(addr: SocketAddr, waited: Span, narrow: Option<usize>) -> String {
     }
 }
 
-/// What to do about that.
+/// The advice where nobody answers.
 const fn advice(narrow: Option<usize>) -> &'static str {
     match narrow {
         None => "; check the address, that the aggregator runs, and that no firewall drops UDP",

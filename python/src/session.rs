@@ -2,8 +2,8 @@
 
 use std::io;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -28,6 +28,9 @@ const PARTING: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(crate) struct Session {
     client: Connected,
+    /// Calls that a signal's handler has ended before their ops began. Ranks pair ops by their
+    /// order, so the other ranks are told of these before the next op.
+    unsaid: Mutex<Vec<call::Call>>,
 }
 
 /// A client, of the process that it was connected in. A child that was forked from that has none of
@@ -188,7 +191,7 @@ impl Session {
         let Calling { client, absent } = calling;
         let error = match (joined, client) {
             (Ok(Some(Ok(()))), Some(client)) => {
-                return Ok(Self { client: Connected::new(Client::Beside(client)) });
+                return Ok(Self::of(Client::Beside(client)));
             }
             (Ok(Some(Err(error))), client) => (of_connect(py, &error), client),
             (Ok(_), Some(client)) => {
@@ -210,6 +213,10 @@ impl Session {
         Err(error)
     }
 
+    fn of(client: Client) -> Self {
+        Self { client: Connected::new(client), unsaid: Mutex::default() }
+    }
+
     /// Starts an op, once fewer are in flight than the job was granted.
     fn start<T: Into<Operand> + Send>(
         &self,
@@ -225,7 +232,7 @@ impl Session {
                 return Err(error);
             }
         };
-        once_there_is_room(py, client, call.lane, || {
+        self.begin(py, call.lane, descriptor.call, || {
             let operand = operand(py).into();
             let memory = operand.extent();
             // The wait for memory that earlier ops have can be interrupted here.
@@ -235,23 +242,66 @@ impl Session {
         })
         .map(|running| Op::new(self.client.clone(), running))
     }
+
+    /// Begins an op of a call, or an op of nothing in its place, once there is room for it.
+    fn begin<T>(
+        &self,
+        py: Python<'_>,
+        lane: u8,
+        call: call::Call,
+        begin: impl Fn() -> PyResult<Result<T, Error>>,
+    ) -> PyResult<T> {
+        let client = self.client.get(py)?;
+        let begun = self.say_unsaid(py, client);
+        match begun.and_then(|()| once_there_is_room(py, client, lane, begin)) {
+            Ok(begun) => begun.map_err(|error| of_op(py, &error)),
+            Err(raised) => {
+                self.unsaid().push(call);
+                Err(raised)
+            }
+        }
+    }
+
+    /// Tells the other ranks of the calls that they have yet to hear of.
+    fn say_unsaid(&self, py: Python<'_>, client: &Client) -> PyResult<()> {
+        loop {
+            let mut unsaid = self.unsaid();
+            if unsaid.is_empty() {
+                return Ok(());
+            }
+            let call = unsaid.remove(0);
+            drop(unsaid);
+            // A session that is over has no ops to keep in step.
+            let said = once_there_is_room(py, client, 0, || Ok(py.detach(|| client.refuse(call))));
+            if let Err(raised) = said.map(drop) {
+                self.unsaid().insert(0, call);
+                return Err(raised);
+            }
+        }
+    }
+
+    fn unsaid(&self) -> MutexGuard<'_, Vec<call::Call>> {
+        self.unsaid.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// Does what starts an op, again and again while as many are in flight as the job was granted.
+///
+/// # Errors
+/// What a handler of a signal has raised: no op has begun then, nor was one refused.
 fn once_there_is_room<T>(
     py: Python<'_>,
     client: &Client,
     lane: u8,
     start: impl Fn() -> PyResult<Result<T, Error>>,
-) -> PyResult<T> {
+) -> PyResult<Result<T, Error>> {
     loop {
         match start()? {
-            Ok(started) => return Ok(started),
             Err(Error::Submit(SubmitError::TooManyOps { .. })) => {
                 let has_room = |slice| client.has_room_within(lane, slice).then_some(());
                 wait_in_slices(py, None, has_room)?;
             }
-            Err(error) => return Err(of_op(py, &error)),
+            started => return Ok(started),
         }
     }
 }
@@ -286,9 +336,7 @@ impl Session {
         }
         drop(py.detach(|| attempt.join()));
         match connected? {
-            Some(Ok(client)) => {
-                Ok(Self { client: Connected::new(Client::Direct(Box::new(client))) })
-            }
+            Some(Ok(client)) => Ok(Self::of(Client::Direct(Box::new(client)))),
             Some(Err(error)) => Err(of_connect(py, &error)),
             None => Err(of_connect(py, &ConnectError::GivenUp)),
         }
@@ -347,7 +395,7 @@ impl Session {
     /// ranks stay in step.
     fn refuse(&self, py: Python<'_>, part_of: PartOf) -> PyResult<()> {
         let (client, call) = (self.client.get(py)?, part_of.call(py)?);
-        once_there_is_room(py, client, 0, || Ok(py.detach(|| client.refuse(call))))
+        self.begin(py, 0, call, || Ok(py.detach(|| client.refuse(call))))
     }
 
     /// Memory of so many bytes that the sidecar has too; none without a sidecar.

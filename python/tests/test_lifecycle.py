@@ -151,6 +151,68 @@ def test_ctrl_c_works_while_waiting(place, blocked):
     assert process.returncode == 0
 
 
+INTERRUPTED = """
+    import signal, sys, threading
+    import numpy, racksum
+
+    class Interrupted({base}):
+        pass
+
+    def interrupt(*_):
+        raise Interrupted
+
+    def reduced(session, value):
+        x = numpy.full(1, value, numpy.float32)
+        return session.allreduce(x, async_op=True)
+
+    def connected(rank):
+        return racksum.connect(sys.argv[1], job=sys.argv[2], rank=rank, world=2)
+
+    left_out = threading.Event()
+
+    def other():
+        with connected(1) as session:
+            left_out.wait()
+            handles = [reduced(session, i) for i in range(session.max_ops)]
+            try:
+                reduced(session, 1000).wait()
+            except racksum.Mismatch:
+                print("told", flush=True)
+            print(reduced(session, 2000).wait().item(), flush=True)
+            assert [handle.wait().item() for handle in handles] == expected
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    session = connected(0)
+    expected = [2.0 * i for i in range(session.max_ops)]
+    handles = [reduced(session, i) for i in range(session.max_ops)]
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        # There is no room for it.
+        reduced(session, 1000)
+    except Interrupted:
+        left_out.set()
+    assert reduced(session, 2000).wait().item() == 4000
+    assert [handle.wait().item() for handle in handles] == expected
+    thread.join()
+    session.close()
+"""
+
+
+@pytest.mark.parametrize("base", ["BaseException", "Exception"])
+def test_a_call_that_a_handler_interrupts_is_told_and_the_next_pairs(place, base):
+    code = textwrap.dedent(INTERRUPTED.format(base=base))
+    ran = subprocess.run(
+        [sys.executable, "-c", code, place.address, place.new_job()],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert (ran.returncode, ran.stdout) == (0, "told\n4000.0\n"), ran.stderr
+
+
 def test_a_fork_after_connecting_is_told_to_connect_itself(place):
     held = [place.connect()]
     held.append(held[0].allreduce(np.ones(1, np.float32), async_op=True))

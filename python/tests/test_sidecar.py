@@ -368,7 +368,7 @@ def test_a_rank_that_is_lost_on_one_host_is_named_on_the_other(hosts, cluster):
 
     *of_hosts, alone = on_hosts(hosts, cluster, work)
     assert of_hosts == [(2,), (2,), None, (2,)]
-    # One that calls late may hear of ranks too that have left since.
+    # A rank that calls late may also hear of ranks that have left since.
     assert alone is not None
     assert 2 in alone
 

@@ -48,7 +48,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     Table { args, tensors: &first.tensors, rank: None, reports: &reports }.print()
 }
 
-/// What the aggregator of this process does.
+/// The configuration of the aggregator in this process.
 fn config(args: &Args) -> Config {
     Config {
         port: 0,

@@ -237,7 +237,7 @@ class Session:
                 tag=memory.tag if tag is None else tag,
                 part_of=part_of,
             )
-        self._take_turn()
+            self._take_turn()
         started = self._session.submit(call, memory.address, memory.nbytes, memory.owner)
 
         def make() -> _Outcome[T]:
@@ -286,7 +286,7 @@ class Session:
                 tag=tag,
                 part_of=part_of,
             )
-        self._take_turn()
+            self._take_turn()
         started = self._session.submit_blocks(
             call, places.address, places.elements, memory.address, memory.nbytes
         )
@@ -316,7 +316,8 @@ class Session:
         """Tells the other ranks if a call fails here, before its op has begun."""
         try:
             yield
-        except Exception:
+        # Whoever catches what a signal's handler raises, Ctrl-C too, may go on.
+        except BaseException:
             # A session that is over has no ops to keep in step.
             with contextlib.suppress(Error):
                 self.refuse(part_of)

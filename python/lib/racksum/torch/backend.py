@@ -411,7 +411,7 @@ class RacksumBackend(DelegatesToGloo):
         def begin_or_refuse() -> Sequence[Waits]:
             try:
                 return begin()
-            except Exception:
+            except BaseException:
                 self._refuse(call)
                 raise
 
@@ -422,7 +422,7 @@ class RacksumBackend(DelegatesToGloo):
                 parts = begin()
             else:
                 parts = [self._chain.defer(earlier, begin_or_refuse, touched)]
-        except Exception:
+        except BaseException:
             if event:
                 event.end()
             raise

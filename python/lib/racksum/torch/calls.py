@@ -68,7 +68,7 @@ def numbered(
                 call = self._new_call(collective, ops(*args, **named))
                 try:
                     return method(self, call, *args, **named)
-                except Exception:
+                except BaseException:
                     self._refuse(call)
                     raise
 
