@@ -5,7 +5,9 @@
 //! senders of few, however fairly the shard then serves what it has received. So while the buffer
 //! overflows, the shard looks for a sender whose messages it has no use for: repeated asks,
 //! duplicates, messages of jobs that it does not have. If more than half of all messages are such
-//! messages of one sender, the kernel drops what that sender sends, for longer each time.
+//! messages of one sender, the kernel drops what that sender sends, for longer each time. Strangers
+//! count as one, and the one of them that sends most is refused first: a flood from several ports
+//! is refused port by port. Ranks do not, since after losses many of them ask again at once.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -92,12 +94,7 @@ impl Floods {
         if now.since(self.looked) < INTERVAL {
             return None;
         }
-        let is_most = |count: u32| count >= LEAST && count > self.messages / 2;
-        let floods = |from: SocketAddr, it: Useless| {
-            is_most(it.proven) || is_most(it.proven + it.unproven) && !is_peer(from)
-        };
-        let flooder = self.useless.iter().find(|(from, it)| floods(**from, **it));
-        let flooder = flooder.map(|(from, _)| *from);
+        let flooder = self.flooder(is_peer);
         self.looked = now;
         // What is refused is dropped too, although there is room.
         let is_refusing = self.refused.values().any(|refusal| refusal.is_on);
@@ -108,6 +105,19 @@ impl Floods {
         let changed = self.let_back(now) | flooder.is_some_and(|from| self.refuse(now, from));
         let on = self.refused.iter().filter(|(_, refusal)| refusal.is_on);
         changed.then(|| on.map(|(from, _)| *from).collect())
+    }
+
+    /// Who is to be refused for most of what has arrived.
+    fn flooder(&self, is_peer: impl Fn(SocketAddr) -> bool) -> Option<SocketAddr> {
+        let is_most = |count: u32| count >= LEAST && count > self.messages / 2;
+        let of_one = self.useless.iter().find(|(_, it)| is_most(it.proven));
+        let of_strangers = || {
+            let strangers = self.useless.iter().filter(|(from, _)| !is_peer(**from));
+            let strangers = strangers.map(|(from, it)| (it.proven + it.unproven, *from));
+            let all = strangers.clone().map(|(count, _)| count).sum();
+            strangers.max().filter(|_| is_most(all))
+        };
+        of_one.map(|(from, _)| *from).or_else(|| Some(of_strangers()?.1))
     }
 
     /// Refuses nobody any more whose time is over. Returns whether there was such a sender.
@@ -214,6 +224,28 @@ mod tests {
         assert_eq!(floods.look(at(20), 2, || true, |_| true), None);
         flood(&mut floods, 1, LEAST - 1);
         assert_eq!(floods.look(at(30), 3, || true, |_| true), None, "so little is no flood");
+    }
+
+    #[test]
+    fn a_flood_from_several_ports_is_refused_port_by_port() {
+        let mut floods = overflowing(10);
+        let ports = [(1, 2 * LEAST), (2, 3 * LEAST), (3, LEAST)];
+        for (ms, refused) in [(20, vec![2]), (30, vec![1, 2]), (40, vec![1, 2, 3])] {
+            for (port, messages) in ports {
+                if !floods.refused.contains_key(&addr(port)) {
+                    flood(&mut floods, port, messages);
+                }
+            }
+            let refused = refused.into_iter().map(addr).collect();
+            assert_eq!(floods.look(at(ms), ms, || true, |_| false), Some(refused));
+        }
+    }
+
+    #[test]
+    fn ranks_that_all_ask_again_are_no_flood() {
+        let mut floods = overflowing(10);
+        (1..4).for_each(|rank| flood(&mut floods, rank, 2 * LEAST));
+        assert_eq!(floods.look(at(20), 2, || true, |_| true), None);
     }
 
     #[test]
