@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::thread::{Builder, ScopedJoinHandle};
 use std::time::Duration;
 
-use racksum_aggregator::{JobStatus, ShardStatus, Status};
+use racksum_aggregator::{JobStatus, RankStatus, ShardStatus, Status};
 use racksum_net::clock::Clock;
 use racksum_net::local::{CallError, Peer, call_for_stream, remove_dead};
 use racksum_proto::counted::counted;
@@ -349,6 +349,17 @@ fn job_name(job: &str, group: &str) -> JobName {
     JobName::new(job, group)
 }
 
+/// Whom the next window waits for. Of ranks whose sum an aggregator sends it is not known which.
+fn behind(ranks: &[RankStatus]) -> Option<String> {
+    let (alone, racks): (Vec<_>, Vec<_>) =
+        ranks.iter().filter(|rank| rank.behind).partition(|rank| rank.rack.is_empty());
+    let alone: Vec<_> = alone.iter().map(|rank| rank.rank).collect();
+    let alone = (!alone.is_empty()).then(|| format!("rank {}", list(&alone)));
+    let racks = racks.iter().map(|rank| format!("some of the ranks {}", list(&rank.rack)));
+    let all: Vec<_> = alone.into_iter().chain(racks).collect();
+    (!all.is_empty()).then(|| all.join(" and "))
+}
+
 fn job_text(job: &JobStatus) -> String {
     let JobStatus { id, generation, world, state, age_ms, missing, absent, ranks, .. } = job;
     let (name, age) = (job_name(&job.job, &job.group), age_ms / 1000);
@@ -362,9 +373,8 @@ fn job_text(job: &JobStatus) -> String {
     if !absent.is_empty() {
         text += &format!("; goes on without: {}", list(absent));
     }
-    let behind: Vec<_> = ranks.iter().filter(|rank| rank.behind).map(|rank| rank.rank).collect();
-    if let Some(stalled) = job.stalled_ms.filter(|_| !behind.is_empty()) {
-        text += &format!("; waits for rank {} since {stalled} ms", list(&behind));
+    if let Some((behind, stalled)) = behind(ranks).zip(job.stalled_ms) {
+        text += &format!("; waits for {behind} since {stalled} ms");
     }
     text += "\n  rank  next op     opened  delivered     silent  address, identity\n";
     for rank in ranks {

@@ -1,7 +1,5 @@
 use std::io::Write;
 
-use racksum_aggregator::RankStatus;
-
 use super::*;
 
 fn status(text: &str) -> Status {
@@ -54,6 +52,26 @@ fn status(text: &str) -> Status {
         jobs: vec![job],
         queued: vec![JobName::new(name(), name())],
         shards: vec![shard],
+    }
+}
+
+#[test]
+fn a_job_of_racks_waits_for_no_rank_by_name_that_it_cannot_know() {
+    let mut job = status("job").jobs.remove(0);
+    let like = job.ranks.remove(0);
+    let of = |rank: u16, rack: &[u16]| RankStatus { rank, rack: rack.to_vec(), ..like.clone() };
+    let ranks = [of(0, &[]), of(2, &[2, 3, 4]), of(1, &[]), of(5, &[5, 6])];
+    for (n, told) in [
+        (0..1, "; waits for rank 0 since 1 ms"),
+        (1..2, "; waits for some of the ranks 2, 3, 4 since 1 ms"),
+        (
+            0..4,
+            "; waits for rank 0, 1 and some of the ranks 2, 3, 4 and some of the ranks 5, 6 since",
+        ),
+    ] {
+        job.ranks = ranks[n].to_vec();
+        let text = job_text(&job);
+        assert!(text.contains(told), "{text}");
     }
 }
 
