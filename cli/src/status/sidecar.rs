@@ -43,10 +43,15 @@ fn text(status: &Status) -> String {
         [] => String::new(),
         all => format!(", aggregator {}", all.join(", then ")),
     };
+    let insecure = if status.insecure {
+        ", INSECURE: whoever answers there may be the aggregator"
+    } else {
+        ""
+    };
     let draining = if status.draining { ", draining: it takes no more jobs" } else { "" };
     let mut text = format!(
         "racksum worker {version}, up {} s, {} of {}, {ranks} of {}, \
-         {lent} of {most} B of memory{aggregators}{draining}\n",
+         {lent} of {most} B of memory{aggregators}{draining}{insecure}\n",
         up_ms / 1000,
         jobs.len(),
         counted(*max_jobs, "job"),

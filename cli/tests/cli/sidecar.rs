@@ -86,6 +86,19 @@ fn a_socket_that_cannot_be_is_a_wrong_command_line() {
 }
 
 #[test]
+fn the_status_of_a_sidecar_says_whether_it_knows_its_aggregator() {
+    let folder = Folder::new("sidecar-insecure");
+    for (name, flags, is_insecure) in [
+        ("known", &["--aggregator", "127.0.0.1:9"][..], false),
+        ("unknown", &["--aggregator", "127.0.0.1:9", "--insecure"], true),
+    ] {
+        let sidecar = Sidecar::start(&folder, name, flags);
+        assert_eq!(sidecar.told()["insecure"], is_insecure);
+        assert_eq!(sidecar.status(&[]).contains(", INSECURE: "), is_insecure);
+    }
+}
+
+#[test]
 fn a_rank_that_holds_up_a_job_is_named_and_so_are_those_that_are_awaited() {
     let folder = Folder::new("sidecar-status");
     let sidecar = Sidecar::start(&folder, "socket", &["--memory", "1M", "--max-ranks", "5"]);

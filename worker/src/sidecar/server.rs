@@ -392,6 +392,7 @@ impl Shared {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             up_ms: Clock::start().now().since(self.started).as_millis(),
             aggregators: sets.map(|set| set.join("+")).collect(),
+            insecure: self.upstream.as_ref().is_some_and(|it| it.insecure),
             draining: self.draining.load(Relaxed),
             max_jobs: self.limits.jobs,
             max_ranks: self.limits.ranks,

@@ -33,6 +33,9 @@ pub struct Status {
     /// Where jobs meet that have ranks on other hosts: the aggregator, and then its standbys.
     #[serde(deserialize_with = "PeerText::list")]
     pub aggregators: Vec<String>,
+    /// Whether it calls them without an identity.
+    #[serde(default)]
+    pub insecure: bool,
     /// Whether it takes no more jobs, since it is about to stop.
     pub draining: bool,
     /// Most jobs at a time.

@@ -80,6 +80,7 @@ fn no_text_of_what_a_sidecar_does_is_shown_as_it_came() {
         version: text(),
         up_ms: 0,
         aggregators: vec![text()],
+        insecure: false,
         draining: false,
         max_jobs: 1,
         max_ranks: 1,
