@@ -22,9 +22,10 @@ impl Chunks {
         self.next.load(Relaxed) >= self.count
     }
 
-    /// Does chunks until all have been taken. Returns true to the one thread that ends the last.
-    pub(super) fn work(&self, mut work: impl FnMut(usize)) -> bool {
-        loop {
+    /// Does so many chunks, or those that nobody has taken if they are fewer. Returns true to the
+    /// one thread that ends the last of all.
+    pub(super) fn work(&self, most: usize, mut work: impl FnMut(usize)) -> bool {
+        for _ in 0..most {
             let chunk = self.next.fetch_add(1, Relaxed);
             if chunk >= self.count {
                 return false;
@@ -35,5 +36,24 @@ impl Chunks {
                 return true;
             }
         }
+        false
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_takes_turns_until_all_is_done() {
+        let chunks = Chunks::new(5);
+        let mut done = Vec::new();
+        for (after, ends) in [(2, false), (4, false), (5, true)] {
+            assert!(!chunks.are_taken());
+            assert_eq!(chunks.work(2, |chunk| done.push(chunk)), ends);
+            assert_eq!(done, Vec::from_iter(0..after));
+        }
+        assert!(chunks.are_taken());
+        assert!(!chunks.work(2, |_| unreachable!("all have been taken")));
     }
 }

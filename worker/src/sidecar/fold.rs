@@ -19,6 +19,10 @@ use super::sums::Sums;
 /// the sum is written over them. Whole blocks of every size.
 const CHUNK: usize = 32 << 10;
 
+/// Chunks that a thread folds before it looks whose turn it is: they take longer than to look, and
+/// not so long that another job would notice.
+const TURN: usize = 32;
+
 /// Blocks that a scan looks at together.
 const SCANNED: usize = 64;
 
@@ -132,8 +136,8 @@ impl Fold {
         }
     }
 
-    /// Folds until no more threads are of use, and says so once others may join in. Returns true to
-    /// the one thread that ends it.
+    /// Folds for a turn, and says so once others may join in. Returns true to the one thread that
+    /// ends it.
     pub(super) fn work(&self, sum: &mut Vec<u8>, begun: impl FnOnce()) -> bool {
         sum.resize(CHUNK, 0);
         match &self.work {

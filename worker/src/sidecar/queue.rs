@@ -14,8 +14,8 @@ pub(super) struct Task {
     pub(super) op: u32,
 }
 
-/// Folds that are to be done. Jobs take turns, so that none starves another; of a job's, those of
-/// lower lanes come first.
+/// Folds that are to be done. Jobs take turns of some chunks, so that none starves another; of a
+/// job's, those of lower lanes come first.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
     state: Mutex<State>,

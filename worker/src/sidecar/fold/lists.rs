@@ -13,7 +13,7 @@ use racksum_proto::arith;
 use racksum_proto::descriptor::Descriptor;
 
 use super::place::Place;
-use super::{CHUNK, Handed, SCANNED, Share, Spoilt, budget_of};
+use super::{CHUNK, Handed, SCANNED, Share, Spoilt, TURN, budget_of};
 use crate::blocks::{Blocks, Listed, Union, full_len, len_of};
 use crate::sidecar::chunks::Chunks;
 use crate::sidecar::sums::Sums;
@@ -60,8 +60,8 @@ impl Lists {
         self.begun.get().is_some() || !self.is_admitted.swap(true, Relaxed)
     }
 
-    /// Folds chunks until all have been taken. Returns true to the one thread that ends the last,
-    /// or that finds that there are none.
+    /// Folds chunks for a turn. Returns true to the one thread that ends the last, or that finds
+    /// that there are none.
     pub(super) fn work(&self, sum: &mut [u8], has_begun: impl FnOnce()) -> bool {
         let mut is_first = false;
         let begun = self.begun.get_or_init(|| {
@@ -73,7 +73,7 @@ impl Lists {
         }
         let per_chunk = CHUNK / full_len(&self.descriptor);
         match begun {
-            Ok(begun) if begun.union.len() > 0 => begun.chunks.work(|chunk| {
+            Ok(begun) if begun.union.len() > 0 => begun.chunks.work(TURN, |chunk| {
                 let from = chunk * per_chunk;
                 let blocks = from..begun.union.len().min(from + per_chunk);
                 if let Err(error) = self.fold_chunk(begun, blocks, sum) {

@@ -11,7 +11,7 @@ use racksum_proto::arith;
 use racksum_proto::descriptor::Descriptor;
 
 use super::place::Place;
-use super::{CHUNK, SCANNED};
+use super::{CHUNK, SCANNED, TURN};
 use crate::blocks::full_len;
 use crate::sidecar::chunks::Chunks;
 
@@ -65,9 +65,9 @@ impl Tensors {
         words.flat_map(move |(first, word)| bits(word).map(move |bit| first + bit))
     }
 
-    /// Folds chunks until all have been taken. Returns true to the one thread that ends the last.
+    /// Folds chunks for a turn. Returns true to the one thread that ends the last.
     pub(super) fn work(&self, sum: &mut [u8]) -> bool {
-        self.chunks.work(|chunk| {
+        self.chunks.work(TURN, |chunk| {
             let from = chunk * CHUNK;
             self.fold_chunk(from, &mut sum[..CHUNK.min(self.len - from)]);
         })

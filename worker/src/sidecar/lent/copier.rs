@@ -72,7 +72,7 @@ impl Copier {
 impl Copying {
     /// Copies chunks until all have been taken: a thread that comes late finds none.
     fn work(&self) {
-        let is_last = self.chunks.work(|chunk| {
+        let is_last = self.chunks.work(usize::MAX, |chunk| {
             let at = chunk * CHUNK;
             let len = CHUNK.min(self.len - at);
             // SAFETY: within the bytes, which are borrowed until all chunks are done; this one is
@@ -111,7 +111,7 @@ mod tests {
     #[test]
     fn copies_are_whole_whoever_does_them() {
         let copier = Copier::start().unwrap();
-        for len in [0, 1, 4096, LARGE - 1, LARGE, LARGE + 1, 3 * LARGE + CHUNK / 2] {
+        for len in [0, 1, 4096, LARGE - 1, LARGE, LARGE + 1, 20 * LARGE + CHUNK / 2] {
             let from: Vec<u8> = (0..=250).cycle().take(len).collect();
             let mut to = vec![0xff; len];
             copier.copy(&from, &mut to);
