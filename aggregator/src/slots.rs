@@ -18,6 +18,7 @@ use racksum_proto::ids::Rank;
 use racksum_proto::wire::Header;
 
 use crate::arena::Arena;
+use crate::turn::fold_cost;
 
 /// Most ranks of a job.
 pub const MAX_WORLD: u16 = 256;
@@ -167,8 +168,8 @@ impl Slots {
         buffer.extend_from_slice(&body[over..]);
     }
 
-    /// Folds a window into its result, and gives the contributions back. Returns how many bytes
-    /// went in and came out.
+    /// Folds a window into its result, and gives the contributions back. Returns what it
+    /// costs.
     pub(crate) fn fold(&mut self, fold: &Fold, machine: &Aggregation, arena: &mut Arena) -> usize {
         // With a parent a slot's buffer has the sum first, and then the result.
         if !machine.config().has_parent {
@@ -209,7 +210,7 @@ impl Slots {
             }
         });
         give_back(contributions, arena);
-        fold.len * (1 + fold.contributors())
+        fold_cost(fold.descriptor.wire, fold.len * (1 + fold.contributors()))
     }
 
     /// Puts a result of zeros into a slot, as a fold would.

@@ -11,6 +11,8 @@
 //! than all that its ranks may have in flight is flooded by one of them: its datagrams are dropped
 //! unopened until it has paid.
 
+use racksum_proto::dtype::{DType, WireType};
+
 /// Bytes that all jobs together may spend in a round: a few windows for each of many.
 pub(crate) const QUANTUM: usize = 16 << 20;
 
@@ -20,6 +22,12 @@ pub(crate) const MESSAGE_COST: usize = 1 << 10;
 pub(crate) const OPEN_COST: usize = 16 << 10;
 /// What a system call for one address costs, besides the bytes that it sends.
 pub(crate) const SEND_COST: usize = 8 << 10;
+
+/// What it costs to fold so many bytes, of what goes in and comes out. Scaled elements take as long
+/// as the `f32` that they stand for.
+pub(crate) const fn fold_cost(wire: WireType, bytes: usize) -> usize {
+    if wire.is_scaled() { bytes * DType::F32.size() / wire.element_size() } else { bytes }
+}
 
 /// A job's turn.
 #[derive(Debug)]
@@ -96,6 +104,19 @@ mod tests {
             }
         }
         windows
+    }
+
+    #[test]
+    fn a_fold_costs_as_much_as_its_elements_take() {
+        for (wire, costs) in [
+            (WireType::F32, 100),
+            (WireType::F64, 100),
+            (WireType::Bf16, 100),
+            (WireType::Fixed32, 100),
+            (WireType::Int8, 400),
+        ] {
+            assert_eq!(fold_cost(wire, 100), costs, "{wire:?}");
+        }
     }
 
     #[test]
