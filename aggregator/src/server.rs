@@ -1,6 +1,7 @@
 //! The control server: one QUIC connection a rank, for as long as the rank lives.
 
 use std::net::SocketAddr;
+use std::ops::ControlFlow;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -209,49 +210,12 @@ async fn attend(
                     break Parting::Lost(Loss::Broke);
                 }
             }
-            word = words.0.recv() => match word {
-                Some(FromWorker::Heard) => lock(registry).heard(seat),
-                Some(FromWorker::Also(join)) => {
-                    let joined = lock(registry).also(seat, join, Instant::now());
-                    let Some(joined) = joined else { break Parting::Lost(Loss::Broke) };
-                    pursue(registry, seat, joined);
+            word = words.0.recv() => {
+                let Some(word) = word else { break Parting::Lost(Loss::Broke) };
+                if let ControlFlow::Break(parting) = heed(registry, seat, send, word).await {
+                    break parting;
                 }
-                Some(FromWorker::Parted(absent)) if lock(registry).is_only(seat, absent.rank) => {
-                    break Parting::Lost(loss_of_only(absent.why));
-                }
-                Some(FromWorker::Parted(absent)) => {
-                    if !lock(registry).may_part(seat, absent.rank) {
-                        break Parting::Lost(Loss::Broke);
-                    }
-                    let ending = lock(registry).ending_below(seat, absent.why);
-                    let _fence = settle(registry, ending).await;
-                    lock(registry).parted(seat, absent);
-                }
-                Some(FromWorker::Leave { next_op }) => break Parting::Left(next_op),
-                Some(FromWorker::Retreat) => break Parting::Retreated,
-                Some(FromWorker::Withdraw) => {
-                    let is_free = lock(registry).withdraw(seat);
-                    if is_free && !say(send, &FromAggregator::Free).await {
-                        break Parting::Lost(Loss::Broke);
-                    }
-                }
-                Some(FromWorker::Stay) => {
-                    let joined = lock(registry).stay(seat);
-                    pursue(registry, seat, joined);
-                }
-                Some(FromWorker::Move) => break Parting::Moved,
-                Some(
-                    FromWorker::Prove { .. }
-                    | FromWorker::Arrived
-                    | FromWorker::Join(_)
-                    | FromWorker::Look(_)
-                    | FromWorker::AskStatus { .. }
-                    | FromWorker::Stop,
-                )
-                | None => {
-                    break Parting::Lost(Loss::Broke);
-                }
-            },
+            }
             now = tick.tick() => {
                 let received = connection.stats().udp_rx.datagrams;
                 if std::mem::replace(&mut heard_before, received) != received {
@@ -270,6 +234,55 @@ async fn attend(
             }
         }
     }
+}
+
+/// Does what a member says.
+async fn heed(
+    registry: &Shared,
+    seat: &Seat,
+    send: &mut quinn::SendStream,
+    word: FromWorker,
+) -> ControlFlow<Parting> {
+    const BROKE: ControlFlow<Parting> = ControlFlow::Break(Parting::Lost(Loss::Broke));
+    match word {
+        FromWorker::Heard => lock(registry).heard(seat),
+        FromWorker::Also(join) => {
+            let joined = lock(registry).also(seat, join, Instant::now());
+            let Some(joined) = joined else { return BROKE };
+            pursue(registry, seat, joined);
+        }
+        FromWorker::Parted(absent) if lock(registry).is_only(seat, absent.rank) => {
+            return ControlFlow::Break(Parting::Lost(loss_of_only(absent.why)));
+        }
+        FromWorker::Parted(absent) => {
+            if !lock(registry).may_part(seat, absent.rank) {
+                return BROKE;
+            }
+            let ending = lock(registry).ending_below(seat, absent.why);
+            let _fence = settle(registry, ending).await;
+            lock(registry).parted(seat, absent);
+        }
+        FromWorker::Leave { next_op } => return ControlFlow::Break(Parting::Left(next_op)),
+        FromWorker::Retreat => return ControlFlow::Break(Parting::Retreated),
+        FromWorker::Withdraw => {
+            let is_free = lock(registry).withdraw(seat);
+            if is_free && !say(send, &FromAggregator::Free).await {
+                return BROKE;
+            }
+        }
+        FromWorker::Stay => {
+            let joined = lock(registry).stay(seat);
+            pursue(registry, seat, joined);
+        }
+        FromWorker::Move => return ControlFlow::Break(Parting::Moved),
+        FromWorker::Prove { .. }
+        | FromWorker::Arrived
+        | FromWorker::Join(_)
+        | FromWorker::Look(_)
+        | FromWorker::AskStatus { .. }
+        | FromWorker::Stop => return BROKE,
+    }
+    ControlFlow::Continue(())
 }
 
 /// How a member has lost its only rank, by its own word. What it says of other ranks' aggregators

@@ -259,15 +259,7 @@ impl Shard {
 
     fn obey(&mut self, command: Command) -> bool {
         match command {
-            Command::Add(new) => {
-                let (id, now) = (new.config.job, self.clock.now());
-                if let Some(above) = &new.above {
-                    self.risen.insert((above.config.job, above.addr), id);
-                }
-                if let Some(mut old) = self.jobs.insert(id, Job::new(*new, now)) {
-                    old.slots.release(&mut self.arena);
-                }
-            }
+            Command::Add(new) => self.add(*new),
             Command::Probe(id) => {
                 if let Some(job) = self.jobs.get_mut(&id) {
                     self.out.probe(&self.socket, job);
@@ -294,29 +286,8 @@ impl Shard {
                     self.unserved = true;
                 }
             }
-            Command::Rejoin(back) => {
-                let now = self.clock.now();
-                let Rejoin { job, rank, addr, locks } = *back;
-                if let Some(job) = self.jobs.get_mut(&job) {
-                    job.machine.handle_rejoined(now, rank);
-                    job.ways.ranks[rank.index()] = addr;
-                    let opener = locks.opener(job.machine.config(), rank);
-                    if let Some((place, opener)) = job.openers.get_mut(rank.index()).zip(opener) {
-                        *place = opener;
-                    }
-                }
-            }
-            Command::Gone(id, rank) => {
-                let now = self.clock.now();
-                if let Some(job) = self.jobs.get_mut(&id) {
-                    job.machine.handle_gone(rank, &mut ());
-                    let gone = job.ways.ranks.get(rank.index());
-                    job.ways.unicast.retain(|addr| Some(addr) != gone);
-                    // Nothing may come any more that what waited for the rank would be seen at.
-                    job.moved = now;
-                    self.unserved = true;
-                }
-            }
+            Command::Rejoin(back) => self.let_back(*back),
+            Command::Gone(id, rank) => self.go_on_without(id, rank),
             Command::Fence(id, begins) => {
                 if let Some(job) = self.jobs.get_mut(&id) {
                     let fences = job.fences;
@@ -325,18 +296,7 @@ impl Shard {
                     self.unserved = true;
                 }
             }
-            Command::Remove(id) => {
-                if let Some(mut job) = self.jobs.remove(&id) {
-                    let counters = job.machine.counters();
-                    self.stats.folds += counters.folds;
-                    self.stats.rejects.add(&counters.rejects);
-                    if let Some(above) = &job.above {
-                        self.stats.rejects.add(&above.machine.counters().rejects);
-                    }
-                    self.risen.retain(|_, below| *below != id);
-                    job.slots.release(&mut self.arena);
-                }
-            }
+            Command::Remove(id) => self.remove(id),
             Command::Report(of, tell) => {
                 let now = self.clock.now();
                 let report = |(id, job): (&JobId, &Job)| (*id, job.report(now));
@@ -357,6 +317,53 @@ impl Shard {
             Command::Panic => panic!("the test said so"),
         }
         true
+    }
+
+    fn add(&mut self, new: NewJob) {
+        let (id, now) = (new.config.job, self.clock.now());
+        if let Some(above) = &new.above {
+            self.risen.insert((above.config.job, above.addr), id);
+        }
+        if let Some(mut old) = self.jobs.insert(id, Job::new(new, now)) {
+            old.slots.release(&mut self.arena);
+        }
+    }
+
+    fn remove(&mut self, id: JobId) {
+        let Some(mut job) = self.jobs.remove(&id) else { return };
+        let counters = job.machine.counters();
+        self.stats.folds += counters.folds;
+        self.stats.rejects.add(&counters.rejects);
+        if let Some(above) = &job.above {
+            self.stats.rejects.add(&above.machine.counters().rejects);
+        }
+        self.risen.retain(|_, below| *below != id);
+        job.slots.release(&mut self.arena);
+    }
+
+    /// Sums without a rank from now on.
+    fn go_on_without(&mut self, id: JobId, rank: Rank) {
+        let now = self.clock.now();
+        let Some(job) = self.jobs.get_mut(&id) else { return };
+        job.machine.handle_gone(rank, &mut ());
+        let gone = job.ways.ranks.get(rank.index());
+        job.ways.unicast.retain(|addr| Some(addr) != gone);
+        // Nothing may come any more that what waited for the rank would be seen at.
+        job.moved = now;
+        self.unserved = true;
+    }
+
+    /// Sums with a rank again that has come back, from another address perhaps.
+    fn let_back(&mut self, back: Rejoin) {
+        let now = self.clock.now();
+        let Rejoin { job, rank, addr, locks } = back;
+        let Some(job) = self.jobs.get_mut(&job) else { return };
+        job.machine.handle_rejoined(now, rank);
+        job.ways.ranks[rank.index()] = addr;
+        let opener = locks.opener(job.machine.config(), rank);
+        if let Some((place, opener)) = job.openers.get_mut(rank.index()).zip(opener) {
+            *place = opener;
+        }
     }
 
     /// Takes what has arrived, and sends what that makes due. Returns how many messages it was, or

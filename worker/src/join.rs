@@ -423,26 +423,8 @@ impl<'a> Joining<'a> {
             FromAggregator::Lifeline { .. }
             | FromAggregator::Prove { .. }
             | FromAggregator::Arrived { .. } => {}
-            FromAggregator::Queued { before, why } => {
-                if self.queued.as_ref() != Some(&why) {
-                    QUEUED.note(|left_out| {
-                        tracing::warn!(before, left_out, "waiting for room: {why}");
-                    });
-                }
-                self.queued = Some(why);
-            }
-            FromAggregator::Waiting { mut missing, .. } => {
-                (self.waits, self.queued) = (true, None);
-                // One that would rather be elsewhere counts among them.
-                missing.retain(|rank| *rank != self.options.rank);
-                if missing != self.missing {
-                    WAITING.note(|left_out| {
-                        let missing = listed(missing.iter().copied());
-                        tracing::info!(missing, left_out, "waiting for ranks");
-                    });
-                }
-                self.missing = missing;
-            }
+            FromAggregator::Queued { before, why } => self.wait_for_room(before, why),
+            FromAggregator::Waiting { missing, .. } => self.wait_for_ranks(missing),
             FromAggregator::Free => self.unanswered = self.unanswered.saturating_sub(1),
             FromAggregator::Present { .. } | FromAggregator::Status { .. } => {
                 return Err(ConnectError::Protocol("it answers what nobody asked".into()));
@@ -451,23 +433,7 @@ impl<'a> Joining<'a> {
                 let why = "the aggregator grants what no aggregator may";
                 return Err(ConnectError::Protocol(why.into()));
             }
-            FromAggregator::Welcome(granted) => {
-                check_auth(&granted, self.options.data_auth)?;
-                self.queued = None;
-                if let (Some(group), Some(interface)) = (granted.group, &self.route.interface) {
-                    let group = Multicast { group, interface: interface.clone() };
-                    let buffer = session.socket.report().asked_receive;
-                    // Without the group this rank is sent copies.
-                    self.group = open_member(&group, buffer)
-                        .inspect_err(|error| {
-                            NO_GROUP.note(|left_out| {
-                                tracing::warn!(%error, left_out, "no multicast");
-                            });
-                        })
-                        .ok();
-                }
-                self.welcome = Some(granted);
-            }
+            FromAggregator::Welcome(granted) => self.start(granted, session)?,
             FromAggregator::Ready { multicast } => {
                 if !multicast {
                     self.group = None;
@@ -491,6 +457,45 @@ impl<'a> Joining<'a> {
                 return Err(ConnectError::Refused(superseded(&why)));
             }
         }
+        Ok(())
+    }
+
+    fn wait_for_room(&mut self, before: u16, why: String) {
+        if self.queued.as_ref() != Some(&why) {
+            QUEUED.note(|left_out| {
+                tracing::warn!(before, left_out, "waiting for room: {why}");
+            });
+        }
+        self.queued = Some(why);
+    }
+
+    fn wait_for_ranks(&mut self, mut missing: Vec<u16>) {
+        (self.waits, self.queued) = (true, None);
+        // One that would rather be elsewhere counts among them.
+        missing.retain(|rank| *rank != self.options.rank);
+        if missing != self.missing {
+            WAITING.note(|left_out| {
+                let missing = listed(missing.iter().copied());
+                tracing::info!(missing, left_out, "waiting for ranks");
+            });
+        }
+        self.missing = missing;
+    }
+
+    /// Starts with what the job is granted.
+    fn start(&mut self, granted: Welcome, session: &Session) -> Result<(), ConnectError> {
+        check_auth(&granted, self.options.data_auth)?;
+        self.queued = None;
+        if let (Some(group), Some(interface)) = (granted.group, &self.route.interface) {
+            let group = Multicast { group, interface: interface.clone() };
+            let buffer = session.socket.report().asked_receive;
+            let log = |error: &_| {
+                NO_GROUP.note(|left_out| tracing::warn!(%error, left_out, "no multicast"));
+            };
+            // Without the group this rank is sent copies.
+            self.group = open_member(&group, buffer).inspect_err(log).ok();
+        }
+        self.welcome = Some(granted);
         Ok(())
     }
 
