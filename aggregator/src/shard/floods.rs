@@ -44,6 +44,8 @@ struct Refusal {
     until: Time,
     lasts: Span,
     is_on: bool,
+    /// Whether what it was refused for was surely its own.
+    proven: bool,
 }
 
 impl Floods {
@@ -94,7 +96,7 @@ impl Floods {
         if now.since(self.looked) < INTERVAL {
             return None;
         }
-        let flooder = self.flooder(is_peer);
+        let flooder = self.flooder(&is_peer);
         self.looked = now;
         // What is refused is dropped too, although there is room.
         let is_refusing = self.refused.values().any(|refusal| refusal.is_on);
@@ -102,13 +104,14 @@ impl Floods {
         self.drops = drops;
         self.messages = 0;
         self.useless.clear();
-        let changed = self.let_back(now) | flooder.is_some_and(|from| self.refuse(now, from));
+        let changed = self.let_back(now, is_peer)
+            | flooder.is_some_and(|(from, proven)| self.refuse(now, from, proven));
         let on = self.refused.iter().filter(|(_, refusal)| refusal.is_on);
         changed.then(|| on.map(|(from, _)| *from).collect())
     }
 
-    /// Who is to be refused for most of what has arrived.
-    fn flooder(&self, is_peer: impl Fn(SocketAddr) -> bool) -> Option<SocketAddr> {
+    /// Who is to be refused for most of what has arrived, and whether that is surely its own.
+    fn flooder(&self, is_peer: impl Fn(SocketAddr) -> bool) -> Option<(SocketAddr, bool)> {
         let is_most = |count: u32| count >= LEAST && count > self.messages / 2;
         let of_one = self.useless.iter().find(|(_, it)| is_most(it.proven));
         let of_strangers = || {
@@ -117,14 +120,17 @@ impl Floods {
             let all = strangers.clone().map(|(count, _)| count).sum();
             strangers.max().filter(|_| is_most(all))
         };
-        of_one.map(|(from, _)| *from).or_else(|| Some(of_strangers()?.1))
+        of_one.map(|(from, _)| (*from, true)).or_else(|| Some((of_strangers()?.1, false)))
     }
 
-    /// Refuses nobody any more whose time is over. Returns whether there was such a sender.
-    fn let_back(&mut self, now: Time) -> bool {
+    /// Refuses nobody any more whose time is over, or who has become a peer since anybody may have
+    /// sent what it was refused for. Returns whether there was such a sender.
+    fn let_back(&mut self, now: Time, is_peer: impl Fn(SocketAddr) -> bool) -> bool {
         let mut any = false;
-        for refusal in self.refused.values_mut().filter(|it| it.is_on && it.until <= now) {
-            (refusal.is_on, any) = (false, true);
+        for (from, refusal) in self.refused.iter_mut().filter(|(_, it)| it.is_on) {
+            if refusal.until <= now || !refusal.proven && is_peer(*from) {
+                (refusal.is_on, any) = (false, true);
+            }
         }
         // Who has long been good begins anew.
         self.refused.retain(|_, it| it.is_on || now.since(it.until) < FORGOTTEN);
@@ -132,7 +138,7 @@ impl Floods {
     }
 
     /// Refuses a sender from now on. Returns false if too many are refused already.
-    fn refuse(&mut self, now: Time, from: SocketAddr) -> bool {
+    fn refuse(&mut self, now: Time, from: SocketAddr, proven: bool) -> bool {
         let lasts = self.refused.get(&from).map_or(FIRST, |it| Span(it.lasts.0 * 4).min(LONGEST));
         if self.refused.len() >= MOST_SENDERS && !self.refused.contains_key(&from) {
             let let_back = self.refused.iter().filter(|(_, refusal)| !refusal.is_on);
@@ -140,7 +146,7 @@ impl Floods {
             let Some(oldest) = oldest else { return false };
             self.refused.remove(&oldest);
         }
-        let refusal = Refusal { until: now + lasts, lasts, is_on: true };
+        let refusal = Refusal { until: now + lasts, lasts, is_on: true, proven };
         self.refused.insert(from, refusal);
         REFUSED.note(|left_out| {
             tracing::warn!(
@@ -257,6 +263,19 @@ mod tests {
                 floods.note_unproven(addr(1));
             }
             assert_eq!(floods.look(at(20), 2, || true, |_| is_peer), refused);
+        }
+    }
+
+    #[test]
+    fn who_was_refused_as_a_stranger_is_let_back_as_a_rank() {
+        for (proven, refused) in [(false, Some(vec![])), (true, None)] {
+            let mut floods = overflowing(10);
+            for _ in 0..LEAST {
+                floods.note_arrived();
+                if proven { floods.note_useless(addr(1)) } else { floods.note_unproven(addr(1)) }
+            }
+            assert_eq!(floods.look(at(20), 2, || true, |_| false), Some(vec![addr(1)]));
+            assert_eq!(floods.look(at(30), 3, || true, |_| true), refused);
         }
     }
 
