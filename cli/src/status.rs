@@ -4,6 +4,7 @@
 mod remote;
 mod sidecar;
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs::{self, DirBuilder};
 use std::io::{self, ErrorKind, Read};
@@ -65,7 +66,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     }
     match &args.socket {
         Some(socket) => {
-            let status = ask(socket, own_uid()).map_err(|error| {
+            let status = ask(socket, own_uid(), PATIENCE).map_err(|error| {
                 let question = "is that the --status-socket of an aggregator that runs? A sidecar \
                                 is unix:PATH";
                 let advice = advice(&error, "aggregator", question);
@@ -98,32 +99,25 @@ fn advice(error: &CallError, whose: &str, question: &str) -> String {
 /// Asks all aggregators of this host, and prints what those say that answer.
 fn ask_all(format: Format) -> Result<(), Failure> {
     let (mut told, mut silent, mut dead) = (false, Vec::new(), Vec::new());
-    for sockets in sockets()?.chunks(AT_A_TIME) {
-        let answers = std::thread::scope(|scope| {
-            let ask = |(socket, owner): &'_ (PathBuf, u32)| {
-                let (socket, owner) = (socket.clone(), *owner);
-                Builder::new().spawn_scoped(scope, move || ask(&socket, owner))
-            };
-            // All at once: each that is silent takes its time.
-            let asked: Vec<_> = sockets.iter().map(ask).collect();
-            let answer = |asked: io::Result<ScopedJoinHandle<'_, _>>| match asked?.join() {
-                Ok(answer) => answer,
-                Err(_) => Err(io::Error::other("asking it panicked").into()),
-            };
-            asked.into_iter().map(answer).collect::<Vec<_>>()
-        });
-        for ((socket, _), answer) in sockets.iter().zip(answers) {
-            match answer {
-                Ok(status) => {
-                    told = true;
-                    print(&status, format)?;
-                }
-                Err(error) if error.is_absence() => dead.push(socket.clone()),
-                // Nor is another file any of this.
-                Err(CallError::NoSocket) => {}
-                Err(error) => silent.push(format!("cannot ask {}: {error}", socket.display())),
+    let unasked = ask_each(in_turns(sockets()?), PATIENCE, 2 * PATIENCE, |socket, answer| {
+        match answer {
+            Ok(status) => {
+                told = true;
+                print(&status, format)?;
             }
+            Err(error) if error.is_absence() => dead.push(socket.to_owned()),
+            // Nor is another file any of this.
+            Err(CallError::NoSocket) => {}
+            Err(error) => silent.push(format!("cannot ask {}: {error}", socket.display())),
         }
+        Ok(())
+    })?;
+    if unasked > 0 {
+        silent.push(format!(
+            "{} not asked, since those before took {} s; name the one that you mean",
+            counted(unasked, "more socket"),
+            2 * PATIENCE.as_secs()
+        ));
     }
     // What killed aggregators left behind is of no use to anybody. What another user has in a
     // folder, root does not remove.
@@ -139,6 +133,56 @@ fn ask_all(format: Format) -> Result<(), Failure> {
         ))),
         (_, silent) => Err(Failure::unavailable(silent.join("; "))),
     }
+}
+
+/// Sockets in an order in which no user's come late because another has many.
+fn in_turns(sockets: Vec<(PathBuf, u32)>) -> Vec<(PathBuf, u32)> {
+    let mut of_owners = BTreeMap::<u32, usize>::new();
+    let turn = |socket: (PathBuf, u32)| {
+        let turn = of_owners.entry(socket.1).or_default();
+        *turn += 1;
+        (*turn, socket)
+    };
+    let mut sockets: Vec<_> = sockets.into_iter().map(turn).collect();
+    sockets.sort_by_key(|(turn, _)| *turn);
+    sockets.into_iter().map(|(_, socket)| socket).collect()
+}
+
+/// Asks at each socket, and hands on what each answers: no single one for longer than `patience`,
+/// and all for no longer than `total`. Returns how many are not asked for that.
+fn ask_each(
+    sockets: Vec<(PathBuf, u32)>,
+    patience: Duration,
+    total: Duration,
+    mut hear: impl FnMut(&Path, Result<Status, CallError>) -> Result<(), Failure>,
+) -> Result<usize, Failure> {
+    let (clock, mut unasked) = (Clock::start(), 0);
+    let started = clock.now();
+    for sockets in sockets.chunks(AT_A_TIME) {
+        let waited = Duration::from_nanos(clock.now().since(started).0);
+        let patience = patience.min(total.saturating_sub(waited));
+        if patience.is_zero() {
+            unasked += sockets.len();
+            continue;
+        }
+        let answers = std::thread::scope(|scope| {
+            let ask = |(socket, owner): &'_ (PathBuf, u32)| {
+                let (socket, owner) = (socket.clone(), *owner);
+                Builder::new().spawn_scoped(scope, move || ask(&socket, owner, patience))
+            };
+            // All at once: each that is silent takes its time.
+            let asked: Vec<_> = sockets.iter().map(ask).collect();
+            let answer = |asked: io::Result<ScopedJoinHandle<'_, _>>| match asked?.join() {
+                Ok(answer) => answer,
+                Err(_) => Err(io::Error::other("asking it panicked").into()),
+            };
+            asked.into_iter().map(answer).collect::<Vec<_>>()
+        });
+        for ((socket, _), answer) in sockets.iter().zip(answers) {
+            hear(socket, answer)?;
+        }
+    }
+    Ok(unasked)
 }
 
 /// Aggregators that are asked at the same time.
@@ -265,22 +309,25 @@ fn parse(told: &[u8]) -> Result<Status, String> {
 
 /// Asks who listens at a socket, which must be a process of this user or of root; root may ask
 /// everybody.
-fn ask(socket: &Path, owner: u32) -> Result<Status, CallError> {
-    let stream = call_for_stream(socket, PATIENCE)?;
+fn ask(socket: &Path, owner: u32, patience: Duration) -> Result<Status, CallError> {
+    let clock = Clock::start();
+    let started = clock.now();
+    let stream = call_for_stream(socket, patience)?;
     let peer = Peer::of(&stream)?;
     if !is_trusted(peer.uid, owner) {
         let uid = peer.uid;
         let why = format!("it is a process of user {uid} that listens there");
         return Err(CallError::NotBelieved(why));
     }
-    let told = read(stream, PATIENCE)?;
+    let waited = Duration::from_nanos(clock.now().since(started).0);
+    let told = read(stream, patience.saturating_sub(waited))?;
     Ok(parse(&told).map_err(io::Error::other)?)
 }
 
 /// Reads an answer to its end, which may not come later, nor be longer, than an aggregator's.
 fn read(mut stream: UnixStream, patience: Duration) -> io::Result<Vec<u8>> {
     let late = || {
-        let waited = patience.as_secs();
+        let waited = patience.as_secs_f64().ceil();
         io::Error::other(format!("it did not answer within {waited} s, so it may be stopped"))
     };
     let (clock, mut told, mut piece) = (Clock::start(), Vec::new(), [0; 64 << 10]);

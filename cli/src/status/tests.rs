@@ -91,7 +91,7 @@ fn asked(name: &str, answer: Vec<u8>) -> Result<Status, CallError> {
         // Whoever asks may hang up before the end.
         drop(stream.write_all(&answer));
     });
-    let asked = ask(&path, own_uid());
+    let asked = ask(&path, own_uid(), PATIENCE);
     answering.join().unwrap();
     fs::remove_file(path).unwrap();
     asked
@@ -140,6 +140,31 @@ fn who_answers_a_little_at_a_time_is_not_waited_for_without_end() {
     let error = read(ours, Duration::from_secs(1)).unwrap_err();
     assert_eq!(error.to_string(), "it did not answer within 1 s, so it may be stopped");
     drips.join().unwrap();
+}
+
+#[test]
+fn sockets_that_do_not_answer_are_not_asked_without_end() {
+    let (silent, _listener) = listener("silent");
+    let sockets = vec![(silent.clone(), own_uid()); 5 * AT_A_TIME];
+    let (each, all) = (Duration::from_millis(50), Duration::from_millis(60));
+    let mut asked = 0;
+    let unasked = ask_each(sockets, each, all, |_, answer| {
+        assert!(answer.is_err());
+        asked += 1;
+        Ok(())
+    });
+    let unasked = unasked.ok().unwrap();
+    assert_eq!(asked + unasked, 5 * AT_A_TIME);
+    assert!(unasked >= 3 * AT_A_TIME, "{unasked}");
+    fs::remove_file(silent).unwrap();
+}
+
+#[test]
+fn a_user_with_many_sockets_does_not_keep_root_from_those_of_others() {
+    let sockets = [("a", 1), ("b", 1), ("c", 1), ("d", 2), ("e", 3), ("f", 3)];
+    let sockets = sockets.map(|(path, owner)| (PathBuf::from(path), owner)).to_vec();
+    let turns: Vec<_> = in_turns(sockets).into_iter().map(|(path, _)| path).collect();
+    assert_eq!(turns, ["a", "d", "e", "b", "f", "c"].map(PathBuf::from));
 }
 
 #[test]
