@@ -25,6 +25,7 @@ use super::job::Job;
 use super::message::{FromRank, FromSidecar, Join, VERSION};
 use super::queue::Queue;
 use super::status::Status;
+use super::verdict::parting;
 use crate::options::ConnectOptions;
 
 /// How often ops are looked for that have taken too long.
@@ -294,7 +295,7 @@ impl Shared {
             });
             Loss::Broke
         });
-        tracing::info!(job = ?join.job, rank = join.rank, "rank is gone: {}", why.name());
+        tracing::info!(job = ?join.job, rank = join.rank, "{}", parting(why));
         match why {
             // It takes its memory back once it is let go, and goes on with it.
             Loss::Left => job.leave(join.rank, LINGER),

@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use racksum_net::NetError;
+use racksum_proto::control::Loss;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::{OpError, SubmitError};
-use racksum_proto::ids::Rank;
+use racksum_proto::ids::{Rank, listed};
 
 use super::fold::Handed;
 use super::message::{Called, FromSidecar, NotJoined, Outcome};
@@ -16,13 +17,27 @@ use crate::supervisor::SUPERSEDED;
 /// What has ended a job, for the log.
 pub(super) fn in_words(why: &FromSidecar) -> String {
     match why {
-        FromSidecar::Lost { ranks, why } => format!("lost rank {ranks:?}: {}", why.name()),
+        FromSidecar::Lost { ranks, why: Loss::Left } => {
+            format!("an op needs what has left: rank {}", listed(ranks.iter().copied()))
+        }
+        FromSidecar::Lost { ranks, why } => {
+            format!("lost rank {}: {}", listed(ranks.iter().copied()), why.name())
+        }
         FromSidecar::CutOff { why } => why.clone(),
         FromSidecar::TimedOut => "an op timed out".into(),
         FromSidecar::Superseded { why } => why.clone(),
         FromSidecar::Refused { reason } => reason.clone(),
         FromSidecar::NotJoined(why) => ConnectError::from(why.clone()).to_string(),
         other => format!("{other:?}"),
+    }
+}
+
+/// What is logged of a rank that its sidecar has let go. To leave is no loss: an op that needs the
+/// rank may never come.
+pub(super) fn parting(why: Loss) -> String {
+    match why {
+        Loss::Left => "rank left".into(),
+        why => format!("rank lost: {}", why.name()),
     }
 }
 
@@ -125,9 +140,16 @@ pub(super) fn disagreement(
 
 #[cfg(test)]
 mod tests {
-    use racksum_proto::control::Loss;
-
     use super::*;
+
+    #[test]
+    fn a_rank_that_leaves_is_not_said_to_be_lost() {
+        assert_eq!(parting(Loss::Left), "rank left");
+        assert!(parting(Loss::Died).starts_with("rank lost: its process ended"));
+        let over = |why| in_words(&FromSidecar::Lost { ranks: vec![1, 2], why });
+        assert_eq!(over(Loss::Left), "an op needs what has left: rank 1, 2");
+        assert!(over(Loss::Died).starts_with("lost rank 1, 2: its process ended"));
+    }
 
     #[test]
     fn why_a_job_is_not_joined_is_said_to_ranks_as_to_those_that_join_themselves() {
