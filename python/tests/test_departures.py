@@ -44,7 +44,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("call", [Watch.check, Watch.look], ids=["check", "look"])
 def test_a_watch_does_not_wait_for_a_store_that_does_not_answer(at_once, call):
     store: Any = Stuck()
-    watch = Watch(store, "g", [1])
+    watch = Watch(store, [1])
     for _ in range(3):
         call(watch)
     assert not store.gave_up.is_set()
@@ -72,3 +72,24 @@ def test_ranks_that_have_left_are_named(at_once):
     with pytest.raises(racksum.PeerLost, match="ranks 1, 2 left the process group g") as lost:
         until_it_fails(watch.check)
     assert lost.value.ranks == (1, 2)
+
+
+def test_whom_a_rank_has_waited_for_in_vain_is_named_to_those_that_wait_too(at_once):
+    store = dist.HashStore()
+    ranks = [Departures(store, "g", rank, 3) for rank in range(3)]
+    ranks[0].note(racksum.JoinTimeout("rank 1 did not come", [1]))
+    with pytest.raises(racksum.JoinTimeout, match=r"rank 0 left .* rank 1 did not come") as late:
+        until_it_fails(ranks[2].watch().check)
+    assert late.value.missing == (1,)
+    with pytest.raises(racksum.PeerLost, match=r"rank 0 left .* rank 1 did not come") as lost:
+        until_it_fails(ranks[1].watch().check)
+    assert lost.value.ranks == (0,)
+
+
+def test_ranks_that_cannot_say_so_are_said_to_have_ended(at_once):
+    store = dist.HashStore()
+    ranks = [Departures(store, "g", rank, 3) for rank in range(3)]
+    ranks[0].note_ended([1])
+    with pytest.raises(racksum.PeerLost, match="rank 1 ended before joining") as lost:
+        until_it_fails(ranks[2].watch().check)
+    assert lost.value.ranks == (1,)

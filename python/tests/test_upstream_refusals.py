@@ -289,8 +289,15 @@ def after_the_end(address: str) -> None:
     if child == 0:
         # The child must not run the rest of the tests, whatever comes.
         try:
-            with pytest.raises(racksum.SessionClosed, match="was forked"):
-                dist.all_reduce(ONE.clone(), group=group)
+            for call in (
+                lambda: dist.all_reduce(ONE.clone(), group=group),
+                lambda: dist.all_reduce(ONE.clone(), dist.ReduceOp.PRODUCT, group=group),
+                lambda: dist.send(ONE, group_dst=1 - dist.get_rank(group), group=group),
+                lambda: dist.monitored_barrier(group),
+                lambda: dist.destroy_process_group(group),
+            ):
+                with pytest.raises(racksum.SessionClosed, match="was forked"):
+                    call()
             os._exit(0)
         finally:
             os._exit(1)

@@ -342,6 +342,7 @@ class RacksumBackend(DelegatesToGloo):
 
     def shutdown(self) -> None:
         """Ends what the rank has called, and leaves; ranks of the default group leave together."""
+        self._membership.check_process()
         for work in list(self._in_flight):
             # Whoever waits for it is told.
             with suppress(Exception):
@@ -362,6 +363,7 @@ class RacksumBackend(DelegatesToGloo):
         _open.discard(self)
 
     def _new_call(self, collective: str, ops: int) -> Call:
+        self._membership.check_process()
         self._sequence += 1
         return Call(collective, self._sequence, ops)
 

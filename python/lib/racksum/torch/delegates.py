@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from racksum.eager import eager_methods
 from racksum.errors import BadArgument
 from racksum.torch.calls import Call, Chain, numbered
-from racksum.torch.membership import start_earlier
+from racksum.torch.membership import Membership, start_earlier
 from racksum.torch.staging import Staging, to_host
 from racksum.torch.work import Ends, Pending, Work, write
 
@@ -32,6 +32,7 @@ class DelegatesToGloo(Backend):
     """The part of the backend that calls Gloo; its subclass says how collectives take turns."""
 
     _gloo: Any
+    _membership: Membership
     _chain: Chain
     _staging: Staging
     #: Puts a collective in flight; ``joins`` says whether it needs the session.
@@ -39,6 +40,7 @@ class DelegatesToGloo(Backend):
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool) -> None:
         """Waits until all ranks are here, and names one that is not; Gloo does it."""
+        self._membership.check_process()
         # Gloo pairs collectives by the order in which they begin.
         start_earlier(self._chain, self._staging)
         self._gloo.monitored_barrier(opts.timeout, wait_all_ranks)
@@ -77,6 +79,7 @@ class DelegatesToGloo(Backend):
 
     def _of_host(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Tensors for Gloo to send or receive."""
+        self._membership.check_process()
         # On their way down, what comes would wait for all that was called before.
         for x in tensors:
             if self._staging.takes(x.device):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from racksum.errors import BadArgument
 from racksum.options import ConnectOptions, Drawn, limits_of_group
 from racksum.session import Session
+from racksum.torch.departures import asking_store
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -97,16 +98,27 @@ def default_store() -> Store | None:
     return dist.distributed_c10d._get_default_store()
 
 
+def store_of_all(store: Store) -> Store:
+    """The store of all ranks, for a group that is being made and whose backend has this one."""
+    # While the default group is made, there is no other way: torch names a part of its store after
+    # the group's device.
+    of_all = default_store()
+    return of_all if of_all is not None else getattr(store, "underlying_store", store)
+
+
 def drawn_in(store: Store | None) -> Drawn | None:
     """What the job of the ranks of a store is called: what the first that asks has drawn.
 
     torchrun starts ranks again with the store that they had, so a job keeps its name, and can show
     that it is the same.
+
+    :raises PeerLost: If nobody serves the store any more.
     """
     if store is None:
         return None
     own = Drawn(f"job-{secrets.token_hex(6)}", secrets.token_hex(16))
-    kept = store.compare_set(_KEY, "", " ".join(own))
+    with asking_store():
+        kept = store.compare_set(_KEY, "", " ".join(own))
     job, secret = kept.decode().split(" ")
     return Drawn(job, secret)
 

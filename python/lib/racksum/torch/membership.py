@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import os
 import threading
+import time
 import warnings
 from contextlib import suppress
 from datetime import timedelta
@@ -13,20 +16,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from racksum.errors import Error, SessionClosed
+from racksum.errors import Error, JoinTimeout, PeerLost, SessionClosed
 from racksum.options import ConnectOptions, limits_of_group
 from racksum.session import PartOf, Session
 from racksum.torch.groups import (
-    default_store,
     drawn_in,
     is_generation_given,
     new_generation,
     of_group,
+    store_of_all,
 )
+from racksum.torch.roll import RollCall
 from racksum.torch.staging import staging_of
 from racksum.torch.work import let_go
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from racksum.torch.calls import Chain
     from racksum.torch.departures import Departures, Watch
     from racksum.torch.options import Options
@@ -38,6 +44,8 @@ __all__ = ["Membership", "start_earlier"]
 _MOMENT = timedelta(milliseconds=200)
 #: Seconds between two looks at what does not say by itself that it has ended.
 _SLICE = 0.002
+#: How long Gloo's waits go on after the limit of joining, so that they are never what ends it.
+_SLACK = timedelta(minutes=1)
 
 
 class Membership:
@@ -62,7 +70,9 @@ class Membership:
         self._rank = group.group_rank
         self._world = group.group_size
         self._name = group.group_id
-        self._store = group.store
+        # Not while it joins: whoever serves the store may be gone by then, and another thread may
+        # wait at it for a rank that waits for this one.
+        self._drawn = drawn_in(store_of_all(group.store))
         self._options = options
         self._gloo = gloo
         self._departures = departures
@@ -71,6 +81,9 @@ class Membership:
         self._session: Session | None = None
         self._has_ever_joined = False
         self._is_over = threading.Event()
+        self._failure: Error | None = None
+        self._roll: RollCall | None = None
+        self._pid = os.getpid()
         # Ops that the rank has refused, and nobody could be told of before it joined.
         self._unsaid: list[PartOf] = []
 
@@ -83,7 +96,10 @@ class Membership:
     def session(self) -> Session:
         """The session, for which the rank joins when it is first wanted.
 
-        :raises racksum.SessionClosed: After the group has ended.
+        Joining that has failed is not tried again: the other ranks have heard of it.
+
+        :raises racksum.SessionClosed: After the group has ended, and in a fork.
+        :raises racksum.Error: Why the rank could not join.
         """
         # An op that comes first is deferred, so the thread of the chain is the one that joins.
         self._chain.drain()
@@ -110,13 +126,15 @@ class Membership:
 
     def leave(self) -> None:
         """Leaves the job, for good: what is in flight fails."""
+        self.check_process()
         self._is_over.set()
         session, self._session = self._session, None
         if session is not None:
             session.close()
             # Its threads take a moment to end, and the store's port may be wanted again.
             let_go(session)
-        if not self._has_ever_joined:
+        # One that could not join has said why.
+        if not self._has_ever_joined and self._failure is None:
             self._departures.note()
 
     def meet(self) -> None:
@@ -131,26 +149,73 @@ class Membership:
         with suppress(RuntimeError):
             self._gloo.barrier(options).wait()
 
+    def check_process(self) -> None:
+        """Refuses what a process does that was forked from the group's: it has none of its threads.
+
+        :raises racksum.SessionClosed: If this is such a process.
+        """
+        if os.getpid() != self._pid:
+            raise SessionClosed(
+                f"the process group {self._name} is of the process that this one was forked from; "
+                "make another group here, or leave this one alone"
+            )
+
     def _join(self) -> Session:
         self._check_open()
-        watch = self._departures.watch()
+        if self._failure is not None:
+            raise copy.copy(self._failure)
+        try:
+            return self._joined()
+        except Error as error:
+            # A copy has no traceback, which would keep the store.
+            self._fail(copy.copy(error))
+            raise
+        except BaseException as error:
+            what = f"joining the process group {self._name} was ended by {error!r}"
+            self._fail(SessionClosed(what))
+            raise
 
-        def check() -> None:
-            self._check_open()
-            watch.check()
+    def _fail(self, error: Error) -> None:
+        """Tells the other ranks that this one will not join, or whom it has missed."""
+        self._failure = error
+        if isinstance(error, PeerLost):
+            self._departures.note_ended(error.ranks)
+        else:
+            self._departures.note(error)
+        # Afterwards: this ends what they wait for, and then they ask why.
+        if self._roll is not None:
+            self._roll.give_up()
 
+    def _joined(self) -> Session:
         limits = limits_of_group(self._options._timeout.total_seconds())
         options = ConnectOptions.resolve(
-            drawn=drawn_in(default_store() or self._store),
+            drawn=self._drawn,
             **{**limits, **self._options.connect},
             rank=self._rank,
             world=self._world,
         )
+        watch = self._departures.watch()
+        # Gloo pairs collectives by the order in which they begin.
+        self._staging.drain()
+        # Twice: the ranks agree first, and then join.
+        limit = 2 * timedelta(seconds=options.join_timeout) + _SLACK
+        agreeing = None
         if not is_generation_given(self._options.connect):
-            self._staging.drain()
-            agreed = self._agreed(new_generation(), watch)
+            agreeing = _Number(self._gloo, new_generation(), limit)
+        if self._world > 1:
+            self._roll = RollCall(self._gloo, self._rank, self._world, self._name, limit)
+
+        def check() -> None:
+            self._check_open()
+            watch.check()
+            if self._roll is not None:
+                self._roll.check(watch)
+
+        if agreeing is not None:
+            agreed = self._agreed(agreeing, options.join_timeout, watch, check)
             options = dataclasses.replace(options, generation=agreed)
         session = Session(of_group(options, self._name), check=check)
+        self._roll = None
         self._has_ever_joined = True
         staging_of(session, self._staging)
         # Not a method: what is in no cycle ends with its last reference, and so does the store,
@@ -166,25 +231,42 @@ class Membership:
         return session
 
     def _check_open(self) -> None:
+        self.check_process()
         if self._is_over.is_set():
             raise SessionClosed(f"the process group {self._name} was destroyed or aborted")
 
-    def _agreed(self, number: int, watch: Watch) -> int:
+    def _agreed(
+        self, number: _Number, seconds: float, watch: Watch, check: Callable[[], None]
+    ) -> int:
         """The number of the group's first rank."""
-        agreed = torch.tensor([number], device="cpu")
-        work = self._gloo.broadcast(agreed, 0)
+        ends = time.monotonic() + seconds
         # Gloo goes on waiting when it is shut down.
-        while not work.is_completed():
+        while not number.work.is_completed():
             self._is_over.wait(_SLICE)
-            self._check_open()
-            watch.check()
+            check()
+            if time.monotonic() > ends:
+                raise JoinTimeout(
+                    f"not all ranks of the process group {self._name} called a collective of it "
+                    f"in {seconds:g} s; see what the others do, or raise join_timeout"
+                )
         try:
-            work.wait()
-        except RuntimeError:
-            # Gloo names no rank.
-            watch.look()
-            raise
-        return int(agreed)
+            number.work.wait()
+        except RuntimeError as error:
+            if self._roll is None:
+                raise
+            self._roll.explain(error, watch)
+        return int(number.value)
+
+
+class _Number:
+    """A number of each rank, which becomes that of the group's first."""
+
+    def __init__(self, gloo: Any, own: int, limit: timedelta) -> None:
+        self.value = torch.tensor([own], device="cpu")
+        options = dist.BroadcastOptions()
+        options.timeout = limit
+        options.rootRank = 0
+        self.work = gloo.broadcast([self.value], options)
 
 
 def start_earlier(chain: Chain, staging: Staging) -> None:
