@@ -67,15 +67,20 @@ impl Sequence {
         self.capacity = self.capacity.max(ops);
     }
 
-    /// Whether there is room for one more op. If there is not, those that failed and are `passed`
-    /// make room: no position of theirs is ever looked up again. The last op stays, since the
-    /// next comes after it.
+    /// Whether there is room for one more op, as [`Self::make_room_for`] makes it.
     pub(crate) fn make_room(&mut self, passed: impl Fn(&StreamOp) -> bool) -> bool {
-        if self.ops.len() >= self.capacity {
+        self.make_room_for(1, passed)
+    }
+
+    /// Whether there is room for so many more ops. If there is not, those that failed and are
+    /// `passed` make room: no position of theirs is ever looked up again. The last op stays, since
+    /// the next comes after it.
+    pub(crate) fn make_room_for(&mut self, ops: usize, passed: impl Fn(&StreamOp) -> bool) -> bool {
+        if self.ops.len().saturating_add(ops) > self.capacity {
             let last = self.last();
             self.ops.retain(|entry| !entry.failed || Some(entry.op) == last || !passed(entry));
         }
-        self.ops.len() < self.capacity
+        self.ops.len().saturating_add(ops) <= self.capacity
     }
 
     /// Appends an op and returns its first position. There is room for it.

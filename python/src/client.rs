@@ -77,6 +77,14 @@ impl Client {
         }
     }
 
+    /// Whether so many more ops would begin at once, or be refused at once.
+    pub(crate) fn has_room_for(&self, lane: u8, ops: usize) -> bool {
+        match self {
+            Self::Direct(client) => client.has_room_for(lane, ops),
+            Self::Beside(client) => client.has_room_for(ops),
+        }
+    }
+
     /// Waits for an op to end, but not longer than this. Returns whether it has.
     pub(crate) fn ends_within(&self, running: &Running, limit: Duration) -> Result<bool, Error> {
         match (self, running) {

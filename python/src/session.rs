@@ -398,6 +398,15 @@ impl Session {
         self.begin(py, 0, call, || Ok(py.detach(|| client.refuse(call))))
     }
 
+    /// Whether so many ops of lane 0 would begin without a wait for earlier ones to end. It is true
+    /// of a session that takes no more ops: it refuses them at once.
+    fn has_room_for(&self, py: Python<'_>, ops: usize) -> bool {
+        let Ok(client) = self.client.get(py) else { return true };
+        // Ops that the others have yet to be told of go first.
+        let ops = ops.saturating_add(self.unsaid().len());
+        py.detach(|| client.has_room_for(0, ops))
+    }
+
     /// Memory of so many bytes that the sidecar has too; none without a sidecar.
     fn lend(&self, py: Python<'_>, nbytes: usize) -> PyResult<Option<Lent>> {
         let Some(sidecar) = self.client.get(py)?.beside() else { return Ok(None) };

@@ -310,6 +310,13 @@ impl Client {
         self.comes_within(limit, |state| state.run(has_room).unwrap_or(true))
     }
 
+    /// Returns at once whether so many more ops of a lane may be in flight, unless another thread
+    /// starts some first. It is true of a client that takes no more ops: it refuses them at once.
+    #[must_use]
+    pub fn has_room_for(&self, lane: u8, ops: usize) -> bool {
+        self.shared.lock().run(|engine| engine.has_room_for(lane, ops)).unwrap_or(true)
+    }
+
     fn comes_within(&self, limit: Duration, mut done: impl FnMut(&mut State) -> bool) -> bool {
         let deadline = Clock::start().now() + span(limit);
         let mut state = self.shared.await_until(deadline, self.shared.lock(), &mut done);

@@ -270,6 +270,12 @@ impl Worker {
     /// Whether one more op of a lane may be in flight. For an unknown lane it is that of lane 0,
     /// where refused calls go.
     pub fn has_room(&mut self, lane: u8) -> bool {
+        self.has_room_for(lane, 1)
+    }
+
+    /// Returns whether so many more ops of a lane may be in flight at once, as [`Self::has_room`]
+    /// does of one.
+    pub fn has_room_for(&mut self, lane: u8, ops: usize) -> bool {
         let lane = if lane < self.config.lanes { lane } else { 0 };
         // wire: W-43
         // An op whose outcome has not been polled is in flight as well.
@@ -277,8 +283,9 @@ impl Worker {
         let since_oldest = self.ops.iter().skip_while(|op| op.ended).count();
         let own = self.config.own_shards();
         let own = self.config.stream(lane, own.start)..self.config.stream(lane, own.end);
-        since_oldest.max(running + self.outcomes.len()) < usize::from(self.config.max_ops)
-            && self.streams[own].iter_mut().all(Stream::has_room)
+        let in_flight = since_oldest.max(running + self.outcomes.len());
+        in_flight.saturating_add(ops) <= usize::from(self.config.max_ops)
+            && self.streams[own].iter_mut().all(|stream| stream.has_room_for(ops))
     }
 
     /// Ends an op at once that all others have done with: they had been told that it failed before

@@ -205,10 +205,10 @@ impl Stream {
         self.pool
     }
 
-    /// Whether there is room for one more op.
-    pub(super) fn has_room(&mut self) -> bool {
+    /// Whether there is room for so many more ops.
+    pub(super) fn has_room_for(&mut self, ops: usize) -> bool {
         let cursor = self.cursor;
-        self.sequence.make_room(|failed| failed.end() <= cursor)
+        self.sequence.make_room_for(ops, |failed| failed.end() <= cursor)
     }
 
     /// Appends an op. There is room for it.

@@ -126,7 +126,9 @@ fn an_op_whose_outcome_is_not_polled_counts_as_in_flight() {
     }
     let fifth = rank.machine.submit(rank.now, sum(1), TIMEOUT);
     assert_eq!(fifth, Err(SubmitError::TooManyOps { max: 4 }));
+    assert!(rank.machine.has_room_for(0, 0) && !rank.machine.has_room_for(0, 1));
     assert!(rank.machine.poll_outcome().is_some());
+    assert!(rank.machine.has_room_for(0, 1) && !rank.machine.has_room_for(0, 2));
     rank.start(&[true]);
 }
 

@@ -325,6 +325,11 @@ impl Engine {
         self.machine.has_room(lane)
     }
 
+    /// Whether so many more ops of a lane may be in flight.
+    pub(crate) fn has_room_for(&mut self, lane: u8, ops: usize) -> bool {
+        self.machine.has_room_for(lane, ops)
+    }
+
     /// Whether nothing is in flight, not even what other ranks may lack.
     pub(crate) fn is_idle(&self) -> bool {
         self.machine.is_idle()

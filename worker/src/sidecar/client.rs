@@ -411,6 +411,13 @@ impl Client {
         self.shared.wait(limit, |state| state.in_flight >= MAX_OPS).in_flight < MAX_OPS
     }
 
+    /// Returns at once whether so many more ops may be in flight. It is true of a client that takes
+    /// no more ops: it refuses them at once.
+    #[must_use]
+    pub fn has_room_for(&self, ops: usize) -> bool {
+        self.shared.lock().has_room_for(ops)
+    }
+
     fn check_own<T>(&self, handle: &Handle<T>) -> Result<(), Error> {
         match std::ptr::eq(handle.client.as_ptr(), Arc::as_ptr(&self.shared)) {
             true => Ok(()),

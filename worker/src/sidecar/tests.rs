@@ -191,9 +191,11 @@ fn no_more_ops_are_taken_than_may_be_in_flight() {
     let ranks = rig.job("job", 2);
     let start = |rank: &Client| rank.submit(own(floats(1.0, 1)), sum_of(1));
     let handles: Vec<_> = (0..MAX_OPS).map(|_| start(&ranks[0]).unwrap()).collect();
-    let max = MAX_OPS.into();
+    let max = usize::from(MAX_OPS);
     assert_eq!(start(&ranks[0]).unwrap_err(), Error::Submit(SubmitError::TooManyOps { max }));
     assert!(!ranks[0].has_room_within(Duration::from_millis(20)));
+    assert!(!ranks[0].has_room_for(1));
+    assert!(ranks[1].has_room_for(max) && !ranks[1].has_room_for(max + 1));
     let others: Vec<_> = (0..MAX_OPS).map(|_| start(&ranks[1]).unwrap()).collect();
     assert!(ranks[0].has_room_within(PATIENCE));
     for (handle, other) in handles.into_iter().zip(others) {

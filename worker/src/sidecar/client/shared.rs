@@ -298,6 +298,12 @@ impl State {
         Ok(())
     }
 
+    /// Whether so many more ops may be in flight, or none is taken any more.
+    pub(super) fn has_room_for(&self, ops: usize) -> bool {
+        let max = usize::from(MAX_OPS);
+        self.over.is_some() || ops <= max.saturating_sub(usize::from(self.in_flight))
+    }
+
     /// Whether an op in flight has some of this memory.
     pub(super) fn is_working_on(&self, extent: &Range<usize>) -> bool {
         let works = |flight: &Flight| flight.outcome.is_none() || flight.is_landing();
