@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from itertools import combinations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +21,11 @@ from torch.utils._pytree import tree_leaves
 from racksum.eager import eager_methods
 from racksum.errors import BadArgument
 from racksum.log import logger
-from racksum.torch.calls import Call, Chain, extents_of, meet, numbered
+from racksum.torch.calls import Call, Chain, numbered
 from racksum.torch.compress import wire_for
 from racksum.torch.delegates import DelegatesToGloo
 from racksum.torch.departures import Departures, of_this_life
+from racksum.torch.extents import OnMemory, extents_of, share_memory
 from racksum.torch.gathering import broadcast, gather_into
 from racksum.torch.membership import Membership
 from racksum.torch.options import Options
@@ -75,7 +75,8 @@ class RacksumBackend(DelegatesToGloo):
         self._name = group.group_id
         self._staging = Staging()
         self._chain = Chain()
-        self._in_flight: dict[Work, Any] = {}
+        self._in_flight: dict[Work, None] = {}
+        self._on_memory = OnMemory(self._in_flight)
         self._calling = threading.Lock()
         self._sequence = 0
         departures = Departures(group.store, self._name, self.rank(), self.size())
@@ -156,7 +157,7 @@ class RacksumBackend(DelegatesToGloo):
             check_reducible(x, opts)
 
         def begin() -> list[Ends]:
-            if not _share_memory(tensors):
+            if not share_memory(tensors):
                 return [self._reduced(call, x, opts) for x in tensors]
             # As with Gloo, each is reduced as it is now, and the last writes last.
             copies = [x.detach().clone(memory_format=torch.contiguous_format) for x in tensors]
@@ -311,7 +312,8 @@ class RacksumBackend(DelegatesToGloo):
         """Ends once all ranks have called it, and what this rank has started before has ended."""
         nothing = torch.zeros(1, dtype=torch.int32, device="cpu")
         # Of devices it may say the kind only.
-        device = torch.empty(0, device=opts.device or "cpu").device
+        there = torch.empty(0, device=opts.device or "cpu")
+        device = there.device
 
         def begin() -> list[Waits]:
             # Joining waits for what is staged, so it is no part of that.
@@ -327,7 +329,7 @@ class RacksumBackend(DelegatesToGloo):
 
         before = [Before(work) for work in list(self._in_flight)]
         seconds = opts.timeout.total_seconds()
-        return self._run(call, [], begin, [], seconds if seconds > 0 else None)
+        return self._run(call, [there], begin, [], seconds if seconds > 0 else None)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Limits collectives, if nothing was reduced yet: the limit is the session's."""
@@ -370,13 +372,15 @@ class RacksumBackend(DelegatesToGloo):
     def _refuse(self, call: Call) -> None:
         """Tells the other ranks, in its turn, of the ops of a call that this one does not begin."""
         parts = call.rest()
+        if not parts:
+            return
 
         def refuse() -> Sequence[Waits]:
             for part_of in parts:
                 self._membership.refuse(part_of)
             return []
 
-        if self._chain.is_behind():
+        if self._would_wait(len(parts)):
             self._chain.defer([], refuse, [])
         else:
             refuse()
@@ -396,19 +400,18 @@ class RacksumBackend(DelegatesToGloo):
         :param touched: The tensors that it reads and writes. One that reads what an earlier one
             writes, or the like, begins when that has ended.
         :param joins: Whether it needs the session. The first that does waits for the other ranks
-            on another thread: they may come to it by way of another group.
+            on another thread: they may come to it by way of another group. So does one for which
+            too many ops are in flight.
         """
         # Those that have ended are let go, so that nothing piles up where nobody waits.
         for work in list(self._in_flight):
             if not work.has_ended():
                 break
         extents = extents_of(touched)
-        earlier = [
-            work
-            for work, theirs in list(self._in_flight.items())
-            if meet(theirs, extents) and not work.has_ended()
-        ]
+        earlier = self._on_memory.works(extents)
         must_join = joins and not self._membership.has_joined
+        # Another thread begins ops of a GPU.
+        on_host = not any(self._staging.takes(x.device) for x in touched)
 
         def begin_or_refuse() -> Sequence[Waits]:
             try:
@@ -420,7 +423,7 @@ class RacksumBackend(DelegatesToGloo):
         # Gloo's own show in its own events.
         event = event_of(call.collective) if joins else None
         try:
-            if not earlier and not must_join and not self._chain.is_behind():
+            if not earlier and not must_join and not self._would_wait(call.left, on_host=on_host):
                 parts = begin()
             else:
                 parts = [self._chain.defer(earlier, begin_or_refuse, touched)]
@@ -430,7 +433,17 @@ class RacksumBackend(DelegatesToGloo):
             raise
         if event:
             parts = [*parts, event.end_after(parts, {x.device for x in touched})]
-        return Work(parts, result, self._in_flight, seconds, extents)
+        work = Work(parts, result, self._in_flight, seconds)
+        self._on_memory.add(work, extents)
+        return work
+
+    def _would_wait(self, ops: int, *, on_host: bool = True) -> bool:
+        """Whether so many ops would keep their caller waiting, for earlier ones or for room."""
+        if self._chain.is_current():
+            return False
+        if self._chain.is_behind():
+            return True
+        return on_host and (self._staging.is_behind() or not self._membership.has_room_for(ops))
 
     def _check_root(self, root: int) -> None:
         if not 0 <= root < self.size():
@@ -557,11 +570,6 @@ def _only(tensors: Sequence[Any]) -> Any:
     if len(tensors) != 1:
         raise BadArgument(f"one tensor is given at a time, and not {len(tensors)}")
     return tensors[0]
-
-
-def _share_memory(tensors: Sequence[Tensor]) -> bool:
-    extents = [extents_of(x) for x in tensors]
-    return any(meet(one, other) for one, other in combinations(extents, 2))
 
 
 def _copying(copy: Tensor, x: Tensor) -> Callable[[object], object]:

@@ -12,23 +12,20 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from racksum.errors import WaitTimeout
 from racksum.session import PartOf
 from racksum.torch.staging import so_far
-from racksum.torch.work import InOrder, own_streams_on
+from racksum.torch.work import InOrder, Parts, own_streams_on
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
 
     from racksum.torch.work import Waits, Work
 
-__all__ = ["Call", "Chain", "Extents", "extents_of", "meet", "numbered"]
-
-#: Where tensors lie: the device, and the first address and the one after the last.
-Extents = list[tuple[torch.device, int, int]]
+__all__ = ["Call", "Chain", "numbered"]
 
 
 class Call:
@@ -44,6 +41,11 @@ class Call:
         """What the next op says that it is part of."""
         self._left -= 1
         return PartOf(self.collective, self.root, self.number)
+
+    @property
+    def left(self) -> int:
+        """How many ops it has yet to begin."""
+        return self._left
 
     def rest(self) -> list[PartOf]:
         """The ops that the call has not begun, and will not."""
@@ -78,20 +80,25 @@ def numbered(
 
 
 class Chain:
-    """Begins collectives on a thread where they wait for earlier ones on the same memory.
+    """Begins collectives on a thread where they cannot begin at once, so that no caller waits.
 
-    While one waits there, those after it go there as well: all ranks begin ops in one order.
+    They wait there for earlier ones on the same memory, for room, or to join. While one waits,
+    those after it go there as well: all ranks begin ops in one order.
     """
 
     def __init__(self) -> None:
         self._thread = InOrder("racksum-chain")
-        self._last: Deferred | None = None
+        # Of the last collective: its ops are in flight, or have failed.
+        self._has_begun = threading.Event()
+        self._has_begun.set()
 
     def is_behind(self) -> bool:
         """Whether something has yet to begin, and this is not the thread that begins it."""
-        return (
-            self._last is not None and not self._last.has_begun() and not self._thread.is_current()
-        )
+        return not self._has_begun.is_set() and not self._thread.is_current()
+
+    def is_current(self) -> bool:
+        """Whether this is the thread that begins what waits."""
+        return self._thread.is_current()
 
     def defer(
         self,
@@ -103,7 +110,8 @@ class Chain:
         devices = {x.device for x in touched}
         ready = [so_far(device) for device in devices if device.type != "cpu"]
         inference = torch.is_inference_mode_enabled()
-        self._last = deferred = Deferred()
+        deferred = Deferred()
+        self._has_begun = deferred.begun
 
         def begin_in_turn() -> None:
             with own_streams_on(devices), torch.inference_mode(inference), torch.no_grad():
@@ -128,56 +136,24 @@ class Deferred:
     """A collective that begins later."""
 
     def __init__(self) -> None:
-        self._begun = threading.Event()
-        self._parts: Sequence[Waits] = ()
+        #: Its ops are in flight, or have failed.
+        self.begun = threading.Event()
+        self._parts = Parts(())
         self._error: Exception | None = None
-
-    def has_begun(self) -> bool:
-        """Whether its ops are in flight, or have failed."""
-        return self._begun.is_set()
 
     def begin(self, begin: Callable[[], Sequence[Waits]]) -> None:
         """Begins it."""
         try:
-            self._parts = begin()
+            self._parts = Parts(begin())
         except Exception as error:
             # Whoever waits for it is told.
             self._error = error
-        self._begun.set()
+        self.begun.set()
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits for it to begin and end."""
-        if not self._begun.wait(timeout):
-            raise WaitTimeout("the collective waits for one on the same memory")
+        if not self.begun.wait(timeout):
+            raise WaitTimeout("the collective waits for its turn after earlier ones")
         if self._error is not None:
             raise self._error
-        for part in self._parts:
-            part.wait(timeout)
-
-
-def extents_of(tensors: Any) -> Extents:
-    """Where tensors lie, from the first to the last element of each."""
-    return [extent for x in tree_leaves(tensors) if isinstance(x, Tensor) for extent in _extents(x)]
-
-
-def _extents(x: Tensor) -> Iterable[tuple[torch.device, int, int]]:
-    if x.is_sparse:
-        return [*_extents(x._indices()), *_extents(x._values())]
-    if x.layout is not torch.strided or not x.numel():
-        return []
-    try:
-        start = x.data_ptr()
-    except RuntimeError:
-        # What only stands for a tensor has no memory to share.
-        return []
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return [(x.device, start, start + (last + 1) * x.element_size())]
-
-
-def meet(one: Extents, other: Extents) -> bool:
-    """Whether tensors of both have memory in common."""
-    return any(
-        device == its and start < its_end and its_start < end
-        for device, start, end in one
-        for its, its_start, its_end in other
-    )
+        self._parts.wait(timeout)

@@ -163,6 +163,9 @@ class Staging:
         self._up = InOrder("racksum-up")
         self._down = InOrder("racksum-down")
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
+        # Of the last op: it has started, or failed.
+        self._has_started = threading.Event()
+        self._has_started.set()
 
     @staticmethod
     def takes(device: torch.device) -> bool:
@@ -185,6 +188,7 @@ class Staging:
         inference = torch.is_inference_mode_enabled()
         ready = so_far(device)
         staged: Staged[T] = Staged(self, device)
+        has_started = self._has_started = threading.Event()
 
         @contextlib.contextmanager
         def there(stream: Any) -> Iterator[None]:
@@ -195,9 +199,12 @@ class Staging:
 
         def take_up() -> None:
             with staged.told_of_errors():
-                ready.synchronize()
-                with there(up):
-                    op = start()
+                try:
+                    ready.synchronize()
+                    with there(up):
+                        op = start()
+                finally:
+                    has_started.set()
                 self._down.do(lambda: take_down(op))
 
         def take_down(op: Ends) -> None:
@@ -211,6 +218,14 @@ class Staging:
 
         self._up.do(take_up)
         return staged
+
+    def is_current(self) -> bool:
+        """Whether this is the thread that starts ops."""
+        return self._up.is_current()
+
+    def is_behind(self) -> bool:
+        """Whether an op has yet to start, and this is not the thread that starts it."""
+        return not self._has_started.is_set() and not self.is_current()
 
     def drain(self) -> None:
         """Waits until the ops so far are started: those of the host come after them."""

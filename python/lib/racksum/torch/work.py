@@ -26,6 +26,7 @@ __all__ = [
     "Before",
     "Ends",
     "InOrder",
+    "Parts",
     "Pending",
     "Waits",
     "Work",
@@ -80,6 +81,28 @@ class Ends(Waits, Protocol):
         ...
 
 
+class Parts:
+    """What is waited for together."""
+
+    def __init__(self, parts: Sequence[Waits]) -> None:
+        self._parts = parts
+        self._ended = 0
+
+    def wait(self, seconds: float | None) -> None:
+        """Waits for each, so long at most; a limit of zero is a look at whether all have ended."""
+        if seconds == 0.0:
+            self._look()
+            return
+        for part in self._parts:
+            part.wait(seconds)
+
+    def _look(self) -> None:
+        # Thousands may be looked at again and again: a look goes on where the last one ended.
+        for at in range(self._ended, len(self._parts)):
+            self._parts[at].wait(0.0)
+            self._ended = at + 1
+
+
 class Pending:
     """What another backend does to tensors of the host."""
 
@@ -132,7 +155,7 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
     Users have torch's own object in front of it, which asks it for no more than this: they find out
     whether it has ended from its future.
 
-    :param in_flight: Where it is until somebody has noticed its end, with what it works on.
+    :param in_flight: Where it is until somebody has noticed its end.
     :param seconds: How long to wait if nobody says so.
     """
 
@@ -140,16 +163,15 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
         self,
         parts: Sequence[Waits],
         result: list[torch.Tensor],
-        in_flight: dict[Work, Any],
+        in_flight: dict[Work, None],
         seconds: float | None = None,
-        works_on: Any = None,
     ) -> None:
         super().__init__()
-        self._parts = parts
+        self._parts = Parts(parts)
         self._result = result
         self._in_flight = in_flight
         self._seconds = seconds
-        in_flight[self] = works_on
+        in_flight[self] = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits for all of it; a limit of zero is none.
@@ -164,8 +186,7 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
     def wait_for(self, seconds: float | None) -> None:
         """Waits for all of it, for each part so long at most."""
         try:
-            for part in self._parts:
-                part.wait(seconds)
+            self._parts.wait(seconds)
         except WaitTimeout:
             # It goes on, and what comes later has to know of it.
             raise

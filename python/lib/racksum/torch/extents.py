@@ -1,0 +1,141 @@
+"""Where tensors lie in memory, and which works in flight use it.
+
+Both answers come from sorted spans: a call may have thousands of tensors, and thousands of calls
+may be in flight.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_left, bisect_right
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from racksum.torch.work import Work
+
+__all__ = ["Extents", "OnMemory", "extents_of", "share_memory"]
+
+#: Where tensors lie: the device, and the first address and the one after the last.
+Extents = list[tuple[torch.device, int, int]]
+
+#: Spans of a device that are kept before those of works that have ended are looked for.
+_FEW = 64
+
+
+def extents_of(tensors: Any) -> Extents:
+    """Where tensors lie, from the first to the last element of each."""
+    return [extent for x in tree_leaves(tensors) if isinstance(x, Tensor) for extent in _extents(x)]
+
+
+def share_memory(tensors: Sequence[Tensor]) -> bool:
+    """Whether two of these tensors have memory in common."""
+    spans = sorted(
+        (str(device), start, end, which)
+        for which, x in enumerate(tensors)
+        for device, start, end in _extents(x)
+    )
+    at, last, owner = "", 0, -1
+    for device, start, end, which in spans:
+        if device != at:
+            at, last = device, 0
+        if start < last and which != owner:
+            return True
+        if end > last:
+            last, owner = end, which
+    return False
+
+
+class OnMemory:
+    """The works in flight by the memory that they use.
+
+    A work on the memory of an earlier one begins when that has ended. So of each part of the memory
+    only the last work counts.
+
+    :param in_flight: The works that have not ended.
+    """
+
+    def __init__(self, in_flight: dict[Work, None]) -> None:
+        self._in_flight = in_flight
+        self._devices: dict[torch.device, _Spans] = {}
+
+    def works(self, extents: Extents) -> list[Work]:
+        """Returns the last works on this memory, without those that have ended."""
+        found: dict[Work, None] = {}
+        for device, start, end in extents:
+            spans = self._devices.get(device)
+            if spans is not None:
+                for named in spans.works[spans.overlapping(start, end)]:
+                    work = named()
+                    if work is not None and work in self._in_flight:
+                        found[work] = None
+        return [work for work in found if not work.has_ended()]
+
+    def add(self, work: Work, extents: Extents) -> None:
+        """Notes that a work is the last on this memory."""
+        # Whoever holds the work keeps its tensors: this does not.
+        named = weakref.ref(work)
+        for device, start, end in extents:
+            spans = self._devices.get(device)
+            if spans is None:
+                spans = self._devices[device] = _Spans()
+            spans.put(start, end, named)
+            if len(spans.works) > spans.most:
+                spans.keep(self._in_flight)
+
+
+class _Spans:
+    """Spans of a device's memory, in order and apart from each other, each with its last work."""
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self.ends: list[int] = []
+        self.works: list[weakref.ref[Work]] = []
+        #: How many there may be before those that have ended are let go.
+        self.most = _FEW
+
+    def overlapping(self, start: int, end: int) -> slice:
+        """Returns which spans have memory in common with this one."""
+        first = bisect_right(self.ends, start)
+        return slice(first, max(first, bisect_left(self.starts, end)))
+
+    def put(self, start: int, end: int, work: weakref.ref[Work]) -> None:
+        """Gives the memory to a work; of spans that reach beyond it, the rest stays."""
+        there = self.overlapping(start, end)
+        new = [(start, end, work)]
+        if there.start < there.stop:
+            first, last = there.start, there.stop - 1
+            if self.starts[first] < start:
+                new.insert(0, (self.starts[first], start, self.works[first]))
+            if self.ends[last] > end:
+                new.append((end, self.ends[last], self.works[last]))
+        self.starts[there] = [start for start, _, _ in new]
+        self.ends[there] = [end for _, end, _ in new]
+        self.works[there] = [work for _, _, work in new]
+
+    def keep(self, in_flight: dict[Work, None]) -> None:
+        """Lets go of the spans of works that are not in flight any more."""
+        kept = [at for at, work in enumerate(self.works) if work() in in_flight]
+        self.starts = [self.starts[at] for at in kept]
+        self.ends = [self.ends[at] for at in kept]
+        self.works = [self.works[at] for at in kept]
+        self.most = max(_FEW, 2 * len(kept))
+
+
+def _extents(x: Tensor) -> Iterable[tuple[torch.device, int, int]]:
+    if x.is_sparse:
+        return [*_extents(x._indices()), *_extents(x._values())]
+    if x.layout is not torch.strided or not x.numel():
+        return []
+    try:
+        start = x.data_ptr()
+    except RuntimeError:
+        # What only stands for a tensor has no memory to share.
+        return []
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return [(x.device, start, start + (last + 1) * x.element_size())]
