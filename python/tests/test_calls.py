@@ -57,6 +57,15 @@ REFUSED: dict[str, Callable[[Group], Any]] = {
     "all_reduce_of_int16": lambda group: dist.all_reduce(
         torch.ones(12, dtype=torch.int16), group=group
     ),
+    "all_reduce_of_integers_with_a_factor": lambda group: dist.all_reduce(
+        torch.ones(12, dtype=torch.int32), dist._make_nccl_premul_sum(2), group=group
+    ),
+    "all_reduce_of_sparse_booleans": lambda group: dist.all_reduce(
+        torch.ones(12).to(torch.bool).to_sparse(), group=group
+    ),
+    "all_reduce_of_a_sparse_tensor_too_large": lambda group: dist.all_reduce(
+        torch.sparse_coo_tensor(size=(2**40, 2**20), check_invariants=True), group=group
+    ),
     "reduce": lambda group: dist.reduce(overlapping(), group_dst=0, group=group),
     "broadcast": lambda group: dist.broadcast(overlapping(), group_src=0, group=group),
     "all_gather": lambda group: dist.all_gather([torch.ones(12)], torch.ones(12), group=group),
@@ -80,6 +89,15 @@ REFUSED: dict[str, Callable[[Group], Any]] = {
 MADE: dict[str, Callable[[Group], Any]] = {
     "all_reduce": lambda group: dist.all_reduce(torch.ones(4, 3), group=group),
     "all_reduce_of_int16": lambda group: dist.all_reduce(torch.ones(12), group=group),
+    "all_reduce_of_integers_with_a_factor": lambda group: dist.all_reduce(
+        torch.ones(12, dtype=torch.int32), group=group
+    ),
+    "all_reduce_of_sparse_booleans": lambda group: dist.all_reduce(
+        torch.ones(12).to_sparse(), group=group
+    ),
+    "all_reduce_of_a_sparse_tensor_too_large": lambda group: dist.all_reduce(
+        torch.ones(12).to_sparse(), group=group
+    ),
     "reduce": lambda group: dist.reduce(torch.ones(4, 3), group_dst=0, group=group),
     "broadcast": lambda group: dist.broadcast(torch.ones(4, 3), group_src=0, group=group),
     "all_gather": lambda group: dist.all_gather(

@@ -130,6 +130,27 @@ def the_hooks_that_torch_brings(group: dist.ProcessGroup) -> None:
     )
 
 
+def with_builtin_hook(group: dist.ProcessGroup | None, hook: str) -> list[Tensor]:
+    """The weights after training with a hook that torch has in C++."""
+    model = DistributedDataParallel(net(), process_group=group)
+    model._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, hook))
+    return trained(model)
+
+
+@check
+def the_hook_in_c_that_reduces(group: dist.ProcessGroup) -> None:
+    torch.testing.assert_close(
+        with_builtin_hook(group, "ALLREDUCE"), with_builtin_hook(None, "ALLREDUCE")
+    )
+
+
+@check
+def the_hook_in_c_that_casts_is_an_error_of_backward(group: dist.ProcessGroup) -> None:
+    assert with_builtin_hook(None, "FP16_COMPRESS")
+    with pytest.raises(RuntimeError, match="allreduce should return TensorList"):
+        with_builtin_hook(group, "FP16_COMPRESS")
+
+
 @check
 def power_sgd(group: dist.ProcessGroup) -> None:
     state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=8, start_powerSGD_iter=2)

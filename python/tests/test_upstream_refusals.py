@@ -129,6 +129,18 @@ REFUSALS: dict[str, tuple[Callable[[Group], Any], type[Exception], str]] = {
         BAD,
         r"SUM is not defined for torch\.int16",
     ),
+    "sums_of_integers_with_a_factor": (
+        lambda group: dist.all_reduce(INT.clone(), dist._make_nccl_premul_sum(2), group=group),
+        BAD,
+        r"torch\.int32 does not hold its products with the factor 2\.0; multiply",
+    ),
+    "sums_of_booleans_with_a_factor": (
+        lambda group: dist.all_reduce(
+            INT.to(torch.bool), dist._make_nccl_premul_sum(0.5), group=group
+        ),
+        BAD,
+        r"torch\.bool does not hold its products",
+    ),
     "the_maximum_of_complex_numbers": (
         lambda group: reduce_by("MAX")(group, ONE.to(torch.complex64)),
         ValueError,
@@ -138,6 +150,16 @@ REFUSALS: dict[str, tuple[Callable[[Group], Any], type[Exception], str]] = {
         lambda group: reduce_by("MIN")(group, entry((4,), 1)),
         BAD,
         "can be summed and averaged, and not MIN",
+    ),
+    "sparse_booleans": (
+        lambda group: dist.all_reduce(entry((4,), 1).to(torch.bool), group=group),
+        BAD,
+        r"sparse tensors of torch\.bool are not reduced; pass x\.to\(torch\.uint8\)",
+    ),
+    "sparse_of_too_many_places": (
+        lambda group: dist.all_reduce(entry((2**40, 2**20), 2), group=group),
+        BAD,
+        r"shape \(1099511627776, 1048576\) has 1152921504606846976 places .* 68719476736 at most",
     ),
     "sparse_and_dense": (
         lambda group: by_rank(group, torch.ones(4, 8), entry((4, 8), 1)),

@@ -61,12 +61,27 @@ def check_operator(x: Tensor, opts: Any) -> None:
     by = opts.reduceOp.op
     if x.is_sparse and by not in (_Op.SUM, _Op.AVG, _Op.PREMUL_SUM):
         raise BadArgument(f"sparse tensors can be summed and averaged, and not {by.name}")
+    if x.is_sparse and x.dtype is torch.bool:
+        raise BadArgument(
+            "sparse tensors of torch.bool are not reduced; pass x.to(torch.uint8), or a dense one"
+        )
     if x.is_complex() and by in (_Op.SUM, _Op.AVG, _Op.PREMUL_SUM):
         x = torch.view_as_real(x)
-    by = _Op.SUM if by == _Op.PREMUL_SUM else by
+    if by == _Op.PREMUL_SUM:
+        _check_factor(x, opts.reduceOp.factor)
+        by = _Op.SUM
     is_gloos = by != _Op.AVG and x.dtype in (*_FLOATS, *_INTEGERS, *_BYTES)
     if not is_ours(x, by) and not is_gloos:
         raise BadArgument(f"{by.name} is not defined for {x.dtype}")
+
+
+def _check_factor(x: Tensor, factor: Any) -> None:
+    """Refuses a factor that cannot scale a tensor in place."""
+    if not torch.can_cast(torch.result_type(x, factor), x.dtype):
+        raise BadArgument(
+            f"a tensor of {x.dtype} does not hold its products with the factor {factor}; multiply "
+            "a copy of a floating-point type and reduce that"
+        )
 
 
 def check_dense(x: Tensor) -> None:

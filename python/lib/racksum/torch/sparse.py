@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from racksum.eager import eager
 from racksum.errors import BadArgument
+from racksum.options import MAX_ELEMENTS
 from racksum.session import DEFAULT_BLOCK, PartOf, Session, checked_session
 from racksum.torch.staging import staging_of, to_host
 
@@ -50,6 +52,11 @@ def allreduce_sparse(
             raise BadArgument(
                 f"the tensor of shape {tuple(x.shape)} and layout {x.layout} is not sparse COO in "
                 "any dimension; Session.allreduce takes dense ones"
+            )
+        if math.prod(x.shape) > MAX_ELEMENTS:
+            raise BadArgument(
+                f"the sparse tensor of shape {tuple(x.shape)} has {math.prod(x.shape)} places for "
+                f"elements, and may have {MAX_ELEMENTS} at most"
             )
     staging = staging_of(session)
     how: dict[str, Any] = {"wire": wire, "lane": lane, "part_of": part_of}
