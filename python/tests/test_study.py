@@ -7,6 +7,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 
 import racksum
 import racksum.torch
+from racksum.torch import steps
 from racksum.torch.study import Bucket, Study
 from ranks import Ranks
 
@@ -311,3 +313,10 @@ def test_what_cannot_be_studied_is_refused():
     for kept in (lambda it: it, lambda it: [it], lambda it: {it}, lambda it: {"adam": (it,)}):
         with pytest.raises(racksum.BadArgument, match="Around has an optimizer within"):
             racksum.torch.study(model, [], loss, optimizer=Around(model.parameters(), kept))
+
+
+def test_the_search_for_blocks_is_timed_when_it_is_warm_and_by_its_median(monkeypatch):
+    took = (90.0, 3.0, 1.0, 2.0, 80.0, 2.5)
+    clock = itertools.chain.from_iterable((0.0, seconds) for seconds in took)
+    monkeypatch.setattr(steps, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert steps._seconds_to_scan(torch.zeros(4)) == 2.5

@@ -33,6 +33,9 @@ __all__ = ["Look", "Steps", "device_of"]
 #: What of a model that DDP wraps already decides on its buckets.
 _OPTIONS = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
+#: How often the search for blocks of zeros is timed, after a first time that does not count.
+_SCANS = 5
+
 
 class Look(NamedTuple):
     """What is seen of the gradients of a bucket."""
@@ -51,17 +54,15 @@ class Look(NamedTuple):
         """Looks at a bucket."""
         flat = (gradients.to_dense() if gradients.is_sparse else gradients).detach().reshape(-1)
         on_host = flat.cpu()
-        start = time.perf_counter()
-        _scanned(on_host, DEFAULT_BLOCK)
-        took = time.perf_counter() - start
+        # Lists of blocks, and blocks on a GPU, are found otherwise.
+        scans = on_host is flat and not gradients.is_sparse
         finest = _scanned(on_host, BLOCKS[0])
         return cls(
             parameters=parameters,
             elements=len(flat),
             sparse=gradients.is_sparse,
             occupied={block: _coarser(finest, block // BLOCKS[0]) for block in BLOCKS},
-            # Lists of blocks, and blocks on a GPU, are found otherwise.
-            scan=took if on_host is flat and not gradients.is_sparse else 0.0,
+            scan=_seconds_to_scan(on_host) if scans else 0.0,
         )
 
 
@@ -211,6 +212,16 @@ def _scanned(flat: Tensor, block: int) -> Tensor:
     words = torch.frombuffer(bytearray(bits), dtype=torch.uint8) if bits else torch.empty(0)
     marks = (words.to(torch.uint8)[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
     return marks.flatten()[: -(-len(flat) // block)]
+
+
+def _seconds_to_scan(flat: Tensor) -> float:
+    """How long an op takes to find blocks: the median of calls, once the memory is warm."""
+    times = []
+    for _ in range(1 + _SCANS):
+        start = time.perf_counter()
+        _scanned(flat, DEFAULT_BLOCK)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
 
 
 def _coarser(marks: Tensor, size: int) -> Tensor:
