@@ -52,7 +52,12 @@ class NoRoom(Refused):
 
 
 class NoAggregator(Error, ConnectionError):
-    """No aggregator can be reached, or none is left that the job could go on at."""
+    """No aggregator or sidecar can be joined at, or none is left that goes on with the job.
+
+    In joining: nobody answers at the address, datagrams do not pass, or one side does not accept
+    the other's certificate. In an op: the one that had the job is gone, and none of its standbys
+    takes over, as they cannot be reached or refuse. The session is over then.
+    """
 
 
 class JoinTimeout(Error, TimeoutError):
