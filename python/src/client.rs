@@ -6,6 +6,7 @@ use std::time::Duration;
 use racksum_proto::call::Call;
 use racksum_proto::control::MAX_OPS;
 use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::WireType;
 use racksum_worker::{
     self as worker, Blocks, Error, Handle, Operand, Reduced, Region, Stats,
     sidecar::{self, Traffic},
@@ -82,6 +83,15 @@ impl Client {
         match self {
             Self::Direct(client) => client.has_room_for(lane, ops),
             Self::Beside(client) => client.has_room_for(ops),
+        }
+    }
+
+    /// Whether an op of this wire type begins once all ranks have called it. A sidecar waits for
+    /// them, and not its ranks.
+    pub(crate) const fn must_agree(&self, wire: WireType) -> bool {
+        match self {
+            Self::Direct(client) => client.must_agree(wire),
+            Self::Beside(_) => false,
         }
     }
 

@@ -398,13 +398,19 @@ impl Session {
         self.begin(py, 0, call, || Ok(py.detach(|| client.refuse(call))))
     }
 
-    /// Whether so many ops of lane 0 would begin without a wait for earlier ones to end. It is true
-    /// of a session that takes no more ops: it refuses them at once.
-    fn has_room_for(&self, py: Python<'_>, ops: usize) -> bool {
-        let Ok(client) = self.client.get(py) else { return true };
+    /// Whether so many ops of lane 0 would begin without a wait, for earlier ones to end or for all
+    /// ranks to agree on exponents. It is true of a session that takes no more ops: it refuses them
+    /// at once.
+    #[pyo3(signature = (ops, wire=None))]
+    fn would_begin(&self, py: Python<'_>, ops: usize, wire: Option<&str>) -> PyResult<bool> {
+        let Ok(client) = self.client.get(py) else { return Ok(true) };
+        let wire = wire.map(|wire| read(py, "wire", wire)).transpose()?;
+        if wire.is_some_and(|wire| client.must_agree(wire)) {
+            return Ok(false);
+        }
         // Ops that the others have yet to be told of go first.
         let ops = ops.saturating_add(self.unsaid().len());
-        py.detach(|| client.has_room_for(0, ops))
+        Ok(py.detach(|| client.has_room_for(0, ops)))
     }
 
     /// Memory of so many bytes that the sidecar has too; none without a sidecar.

@@ -110,6 +110,16 @@ def cluster(shared_aggregator: Aggregator) -> Cluster:
     return Cluster(shared_aggregator.address)
 
 
+@pytest.fixture
+def racks() -> Iterator[list[Cluster]]:
+    """Two racks below one aggregator."""
+    root = Aggregator()
+    below = [Aggregator("--parent", root.address) for _ in range(2)]
+    yield [Cluster(rack.address) for rack in below]
+    for aggregator in [*below, root]:
+        aggregator.stop()
+
+
 class Sidecar(Cluster):
     """A sidecar process, and jobs at it."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 import racksum
-from conftest import Aggregator, Cluster
 
 
 def refusals():
@@ -158,16 +156,6 @@ def test_ops_on_the_same_memory_take_turns(place):
         return x.tolist()
 
     assert place.run(2, work) == [[8.0] * 3 + [16.0] + [8.0] * 4] * 2
-
-
-@pytest.fixture
-def racks() -> Iterator[list[Cluster]]:
-    """Two racks below one aggregator."""
-    root = Aggregator()
-    below = [Aggregator("--parent", root.address) for _ in range(2)]
-    yield [Cluster(rack.address) for rack in below]
-    for aggregator in [*below, root]:
-        aggregator.stop()
 
 
 def test_ops_on_the_same_memory_take_turns_where_ranks_agree_on_exponents(racks):

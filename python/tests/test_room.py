@@ -115,6 +115,40 @@ def call_many(many: Many, meet: Callable[..., None], address: str, job: str) -> 
         dist.destroy_process_group(group)
 
 
+def test_who_calls_what_all_ranks_agree_on_first_does_not_wait(
+    ranks: Ranks, racks: list[Cluster]
+) -> None:
+    addresses = [rack.address for rack in racks]
+    ranks.run(agree_later, addresses, racks[0].new_job())
+
+
+def agree_later(addresses: list[str], job: str) -> None:
+    """Below different aggregators ranks agree on exponents, each when it has called."""
+    rank = dist.get_rank()
+    exact = {"wire": "fixed32", "timeout": 20.0}
+    one, other = (
+        dist.new_group(
+            backend="racksum",
+            pg_options=backend_options(addresses[rank], f"{job}-{of}", **exact),
+        )
+        for of in "ab"
+    )
+    for group in (one, other):
+        dist.barrier(group)
+    # They meet in different orders.
+    groups = (one, other) if rank == 0 else (other, one)
+    tensors = [torch.ones(300) for _ in groups]
+    works = [
+        dist.all_reduce(x, group=group, async_op=True)
+        for x, group in zip(tensors, groups, strict=True)
+    ]
+    for work in works:
+        work.wait()
+    assert all(x.eq(WORLD).all() for x in tensors)
+    for group in (one, other):
+        dist.destroy_process_group(group)
+
+
 def test_what_waits_for_room_fails_when_its_group_is_aborted(
     ranks: Ranks, cluster: Cluster
 ) -> None:

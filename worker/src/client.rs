@@ -12,6 +12,7 @@ use racksum_net::log_limit::LogLimit;
 use racksum_proto::call::Call;
 use racksum_proto::control::{Absent, Loss, Welcome};
 use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::WireType;
 use racksum_proto::error::SubmitError;
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::time::Span;
@@ -241,7 +242,7 @@ impl Client {
         let mut state = self.shared.lock();
         let mut payload = state.engine.payload(descriptor, data);
         prepare(&mut payload);
-        if self.welcome.in_tree && exponents::are_due(&descriptor) {
+        if self.must_agree(descriptor.wire) {
             let (clock, lane) = (Clock::start(), descriptor.lane);
             let began = clock.now();
             // The exponents are those of what earlier ops leave in the tensor.
@@ -315,6 +316,13 @@ impl Client {
     #[must_use]
     pub fn has_room_for(&self, lane: u8, ops: usize) -> bool {
         self.shared.lock().run(|engine| engine.has_room_for(lane, ops)).unwrap_or(true)
+    }
+
+    /// Whether an op of this wire type starts once all ranks have called it, as
+    /// [`submit`](Self::submit) says.
+    #[must_use]
+    pub const fn must_agree(&self, wire: WireType) -> bool {
+        self.welcome.in_tree && exponents::are_due(wire)
     }
 
     fn comes_within(&self, limit: Duration, mut done: impl FnMut(&mut State) -> bool) -> bool {

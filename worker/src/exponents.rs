@@ -40,8 +40,8 @@ fn meant_by(agreement: Descriptor) -> Descriptor {
 }
 
 /// Whether the exponents of an op are to be agreed on, in a tree.
-pub(crate) const fn are_due(of: &Descriptor) -> bool {
-    matches!(of.wire, WireType::Fixed32)
+pub(crate) const fn are_due(wire: WireType) -> bool {
+    matches!(wire, WireType::Fixed32)
 }
 
 /// Says a disagreement about exponents as one about the ops that they are of.

@@ -438,12 +438,12 @@ class RacksumBackend(DelegatesToGloo):
         return work
 
     def _would_wait(self, ops: int, *, on_host: bool = True) -> bool:
-        """Whether so many ops would keep their caller waiting, for earlier ones or for room."""
+        """Whether so many ops would keep their caller waiting, for others or for other ranks."""
         if self._chain.is_current():
             return False
         if self._chain.is_behind():
             return True
-        return on_host and (self._staging.is_behind() or not self._membership.has_room_for(ops))
+        return on_host and (self._staging.is_behind() or not self._membership.would_begin(ops))
 
     def _check_root(self, root: int) -> None:
         if not 0 <= root < self.size():

@@ -105,10 +105,10 @@ class Membership:
         self._chain.drain()
         return self._session or self._join()
 
-    def has_room_for(self, ops: int) -> bool:
+    def would_begin(self, ops: int) -> bool:
         """Whether so many ops would begin at once, or be refused at once."""
         session = self._session
-        return not ops or session is None or session._session.has_room_for(ops)
+        return not ops or session is None or session._session.would_begin(ops, self._options.wire)
 
     def refuse(self, part_of: PartOf) -> None:
         """Tells the other ranks of an op that this one does not begin."""
