@@ -47,6 +47,7 @@ use racksum_net::clock::Clock;
 use racksum_net::quic::{Credentials, change_credentials, quinn, server as endpoint};
 pub use registry::MAX_LANES;
 use registry::Registry;
+pub use registry::State as JobState;
 use server::Shared;
 pub use shard::ShardStats;
 use shard::{ShardHandle, make_siblings};

@@ -15,7 +15,8 @@ use std::net::SocketAddr;
 
 pub(crate) use checks::other_ip_version;
 pub(crate) use ending::settle;
-use job::{Job, State, group_of};
+pub use job::State;
+use job::{Job, group_of};
 use lives::beginner_of;
 use member::Member;
 pub(crate) use member::WORDS;

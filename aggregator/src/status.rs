@@ -70,7 +70,7 @@ pub struct JobStatus {
     pub world: u16,
     /// How many lanes.
     pub lanes: u8,
-    /// `gathering`, `probing` or `running`.
+    /// The name of its [`JobState`](crate::JobState).
     #[serde(deserialize_with = "PeerText::string")]
     pub state: String,
     /// Milliseconds since its first rank joined.

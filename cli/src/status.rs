@@ -469,4 +469,6 @@ fn list(ranks: &[u16]) -> String {
 }
 
 #[cfg(test)]
+mod document;
+#[cfg(test)]
 mod tests;

@@ -87,7 +87,7 @@ pub(super) struct Left {
 
 /// How far a job is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum State {
+pub enum State {
     /// Ranks are missing.
     Gathering,
     /// Finding out who hears the multicast group.
@@ -97,7 +97,12 @@ pub(super) enum State {
 }
 
 impl State {
-    const fn name(self) -> &'static str {
+    /// All, in the order in which a job has them.
+    pub const ALL: [Self; 3] = [Self::Gathering, Self::Probing, Self::Running];
+
+    /// What it is called.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
         match self {
             Self::Gathering => "gathering",
             Self::Probing => "probing",

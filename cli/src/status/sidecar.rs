@@ -36,7 +36,7 @@ pub(super) fn print(path: &Path, format: Format) -> Result<(), Failure> {
 }
 
 /// What people read.
-fn text(status: &Status) -> String {
+pub(super) fn text(status: &Status) -> String {
     let Status { version, up_ms, max_jobs, ranks, max_ranks, memory: [lent, most], jobs, .. } =
         status;
     let aggregators = match &status.aggregators[..] {
@@ -92,4 +92,44 @@ fn job_text(job: &JobStatus) -> String {
         text += &format!("  {number:>4} {pid:>11} {next_op:>8} {:>15}{behind}\n", rank.lent_bytes);
     }
     text
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use racksum_worker::sidecar::RankStatus;
+
+    use super::*;
+
+    /// What a sidecar says that has something of everything.
+    pub(in crate::status) fn status() -> Status {
+        let rank = RankStatus { rank: 0, pid: 1, next_op: 0, lent_bytes: 0, behind: true };
+        let job = JobStatus {
+            job: "0".into(),
+            group: "0".into(),
+            generation: 0,
+            uid: 0,
+            world: 1,
+            local_world: 1,
+            lanes: 1,
+            state: "0".into(),
+            age_ms: 0,
+            awaited: 1,
+            awaited_ops: 1,
+            summed_ops: 1,
+            stalled_ms: Some(1),
+            ranks: vec![rank],
+        };
+        Status {
+            version: "0".into(),
+            up_ms: 0,
+            aggregators: vec!["0".into(), "1".into()],
+            insecure: true,
+            draining: true,
+            max_jobs: 1,
+            max_ranks: 1,
+            ranks: 1,
+            memory: [0; 2],
+            jobs: vec![job],
+        }
+    }
 }

@@ -2,7 +2,7 @@ use std::io::Write;
 
 use super::*;
 
-fn status(text: &str) -> Status {
+pub(super) fn status(text: &str) -> Status {
     let name = || text.to_owned();
     let rank = RankStatus {
         rank: 0,

@@ -19,7 +19,7 @@ use super::fold::{Fold, Handed, Memory, Share, Spoilt};
 use super::member::Member;
 use super::message::{FromSidecar, Join, Outcome};
 use super::server::LOST;
-use super::status::{JobStatus, RankStatus};
+use super::status::{JobStatus, RankStatus, Stage};
 use super::sums::Sums;
 use super::upstream::{Folded, Upstream};
 use super::verdict::{disagreement, in_words, not_joined, said};
@@ -409,7 +409,7 @@ impl Job {
             world: self.world,
             local_world: self.local_world,
             lanes: self.lanes,
-            state: state.stage().to_owned(),
+            state: state.stage().name().to_owned(),
             age_ms: now.since(self.opened).as_millis(),
             awaited: self.seats().saturating_sub(state.members.len()),
             awaited_ops: state.gathering.len(),
@@ -507,12 +507,12 @@ impl State {
     }
 
     /// How far the job is.
-    const fn stage(&self) -> &'static str {
+    const fn stage(&self) -> Stage {
         match (&self.over, self.began, self.is_called) {
-            (Some(_), ..) => "over",
-            (None, true, _) => "running",
-            (None, false, true) => "calling the aggregator",
-            (None, false, false) => "gathering",
+            (Some(_), ..) => Stage::Over,
+            (None, true, _) => Stage::Running,
+            (None, false, true) => Stage::Calling,
+            (None, false, false) => Stage::Gathering,
         }
     }
 

@@ -33,4 +33,4 @@ mod verdict;
 pub use client::{Asked, Client, Handle, Traffic};
 pub use lent::Lent;
 pub use server::{Limits, Sidecar};
-pub use status::{AskError, JobStatus, RankStatus, Status, ask};
+pub use status::{AskError, JobStatus, RankStatus, Stage, Status, ask};

@@ -69,7 +69,7 @@ pub struct JobStatus {
     pub local_world: u16,
     /// How many lanes.
     pub lanes: u8,
-    /// `gathering`, `calling the aggregator`, `running` or `over`.
+    /// The name of its [`Stage`].
     #[serde(deserialize_with = "PeerText::string")]
     pub state: String,
     /// Milliseconds since its first rank joined.
@@ -85,6 +85,35 @@ pub struct JobStatus {
     pub stalled_ms: Option<u64>,
     /// Its ranks here.
     pub ranks: Vec<RankStatus>,
+}
+
+/// How far a job of a sidecar is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stage {
+    /// Ranks of this host are missing.
+    Gathering,
+    /// Ranks of other hosts are missing.
+    Calling,
+    /// Ops may run.
+    Running,
+    /// It has ended.
+    Over,
+}
+
+impl Stage {
+    /// All, in the order in which a job has them.
+    pub const ALL: [Self; 4] = [Self::Gathering, Self::Calling, Self::Running, Self::Over];
+
+    /// What it is called.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Gathering => "gathering",
+            Self::Calling => "calling the aggregator",
+            Self::Running => "running",
+            Self::Over => "over",
+        }
+    }
 }
 
 /// A rank.
