@@ -189,6 +189,7 @@ fn an_aggregator_that_stops_ends_the_ops_in_flight() {
                         client.submit(vec![0; 4], Descriptor::sum(1, DType::I32)).unwrap()
                     });
                     ready.send(()).unwrap();
+                    let gone = format!("the aggregator {} is gone", options.aggregators[0]);
                     let (error, ms) = timed(|| match handle {
                         Some(handle) => client.wait(handle).unwrap_err(),
                         None => loop {
@@ -203,7 +204,7 @@ fn an_aggregator_that_stops_ends_the_ops_in_flight() {
                     match error {
                         Error::Op(OpError::Ended { why })
                         | Error::Submit(SubmitError::Ended { why }) => {
-                            assert_eq!(why, "the aggregator is gone");
+                            assert_eq!(why, gone);
                         }
                         _ => panic!("rank {rank}: {sentence}"),
                     }

@@ -123,9 +123,15 @@ impl Supervisor {
                     self.move_on("it is about to stop".into());
                 }
                 Event::Closed(error) if self.may_move() => self.move_on(error.to_string()),
-                Event::Closed(ConnectError::Silent) => self.end(SILENT),
-                Event::Closed(error @ ConnectError::Protocol(_)) => self.end(error.to_string()),
-                Event::Closed(_) => self.end("the aggregator is gone"),
+                Event::Closed(ConnectError::Silent) => {
+                    self.end(format!("{}: {SILENT}", self.host(place)));
+                }
+                Event::Closed(error @ ConnectError::Protocol(_)) => {
+                    self.end(format!("{}: {error}", self.host(place)));
+                }
+                Event::Closed(_) => {
+                    self.end(format!("the aggregator {} is gone", self.host(place)));
+                }
                 Event::Said(_) => {}
             }
         }
@@ -137,6 +143,13 @@ impl Supervisor {
     fn next(&mut self) -> Option<(u8, Event)> {
         let early = self.membership.early.pop_front();
         early.or_else(|| self.mailbox.hear(None))
+    }
+
+    /// The aggregator of a place in the set that the job is at, as the user has named it.
+    fn host(&self, place: u8) -> &str {
+        let mut sets = std::iter::once(&self.options.aggregators).chain(&self.options.standbys);
+        let host = sets.nth(self.at).and_then(|set| set.get(usize::from(place)));
+        host.map_or("an aggregator", String::as_str)
     }
 
     const fn may_move(&self) -> bool {

@@ -125,12 +125,15 @@ fn a_rank_that_stays_cut_off_is_named_to_the_others_and_they_to_it() {
     let (ended, ms) = timed(|| ranks.into_iter().map(|rank| rank.end(60)).collect::<Vec<_>>());
     for (rank, ended) in ended.iter().enumerate() {
         let why = match rank {
-            1 => "the session ended: nothing is heard of the aggregator; it is stopped, down or",
-            _ => {
-                "lost rank 1: nothing is heard of it; it is stopped, or its host is down or cut off"
-            }
+            1 => format!(
+                "the session ended: {}: nothing is heard of the aggregator; it is stopped, down or",
+                serving.addr
+            ),
+            _ => "lost rank 1: nothing is heard of it; it is stopped, or its host is down or cut \
+                  off"
+            .to_owned(),
         };
-        assert!(ended.failed(1).starts_with(why), "{ended:?}");
+        assert!(ended.failed(1).starts_with(&why), "{ended:?}");
     }
     // The connection's idle timeout, and not the op's.
     assert!(ms >= 15_000, "{ms} ms");

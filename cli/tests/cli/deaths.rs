@@ -117,7 +117,8 @@ fn an_aggregator_that_is_told_twice_to_stop_ends_its_ranks_at_once() {
     let (ended, ms) = timed(|| ranks.into_iter().map(|rank| rank.end(30)).collect::<Vec<_>>());
     for ended in ended {
         assert_eq!(ended.code, Some(1), "{ended:?}");
-        assert_eq!(ended.failed(1), "the session ended: the aggregator is gone");
+        let why = format!("the session ended: the aggregator {} is gone", serving.addr);
+        assert_eq!(ended.failed(1), why);
     }
     time("ranks end when their aggregator is told twice to stop", ms, 5_000);
 }
@@ -165,7 +166,8 @@ fn an_aggregator_that_is_killed_is_missed_by_its_ranks() {
     signal(serving.process.id(), "KILL");
     let (ended, ms) = timed(|| ranks.into_iter().map(|rank| rank.end(30)).collect::<Vec<_>>());
     for ended in ended {
-        assert_eq!(ended.failed(1), "the session ended: the aggregator is gone");
+        let why = format!("the session ended: the aggregator {} is gone", serving.addr);
+        assert_eq!(ended.failed(1), why);
     }
     // Its ranks say goodbye to it for a second, in vain.
     time("a killed aggregator is noticed", ms, 4_000);
