@@ -4,6 +4,7 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
+use racksum_net::interface::no_host;
 use racksum_proto::auth::DataAuth;
 use racksum_proto::control::POOL_SLOTS;
 use racksum_proto::counted::counted;
@@ -229,7 +230,11 @@ impl Config {
     /// Whether a text may be the address of one other aggregator; a name need not be known yet.
     fn may_be_parent(&self, parent: &str) -> bool {
         let Some((host, port)) = parent.rsplit_once(':') else { return false };
-        let is_self = parent.parse() == Ok(SocketAddr::new(self.bind, self.port));
+        let addr = parent.parse::<SocketAddr>();
+        let is_self = addr == Ok(SocketAddr::new(self.bind, self.port));
+        if addr.is_ok_and(|addr| no_host(addr.ip()).is_some()) {
+            return false;
+        }
         let is_one = !host.is_empty() && !host.contains([',', '+', ' ']);
         is_one && port.parse::<u16>().is_ok_and(|port| port > 0) && !is_self
     }
@@ -432,18 +437,23 @@ fn parse_error(text: &str, error: &toml::de::Error) -> ConfigError {
 /// [`Config::validate`] refuses it.
 ///
 /// # Errors
-/// That it is no IP address.
+/// That it is no IP address, or that of no host.
 pub fn bind_address(text: &str) -> Result<IpAddr, String> {
     let zoned = text.split_once('%').and_then(|(addr, _)| addr.parse().ok());
     if let Some(zoned) = zoned.filter(Ipv6Addr::is_unicast_link_local) {
         return Ok(zoned.into());
     }
-    text.parse().map_err(|_| match text.parse::<SocketAddr>() {
+    let addr: IpAddr = text.parse().map_err(|_| match text.parse::<SocketAddr>() {
         Ok(both) => {
             format!("{text:?} has a port; bind {}, and give port {}", both.ip(), both.port())
         }
         Err(_) => format!("{text:?} is no IP address; give one of this host's, as 10.0.0.1"),
-    })
+    })?;
+    // To be bound, the unspecified address stands for all that this host has.
+    match no_host(addr).filter(|_| !addr.is_unspecified()) {
+        Some(why) => Err(format!("nobody can serve at {addr}, {why}; give one of this host's")),
+        None => Ok(addr),
+    }
 }
 
 fn read_bind_address<'de, D: Deserializer<'de>>(from: D) -> Result<IpAddr, D::Error> {

@@ -82,6 +82,33 @@ pub fn path_mtu(from: IpAddr, peer: SocketAddr) -> io::Result<usize> {
     Ok(mtu as usize)
 }
 
+/// Whether packets from this address can go to `peer` at all. Those of loopback's stay on this
+/// host. Sends nothing.
+#[must_use]
+pub fn leads_to(from: IpAddr, peer: SocketAddr) -> bool {
+    let invalid = |error: io::Error| error.kind() == io::ErrorKind::InvalidInput;
+    // What cannot be bound is another fault, which is told when it is.
+    !UdpSocket::bind((from, 0)).is_ok_and(|socket| socket.connect(peer).is_err_and(invalid))
+}
+
+/// Why an address is that of no host, so that nobody can be called or serve there; `None` where it
+/// can be one. Sends nothing.
+#[must_use]
+pub fn no_host(ip: IpAddr) -> Option<&'static str> {
+    // Without SO_BROADCAST the kernel permits no socket to send there. Only it knows the broadcast
+    // addresses of its networks.
+    let is_broadcast = |ip: IpAddr| {
+        let towards = local_addr_towards(SocketAddr::new(ip, 9));
+        ip.is_ipv4() && towards.is_err_and(|error| error.kind() == io::ErrorKind::PermissionDenied)
+    };
+    match ip {
+        ip if ip.is_unspecified() => Some("which is the address of no host"),
+        ip if ip.is_multicast() => Some("which is a multicast group, and the address of no host"),
+        ip if is_broadcast(ip) => Some("which is a broadcast address, and that of no host"),
+        _ => None,
+    }
+}
+
 fn socket_towards(from: IpAddr, peer: SocketAddr) -> io::Result<UdpSocket> {
     let socket = UdpSocket::bind((from, 0))?;
     socket.connect(peer)?;

@@ -3,7 +3,9 @@
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use racksum_net::interface::{Interface, interface_of, interfaces, local_addr_towards, select};
+use racksum_net::interface::{
+    Interface, interface_of, interfaces, leads_to, local_addr_towards, no_host, select,
+};
 use racksum_net::quic::Credentials;
 use racksum_net::resolve::{LINK_LOCAL, is_link_local, resolve_blocking};
 
@@ -179,7 +181,11 @@ pub fn check_address(text: &str) -> Result<(), ConnectError> {
     let Some((host, port)) = text.rsplit_once(':') else { return wrong("the port is missing") };
     match literal(host) {
         Some(addr) if is_link_local(&addr) => return wrong(LINK_LOCAL),
-        Some(_) => {}
+        Some(addr) => {
+            if let Some(why) = no_host(addr.ip()) {
+                return wrong(&format!("its host is {}, {why}; give the aggregator's", addr.ip()));
+            }
+        }
         None if host.contains(':') => {
             return wrong("an IPv6 address with a port is written as [ADDRESS]:PORT");
         }
@@ -227,7 +233,7 @@ fn choose(
     if to.ip().is_loopback() {
         return Ok(None);
     }
-    let reaches = |ip: &IpAddr| is_of_link(*ip) == is_of_link(to.ip());
+    let reaches = |ip: &IpAddr| is_of_link(*ip) == is_of_link(to.ip()) && leads_to(*ip, to);
     let mut addrs: Vec<IpAddr> =
         fitting.iter().flat_map(|interface| &interface.addrs).copied().collect();
     addrs.retain(|ip| ip.is_ipv6() == to.is_ipv6() && reaches(ip));
@@ -237,7 +243,8 @@ fn choose(
     best.copied().map(Some).ok_or_else(|| {
         let names: Vec<&str> = fitting.iter().map(|interface| interface.name.as_str()).collect();
         let why = format!(
-            "{to} cannot be called from {}, which {pattern:?} chooses: no address of it fits",
+            "{to} cannot be called from {}, which {pattern:?} chooses: no address of it reaches \
+             there; choose another interface",
             names.join(", ")
         );
         ConnectError::Arguments { options: &["interface"], why }

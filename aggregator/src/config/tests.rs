@@ -72,6 +72,14 @@ fn a_link_local_address_is_refused_with_the_reason() {
         let told = "bind is fe80::1, a link-local address, and those are not served; bind ";
         assert!(why.starts_with(told), "{why}");
     }
+    for bind in ["224.0.0.1", "ff15::1", "255.255.255.255", "127.255.255.255"] {
+        let why = Config::from_toml(&format!("bind = {bind:?}")).unwrap_err().to_string();
+        let told = format!("line 1: bind: nobody can serve at {bind}, which is a ");
+        assert!(why.starts_with(&told), "{why}");
+    }
+    for bind in ["0.0.0.0", "::"] {
+        assert!(Config::from_toml(&format!("bind = {bind:?}")).is_ok());
+    }
     for bind in ["fd00::1%eth0", "eth0", "127.0.0.1%lo"] {
         let why = Config::from_toml(&format!("bind = {bind:?}")).unwrap_err().to_string();
         let told = format!("line 1: bind: {bind:?} is no IP address; give one of this host's");
@@ -119,8 +127,19 @@ fn a_parent_is_one_other_aggregator() {
     for parent in ["root:7177", "10.0.0.1:7177", "[fd00::1]:7177", "127.0.0.1:7178"] {
         assert!(check(parent), "{parent}");
     }
-    for parent in ["", "root", ":7177", "root:x", "root:0", "a:1,b:1", "a:1+b:1", "127.0.0.1:7177"]
-    {
+    for parent in [
+        "",
+        "root",
+        ":7177",
+        "root:x",
+        "root:0",
+        "a:1,b:1",
+        "a:1+b:1",
+        "127.0.0.1:7177",
+        "0.0.0.0:7178",
+        "[::]:7178",
+        "224.0.0.1:7178",
+    ] {
         assert!(!check(parent), "{parent}");
     }
 }

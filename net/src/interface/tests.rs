@@ -101,3 +101,29 @@ fn the_way_to_loopback_is_loopback() {
     // The kernel sends no packet of more bytes, whatever the interface says.
     assert_eq!(path_mtu(peer.ip(), peer).unwrap(), loopback.mtu.min(65_535));
 }
+
+#[test]
+fn loopback_leads_to_this_host_alone() {
+    let lo = IpAddr::from([127, 0, 0, 1]);
+    assert!(leads_to(lo, "127.0.0.1:9".parse().unwrap()));
+    assert!(!leads_to(lo, "192.0.2.1:9".parse().unwrap()));
+}
+
+#[test]
+fn an_address_of_no_host_is_told_from_one_of_some_host() {
+    let told = |ip: &str| no_host(ip.parse().unwrap()).unwrap_or_default();
+    for ip in ["127.0.0.1", "192.0.2.1", "::1", "2001:db8::1"] {
+        assert_eq!(told(ip), "", "{ip}");
+    }
+    for (ip, why) in [
+        ("0.0.0.0", "the address of no host"),
+        ("::", "the address of no host"),
+        ("224.0.0.1", "a multicast group"),
+        ("ff15::1", "a multicast group"),
+        ("255.255.255.255", "a broadcast address"),
+        // That of a network of this host.
+        ("127.255.255.255", "a broadcast address"),
+    ] {
+        assert!(told(ip).contains(why), "{ip}: {}", told(ip));
+    }
+}

@@ -61,8 +61,12 @@ fn an_interface_that_cannot_call_the_aggregator_is_refused_by_name() {
     let refused = |pattern, to| choose(&all, pattern, addr(to)).unwrap_err().to_string();
     assert_eq!(
         refused("eth1", "[2001:db8::1]:7"),
-        "[2001:db8::1]:7 cannot be called from eth1, which \"eth1\" chooses: no address of it fits"
+        "[2001:db8::1]:7 cannot be called from eth1, which \"eth1\" chooses: no address of it \
+         reaches there; choose another interface"
     );
+    // The kernel takes nothing from loopback to another host, where there is a route to it.
+    let lo = choose(&[interface("lo", &["127.0.0.1"])], "lo", addr("192.0.2.1:7")).unwrap_err();
+    assert!(lo.to_string().starts_with("192.0.2.1:7 cannot be called from lo"), "{lo}");
     let none = refused("ib", "192.0.2.1:7");
     assert!(none.contains("no usable interface matches \"ib\""), "{none}");
     let none = refused("ib", "127.0.0.1:7");
@@ -95,6 +99,14 @@ fn a_text_that_may_be_an_address_is_left_to_the_resolver() {
     }
     for text in ["a:70000", "192.0.2.1:70000", "[::1]:70000", "a:b", "192.0.2.1:"] {
         assert!(told(text).ends_with("its port is no number from 1 to 65535"), "{text}");
+    }
+    for (text, why) in [
+        ("0.0.0.0:7177", "its host is 0.0.0.0, which is the address of no host"),
+        ("[::]:7177", "its host is ::, which is the address of no host"),
+        ("224.0.0.1:7177", "its host is 224.0.0.1, which is a multicast group"),
+        ("255.255.255.255:7177", "its host is 255.255.255.255, which is a broadcast address"),
+    ] {
+        assert!(told(text).contains(why), "{}", told(text));
     }
     assert!(told("http://192.0.2.1:7177").ends_with("it is given without a scheme and ://"));
     assert!(told("unix:/run/racksum.sock").ends_with("which only Python calls"));
