@@ -1,8 +1,10 @@
 //! What variables of the environment say where the command line says nothing. A variable only
 //! completes a command: none makes a rank of a distributed run of one that runs on this host.
 
-use std::ffi::OsString;
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
 
 use crate::exit::Failure;
 
@@ -14,6 +16,25 @@ pub(crate) const IDENTITY: &str = "RACKSUM_IDENTITY";
 pub(crate) const INTERFACE: &str = "RACKSUM_INTERFACE";
 /// What is logged.
 pub(crate) const LOG: &str = "RACKSUM_LOG";
+
+/// The variables that say what no flag does: the option that each is for, and `NAME="value"`.
+static TAKEN: Mutex<BTreeMap<&str, String>> = Mutex::new(BTreeMap::new());
+
+/// Takes an option from a variable.
+fn take(option: &'static str, name: &str, value: &OsStr) {
+    let mut taken = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
+    taken.insert(option, format!("{name}={value:?}"));
+}
+
+/// A sentence about some options, with the variable that said one of them if no flag did: nobody
+/// looks for the fault there otherwise.
+pub(crate) fn with_variable(options: &[&str], why: String) -> String {
+    let taken = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
+    match options.iter().find_map(|option| taken.get(option)) {
+        Some(variable) => format!("{variable}: {why}"),
+        None => why,
+    }
+}
 
 /// What a variable says; one that is empty says nothing.
 ///
@@ -31,17 +52,17 @@ fn bytes(name: &str) -> Option<OsString> {
     std::env::var_os(name).filter(|value| !value.is_empty())
 }
 
-/// What a variable says, read as a flag of the same meaning is.
+/// The aggregators that the variable names, read as the flag is.
 ///
 /// # Errors
 /// A sentence that names the variable.
-pub(crate) fn read<T>(
-    name: &str,
+pub(crate) fn aggregator<T>(
     read: impl Fn(&str) -> Result<T, String>,
 ) -> Result<Option<T>, Failure> {
-    let Some(value) = variable(name)? else { return Ok(None) };
-    let value = read(&value).map_err(|why| Failure::usage(format!("{name}={value:?}: {why}")))?;
-    Ok(Some(value))
+    let Some(value) = variable(AGGREGATOR)? else { return Ok(None) };
+    take("aggregator", AGGREGATOR, value.as_ref());
+    let of_variable = |why| Failure::usage(with_variable(&["aggregator"], why));
+    read(&value).map_err(of_variable).map(Some)
 }
 
 /// The interfaces to call from that a flag names, or else the variable.
@@ -49,7 +70,14 @@ pub(crate) fn read<T>(
 /// # Errors
 /// A sentence that names the variable, if it is not UTF-8.
 pub(crate) fn interface(named: Option<String>) -> Result<Option<String>, Failure> {
-    named.map_or_else(|| variable(INTERFACE), |named| Ok(Some(named)))
+    if named.is_some() {
+        return Ok(named);
+    }
+    let value = variable(INTERFACE)?;
+    if let Some(value) = &value {
+        take("interface", INTERFACE, value.as_ref());
+    }
+    Ok(value)
 }
 
 /// The identity file that a flag or a configuration names, or else the variable.
@@ -63,7 +91,10 @@ pub(crate) fn identity(named: Option<PathBuf>, insecure: bool) -> Result<Option<
             "{IDENTITY}={file:?} names an identity, which is of no use with --insecure; unset the \
              variable, or leave --insecure out"
         ))),
-        (None, file) => Ok(file.map(PathBuf::from)),
+        (None, file) => Ok(file.map(|file| {
+            take("identity", IDENTITY, &file);
+            PathBuf::from(file)
+        })),
     }
 }
 

@@ -12,7 +12,7 @@ use racksum_proto::peer_text::PeerText;
 use racksum_worker::{ConnectError, Error};
 use serde::{Deserialize, Serialize};
 
-use crate::stderr;
+use crate::{environment, stderr};
 
 /// How the process ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -159,9 +159,10 @@ const OPTIONS: [&str; 8] =
 
 impl From<NetError> for Failure {
     fn from(error: NetError) -> Self {
+        let why = environment::with_variable(error.options(), with_flags(&error));
         match error.is_usage() {
-            true => Self::usage(with_flags(error)),
-            false => Self::unavailable(with_flags(error)),
+            true => Self::usage(why),
+            false => Self::unavailable(why),
         }
     }
 }
@@ -176,6 +177,10 @@ impl Failure {
     /// Why an aggregator that is started by these options did not start.
     pub(crate) fn of_start(error: &StartError, options: &Options) -> Self {
         let why = with_flags(error.told_with(options));
+        let why = match error {
+            StartError::Net(error) => environment::with_variable(error.options(), why),
+            _ => why,
+        };
         match error {
             StartError::StatusSocket { cause, .. } => Self::of_serving(why, cause),
             StartError::Config(_)
@@ -190,12 +195,11 @@ impl Failure {
 
 impl From<ConnectError> for Failure {
     fn from(error: ConnectError) -> Self {
+        let why = environment::with_variable(error.options(), with_flags(&error));
         match error {
-            error if error.is_usage() => Self::usage(with_flags(error)),
-            ConnectError::Incomplete { .. }
-            | ConnectError::NoRoom { .. }
-            | ConnectError::PeerLost { .. } => Self::failed(with_flags(error)),
-            _ => Self::unavailable(with_flags(error)),
+            error if error.is_usage() => Self::usage(why),
+            ConnectError::Incomplete { .. } | ConnectError::PeerLost { .. } => Self::failed(why),
+            _ => Self::unavailable(why),
         }
     }
 }
@@ -293,9 +297,9 @@ mod tests {
 
     #[test]
     fn a_session_that_ended_between_two_ops_is_no_wrong_command_line() {
-        let why = "the aggregator is gone";
+        let why = "the aggregator A:7177 is gone";
         let failure = Failure::from(Error::Submit(SubmitError::Ended { why: why.into() }));
-        assert_eq!(failure.to_string(), "the session ended: the aggregator is gone");
+        assert_eq!(failure.to_string(), "the session ended: the aggregator A:7177 is gone");
         assert!(failure.exit == Exit::FAILED, "{failure:?}");
     }
 }

@@ -12,6 +12,9 @@ use crate::{environment, stderr};
 /// A sentence that names the flag or the variable, if it cannot be understood.
 pub(crate) fn start(flag: Option<String>) -> Result<(), Failure> {
     let (name, log) = match flag {
+        Some(log) if log.trim().is_empty() => {
+            return Err(Failure::usage(format!("--log is empty; {VALID}")));
+        }
         Some(log) => ("--log", log),
         None => (environment::LOG, environment::variable(environment::LOG)?.unwrap_or_default()),
     };
@@ -24,16 +27,21 @@ pub(crate) fn start(flag: Option<String>) -> Result<(), Failure> {
     Ok(())
 }
 
+/// A library that warns of datagrams that the kernel did not take, and does not say to whom. Whoever
+/// calls says so.
+const QUIET: &str = "quinn_udp=off";
+
+const VALID: &str = "give off, error, warn, info, debug or trace, or module=level";
+
 /// Reads what to log. Warnings are logged of all modules that it does not name.
 fn filter(log: &str) -> Result<EnvFilter, String> {
-    let valid = "give off, error, warn, info, debug or trace, or module=level";
     // A word alone would be a module of which all is logged, and nothing of others.
     let is_level = |word: &str| word.parse::<LevelFilter>().is_ok();
     let mut words = log.split(',').map(str::trim).filter(|word| !word.is_empty());
     if let Some(word) = words.find(|word| !word.contains(['=', '[', ']']) && !is_level(word)) {
-        return Err(format!("{word:?} is no level; {valid}"));
+        return Err(format!("{word:?} is no level; {VALID}"));
     }
-    EnvFilter::try_new(format!("warn,{log}")).map_err(|error| format!("{error}; {valid}"))
+    EnvFilter::try_new(format!("warn,{QUIET},{log}")).map_err(|error| format!("{error}; {VALID}"))
 }
 
 #[cfg(test)]
@@ -43,10 +51,12 @@ mod tests {
     #[test]
     fn warnings_are_logged_unless_they_are_turned_off() {
         let filter = |log| filter(log).map(|filter| filter.to_string());
-        assert_eq!(filter("").unwrap(), "warn");
-        assert_eq!(filter("INFO").unwrap(), "info");
-        assert_eq!(filter("off").unwrap(), "off");
-        assert_eq!(filter("racksum_worker=debug").unwrap(), "racksum_worker=debug,warn");
+        assert_eq!(filter("").unwrap(), "quinn_udp=off,warn");
+        assert_eq!(filter("INFO").unwrap(), "quinn_udp=off,info");
+        assert_eq!(filter("off").unwrap(), "quinn_udp=off,off");
+        assert_eq!(filter("quinn_udp=trace").unwrap(), "quinn_udp=trace,warn");
+        let own = filter("racksum_worker=debug").unwrap();
+        assert_eq!(own, "racksum_worker=debug,quinn_udp=off,warn");
         assert!(filter("[span{field}]=debug, info").is_ok());
         for wrong in ["nonsense", "info,nonsense", "racksum_worker=nonsense", "a=b=c"] {
             let why = filter(wrong).unwrap_err();

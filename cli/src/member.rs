@@ -7,7 +7,7 @@ use std::time::Duration;
 use racksum_proto::auth::DataAuth;
 use racksum_proto::ids::Generation;
 use racksum_proto::job_name::JobName;
-use racksum_worker::{ConnectOptions, Faults, aggregator_sets, check_address};
+use racksum_worker::{ConnectOptions, Faults, aggregator_sets};
 
 use crate::exit::Failure;
 use crate::{args, environment};
@@ -114,12 +114,7 @@ impl MemberArgs {
         let Some((rank, world)) = self.rank.zip(self.world) else { return Ok(None) };
         let named = match &self.aggregator {
             Some(named) => Some(named.clone()),
-            None => environment::read(environment::AGGREGATOR, |text| {
-                let named = aggregators(text)?;
-                // Later, the error would not name the variable.
-                let checked = named.0.iter().flatten().try_for_each(|host| check_address(host));
-                checked.map(|()| named).map_err(|error| error.to_string())
-            })?,
+            None => environment::aggregator(aggregators)?,
         };
         let Some(Aggregators(aggregators)) = named else {
             return Err(Failure::usage(

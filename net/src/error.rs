@@ -265,6 +265,20 @@ impl NetError {
         )
     }
 
+    /// The options of the caller that it is about, by name, as far as they are known.
+    #[must_use]
+    pub const fn options(&self) -> &'static [&'static str] {
+        match self {
+            Self::Unprotected { .. } => &["aggregator"],
+            Self::IdentityFile { .. } | Self::Certificate { .. } | Self::NotBelieved { .. } => {
+                &["identity"]
+            }
+            Self::InsecureIdentity => &["identity", "insecure"],
+            Self::NoInterface { .. } | Self::EmptyPattern { .. } => &["interface"],
+            _ => &[],
+        }
+    }
+
     /// The sentence, without the advice of [`NetError::NobodyThere`]. Other errors keep theirs.
     #[must_use]
     pub fn without_advice(&self) -> String {

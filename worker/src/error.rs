@@ -186,14 +186,8 @@ impl ConnectError {
     pub fn options(&self) -> &'static [&'static str] {
         match self {
             Self::Arguments { options, .. } => options,
-            Self::NoAddress { .. } | Self::Net(NetError::Unprotected { .. }) => &["aggregator"],
-            Self::Net(NetError::IdentityFile { .. } | NetError::Certificate { .. }) => {
-                &["identity"]
-            }
-            Self::Net(NetError::InsecureIdentity) => &["identity", "insecure"],
-            Self::Net(NetError::NoInterface { .. } | NetError::EmptyPattern { .. }) => {
-                &["interface"]
-            }
+            Self::NoAddress { .. } | Self::Unresolved { .. } => &["aggregator"],
+            Self::Net(error) => error.options(),
             Self::Named { tried, .. } => tried.first().map_or(&[], Self::options),
             _ => &[],
         }

@@ -85,6 +85,7 @@ fn a_variable_that_is_not_utf_8_is_a_path_or_refused() {
     // Without the identity, an aggregator would believe everyone.
     let ended = run("RACKSUM_IDENTITY", &["aggregator", "--port", "0"]);
     assert!(ended.failed(2).contains("a\u{fffd}: No such file"), "{ended:?}");
+    assert!(ended.failed(2).starts_with("RACKSUM_IDENTITY=\"a\\xFF\": identity "), "{ended:?}");
 }
 
 #[test]
@@ -97,11 +98,23 @@ fn a_variable_that_is_empty_says_nothing() {
     let sidecar = ["worker", "--aggregator", &serving.addr];
     let ended = run(&[("RACKSUM_INTERFACE", ""), ("RACKSUM_IDENTITY", "")], &sidecar);
     assert!(ended.failed(2).starts_with("nobody says where to serve"), "{ended:?}");
+    let why = "RACKSUM_INTERFACE=\"no-such\": no usable interface matches \"no-such\"";
     let ended = run(&[("RACKSUM_INTERFACE", "no-such")], &sidecar);
-    assert!(ended.failed(2).starts_with("no usable interface matches \"no-such\""), "{ended:?}");
+    assert!(ended.failed(2).starts_with(why), "{ended:?}");
     let rank = ["bench", "--aggregator", &serving.addr, "--rank", "0", "--world", "1", "-e", "4K"];
     let ended = run(&[("RACKSUM_INTERFACE", "no-such")], &rank);
-    assert!(ended.failed(2).starts_with("no usable interface matches \"no-such\""), "{ended:?}");
+    assert!(ended.failed(2).starts_with(why), "{ended:?}");
+    // Every command that takes one says so of an identity.
+    let none = "/no/such.pem";
+    let why = "RACKSUM_IDENTITY=\"/no/such.pem\": identity /no/such.pem: No such file";
+    let serve = ["aggregator", "--port", "0"];
+    for args in [&rank[..], &sidecar, &["status", &serving.addr], &serve] {
+        let ended = run(&[("RACKSUM_IDENTITY", none)], args);
+        assert!(ended.failed(2).starts_with(why), "{ended:?}");
+        let flag = [args, &["--identity", none]].concat();
+        let ended = run(&[("RACKSUM_IDENTITY", "/other")], &flag);
+        assert!(ended.failed(2).starts_with("identity /no/such.pem: "), "{ended:?}");
+    }
     let named = [&rank[..], &["--interface", "=lo"]].concat();
     run(&[("RACKSUM_INTERFACE", "no-such")], &named).ok();
 }
