@@ -269,19 +269,38 @@ impl Config {
         (1..).zip(&self.admit).try_for_each(|(number, rule)| check_rule(number, rule))
     }
 
-    /// Checks that pools larger than the default fit a host's memory: they are used page by page
-    /// as jobs come, so that one too large would end the process in the middle of a job. The
-    /// default is never refused: jobs on a small host use a small part of it.
+    /// Checks that the pools fit a host's memory: they are used page by page as jobs come, so that
+    /// one too large would end the process in the middle of a job.
     ///
     /// # Errors
     /// That they do not.
-    pub(crate) fn check_memory(&self, host_mib: u64) -> Result<(), ConfigError> {
+    pub fn check_memory(&self, host_mib: u64) -> Result<(), ConfigError> {
         let Self { shards, pool_mib, .. } = *self;
-        let is_asked_for = pool_mib > Self::default().pool_mib;
-        if is_asked_for && u64::from(shards) * u64::from(pool_mib) > host_mib {
+        if u64::from(shards) * u64::from(pool_mib) > host_mib {
             return Err(ConfigError::Memory { shards, pool_mib, host_mib });
         }
         Ok(())
+    }
+
+    /// Makes pools of the default size fit a host's memory. The default never keeps an aggregator
+    /// from starting. Returns a warning if they have become smaller.
+    ///
+    /// # Errors
+    /// That pools of another size do not fit.
+    pub(crate) fn fit_memory(&mut self, host_mib: u64) -> Result<Option<String>, ConfigError> {
+        let usual = Self::default().pool_mib;
+        let checked = self.check_memory(host_mib);
+        if self.pool_mib != usual || checked.is_ok() {
+            return checked.map(|()| None);
+        }
+        let each = host_mib / u64::from(self.shards.max(1));
+        self.pool_mib = u32::try_from(each).unwrap_or(usual).clamp(1, usual);
+        Ok(Some(format!(
+            "{} have pools of {} MiB and not of {usual}, since this host has {host_mib} MiB of \
+             memory",
+            counted(self.shards, "shard"),
+            self.pool_mib
+        )))
     }
 
     /// How datagrams are authenticated.

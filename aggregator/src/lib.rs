@@ -160,9 +160,9 @@ impl Aggregator {
     ///
     /// # Errors
     /// A sentence that says what could not be had.
-    pub fn start(config: Config) -> Result<Self, StartError> {
+    pub fn start(mut config: Config) -> Result<Self, StartError> {
         config.validate()?;
-        host_mib().map_or(Ok(()), |mib| config.check_memory(mib))?;
+        let smaller = host_mib().map_or(Ok(None), |mib| config.fit_memory(mib))?;
         let clock = Clock::start();
         let interface = racksum_net::interface::interface_of(config.bind);
         if config.fanout == Fanout::Multicast && interface.is_none() {
@@ -171,7 +171,8 @@ impl Aggregator {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let credentials = Credentials::of_aggregator(config.identity.as_deref(), config.insecure)?;
         let bind = SocketAddr::new(config.bind, config.port);
-        let warnings = runtime.block_on(check_parent(&config, &credentials))?;
+        let mut warnings = runtime.block_on(check_parent(&config, &credentials))?;
+        warnings.extend(smaller);
         let endpoint = {
             let _entered = runtime.enter();
             endpoint(bind, &credentials)?
@@ -324,8 +325,10 @@ impl Reload {
     ///
     /// # Errors
     /// A sentence that says what is wrong with it.
-    pub fn read(config: Config, running: &Config) -> Result<Self, StartError> {
+    pub fn read(mut config: Config, running: &Config) -> Result<Self, StartError> {
         config.validate()?;
+        // Told at the start.
+        let _smaller = host_mib().map_or(Ok(None), |mib| config.fit_memory(mib))?;
         let fixed = config.fixed_changes(running);
         let stays = config.identity.is_none() && running.identity.is_some();
         let config = config.with_fixed_of(running);

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use racksum_aggregator::{Aggregator, Config, Reload, StartError, bind_address};
+use racksum_aggregator::{Aggregator, Config, Reload, StartError, bind_address, host_mib};
 use racksum_net::aside::Aside;
 use racksum_net::file::read_text;
 use racksum_net::local::raise_open_files;
@@ -27,29 +27,29 @@ pub(crate) struct Args {
     bind: Option<IpAddr>,
     /// UDP port of the control plane; shard i takes the port i + 1 after it
     /// [default: 7177].
-    #[arg(long, value_name = "PORT")]
+    #[arg(long, value_name = "PORT", value_parser = args::number::<u16>(0..=65_535))]
     port: Option<u16>,
     /// Threads, each with a socket of its own [default: 1].
-    #[arg(long, value_name = "K", value_parser = args::shards())]
+    #[arg(long, value_name = "K", value_parser = args::number::<u8>(args::SHARDS))]
     shards: Option<u8>,
     /// Most slots that a stream of a job is granted [default: 256].
-    #[arg(long, value_name = "P", value_parser = args::of_configuration::<u32>("pool_slots"))]
+    #[arg(long, value_name = "P", value_parser = args::number::<u32>(args::of_configuration("pool_slots")))]
     pool_slots: Option<u32>,
     /// MiB of packet buffers that each shard allocates at start, shared equally by the jobs
     /// [default: 1024].
-    #[arg(long, value_name = "MIB", value_parser = args::of_configuration::<u32>("pool_mib"))]
+    #[arg(long, value_name = "MIB", value_parser = args::number::<u32>(args::of_configuration("pool_mib")))]
     pool_mib: Option<u32>,
     /// Most jobs at a time [default: 8].
-    #[arg(long, value_name = "N", value_parser = args::of_configuration::<u16>("max_jobs"))]
+    #[arg(long, value_name = "N", value_parser = args::number::<u16>(args::of_configuration("max_jobs")))]
     max_jobs: Option<u16>,
     /// Most ranks that all jobs have together [default: 4096].
-    #[arg(long, value_name = "N", value_parser = args::of_configuration::<u32>("max_ranks"))]
+    #[arg(long, value_name = "N", value_parser = args::number::<u32>(args::of_configuration("max_ranks")))]
     max_ranks: Option<u32>,
     /// Seconds that a job may wait for its last rank [default: 600].
-    #[arg(long, value_name = "S", value_parser = args::of_configuration::<u32>("join_timeout_s"))]
+    #[arg(long, value_name = "S", value_parser = args::number::<u32>(args::of_configuration("join_timeout_s")))]
     join_timeout_s: Option<u32>,
     /// How results reach the ranks [default: auto].
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, ignore_case = true)]
     fanout: Option<Fanout>,
     /// The identity file to serve with, as `racksum identity issue` writes it; only identities of
     /// its authority are served then [env: RACKSUM_IDENTITY].
@@ -108,6 +108,10 @@ impl Args {
         config.status_socket = self.status_socket.clone().or(config.status_socket);
         config.parent = self.parent.clone().or(config.parent);
         config.data_auth = self.data_auth.or(config.data_auth);
+        // A size that somebody asks for is had or refused, be it the default's.
+        if let (Some(_), Some(mib)) = (self.pool_mib, host_mib()) {
+            config.check_memory(mib).map_err(|error| Failure::usage(error.to_string()))?;
+        }
         Ok(config)
     }
 }
@@ -137,7 +141,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         aggregator.addr(),
         counted(config.shards, "shard"),
         ports.join(" "),
-        config.pool_mib,
+        aggregator.config().pool_mib,
         counted(config.max_jobs, "job"),
         config.data_auth(),
         config.parent.iter().map(|parent| format!(", parent {parent}")).collect::<String>()

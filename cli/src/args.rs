@@ -1,7 +1,9 @@
 //! Arguments that more than one subcommand takes, and how they are read.
 
+use std::num::IntErrorKind;
+use std::ops::RangeInclusive;
+
 use clap::ValueEnum;
-use clap::builder::RangedU64ValueParser;
 use racksum_aggregator::{MAX_SHARDS, MAX_WORLD, bounds};
 use racksum_net::interface::{MAX_MTU, MIN_MTU};
 use racksum_proto::control::POOL_SLOTS;
@@ -30,56 +32,72 @@ pub(crate) fn size(text: &str) -> Result<u64, String> {
     number.checked_mul(unit).ok_or_else(bad)
 }
 
-/// Reads how many ranks there are.
-pub(crate) fn world() -> RangedU64ValueParser<u16> {
-    RangedU64ValueParser::new().range(1..=u64::from(MAX_WORLD))
+/// Reads whole numbers of a range. Says what the range is of any other value, as clap does not.
+pub(crate) fn number<T: TryFrom<u64>>(
+    range: RangeInclusive<u64>,
+) -> impl Fn(&str) -> Result<T, String> + Clone + Send + Sync + 'static {
+    move |text| {
+        let (min, max) = (range.start(), range.end());
+        let number = match text.parse::<u64>() {
+            Ok(number) => Some(number).filter(|number| range.contains(number)),
+            Err(error) => {
+                let negative = text.strip_prefix('-').map(str::parse::<u64>);
+                let is_whole = *error.kind() == IntErrorKind::PosOverflow
+                    || negative.is_some_and(|negative| match negative {
+                        Ok(_) => true,
+                        Err(error) => *error.kind() == IntErrorKind::PosOverflow,
+                    });
+                if !is_whole {
+                    return Err(format!(
+                        "give a whole number, without a unit, from {min} to {max}"
+                    ));
+                }
+                None
+            }
+        };
+        let number = number.and_then(|number| T::try_from(number).ok());
+        number.ok_or_else(|| format!("must be from {min} to {max}"))
+    }
 }
 
-/// Reads how many shards an aggregator has.
-pub(crate) fn shards() -> RangedU64ValueParser<u8> {
-    RangedU64ValueParser::new().range(1..=u64::from(MAX_SHARDS))
-}
+/// Numbers of ranks.
+pub(crate) const WORLDS: RangeInclusive<u64> = 1..=MAX_WORLD as u64;
+/// Ranks.
+pub(crate) const RANKS: RangeInclusive<u64> = 0..=MAX_WORLD as u64 - 1;
+/// Numbers of shards of an aggregator.
+pub(crate) const SHARDS: RangeInclusive<u64> = 1..=MAX_SHARDS as u64;
+/// Numbers of threads: more of them would need more mappings than a process may have.
+pub(crate) const THREADS: RangeInclusive<u64> = 1..=1024;
+/// Numbers of jobs or ranks that a sidecar may have.
+pub(crate) const PLACES: RangeInclusive<u64> = 1..=1 << 18;
+/// Seconds that something may take: a year at most.
+pub(crate) const SECONDS: RangeInclusive<u64> = 1..=365 * 24 * 3600;
+/// MTUs of a path.
+pub(crate) const MTUS: RangeInclusive<u64> = MIN_MTU as u64..=MAX_MTU as u64;
+/// Elements of a block. Of these only powers of two, which the descriptor says.
+pub(crate) const BLOCKS: RangeInclusive<u64> = 32..=1024;
+/// Numbers of 32 bits.
+pub(crate) const WORDS: RangeInclusive<u64> = 0..=u32::MAX as u64;
 
-/// Reads how many threads there are.
-pub(crate) fn threads() -> RangedU64ValueParser<usize> {
-    RangedU64ValueParser::new().range(1..=MAX_THREADS)
-}
-
-/// Most threads: more of them would need more mappings than a process may have.
-const MAX_THREADS: u64 = 1024;
-
-/// Reads how many jobs or ranks a sidecar may have.
-pub(crate) fn places() -> RangedU64ValueParser<usize> {
-    RangedU64ValueParser::new().range(1..=1 << 18)
-}
-
-/// Reads a number that has bounds in the configuration of an aggregator.
-pub(crate) fn of_configuration<T>(key: &str) -> RangedU64ValueParser<T>
-where
-    T: TryFrom<u64> + Clone + Send + Sync,
-{
-    RangedU64ValueParser::new().range(bounds(key).unwrap_or(0..=u64::MAX))
+/// The range of a number of the configuration of an aggregator.
+pub(crate) fn of_configuration(key: &str) -> RangeInclusive<u64> {
+    bounds(key).unwrap_or(0..=u64::MAX)
 }
 
 /// Reads how many slots a rank asks for: 0 leaves it to the aggregator.
 pub(crate) fn slots(text: &str) -> Result<u32, String> {
-    let slots: u32 = text.parse().map_err(|_| format!("{text:?} is no number of slots"))?;
-    if slots == 0 || POOL_SLOTS.contains(&slots) {
-        return Ok(slots);
+    if text == "0" {
+        return Ok(0);
     }
     let (least, most) = POOL_SLOTS.into_inner();
-    Err(format!("{slots} is not in {least}..={most}; 0 leaves it to the aggregator"))
-}
-
-/// Reads the MTU of a path.
-pub(crate) fn mtu() -> RangedU64ValueParser<usize> {
-    RangedU64ValueParser::new().range(MIN_MTU as u64..=MAX_MTU as u64)
+    let slots = number(least.into()..=most.into());
+    slots(text).map_err(|why| format!("{why}; 0 leaves it to the aggregator"))
 }
 
 /// Reads a share from 0 to 1.
 pub(crate) fn share(text: &str) -> Result<f64, String> {
-    let share: f64 = text.parse().map_err(|_| format!("{text:?} is no number"))?;
-    if (0.0..=1.0).contains(&share) { Ok(share) } else { Err(format!("{share} is not in 0..1")) }
+    let share = text.parse().ok().filter(|share| (0.0..=1.0).contains(share));
+    share.ok_or_else(|| "must be a number from 0 to 1".to_owned())
 }
 
 /// How results are printed.
@@ -116,6 +134,19 @@ impl From<Fanout> for racksum_aggregator::Fanout {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_number_is_refused_with_its_range() {
+        let read = number::<u8>(1..=64);
+        assert_eq!(read("64"), Ok(64));
+        for wrong in ["0", "65", "300", "-1", "99999999999999999999", "-99999999999999999999"] {
+            assert_eq!(read(wrong).unwrap_err(), "must be from 1 to 64", "{wrong}");
+        }
+        for wrong in ["", "x", "1.5", "5s", "-", "-x"] {
+            let why = "give a whole number, without a unit, from 1 to 64";
+            assert_eq!(read(wrong).unwrap_err(), why, "{wrong}");
+        }
+    }
 
     #[test]
     fn sizes_are_bytes_or_binary_units() {

@@ -2,6 +2,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
+use std::ops::RangeInclusive;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
@@ -45,7 +46,7 @@ enum Command {
         #[arg(long, default_value = "racksum")]
         name: String,
         /// Days until it expires.
-        #[arg(long, default_value_t = 3650, value_parser = days())]
+        #[arg(long, default_value_t = 3650, value_parser = args::number::<u32>(DAYS))]
         days: u32,
         /// The file to write; it must not be there yet.
         #[arg(long, value_name = "FILE", default_value = "authority.pem")]
@@ -56,11 +57,11 @@ enum Command {
         /// The node's name, which admission goes by: letters, digits, dots, underscores, dashes.
         name: String,
         /// What the node is.
-        #[arg(long, value_enum, default_value_t = NodeRole::Worker)]
+        #[arg(long, value_enum, ignore_case = true, default_value_t = NodeRole::Worker)]
         role: NodeRole,
         /// Days until it expires, not more than its authority has left [default: 365, or as many
         /// as that].
-        #[arg(long, value_parser = days())]
+        #[arg(long, value_parser = args::number::<u32>(DAYS))]
         days: Option<u32>,
         /// The authority's file.
         #[arg(long, value_name = "FILE", default_value = "authority.pem")]
@@ -75,7 +76,7 @@ enum Command {
         #[arg(required = true, value_name = "FILE")]
         files: Vec<PathBuf>,
         /// How to print.
-        #[arg(long, value_enum, default_value_t = Format::Text)]
+        #[arg(long, value_enum, ignore_case = true, default_value_t = Format::Text)]
         format: Format,
     },
 }
@@ -98,10 +99,8 @@ impl From<NodeRole> for Role {
     }
 }
 
-/// Reads for how many days a certificate is valid: a century at most.
-fn days() -> clap::builder::RangedI64ValueParser<u32> {
-    clap::value_parser!(u32).range(1..=36_500)
-}
+/// Days that a certificate may be valid: a century at most.
+const DAYS: RangeInclusive<u64> = 1..=36_500;
 
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     match &args.command {

@@ -25,13 +25,11 @@ mod thread;
 mod unnamed;
 mod worker;
 
-use std::error::Error;
 use std::fs::File;
-use std::io::{self, Write};
-use std::num::{IntErrorKind, ParseIntError};
+use std::io;
 
 use clap::error::{ContextKind, ContextValue};
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use exit::{Exit, Failure, unheard};
 use racksum_net::local::fail_at_file_limit;
 
@@ -68,7 +66,7 @@ enum Command {
 
 fn main() -> Exit {
     fail_at_file_limit();
-    let cli = match Cli::try_parse() {
+    let cli = match parse() {
         Ok(cli) => cli,
         Err(error) => return end(told(error)),
     };
@@ -115,12 +113,6 @@ fn told(mut error: clap::Error) -> Result<Exit, Failure> {
             error.insert(ContextKind::Suggested, ContextValue::StyledStrs(tips));
         }
     }
-    if let Some(why) = no_whole_number(&error) {
-        // Whoever reads it sees no other words of the standard library.
-        let told = error.render().to_string().replace(&why, "give a whole number, without a unit");
-        drop(stderr::lines().write_all(told.as_bytes()));
-        return Ok(Exit::USAGE);
-    }
     let printed = error.print();
     if error.use_stderr() {
         return Ok(Exit::USAGE);
@@ -128,10 +120,23 @@ fn told(mut error: clap::Error) -> Result<Exit, Failure> {
     printed.map(|()| Exit::OK).map_err(unheard)
 }
 
-/// What the standard library says of a value that is no whole number, if that is what is wrong.
-fn no_whole_number(error: &clap::Error) -> Option<String> {
-    let why: &ParseIntError = error.source()?.downcast_ref()?;
-    matches!(why.kind(), IntErrorKind::Empty | IntErrorKind::InvalidDigit).then(|| why.to_string())
+/// The command line. Its flags take negative numbers, to refuse them with the numbers that they may
+/// have: clap would take one for a flag that there is not.
+fn command() -> clap::Command {
+    fn taking_numbers(command: clap::Command) -> clap::Command {
+        let takes = |arg: &clap::Arg| arg.get_action().takes_values() && !arg.is_positional();
+        command
+            .mut_args(|arg| if takes(&arg) { arg.allow_negative_numbers(true) } else { arg })
+            .mut_subcommands(taking_numbers)
+    }
+    taking_numbers(Cli::command())
+}
+
+/// Reads the command line.
+fn parse() -> Result<Cli, clap::Error> {
+    let mut command = command();
+    let mut matches = command.try_get_matches_from_mut(std::env::args_os())?;
+    Cli::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut command))
 }
 
 /// The flags of a command and its subcommands that its help leaves out.
@@ -151,6 +156,6 @@ fn check_descriptors() -> Result<(), Failure> {
         std::iter::repeat_with(|| File::open("/dev/null")).take(DESCRIPTORS).collect();
     opened.map(drop).map_err(|error| {
         let few = "this process may open too few files; raise the limit (ulimit -n)";
-        Failure::failed(format!("{few}: {error}"))
+        Failure::unavailable(format!("{few}: {error}"))
     })
 }

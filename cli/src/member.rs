@@ -29,13 +29,18 @@ pub(crate) struct MemberArgs {
     #[arg(long, requires = "rank", value_parser = job)]
     job: Option<String>,
     /// Which life of the job it is: a restart has the next number.
-    #[arg(long, requires = "rank", default_value_t = 0)]
+    #[arg(
+        long,
+        requires = "rank",
+        default_value_t = 0,
+        value_parser = args::number::<u32>(args::WORDS)
+    )]
     generation: u32,
     /// This rank, from 0.
-    #[arg(long, requires = "world")]
+    #[arg(long, requires = "world", value_parser = args::number::<u16>(args::RANKS))]
     rank: Option<u16>,
     /// How many ranks there are.
-    #[arg(long, requires = "rank", value_parser = args::world())]
+    #[arg(long, requires = "rank", value_parser = args::number::<u16>(args::WORLDS))]
     pub(crate) world: Option<u16>,
     /// The identity file to connect with, as `racksum identity issue` writes it [env:
     /// RACKSUM_IDENTITY].
@@ -59,7 +64,7 @@ pub(crate) struct MemberArgs {
         value_name = "S",
         requires = "rank",
         default_value_t = 60,
-        value_parser = clap::value_parser!(u64).range(1..)
+        value_parser = args::number::<u64>(args::SECONDS)
     )]
     join_timeout: u64,
     /// How datagrams are authenticated: none, mac or aead. An aggregator that does otherwise

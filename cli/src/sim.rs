@@ -29,13 +29,13 @@ enum Command {
         #[arg(long, value_name = "A..B", value_parser = seeds, default_value = "0..100")]
         seeds: Range<u64>,
         /// Threads; by default, one a core.
-        #[arg(long, value_parser = args::threads())]
+        #[arg(long, value_parser = args::number::<usize>(args::THREADS))]
         threads: Option<usize>,
         /// Also print how many seeds tried what; JSON always says.
         #[arg(long)]
         coverage: bool,
         /// How to print.
-        #[arg(long, value_enum, default_value_t = Format::Text)]
+        #[arg(long, value_enum, ignore_case = true, default_value_t = Format::Text)]
         format: Format,
     },
 }

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use racksum_aggregator::{Aggregator, Config, Options, StartError};
+use racksum_aggregator::{Aggregator, Config, Options, StartError, bind_address};
 use racksum_net::clock::Clock;
 use racksum_proto::time::Span;
 
@@ -17,12 +17,17 @@ use crate::stderr;
 pub(crate) struct StandbyArgs {
     /// Be an aggregator as well, at this address, for when those before it in --aggregator are
     /// gone; it is named there too.
-    #[arg(long, value_name = "IP:PORT", requires = "rank")]
+    #[arg(long, value_name = "IP:PORT", requires = "rank", value_parser = address)]
     standby: Option<SocketAddr>,
     /// The identity file of this aggregator, as `racksum identity issue --role aggregator` writes
     /// it.
     #[arg(long, value_name = "FILE", requires = "standby")]
     standby_identity: Option<PathBuf>,
+}
+
+fn address(text: &str) -> Result<SocketAddr, String> {
+    let addr: SocketAddr = text.parse().map_err(|_| "give it as IP:PORT".to_owned())?;
+    bind_address(&addr.ip().to_string()).map(|_| addr)
 }
 
 impl StandbyArgs {

@@ -41,7 +41,7 @@ pub(crate) struct Args {
     #[arg(long)]
     insecure: bool,
     /// How to print.
-    #[arg(long, value_enum, default_value_t = Format::Text)]
+    #[arg(long, value_enum, ignore_case = true, default_value_t = Format::Text)]
     format: Format,
 }
 

@@ -31,13 +31,13 @@ pub(crate) struct Args {
     #[arg(long, value_name = "OCTAL", value_parser = mode)]
     mode: Option<u32>,
     /// Threads that sum [default: one for each core].
-    #[arg(long, value_name = "N", value_parser = args::threads())]
+    #[arg(long, value_name = "N", value_parser = args::number::<usize>(args::THREADS))]
     threads: Option<usize>,
     /// Most jobs at a time.
-    #[arg(long, value_name = "N", default_value = "64", value_parser = args::places())]
+    #[arg(long, value_name = "N", default_value = "64", value_parser = args::number::<usize>(args::PLACES))]
     max_jobs: usize,
     /// Most ranks at a time, of all jobs.
-    #[arg(long, value_name = "N", default_value = "256", value_parser = args::places())]
+    #[arg(long, value_name = "N", default_value = "256", value_parser = args::number::<usize>(args::PLACES))]
     max_ranks: usize,
     /// Most memory for what ranks share and for sums of lists, with K, M, G or T: 1M or more
     /// [default: half of the host's].
@@ -101,15 +101,24 @@ impl Args {
         Ok(Some(options))
     }
 
-    fn limits(&self) -> Limits {
+    fn limits(&self) -> Result<Limits, Failure> {
         // Where the system does not say what there is, nothing is limited.
-        let half_of_host = || host_mib().map_or(u64::MAX, |mib| (mib << 20) / 2);
-        let memory = self.memory.unwrap_or_else(half_of_host);
-        Limits {
+        let host_mib = host_mib();
+        let memory = match (self.memory, host_mib) {
+            (Some(asked), Some(mib)) if asked.div_ceil(1 << 20) > mib => {
+                return Err(Failure::usage(format!(
+                    "--memory of {} MiB is more than the {mib} MiB of memory of this host; lower it",
+                    asked.div_ceil(1 << 20)
+                )));
+            }
+            (Some(asked), _) => asked,
+            (None, mib) => mib.map_or(u64::MAX, |mib| (mib << 20) / 2),
+        };
+        Ok(Limits {
             jobs: self.max_jobs,
             ranks: self.max_ranks,
             memory: usize::try_from(memory).unwrap_or(usize::MAX),
-        }
+        })
     }
 }
 
@@ -135,7 +144,7 @@ fn mode(text: &str) -> Result<u32, String> {
 /// Serves until a signal ends the process.
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let passed = listener_of_systemd().map_err(Failure::usage)?;
-    let upstream = args.upstream()?;
+    let (limits, upstream) = (args.limits()?, args.upstream()?);
     // Each caller is an open file, and so are results until their ranks have read them.
     if let Err(error) = raise_open_files() {
         stderr::warn(format_args!("the limit on open files stays as it is: {error}"));
@@ -165,8 +174,8 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     };
     let cores = || available_parallelism().map_or(1, NonZeroUsize::get);
     let threads = args.threads.unwrap_or_else(cores);
-    let sidecar = Sidecar::start(listener, threads, upstream, args.limits())
-        .map_err(|error| not_started(&error))?;
+    let sidecar =
+        Sidecar::start(listener, threads, upstream, limits).map_err(|error| not_started(&error))?;
     let beyond = args.aggregator.as_ref().map(|at| format!(", aggregator {at}"));
     let summing = counted(threads, "thread");
     let ready = format!("racksum worker at {at}: {summing}{}", beyond.unwrap_or_default());

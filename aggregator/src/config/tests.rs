@@ -226,7 +226,18 @@ fn pools_that_no_memory_holds_are_refused() {
     let expected = "2 shards with pools of 2000 MiB need more than the 3999 MiB of memory \
                     of this host; lower --pool-mib or --shards";
     assert_eq!(error, expected);
-    // Embedded aggregators have pools of the default, whatever the host and their shards.
-    assert_eq!(Config { shards: 64, ..Config::default() }.check_memory(512), Ok(()));
+    let mut small = Config { shards: 64, pool_mib: 16, ..Config::default() };
+    assert!(small.fit_memory(512).is_err());
     assert!(host_mib().is_none_or(|mib| mib > 16), "{:?}", host_mib());
+}
+
+#[test]
+fn pools_of_the_default_size_are_made_to_fit() {
+    // Embedded aggregators have those, whatever the host and their shards.
+    for (shards, host_mib, pool_mib) in [(1, 1024, 1024), (64, 512, 8), (64, 1, 1), (1, 512, 512)] {
+        let mut config = Config { shards, ..Config::default() };
+        let warned = config.fit_memory(host_mib).unwrap();
+        assert_eq!(config.pool_mib, pool_mib);
+        assert_eq!(warned.is_some(), pool_mib < 1024, "{warned:?}");
+    }
 }

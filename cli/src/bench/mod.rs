@@ -56,17 +56,18 @@ pub(crate) struct Args {
     max_bytes: u64,
     /// Each size is this times the one before.
     #[arg(short = 'f', long, default_value_t = 8)]
-    #[arg(value_parser = clap::value_parser!(u64).range(2..))]
+    #[arg(value_parser = args::number::<u64>(2..=u64::MAX))]
     step_factor: u64,
     /// Each size is this much more than the one before, and not a multiple of it.
     #[arg(short = 'i', long, value_parser = args::size, conflicts_with = "step_factor")]
     step_bytes: Option<u64>,
     /// Iterations that are timed.
     #[arg(short = 'n', long, default_value_t = 20)]
-    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(value_parser = args::number::<u32>(1..=u32::MAX.into()))]
     iters: u32,
     /// Iterations before those.
     #[arg(short = 'w', long, default_value_t = 3)]
+    #[arg(value_parser = args::number::<u32>(args::WORDS))]
     warmup_iters: u32,
     /// Element type: f32, f64, f16, bf16, i32, i64.
     #[arg(short = 'd', long, default_value = "f32")]
@@ -76,10 +77,10 @@ pub(crate) struct Args {
     op: Reduction,
     /// Whether to check every element of the last iteration's result: 0 or 1.
     #[arg(short = 'c', long, default_value_t = 1)]
-    #[arg(value_parser = clap::value_parser!(u8).range(0..=1))]
+    #[arg(value_parser = args::number::<u8>(0..=1))]
     check: u8,
     /// Ranks on this host, each a process [default: 4].
-    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256))]
+    #[arg(long, value_parser = args::number::<u16>(1..=256))]
     workers: Option<u16>,
     #[command(flatten)]
     member: MemberArgs,
@@ -87,35 +88,35 @@ pub(crate) struct Args {
     #[arg(long, value_parser = args::share)]
     density: Option<f64>,
     /// Where the non-zero blocks of the ranks lie.
-    #[arg(long, value_enum, default_value_t = Overlap::Random)]
+    #[arg(long, value_enum, ignore_case = true, default_value_t = Overlap::Random)]
     overlap: Overlap,
     /// Elements of a block: 32 to 1024, a power of two. A window has at most 64: with 2 bytes an
     /// element on the wire, dense tensors want 512.
-    #[arg(long, default_value_t = 256)]
+    #[arg(long, default_value_t = 256, value_parser = args::number::<usize>(args::BLOCKS))]
     block: usize,
     /// What an op is given.
-    #[arg(long, value_enum, default_value_t = Input::Dense)]
+    #[arg(long, value_enum, ignore_case = true, default_value_t = Input::Dense)]
     input: Input,
     /// How elements travel: as they are, or bf16, f16, int8, fixed32.
     #[arg(long)]
     wire: Option<WireType>,
     /// Shards of the aggregator on this host [default: 1].
-    #[arg(long, value_parser = args::shards())]
+    #[arg(long, value_parser = args::number::<u8>(args::SHARDS))]
     shards: Option<u8>,
     /// Most slots a stream; 0 leaves it to the aggregator.
     #[arg(long, default_value_t = 0, value_parser = args::slots)]
     pool_slots: u32,
     /// How results reach the ranks on this host [default: auto].
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, ignore_case = true)]
     fanout: Option<Fanout>,
     /// Lanes of the job, over which the ops in flight are spread.
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8))]
+    #[arg(long, default_value_t = 1, value_parser = args::number::<u8>(1..=8))]
     lanes: u8,
     /// Ops in flight at a time; an iteration is all of them.
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    #[arg(long, default_value_t = 1, value_parser = args::number::<u16>(1..=64))]
     ops_in_flight: u16,
     /// MTU of the path; without it, the interface's.
-    #[arg(long, value_parser = args::mtu())]
+    #[arg(long, value_parser = args::number::<usize>(args::MTUS))]
     mtu: Option<usize>,
     /// Share of datagrams that each rank loses on purpose, each way.
     #[arg(long, value_parser = args::share, default_value = "0")]
@@ -127,13 +128,13 @@ pub(crate) struct Args {
     #[arg(long, value_parser = args::share, default_value = "0")]
     reorder: f64,
     /// Seed of the data and of the faults.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = args::number::<u64>(0..=u64::MAX))]
     seed: u64,
     /// Seconds that each op may take.
-    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, default_value_t = 60, value_parser = args::number::<u64>(args::SECONDS))]
     timeout: u64,
     /// How to print.
-    #[arg(long, value_enum, default_value_t = Format::Text)]
+    #[arg(long, value_enum, ignore_case = true, default_value_t = Format::Text)]
     format: Format,
     /// Print what was measured for another process of the benchmark to merge.
     #[arg(long, hide = true)]

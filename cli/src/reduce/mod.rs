@@ -44,17 +44,18 @@ pub(crate) struct Args {
     wire: Option<WireType>,
     /// Elements of a block: 32 to 1024, a power of two.
     #[arg(long, default_value_t = Descriptor::DEFAULT_BLOCK)]
+    #[arg(value_parser = args::number::<usize>(args::BLOCKS))]
     block: usize,
     /// Shards of the aggregator on this host.
     #[arg(
         long,
         default_value_t = 1,
-        value_parser = args::shards(),
+        value_parser = args::number::<u8>(args::SHARDS),
         conflicts_with = "rank"
     )]
     shards: u8,
     /// How results reach the ranks on this host.
-    #[arg(long, value_enum, default_value_t = Fanout::Auto, conflicts_with = "rank")]
+    #[arg(long, value_enum, ignore_case = true, default_value_t = Fanout::Auto, conflicts_with = "rank")]
     fanout: Fanout,
     /// Share of datagrams that each rank loses on purpose, each way.
     #[arg(long, value_parser = args::share, default_value = "0")]
@@ -67,9 +68,10 @@ pub(crate) struct Args {
     reorder: f64,
     /// Seed of the faults.
     #[arg(long, default_value_t = 1, requires = "faults")]
+    #[arg(value_parser = args::number::<u64>(0..=u64::MAX))]
     seed: u64,
     /// Seconds that each tensor may take.
-    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, default_value_t = 60, value_parser = args::number::<u64>(args::SECONDS))]
     timeout: u64,
     #[command(flatten)]
     standby: StandbyArgs,
@@ -77,7 +79,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "POLICY", default_value = "abort", requires = "rank")]
     on_rank_loss: OnRankLoss,
     /// How to print.
-    #[arg(long, value_enum, default_value_t = Format::Text)]
+    #[arg(long, value_enum, ignore_case = true, default_value_t = Format::Text)]
     format: Format,
     /// Say what became of it on standard output, for the parent to merge.
     #[arg(long, hide = true, requires = "rank")]

@@ -227,10 +227,10 @@ fn what_a_sidecar_cannot_do_is_a_wrong_command_line() {
     assert!(ended.failed(2).contains("has no name"), "{ended:?}");
     assert!(run(&["worker"]).failed(2).contains("give --socket PATH"));
     for (flags, why) in [
-        (&["--threads", "0"][..], "0 is not in 1..=1024"),
-        (&["--threads", "99999"], "99999 is not in 1..=1024"),
-        (&["--max-jobs", "0"], "0 is not in 1..=262144"),
-        (&["--max-ranks", "18446744073709551615"], "is not in 1..=262144"),
+        (&["--threads", "0"][..], "must be from 1 to 1024"),
+        (&["--threads", "99999"], "must be from 1 to 1024"),
+        (&["--max-jobs", "0"], "must be from 1 to 262144"),
+        (&["--max-ranks", "18446744073709551615"], "must be from 1 to 262144"),
         (&["--memory", "0"], "0 bytes are too few for what ranks share; give 1M or more"),
         (&["--memory", "1K"], "1024 bytes are too few for what ranks share; give 1M or more"),
         (&["--wait"], "--aggregator <HOSTS>"),
