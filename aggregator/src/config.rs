@@ -1,7 +1,7 @@
 //! What an operator configures.
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
-use std::ops::RangeInclusive;
+use std::ops::{Range, RangeInclusive};
 use std::path::PathBuf;
 
 use racksum_net::interface::no_host;
@@ -10,6 +10,7 @@ use racksum_proto::control::POOL_SLOTS;
 use racksum_proto::counted::counted;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
+use toml::de::DeTable;
 use toml::{Table, Value};
 
 use crate::Options;
@@ -105,6 +106,14 @@ pub enum ConfigError {
         /// What does not belong there.
         why: String,
     },
+    /// Another error, of a value in a file.
+    #[error("line {line}: {error}")]
+    At {
+        /// The line, from 1.
+        line: usize,
+        /// What is wrong with the value.
+        error: Box<Self>,
+    },
     /// A number is out of its range.
     #[error("{key} is {value}, but must be from {min} to {max}")]
     Range {
@@ -174,6 +183,17 @@ pub enum ConfigError {
 }
 
 impl ConfigError {
+    /// The key whose value it is about, with its rule.
+    fn key(&self) -> Option<&str> {
+        match self {
+            Self::Range { key, .. } | Self::NoNumber { key, .. } | Self::Empty { key, .. } => {
+                Some(key)
+            }
+            Self::LinkLocal { .. } => Some("bind"),
+            _ => None,
+        }
+    }
+
     /// The sentence for whoever says by these options how much memory is used.
     #[must_use]
     pub fn told_with(&self, options: &[&str]) -> String {
@@ -196,9 +216,19 @@ impl Config {
     /// # Errors
     /// A sentence that names the line, the key and what is wrong with it.
     pub fn from_toml(text: &str) -> Result<Self, ConfigError> {
-        let told = |error| parse_error(text, &error);
+        let no_toml = |error: toml::de::Error| {
+            let why = error.message().replace('\n', "; ");
+            ConfigError::Parse {
+                line: line_at(text, error.span()),
+                why: format!("not TOML: {why}"),
+            }
+        };
+        let at_line = |error: ConfigError| match error.key().and_then(|key| line_of(text, key)) {
+            Some(line) => ConfigError::At { line, error: Box::new(error) },
+            None => error,
+        };
         // Of a number that its type cannot hold, the deserializer names the type and not the key.
-        check_numbers(&toml::from_str(text).map_err(told)?)?;
+        check_numbers(&toml::from_str(text).map_err(no_toml)?).map_err(at_line)?;
         let config: Self =
             toml::from_str(text).map_err(|error| match parse_error(text, &error) {
                 ConfigError::Parse { line, why } if why.starts_with("admit: invalid type: map") => {
@@ -206,7 +236,7 @@ impl Config {
                 }
                 error => error,
             })?;
-        config.check_ranges()?;
+        config.check_ranges().map_err(at_line)?;
         Ok(config)
     }
 
@@ -358,10 +388,10 @@ impl Config {
 }
 
 /// A key, and the least and the most that it may be.
-type Range = (&'static str, u64, u64);
+type Bounds = (&'static str, u64, u64);
 
 /// The ranges of the numbers outside of rules, in the order in which they are checked.
-fn ranges(shards: u8) -> [Range; 7] {
+fn ranges(shards: u8) -> [Bounds; 7] {
     // The shards take the ports after it.
     let ports = u64::from(u16::MAX) - u64::from(shards);
     [
@@ -384,7 +414,7 @@ pub fn bounds(key: &str) -> Option<RangeInclusive<u64>> {
 }
 
 /// The ranges of the numbers of a rule.
-const RULE_RANGES: [Range; 4] = [
+const RULE_RANGES: [Bounds; 4] = [
     ("max_jobs", 1, 1024),
     ("max_ranks", 1, 1 << 18),
     ("pool_slots", LEAST_SLOTS, MOST_SLOTS),
@@ -392,7 +422,7 @@ const RULE_RANGES: [Range; 4] = [
 ];
 
 fn check_range(
-    (key, min, max): Range,
+    (key, min, max): Bounds,
     value: i64,
     named: impl Fn(&str) -> String,
 ) -> Result<(), ConfigError> {
@@ -407,9 +437,34 @@ fn of_rule(number: usize) -> impl Fn(&str) -> String {
     move |key| format!("{key} of [[admit]] rule {number}")
 }
 
+/// The line of a file that has the value of a key, which may be named as that of a rule.
+fn line_of(text: &str, key: &str) -> Option<usize> {
+    let file = DeTable::parse(text).ok()?;
+    let (key, rule) = match key.split_once(" of [[admit]] rule ") {
+        Some((key, number)) => (key, Some(number.parse::<usize>().ok()?)),
+        None => (key, None),
+    };
+    // Of a list, what lies in it is named before it.
+    let key = key.rsplit(' ').next()?;
+    let value = match rule {
+        None => file.get_ref().get(key)?,
+        Some(number) => {
+            let rules = file.get_ref().get("admit")?.get_ref().as_array()?;
+            rules.get(number.checked_sub(1)?)?.get_ref().as_table()?.get(key)?
+        }
+    };
+    Some(line_at(text, Some(value.span())))
+}
+
+/// The line of a place in a text, from 1.
+fn line_at(text: &str, span: Option<Range<usize>>) -> usize {
+    let at = span.map_or(0, |span| span.start.min(text.len()));
+    1 + text.get(..at).unwrap_or_default().matches('\n').count()
+}
+
 /// Checks that the numbers of a file are numbers in their ranges.
 fn check_numbers(file: &Table) -> Result<(), ConfigError> {
-    let check = |table: &Table, range: Range, named: &dyn Fn(&str) -> String| {
+    let check = |table: &Table, range: Bounds, named: &dyn Fn(&str) -> String| {
         let (key, min, max) = range;
         match table.get(key) {
             None => Ok(()),
@@ -436,7 +491,7 @@ fn check_numbers(file: &Table) -> Result<(), ConfigError> {
 fn parse_error(text: &str, error: &toml::de::Error) -> ConfigError {
     let at = error.span().map_or(0, |span| span.start.min(text.len()));
     let before = text.get(..at).unwrap_or_default();
-    let line = 1 + before.matches('\n').count();
+    let line = line_at(text, error.span());
     let begun = before.rsplit('\n').next().unwrap_or_default();
     let rest = text.get(at..).unwrap_or_default();
     let key = match begun.split_once('=') {

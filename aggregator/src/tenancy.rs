@@ -26,13 +26,16 @@ pub(crate) enum Refusal {
     NoWait(String),
 }
 
+/// Who can make more room.
+const OPERATOR: &str = "whoever runs the aggregator";
+
 impl Refusal {
     /// The sentence for the one who is refused.
     pub(crate) fn why(self) -> String {
         let why = match self {
             Self::Never(why) => why,
-            Self::NoRoom(why) => format!("{why}; try again later, or set `wait`"),
-            Self::NoWait(why) => format!("{why}; try again later"),
+            Self::NoRoom(why) => format!("{why}; try again later, set `wait`, or ask {OPERATOR}"),
+            Self::NoWait(why) => format!("{why}; try again later, or ask {OPERATOR}"),
             Self::Draining => "this aggregator is about to stop".into(),
             Self::WrongVersion(theirs) => format!(
                 "this aggregator speaks version {CONTROL_VERSION} of the protocol, the worker \
@@ -218,8 +221,10 @@ impl<'a> Tally<'a> {
     /// Whether one more job may be opened beside these.
     pub(crate) fn check(&self, config: &Config, wanted: &Tenant<'_>) -> Result<(), Limit> {
         self.check_own(config, wanted)?;
-        let limits =
-            [("max_ranks", Some(config.max_ranks)), ("--max-jobs", Some(config.max_jobs.into()))];
+        let limits = [
+            ("--max-ranks of the aggregator", Some(config.max_ranks)),
+            ("--max-jobs of the aggregator", Some(config.max_jobs.into())),
+        ];
         self.all.check(wanted, limits)?;
         let (taken, share) = (self.share, self.share_of(config, wanted));
         if let Some(OfJob { groups, .. }) = self.shares.get(&*wanted.name.name).copied()
@@ -394,13 +399,21 @@ mod tests {
         let (one, two) = (tenant("one", "a", 4), tenant("two", "b", 4));
         assert_eq!(check_room(&config, &[one], &two), Ok(()));
         let (later, told) = why(check_room(&config, &[one, two], &tenant("three", "c", 1)));
-        let expected = "there are 2 jobs, and --max-jobs allows 2, held by \"one\" with 4 ranks, \
-                        \"two\" with 4 ranks; try again later, or set `wait`";
+        let expected = "there are 2 jobs, and --max-jobs of the aggregator allows 2, held by \"one\" with 4 ranks, \
+                        \"two\" with 4 ranks; try again later, set `wait`, or ask whoever runs the aggregator";
         assert_eq!((later, &*told), (true, expected));
         let (later, told) = why(check_room(&config, &[one], &tenant("two", "b", 7)));
-        assert!(later && told.starts_with("4 of 10 ranks are taken (max_ranks), and 7"), "{told}");
+        assert!(
+            later
+                && told
+                    .starts_with("4 of 10 ranks are taken (--max-ranks of the aggregator), and 7"),
+            "{told}"
+        );
         let (later, told) = why(check_room(&config, &[], &tenant("two", "b", 11)));
-        assert!(!later && told.starts_with("11 ranks are more than the 10 that max"), "{told}");
+        assert!(
+            !later && told.starts_with("11 ranks are more than the 10 that --max-ranks"),
+            "{told}"
+        );
     }
 
     #[test]
@@ -408,12 +421,15 @@ mod tests {
         let config = Config { max_jobs: 1, ..Config::default() };
         let there = of(&config, "one", "a", 4);
         let refusal = check_room(&config, &[there], &of(&config, "two", "b", 4)).unwrap_err();
-        let why = "there is 1 job, and --max-jobs allows 1, held by \"one\" with 4 ranks";
+        let why = "there is 1 job, and --max-jobs of the aggregator allows 1, held by \"one\" with 4 ranks";
         // Who waits hears this.
         assert_eq!(refusal, Refusal::NoRoom(why.into()));
-        assert_eq!(refusal.why(), format!("{why}; try again later, or set `wait`"));
+        assert_eq!(refusal.why(), format!("{why}; try again later, set `wait`, or ask {OPERATOR}"));
         let full = Refusal::NoWait(format!("{why}; 1024 ranks wait")).why();
-        assert!(full.ends_with("; 1024 ranks wait; try again later"), "{full}");
+        assert!(
+            full.ends_with("ranks wait; try again later, or ask whoever runs the aggregator"),
+            "{full}"
+        );
     }
 
     #[test]
@@ -424,7 +440,7 @@ mod tests {
         let held = [tenant("s-1", "speech-1", 100), tenant("v-1", "vision-1", 4)];
         let (later, told) = why(check_room(&config, &held, &tenant("v-2", "vision-2", 4)));
         let expected = "there is 1 job, and max_jobs of your [[admit]] rule allows 1, held by \
-                        \"v-1\" with 4 ranks; try again later, or set `wait`";
+                        \"v-1\" with 4 ranks; try again later, set `wait`, or ask whoever runs the aggregator";
         assert_eq!((later, &*told), (true, expected));
         let (later, told) = why(check_room(&config, &held, &tenant("v-2", "vision-2", 9)));
         assert!(!later && told.contains("max_ranks of your [[admit]] rule"), "{told}");
@@ -480,12 +496,15 @@ mod tests {
         // Ranks are counted group by group.
         let few = Config { max_ranks: 100, ..config.clone() };
         let (_, told) = why(check_room(&few, &held, &group_of(&few, "train", "12", "x", 8)));
-        assert!(told.starts_with("96 of 100 ranks are taken (max_ranks), and 8"), "{told}");
+        assert!(told.starts_with("96 of 100 ranks are taken (--max-ranks of"), "{told}");
         // Another job has its equal share still, and counts as the second.
         assert_eq!(check_room(&config, &held, &of(&config, "other", "y", 8)), Ok(()));
         let one = Config { max_jobs: 1, ..config };
         let (_, told) = why(check_room(&one, &held, &of(&one, "other", "y", 8)));
-        assert!(told.starts_with("there is 1 job, and --max-jobs allows 1, held by"), "{told}");
+        assert!(
+            told.starts_with("there is 1 job, and --max-jobs of the aggregator allows 1, held by"),
+            "{told}"
+        );
     }
 
     #[test]
@@ -533,7 +552,7 @@ mod tests {
         let (later, told) = why(check_room(&config, &[all], &of_vision));
         let expected = "the job has all of the 25 % of the packet buffers that it may have, in 1 \
                         group; destroy groups, or raise --pool-mib at the aggregator or \
-                        share_percent of the job's [[admit]] rule; try again later, or set `wait`";
+                        share_percent of the job's [[admit]] rule; try again later, set `wait`, or ask whoever runs the aggregator";
         assert_eq!((later, &*told), (true, expected));
     }
 

@@ -342,6 +342,20 @@ mod tests {
         keys.split(", ").map(|key| key.trim_matches('`').to_owned()).collect()
     }
 
+    /// What a key may be.
+    fn values(argument: &clap::Arg) -> String {
+        let key = argument.get_id().as_str();
+        if let Some(bounds) = racksum_aggregator::bounds(key) {
+            return format!("{} to {}", bounds.start(), bounds.end());
+        }
+        let named = argument.get_possible_values();
+        match (key, &named[..]) {
+            ("data_auth", _) => DataAuth::ALL.map(DataAuth::name).join(", "),
+            (_, []) => argument.get_value_names().unwrap()[0].to_string(),
+            _ => named.iter().map(|value| value.get_name()).collect::<Vec<_>>().join(", "),
+        }
+    }
+
     /// The rows of docs/configuration.md on what a file may say outside of rules.
     fn rows() -> String {
         use clap::Args as _;
@@ -357,7 +371,8 @@ mod tests {
             };
             let text = text.split(" [env: ").next().unwrap().to_owned();
             let flag = key.replace('_', "-");
-            format!("| `{key}` | `--{flag}` | {default} | {text} |\n")
+            let values = values(argument.unwrap());
+            format!("| `{key}` | `--{flag}` | {values} | {default} | {text} |\n")
         };
         keys_of("").into_iter().filter(|key| key != "admit").map(row).collect()
     }

@@ -14,7 +14,7 @@ Exit codes:
   0  success
   1  the work failed: a wrong sum, a lost rank, ranks that disagree, a timeout
   2  the command line, the configuration or an input is wrong
-  3  the network or the aggregator could not be had: no answer, an unknown name, a refusal
+  3  the network, the aggregator or open files could not be had: no answer, a refusal, no room
   128 + N  ended by signal N, as 130 by SIGINT; an aggregator or sidecar told to stop ends with 0
   141  nobody reads standard output any more, as where `head` has enough: nothing is said";
 

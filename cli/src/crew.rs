@@ -1,6 +1,6 @@
 //! The processes of the ranks of a job on this host.
 
-use std::io::{BufRead, BufReader};
+use std::io::{self, BufRead, BufReader};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 
@@ -37,21 +37,21 @@ impl Crew {
         let (tell, said) = channel();
         let mut crew = Self { ranks: Vec::new(), _leashes: Vec::new(), said };
         for rank in 0..world {
-            let cannot = |why: String| Failure::failed(format!("cannot start rank {rank}: {why}"));
+            let cannot = |error: io::Error| {
+                let why = format!("cannot start rank {rank}: {}", with_limit(&error));
+                Failure::of_host(why, &error)
+            };
             let mut start = Command::new(&program);
             // Neither is of use towards the aggregator of this process, which has an identity for
             // its ranks.
             start.env_remove(environment::IDENTITY).env_remove(environment::INTERFACE);
             command(rank, &mut start);
-            let mut child = start
-                .stdin(Stdio::piped())
-                .stdout(Stdio::piped())
-                .spawn()
-                .map_err(|error| cannot(with_limit(&error)))?;
+            let mut child =
+                start.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(cannot)?;
             // Taken, since waiting for a child closes what it still has.
             let pipes = child.stdin.take().zip(child.stdout.take());
             crew.ranks.push(child);
-            let (leash, out) = pipes.ok_or_else(|| cannot("it has no pipes".into()))?;
+            let (leash, out) = pipes.ok_or_else(|| cannot(io::Error::other("it has no pipes")))?;
             crew._leashes.push(leash);
             let tell = tell.clone();
             spawn(move || {
@@ -91,7 +91,7 @@ impl Crew {
 /// aggregator that went with the parent.
 pub(crate) fn end_with_parent() -> Result<(), Failure> {
     spawn(|| {
-        let ended = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
+        let ended = io::copy(&mut io::stdin().lock(), &mut io::sink());
         // Nothing is ever said to a rank: the pipe is closed, or broken.
         drop(ended);
         std::process::exit(1);

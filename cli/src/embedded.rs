@@ -73,7 +73,7 @@ fn in_memory(secret: &str) -> Result<File, Failure> {
 /// Why there is no identity.
 fn cannot(error: &io::Error) -> Failure {
     let why = with_limit(error);
-    Failure::failed(format!("cannot keep an identity for the ranks in memory: {why}"))
+    Failure::of_host(format!("cannot keep an identity for the ranks in memory: {why}"), error)
 }
 
 /// Why it did not start, with the flags of the commands that start one.

@@ -109,7 +109,15 @@ impl Failure {
                 | ErrorKind::InvalidFilename
                 | ErrorKind::InvalidInput
         ) || error.raw_os_error() == Some(ELOOP);
-        if is_wrong { Self::usage(why) } else { Self::failed(why) }
+        if is_wrong { Self::usage(why) } else { Self::of_host(why, error) }
+    }
+
+    /// Why the host did not do its part: it may have open files to spare later.
+    pub(crate) fn of_host(why: impl Into<String>, error: &io::Error) -> Self {
+        match error.raw_os_error() {
+            Some(ENFILE | EMFILE) => Self::unavailable(why),
+            _ => Self::failed(why),
+        }
     }
 
     /// Why nobody serves at a socket's path: somebody else does already, or the path is wrong.
@@ -134,6 +142,9 @@ impl Failure {
     }
 }
 
+/// What the kernel says of too many open files: of the host, and of a process.
+const ENFILE: i32 = 23;
+const EMFILE: i32 = 24;
 /// What the kernel says of too many links.
 const ELOOP: i32 = 40;
 
@@ -241,12 +252,16 @@ mod tests {
         let lost = ConnectError::PeerLost { ranks: vec![Rank(1)], why: Loss::Died };
         let late = std::time::Duration::from_secs(1);
         let (missing, elsewhere) = (vec![1], String::new());
+        let no_room =
+            ConnectError::NoRoom { why: why.clone(), waited: late, elsewhere: elsewhere.clone() };
         for (error, exit) in [
             (ConnectError::NoAddress { host: host.clone(), why: why.clone() }, Exit::USAGE),
             (NetError::InsecureIdentity.into(), Exit::USAGE),
             (ConnectError::Unresolved { host, why: why.clone() }, Exit::UNAVAILABLE),
             (ConnectError::Refused(why), Exit::UNAVAILABLE),
             (ConnectError::Draining, Exit::UNAVAILABLE),
+            // It is a refusal, be it after a wait.
+            (no_room, Exit::UNAVAILABLE),
             (lost, Exit::FAILED),
             (ConnectError::Incomplete { missing, waited: late, elsewhere }, Exit::FAILED),
         ] {
@@ -261,6 +276,11 @@ mod tests {
         for wrong in [2, 13, 17, 20, 21, 22, 30, 36, 40] {
             let error = io::Error::from_raw_os_error(wrong);
             assert_eq!(Failure::of_path("", &error).exit, Exit::USAGE, "{error}");
+        }
+        // ENFILE and EMFILE.
+        for later in [23, 24] {
+            let error = io::Error::from_raw_os_error(later);
+            assert_eq!(Failure::of_path("", &error).exit, Exit::UNAVAILABLE, "{error}");
         }
         // EIO and ENOSPC.
         for failed in [5, 28] {

@@ -17,13 +17,13 @@ use crate::stderr;
 use crate::unnamed::{Unnamed, beside, folder_of, link, random, unnamed};
 
 #[derive(Debug, clap::Args)]
-#[command(before_long_help = HELP, after_long_help = args::EXIT_CODES)]
+#[command(after_long_help = format!("{HELP}\n\n{}", args::EXIT_CODES))]
 pub(crate) struct Args {
     #[command(subcommand)]
     command: Command,
 }
 
-/// What `--help` opens with.
+/// What `--help` says behind the flags.
 const HELP: &str = "\
 An authority vouches for the nodes of a cluster. Each node has an identity file: its certificate,
 its key, and the authority's certificate, by which it knows the others. The authority's own file
@@ -147,7 +147,7 @@ fn show(files: &[PathBuf], format: Format) -> Result<(), Failure> {
 /// Prints what the certificates of a file say.
 fn show_all(path: &Path, certificates: Vec<Certificate>, format: Format) -> Result<(), Failure> {
     for certificate in certificates {
-        let Certificate { name, role, issuer, not_before, not_after, valid, fingerprint } =
+        let Certificate { name, role, issuer, not_before, not_after, valid, fingerprint, .. } =
             certificate;
         let file = path.display().to_string();
         say(&match format {

@@ -21,15 +21,16 @@ use racksum_proto::counted::counted;
 use racksum_proto::ids::listed;
 use racksum_proto::job_name::JobName;
 use racksum_proto::peer_text::PeerText;
-use racksum_worker::check_address;
+use racksum_worker::{aggregator_sets, check_address};
 
 use crate::args::{self, Format};
 use crate::exit::{Failure, say};
+use crate::stderr;
 
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = args::EXIT_CODES)]
 pub(crate) struct Args {
-    /// The aggregator's HOST:PORT, or its status socket, or unix:PATH, a sidecar; without it, all
+    /// The aggregator's HOST:PORT, or several as in A,B or A+B, or its status socket, or unix:PATH, a sidecar; without it, all
     /// aggregators of this user here, and for root those of all users.
     #[arg(value_name = "WHICH")]
     socket: Option<PathBuf>,
@@ -61,8 +62,8 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         }
         return sidecar::print(Path::new(path), args.format);
     }
-    if let Some(addr) = addr {
-        return print(&remote::ask(addr, args)?, args.format);
+    if let Some(addrs) = addr {
+        return ask_addresses(addrs, args);
     }
     match &args.socket {
         Some(socket) => {
@@ -79,6 +80,24 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     }
 }
 
+/// Asks each aggregator of a list that is written as that of a job, and prints what those say that
+/// answer.
+fn ask_addresses(addrs: &str, args: &Args) -> Result<(), Failure> {
+    let addrs = aggregator_sets(addrs).map_err(Failure::usage)?;
+    let mut failed: Option<Failure> = None;
+    for addr in addrs.iter().flatten() {
+        match remote::ask(addr, args) {
+            Ok(status) => print(&status, args.format)?,
+            Err(failure) => {
+                if let Some(before) = failed.replace(failure) {
+                    stderr::say(&before);
+                }
+            }
+        }
+    }
+    failed.map_or(Ok(()), Err)
+}
+
 /// What to do about a socket that could not be asked, of an aggregator or a sidecar. A question
 /// where it may be another's.
 fn advice(error: &CallError, whose: &str, question: &str) -> String {
@@ -90,7 +109,7 @@ fn advice(error: &CallError, whose: &str, question: &str) -> String {
             format!("the {whose} has ended; start it again")
         }
         CallError::NotBelieved(_) => {
-            format!("only this user's {whose} or root's is asked")
+            format!("only a process of this user or of root is believed; ask as the {whose}'s user")
         }
         _ => question.to_owned(),
     }

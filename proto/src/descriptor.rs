@@ -157,24 +157,49 @@ impl Descriptor {
     }
 }
 
-impl fmt::Display for Descriptor {
+impl Descriptor {
+    /// The descriptor for people who compare it with another: a lane or a tag that both have says
+    /// nothing to them.
+    pub fn beside(&self, other: &Self) -> impl fmt::Display {
+        let (lane, tag) = (self.lane != other.lane, self.tag != other.tag);
+        Shown { descriptor: *self, lane, tag }
+    }
+}
+
+/// A descriptor for people, with its lane and its tag or without.
+struct Shown {
+    descriptor: Descriptor,
+    lane: bool,
+    tag: bool,
+}
+
+impl fmt::Display for Shown {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.is_refused() {
+        let Self {
+            descriptor: Descriptor { elements, tag, dtype, wire, reduction, lane, call, .. },
+            ..
+        } = *self;
+        if self.descriptor.is_refused() {
             return write!(f, "a call that it refused (its own error says why)");
         }
-        if self.call != Call::NONE {
-            write!(f, "{}: ", self.call)?;
+        if call != Call::NONE {
+            write!(f, "{call}: ")?;
         }
-        write!(
-            f,
-            "{} of {} x {}, wire {}, block {}, lane {}, tag {:#x}",
-            self.reduction.name(),
-            self.elements,
-            self.dtype.name(),
-            self.wire.name(),
-            self.block_elements(),
-            self.lane,
-            self.tag
-        )
+        let (reduction, dtype, wire) = (reduction.name(), dtype.name(), wire.name());
+        let block = self.descriptor.block_elements();
+        write!(f, "{reduction} of {elements} x {dtype}, wire {wire}, block {block}")?;
+        if self.lane {
+            write!(f, ", lane {lane}")?;
+        }
+        if self.tag {
+            write!(f, ", tag {tag:#x}")?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for Descriptor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(&Shown { descriptor: *self, lane: true, tag: true }, f)
     }
 }

@@ -282,7 +282,11 @@ impl fmt::Display for OpError {
             Self::Mismatch { op, one, other } => write!(
                 f,
                 "op {}: the ranks disagree: rank {} has {}; rank {} has {}",
-                op.0, one.0.0, one.1, other.0.0, other.1
+                op.0,
+                one.0.0,
+                one.1.beside(&other.1),
+                other.0.0,
+                other.1.beside(&one.1)
             ),
             Self::Timeout { op, after, missing, idle } if missing.is_empty() => {
                 let still_coming = *idle < Self::STILL_COMING.min(*after);
@@ -296,8 +300,9 @@ impl fmt::Display for OpError {
                 }
                 write!(
                     f,
-                    "op {op}: no result after {after} ms and no word from the aggregator; is it \
-                     running, and is UDP between the hosts open?"
+                    "op {op}: no result after {after} ms, and no rank is said to be waited for; \
+                     the aggregator, or one above it in a tree, may be stopped, or UDP between the \
+                     hosts blocked"
                 )
             }
             Self::Timeout { op, after, missing, .. } => {

@@ -131,7 +131,7 @@ TOLD: dict[str, tuple[Callable[[Aggregator], racksum.Error], str]] = {
     "both": (lambda at: refused(at, identity="/dev/null", insecure=True), "with `insecure`"),
     "earlier": (lambda at: refused(at, generation=2, world=2), "greater `generation`"),
     "running": (lambda at: refused(at, generation=2), "another `job`"),
-    "no room": (lambda at: refused(at, job="one more"), "or set `wait`"),
+    "no room": (lambda at: refused(at, job="one more"), "set `wait`"),
 }
 
 

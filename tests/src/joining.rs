@@ -176,8 +176,8 @@ fn more_jobs_than_there_is_room_for_are_refused_until_one_ends() {
         let one = Client::connect(&rig.options("one", 0, 1)).unwrap();
         let two = Client::connect(&rig.options("two", 0, 1)).unwrap();
         let reason = refusal(&rig.options("three", 0, 1));
-        let told = "there are 2 jobs, and --max-jobs allows 2, held by \"one\" with 1 rank, \
-                    \"two\" with 1 rank; try again later, or set `wait`";
+        let told = "there are 2 jobs, and --max-jobs of the aggregator allows 2, held by \"one\" with 1 rank, \
+                    \"two\" with 1 rank; try again later, set `wait`, or ask whoever runs the aggregator";
         assert_eq!(reason, told);
         drop(one);
         await_that("the job is gone", || rig.aggregator.jobs() == 1);
@@ -224,7 +224,10 @@ fn jobs_that_wait_for_room_are_served_in_turn() {
             }
             // Who does not wait does not get in before them.
             let told = refusal(&rig.options("hasty", 0, 1));
-            assert!(told.starts_with("there is 1 job, and --max-jobs allows 1"), "{told}");
+            assert!(
+                told.starts_with("there is 1 job, and --max-jobs of the aggregator allows 1"),
+                "{told}"
+            );
             // Who waits for too short is told why.
             let nobody = format!("127.0.0.1:{}", own_port());
             let short = waits("impatient", 0, 1);

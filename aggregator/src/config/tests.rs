@@ -15,7 +15,9 @@ fn unknown_keys_and_bad_numbers_are_named() {
     assert!(told("insecure = \"x\"").starts_with("line 1: insecure: invalid type: string"));
     assert!(told("\n\nport = =").starts_with("line 3: "));
     let error = Config::from_toml("shards = 0").unwrap_err().to_string();
-    assert_eq!(error, "shards is 0, but must be from 1 to 64");
+    assert_eq!(error, "line 1: shards is 0, but must be from 1 to 64");
+    let syntax = told("port = 1\nshards 3\n[x");
+    assert!(syntax.starts_with("line 2: not TOML: ") && !syntax.contains('\n'), "{syntax}");
 }
 
 #[test]
@@ -51,25 +53,36 @@ fn a_key_that_names_nothing_is_refused_with_its_rule() {
         told(&format!("[[admit]]\nidentity = \"a\"\njobs = [\"b\"]\n[[admit]]\n{rule}"))
     };
     for (rule, why) in [
-        ("identity = \"\"\njobs = [\"a\"]", "identity of [[admit]] rule 2 is empty, but must"),
-        ("identity = \"a\"\njobs = []", "jobs of [[admit]] rule 2 is empty, but must be a list"),
-        ("identity = \"a\"\njobs = [\"b\", \"\"]", "a name in jobs of [[admit]] rule 2 is"),
+        (
+            "identity = \"\"\njobs = [\"a\"]",
+            "line 5: identity of [[admit]] rule 2 is empty, but must",
+        ),
+        (
+            "identity = \"a\"\njobs = []",
+            "line 6: jobs of [[admit]] rule 2 is empty, but must be a list",
+        ),
+        ("identity = \"a\"\njobs = [\"b\", \"\"]", "line 6: a name in jobs of [[admit]] rule 2 is"),
         (
             "identity = \"a\"\njobs = [\"b\"]\nmax_jobs = 0",
-            "max_jobs of [[admit]] rule 2 is 0, but must be from 1 to 1024",
+            "line 7: max_jobs of [[admit]] rule 2 is 0, but must be from 1 to 1024",
         ),
     ] {
         assert!(second(rule).starts_with(why), "{}", second(rule));
     }
-    assert_eq!(told("identity = \"\""), "identity is empty, but must be the path of a file");
-    assert!(told("status_socket = \"\"").starts_with("status_socket is empty, but must be"));
+    assert_eq!(
+        told("identity = \"\""),
+        "line 1: identity is empty, but must be the path of a file"
+    );
+    assert!(
+        told("status_socket = \"\"").starts_with("line 1: status_socket is empty, but must be")
+    );
 }
 
 #[test]
 fn a_link_local_address_is_refused_with_the_reason() {
     for bind in ["fe80::1", "fe80::1%eth0"] {
         let why = Config::from_toml(&format!("bind = {bind:?}")).unwrap_err().to_string();
-        let told = "bind is fe80::1, a link-local address, and those are not served; bind ";
+        let told = "line 1: bind is fe80::1, a link-local address, and those are not served; bind ";
         assert!(why.starts_with(told), "{why}");
     }
     for bind in ["224.0.0.1", "ff15::1", "255.255.255.255", "127.255.255.255"] {
@@ -92,13 +105,13 @@ fn a_value_that_its_type_cannot_hold_is_told_with_its_key_and_range() {
     let told = |text: &str| Config::from_toml(text).unwrap_err().to_string();
     let rule = "[[admit]]\nidentity = \"a\"\njobs = [\"b\"]\n";
     for (text, why) in [
-        ("port = 70000", "port is 70000, but must be from 0 to 65534"),
-        ("shards = 300", "shards is 300, but must be from 1 to 64"),
-        ("shards = -1", "shards is -1, but must be from 1 to 64"),
-        ("shards = 2\nport = -1", "port is -1, but must be from 0 to 65533"),
-        ("max_ranks = 5000000000", "max_ranks is 5000000000, but must be from 1 to 262144"),
-        ("port = \"x\"", "port is a string, but must be a whole number from 0 to 65534"),
-        ("shards = 1.5", "shards is a float, but must be a whole number from 1 to 64"),
+        ("port = 70000", "line 1: port is 70000, but must be from 0 to 65534"),
+        ("shards = 300", "line 1: shards is 300, but must be from 1 to 64"),
+        ("shards = -1", "line 1: shards is -1, but must be from 1 to 64"),
+        ("shards = 2\nport = -1", "line 2: port is -1, but must be from 0 to 65533"),
+        ("max_ranks = 5000000000", "line 1: max_ranks is 5000000000, but must be from 1 to 262144"),
+        ("port = \"x\"", "line 1: port is a string, but must be a whole number from 0 to 65534"),
+        ("shards = 1.5", "line 1: shards is a float, but must be a whole number from 1 to 64"),
         ("\n[admit]\nidentity = \"a\"", "line 2: [admit] is one table, but rules are a list;"),
         ("bind = \"\"", "line 1: bind: \"\" is no IP address; give one of this host's"),
         (
@@ -112,8 +125,14 @@ fn a_value_that_its_type_cannot_hold_is_told_with_its_key_and_range() {
         assert!(told(text).starts_with(why), "{text:?}: {}", told(text));
     }
     for (limit, why) in [
-        ("share_percent = 300", "share_percent of [[admit]] rule 1 is 300, but must be from 1"),
-        ("max_jobs = true", "max_jobs of [[admit]] rule 1 is a boolean, but must be a whole"),
+        (
+            "share_percent = 300",
+            "line 4: share_percent of [[admit]] rule 1 is 300, but must be from 1",
+        ),
+        (
+            "max_jobs = true",
+            "line 4: max_jobs of [[admit]] rule 1 is a boolean, but must be a whole",
+        ),
     ] {
         assert!(told(&format!("{rule}{limit}")).starts_with(why), "{limit}");
     }
@@ -239,5 +258,15 @@ fn pools_of_the_default_size_are_made_to_fit() {
         let warned = config.fit_memory(host_mib).unwrap();
         assert_eq!(config.pool_mib, pool_mib);
         assert_eq!(warned.is_some(), pool_mib < 1024, "{warned:?}");
+    }
+}
+
+#[test]
+fn the_document_of_the_configuration_has_the_range_of_every_number_of_a_rule() {
+    let document = include_str!("../../../docs/configuration.md");
+    let (_, rules) = document.split_once("## `[[admit]]`").unwrap();
+    for (key, min, max) in RULE_RANGES {
+        let row = rules.lines().find(|row| row.starts_with(&format!("| `{key}` |"))).unwrap();
+        assert!(row.contains(&format!(", {min} to {max}")), "{row}");
     }
 }

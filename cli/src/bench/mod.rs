@@ -26,6 +26,7 @@ use crate::crew::end_with_parent;
 use crate::exit::{Failure, say};
 use crate::member::{Member, MemberArgs};
 use crate::progress::{Line, Pace, Work};
+use crate::stderr;
 
 /// What an op is given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -46,7 +47,7 @@ impl Input {
 }
 
 #[derive(Debug, Clone, clap::Args)]
-#[command(before_long_help = HELP, after_long_help = args::EXIT_CODES)]
+#[command(after_long_help = format!("{HELP}\n\n{}", args::EXIT_CODES))]
 pub(crate) struct Args {
     /// Least size: bytes, or with K, M, G or T.
     #[arg(short = 'b', long, value_parser = args::size, default_value = "4K")]
@@ -145,7 +146,7 @@ pub(crate) struct Args {
     interactive: bool,
 }
 
-/// What `--help` opens with.
+/// What `--help` says behind the flags.
 const HELP: &str = "\
 Without --rank, an aggregator and the workers run on this host, each worker a process. Without
 any flag, a dense and a 1 % sweep are measured and checked in less than a minute.
@@ -175,7 +176,10 @@ impl Args {
             return usage("-i is 0: a size is 1 byte more than the one before, or more".into());
         }
         let Some(most) = self.most() else {
-            return usage("-b is greater than -e: there is no size to measure".into());
+            return usage(format!(
+                "-b is greater than -e: there is no size to measure from {} to {} bytes",
+                self.min_bytes, self.max_bytes
+            ));
         };
         self.descriptor(most)?;
         self.check_memory(most)?;
@@ -296,6 +300,14 @@ impl Args {
 /// Runs the benchmark: as its parent, or as one rank.
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     args.check()?;
+    if !args.raw && u16::from(args.lanes) > args.ops_in_flight {
+        stderr::warn(format_args!(
+            "--lanes {} are for as many ops in flight, and there {} {}; raise --ops-in-flight",
+            args.lanes,
+            are(args.ops_in_flight),
+            args.ops_in_flight
+        ));
+    }
     let Some(member) = args.member.member("bench")? else { return parent::run(args) };
     let rank = member.rank;
     if args.raw {

@@ -24,7 +24,7 @@ use crate::standby::StandbyArgs;
 use crate::stderr;
 
 #[derive(Debug, Clone, clap::Args)]
-#[command(before_long_help = HELP, after_long_help = args::EXIT_CODES)]
+#[command(after_long_help = format!("{HELP}\n\n{}", args::EXIT_CODES))]
 #[command(group(ArgGroup::new("faults").args(["drop", "dup", "reorder"]).multiple(true)))]
 pub(crate) struct Args {
     /// Gradients, one file a rank, rank 0 first; with --rank this rank's alone.
@@ -89,7 +89,7 @@ pub(crate) struct Args {
     into: Option<PathBuf>,
 }
 
-/// What `--help` opens with.
+/// What `--help` says behind the flags.
 const HELP: &str = "\
 Without --rank, an aggregator and one worker process for each file run on this host. Its other users
 can neither join them nor read what they send, unless --data-auth says otherwise. All files hold the

@@ -8,12 +8,12 @@ use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
     Issuer, KeyPair, KeyUsagePurpose,
 };
+use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::{self as pki_pem, PemObject};
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use time::{Duration, OffsetDateTime};
 
 use super::certificate::{end_of, rfc3339};
-use super::identity::{NAME, check_key, no_key, not_pem, read_secret};
+use super::identity::{NAME, check_key, key_of, not_pem, read_secret};
 use super::{Certificate, Role};
 use crate::{FileKind, NetError};
 
@@ -95,8 +95,7 @@ impl Authority {
             let (name, role) = (told.name, told.role);
             return Err(wrong(format!("{name:?} is no authority but a {role}; issue with one")));
         }
-        let key =
-            PrivateKeyDer::from_pem_slice(&pem).map_err(|error| wrong(no_key(&error).into()))?;
+        let key = key_of(&pem).map_err(|why| wrong(why.into()))?;
         check_key(&certificate, &key).map_err(|why| wrong(why.into()))?;
         let key =
             KeyPair::try_from(&key).map_err(|_| wrong("its private key is damaged".into()))?;

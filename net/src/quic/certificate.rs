@@ -59,6 +59,8 @@ pub struct Certificate {
     pub not_after: String,
     /// Whether it is valid now.
     pub valid: bool,
+    /// Whether it expires within a week, and has been valid for most of its time.
+    pub ends_soon: bool,
     /// SHA-256 over the certificate, in hexadecimal.
     pub fingerprint: String,
 }
@@ -134,6 +136,11 @@ impl Certificate {
             not_before: rfc3339(validity.not_before.timestamp()),
             not_after: rfc3339(validity.not_after.timestamp()),
             valid: validity.is_valid(),
+            ends_soon: ends_soon(
+                validity.not_before.timestamp(),
+                validity.not_after.timestamp(),
+                OffsetDateTime::now_utc().unix_timestamp(),
+            ),
             fingerprint: digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect(),
         })
     }
@@ -142,6 +149,14 @@ impl Certificate {
 fn x509<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, String> {
     let (_, x509) = X509Certificate::from_der(der).map_err(|_| "a certificate in it is damaged")?;
     Ok(x509)
+}
+
+/// Whether a certificate that is valid between two moments expires soon, all in seconds: those that
+/// are made for a few days do so in the last tenth of them.
+const fn ends_soon(from: i64, to: i64, now: i64) -> bool {
+    const WEEK: i64 = 7 * 24 * 3600;
+    let (left, tenth) = (to.saturating_sub(now), to.saturating_sub(from) / 10);
+    left < WEEK && left < tenth
 }
 
 /// When a certificate expires.
@@ -164,4 +179,23 @@ fn name_of(name: &X509Name<'_>) -> String {
 pub(super) fn rfc3339(timestamp: i64) -> String {
     let at = OffsetDateTime::from_unix_timestamp(timestamp).ok();
     at.and_then(|at| at.format(&Rfc3339).ok()).unwrap_or_else(|| timestamp.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_certificate_ends_soon_in_its_last_week_or_the_last_tenth_of_a_short_life() {
+        let day = 24 * 3600;
+        for (life, left, soon) in
+            [(365, 8, false), (365, 6, true), (10, 6, false), (10, 2, false), (30, 2, true)]
+        {
+            assert_eq!(
+                ends_soon(0, life * day, (life - left) * day),
+                soon,
+                "{left} of {life} days"
+            );
+        }
+    }
 }

@@ -61,7 +61,7 @@ impl Identity {
         let parsed: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&pem).collect();
         let mut certificates = parsed.map_err(|error| wrong(not_pem(&error)))?.into_iter();
         let certificate = certificates.next().ok_or_else(|| wrong("it holds no certificate"))?;
-        let key = PrivateKeyDer::from_pem_slice(&pem).map_err(|error| wrong(no_key(&error)))?;
+        let key = key_of(&pem).map_err(wrong)?;
         let authorities: Vec<_> = certificates.collect();
         let is_authority = |told: Certificate| told.role == Role::Authority;
         if Certificate::parse(&certificate).is_ok_and(is_authority) {
@@ -147,12 +147,23 @@ pub(super) fn check_key(
         .map_err(|_| "its private key is damaged, or of another certificate")
 }
 
-/// Why a file that has a certificate has no key.
-pub(super) const fn no_key(error: &pem::Error) -> &'static str {
-    match error {
-        pem::Error::NoItemsFound => "it holds no private key beside its certificate",
-        error => not_pem(error),
+/// The key in a file that has a certificate.
+///
+/// # Errors
+/// Why there is none.
+pub(super) fn key_of(pem: &[u8]) -> Result<PrivateKeyDer<'static>, &'static str> {
+    let has = |mark: &[u8]| pem.windows(mark.len()).any(|bytes| bytes == mark);
+    // As PKCS #8 has it, and older tools.
+    if has(b"BEGIN ENCRYPTED PRIVATE KEY") || has(b"Proc-Type: 4,ENCRYPTED") {
+        return Err(
+            "its private key is encrypted, and nobody is asked for the passphrase; write the key \
+             without one, as `openssl pkey` does",
+        );
     }
+    PrivateKeyDer::from_pem_slice(pem).map_err(|error| match error {
+        pem::Error::NoItemsFound => "it holds no private key beside its certificate",
+        error => not_pem(&error),
+    })
 }
 
 /// Reads a file that may hold a key.
@@ -213,6 +224,15 @@ mod tests {
         let whole = authority.issue(&subject).unwrap().0;
         let (certificate, key) = whole.split_at(whole.find("-----BEGIN PRIVATE").unwrap());
         assert!(holds_key(whole.as_bytes()) && !holds_key(certificate.as_bytes()));
+        for (from, to) in [
+            ("BEGIN PRIVATE", "BEGIN ENCRYPTED PRIVATE"),
+            ("KEY-----\n", "KEY-----\nProc-Type: 4,ENCRYPTED\n"),
+        ] {
+            let encrypted = whole.replacen(from, to, 1);
+            let why = key_of(encrypted.as_bytes()).unwrap_err();
+            assert!(why.starts_with("its private key is encrypted"), "{why}");
+        }
+        assert!(key_of(whole.as_bytes()).is_ok());
         // As older tools write it, and cut off.
         let old = key.replace("PRIVATE KEY", "EC PRIVATE KEY");
         assert!(holds_key(old.as_bytes()) && holds_key(&old.as_bytes()[..40]));

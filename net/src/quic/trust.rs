@@ -20,6 +20,7 @@ use super::certificate::is_self_issued;
 use super::identity::NAME;
 use super::{Identity, Role};
 use crate::aside::Aside;
+use crate::log_limit::LogLimit;
 use crate::{FileKind, NetError};
 
 /// Who we are, and whom we believe.
@@ -42,6 +43,9 @@ enum Trust {
     /// Those that the authorities of our identity have issued.
     Authorities,
 }
+
+/// Identities that expire soon: a sidecar reads its own for every job.
+static ENDS_SOON: LogLimit = LogLimit::new(4);
 
 impl Credentials {
     /// Why a connection could not be had, for who calls with these: one without an identity is not
@@ -96,8 +100,34 @@ impl Credentials {
     pub fn read_blocking(identity: Option<PathBuf>, insecure: bool) -> Result<Self, NetError> {
         match identity {
             None => Self::new(None, insecure),
-            identity => FILES.wait(PATIENCE, move || Self::new(identity.as_deref(), insecure))?,
+            identity => FILES.wait(PATIENCE, move || {
+                let credentials = Self::new(identity.as_deref(), insecure)?;
+                credentials.check_dates(identity.as_deref())?;
+                Ok(credentials)
+            })?,
         }
+    }
+
+    /// Checks that the certificate of an identity file is valid now, which the other side would
+    /// refuse otherwise. Warns if it is not for long.
+    fn check_dates(&self, path: Option<&Path>) -> Result<(), NetError> {
+        let Some(path) = path else { return Ok(()) };
+        let wrong = |why: String| FileKind::Identity.wrong(path, why);
+        let told = self.identity.certificate().map_err(wrong)?;
+        if !told.valid {
+            return Err(wrong(format!(
+                "it is valid from {} to {}, and not now; have a new one issued with `racksum \
+                 identity issue`, or set this host's clock",
+                told.not_before, told.not_after
+            )));
+        }
+        if told.ends_soon {
+            ENDS_SOON.note(|left_out| {
+                let (path, until) = (path.display(), &told.not_after);
+                tracing::warn!(%path, until, left_out, "this identity expires soon: have another issued");
+            });
+        }
+        Ok(())
     }
 
     /// Credentials to serve with, or to join for several ranks: an identity must be an
@@ -125,13 +155,7 @@ impl Credentials {
                  issue NAME --role aggregator`"
             )));
         }
-        if !told.valid {
-            return Err(wrong(format!(
-                "it is valid from {} to {}, and not now; have a new one issued with `racksum \
-                 identity issue`, or set this host's clock",
-                told.not_before, told.not_after
-            )));
-        }
+        credentials.check_dates(identity)?;
         Ok(credentials)
     }
 

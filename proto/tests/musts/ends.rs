@@ -1,6 +1,8 @@
 //! How a worker has to end its ops.
 
 use racksum_proto::control::Loss;
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::DType;
 use racksum_proto::error::{OpError, Reject, SubmitError};
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::time::{Span, Time};
@@ -72,15 +74,33 @@ fn a_timeout_names_the_ranks_that_are_waited_for_and_no_others() {
 }
 
 #[test]
+fn ranks_that_disagree_are_told_a_lane_and_a_tag_only_where_they_differ() {
+    let one = Descriptor::sum(5, DType::F32);
+    let said = |other: Descriptor| {
+        let (one, other) = ((Rank(0), one), (Rank(1), other));
+        OpError::Mismatch { op: OpId(3), one, other }.to_string()
+    };
+    assert_eq!(
+        said(Descriptor::sum(6, DType::F32)),
+        "op 3: the ranks disagree: rank 0 has sum of 5 x f32, wire f32, block 256; rank 1 has sum \
+         of 6 x f32, wire f32, block 256"
+    );
+    let tagged = said(Descriptor { tag: 1, ..one });
+    assert!(tagged.contains("256, tag 0x0; ") && tagged.ends_with("256, tag 0x1"), "{tagged}");
+    let other_lane = said(Descriptor { lane: 1, ..one });
+    assert!(other_lane.ends_with("256, lane 1"), "{other_lane}");
+}
+
+#[test]
 fn a_timeout_says_whether_results_still_came() {
     let seconds = Span::from_secs;
     let millis = Span::from_millis;
     for (after, idle, expected) in [
-        (seconds(60), seconds(60), "no word from the aggregator"),
-        (seconds(60), millis(1_001), "no word from the aggregator"),
+        (seconds(60), seconds(60), "the aggregator, or one above it in a tree, may be"),
+        (seconds(60), millis(1_001), "the aggregator, or one above it in a tree, may be"),
         (seconds(60), millis(999), "results still coming"),
         // What came was of an op before it.
-        (millis(500), millis(500), "no word from the aggregator"),
+        (millis(500), millis(500), "the aggregator, or one above it in a tree, may be"),
         (millis(500), millis(499), "results still coming"),
     ] {
         let late = OpError::Timeout { op: OpId(3), after, missing: vec![], idle };
