@@ -365,7 +365,10 @@ fn a_timeout_says_which_tensor_and_leaves_nothing() {
     let out = folder.path("sum");
     let ended = run(&["reduce", "--out", &out, "--drop", "1", "--timeout", "1", &file, &file]);
     let why = ended.failed(1);
-    assert!(why.contains("no result after 10") && why.contains("no word from the"), "{why}");
+    assert!(
+        why.contains("no result after 10") && why.contains("no rank is said to be waited for"),
+        "{why}"
+    );
     assert_eq!(folder.names(), ["rank"]);
 }
 

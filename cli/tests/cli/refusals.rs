@@ -266,7 +266,13 @@ fn a_rank_that_finds_no_aggregator_says_so() {
             "\"[fe80::1%lo]:7\" is no address of an aggregator (HOST:PORT): link-local addresses \
              (fe80::/10) are not called; give another address of that host",
         ),
-        ("255.255.255.255:7", 3, "nothing leads from this host to 255.255.255.255:7: "),
+        (
+            "255.255.255.255:7",
+            2,
+            "\"255.255.255.255:7\" is no address of an aggregator (HOST:PORT): ",
+        ),
+        // The kernel gives no socket a way there.
+        ("[::ffff:255.255.255.255]:7", 3, "nothing leads from this host to [::ffff:255.255.255.25"),
     ] {
         let ended = bench_rank(wrong, 0, 1, &["--join-timeout", "2"]).end(60);
         assert!(ended.failed(code).starts_with(why), "{ended:?}");

@@ -201,10 +201,25 @@ fn what_names_no_aggregator_is_a_wrong_command_line() {
         let ended = run(&["status", which]);
         assert!(ended.failed(2).contains(why), "{ended:?}");
     }
-    let ended = run(&["status", "255.255.255.255:7"]);
-    let why = "nothing leads from this host to 255.255.255.255:7: ";
+    let ended = run(&["status", "[::ffff:255.255.255.255]:7"]);
+    let why = "nothing leads from this host to [::ffff:255.255.255.255]:7: ";
     assert!(ended.failed(3).starts_with(why), "{ended:?}");
     assert_eq!(ended.err.lines().count(), 1, "{ended:?}");
+}
+
+#[test]
+fn several_aggregators_are_asked_as_a_job_names_them() {
+    let serving = [(); 2].map(|()| Serving::start(&[]));
+    let [one, two] = [0, 1].map(|at: usize| &serving[at].addr[..]);
+    for list in [format!("{one},{two}"), format!("{one}+{two}")] {
+        let told = run(&["status", &list, "--format", "JSON"]).ok().out;
+        let of = |line: &str| serde_json::from_str::<Value>(line).unwrap()["addr"].clone();
+        assert_eq!(told.lines().map(of).collect::<Vec<_>>(), [one, two]);
+    }
+    // What one says is not lost since another does not answer.
+    let ended = run(&["status", &format!("bogus,{one}")]);
+    assert_eq!(ended.code, Some(2), "{ended:?}");
+    assert!(ended.out.contains(one) && ended.err.contains("\"bogus\" is no address"), "{ended:?}");
 }
 
 #[test]
