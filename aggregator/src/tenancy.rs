@@ -399,8 +399,10 @@ mod tests {
         let (one, two) = (tenant("one", "a", 4), tenant("two", "b", 4));
         assert_eq!(check_room(&config, &[one], &two), Ok(()));
         let (later, told) = why(check_room(&config, &[one, two], &tenant("three", "c", 1)));
-        let expected = "there are 2 jobs, and --max-jobs of the aggregator allows 2, held by \"one\" with 4 ranks, \
-                        \"two\" with 4 ranks; try again later, set `wait`, or ask whoever runs the aggregator";
+        let expected = "there are 2 jobs, and --max-jobs of the aggregator allows 2, \
+                        held by \"one\" with 4 ranks, \
+                        \"two\" with 4 ranks; try again later, set `wait`, \
+                        or ask whoever runs the aggregator";
         assert_eq!((later, &*told), (true, expected));
         let (later, told) = why(check_room(&config, &[one], &tenant("two", "b", 7)));
         assert!(
@@ -421,7 +423,8 @@ mod tests {
         let config = Config { max_jobs: 1, ..Config::default() };
         let there = of(&config, "one", "a", 4);
         let refusal = check_room(&config, &[there], &of(&config, "two", "b", 4)).unwrap_err();
-        let why = "there is 1 job, and --max-jobs of the aggregator allows 1, held by \"one\" with 4 ranks";
+        let why = "there is 1 job, and --max-jobs of the aggregator allows 1, \
+                   held by \"one\" with 4 ranks";
         // Who waits hears this.
         assert_eq!(refusal, Refusal::NoRoom(why.into()));
         assert_eq!(refusal.why(), format!("{why}; try again later, set `wait`, or ask {OPERATOR}"));
@@ -440,7 +443,8 @@ mod tests {
         let held = [tenant("s-1", "speech-1", 100), tenant("v-1", "vision-1", 4)];
         let (later, told) = why(check_room(&config, &held, &tenant("v-2", "vision-2", 4)));
         let expected = "there is 1 job, and max_jobs of your [[admit]] rule allows 1, held by \
-                        \"v-1\" with 4 ranks; try again later, set `wait`, or ask whoever runs the aggregator";
+                        \"v-1\" with 4 ranks; try again later, set `wait`, \
+                        or ask whoever runs the aggregator";
         assert_eq!((later, &*told), (true, expected));
         let (later, told) = why(check_room(&config, &held, &tenant("v-2", "vision-2", 9)));
         assert!(!later && told.contains("max_ranks of your [[admit]] rule"), "{told}");
@@ -552,7 +556,8 @@ mod tests {
         let (later, told) = why(check_room(&config, &[all], &of_vision));
         let expected = "the job has all of the 25 % of the packet buffers that it may have, in 1 \
                         group; destroy groups, or raise --pool-mib at the aggregator or \
-                        share_percent of the job's [[admit]] rule; try again later, set `wait`, or ask whoever runs the aggregator";
+                        share_percent of the job's [[admit]] rule; try again later, set `wait`, \
+                        or ask whoever runs the aggregator";
         assert_eq!((later, &*told), (true, expected));
     }
 

@@ -33,20 +33,25 @@ pub(crate) struct Args {
     #[arg(long, value_name = "K", value_parser = args::number::<u8>(args::SHARDS))]
     shards: Option<u8>,
     /// Most slots that a stream of a job is granted [default: 256].
-    #[arg(long, value_name = "P", value_parser = args::number::<u32>(args::of_configuration("pool_slots")))]
+    #[arg(long, value_name = "P")]
+    #[arg(value_parser = args::number::<u32>(args::of_configuration("pool_slots")))]
     pool_slots: Option<u32>,
     /// MiB of packet buffers that each shard allocates at start, shared equally by the jobs
     /// [default: 1024].
-    #[arg(long, value_name = "MIB", value_parser = args::number::<u32>(args::of_configuration("pool_mib")))]
+    #[arg(long, value_name = "MIB")]
+    #[arg(value_parser = args::number::<u32>(args::of_configuration("pool_mib")))]
     pool_mib: Option<u32>,
     /// Most jobs at a time [default: 8].
-    #[arg(long, value_name = "N", value_parser = args::number::<u16>(args::of_configuration("max_jobs")))]
+    #[arg(long, value_name = "N")]
+    #[arg(value_parser = args::number::<u16>(args::of_configuration("max_jobs")))]
     max_jobs: Option<u16>,
     /// Most ranks that all jobs have together [default: 4096].
-    #[arg(long, value_name = "N", value_parser = args::number::<u32>(args::of_configuration("max_ranks")))]
+    #[arg(long, value_name = "N")]
+    #[arg(value_parser = args::number::<u32>(args::of_configuration("max_ranks")))]
     max_ranks: Option<u32>,
     /// Seconds that a job may wait for its last rank [default: 600].
-    #[arg(long, value_name = "S", value_parser = args::number::<u32>(args::of_configuration("join_timeout_s")))]
+    #[arg(long, value_name = "S")]
+    #[arg(value_parser = args::number::<u32>(args::of_configuration("join_timeout_s")))]
     join_timeout_s: Option<u32>,
     /// How results reach the ranks [default: auto].
     #[arg(long, value_enum, ignore_case = true)]

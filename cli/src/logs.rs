@@ -27,8 +27,8 @@ pub(crate) fn start(flag: Option<String>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// A library that warns of datagrams that the kernel did not take, and does not say to whom. Whoever
-/// calls says so.
+/// A library that warns of datagrams that the kernel did not take, and does not say to whom they
+/// were. Whoever calls says so.
 const QUIET: &str = "quinn_udp=off";
 
 const VALID: &str = "give off, error, warn, info, debug or trace, or module=level";

@@ -30,8 +30,9 @@ use crate::stderr;
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = args::EXIT_CODES)]
 pub(crate) struct Args {
-    /// The aggregator's HOST:PORT, or several as in A,B or A+B, or its status socket, or unix:PATH, a sidecar; without it, all
-    /// aggregators of this user here, and for root those of all users.
+    /// The aggregator's HOST:PORT, or several as in A,B or A+B, or its status socket, or
+    /// unix:PATH, a sidecar; without it, all aggregators of this user here, and for root those of
+    /// all users.
     #[arg(value_name = "WHICH")]
     socket: Option<PathBuf>,
     /// The identity file to ask an aggregator at HOST:PORT with: an aggregator's is told of all

@@ -34,10 +34,12 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", value_parser = args::number::<usize>(args::THREADS))]
     threads: Option<usize>,
     /// Most jobs at a time.
-    #[arg(long, value_name = "N", default_value = "64", value_parser = args::number::<usize>(args::PLACES))]
+    #[arg(long, value_name = "N", default_value = "64")]
+    #[arg(value_parser = args::number::<usize>(args::PLACES))]
     max_jobs: usize,
     /// Most ranks at a time, of all jobs.
-    #[arg(long, value_name = "N", default_value = "256", value_parser = args::number::<usize>(args::PLACES))]
+    #[arg(long, value_name = "N", default_value = "256")]
+    #[arg(value_parser = args::number::<usize>(args::PLACES))]
     max_ranks: usize,
     /// Most memory for what ranks share and for sums of lists, with K, M, G or T: 1M or more
     /// [default: half of the host's].
@@ -107,7 +109,8 @@ impl Args {
         let memory = match (self.memory, host_mib) {
             (Some(asked), Some(mib)) if asked.div_ceil(1 << 20) > mib => {
                 return Err(Failure::usage(format!(
-                    "--memory of {} MiB is more than the {mib} MiB of memory of this host; lower it",
+                    "--memory of {} MiB is more than the {mib} MiB of memory of this host; lower \
+                     it",
                     asked.div_ceil(1 << 20)
                 )));
             }

@@ -176,8 +176,10 @@ fn more_jobs_than_there_is_room_for_are_refused_until_one_ends() {
         let one = Client::connect(&rig.options("one", 0, 1)).unwrap();
         let two = Client::connect(&rig.options("two", 0, 1)).unwrap();
         let reason = refusal(&rig.options("three", 0, 1));
-        let told = "there are 2 jobs, and --max-jobs of the aggregator allows 2, held by \"one\" with 1 rank, \
-                    \"two\" with 1 rank; try again later, set `wait`, or ask whoever runs the aggregator";
+        let told = "there are 2 jobs, and --max-jobs of the aggregator allows 2, \
+                    held by \"one\" with 1 rank, \
+                    \"two\" with 1 rank; try again later, set `wait`, \
+                    or ask whoever runs the aggregator";
         assert_eq!(reason, told);
         drop(one);
         await_that("the job is gone", || rig.aggregator.jobs() == 1);

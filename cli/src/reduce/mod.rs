@@ -55,7 +55,8 @@ pub(crate) struct Args {
     )]
     shards: u8,
     /// How results reach the ranks on this host.
-    #[arg(long, value_enum, ignore_case = true, default_value_t = Fanout::Auto, conflicts_with = "rank")]
+    #[arg(long, value_enum, ignore_case = true, default_value_t = Fanout::Auto)]
+    #[arg(conflicts_with = "rank")]
     fanout: Fanout,
     /// Share of datagrams that each rank loses on purpose, each way.
     #[arg(long, value_parser = args::share, default_value = "0")]

@@ -124,7 +124,7 @@ impl Credentials {
         if told.ends_soon {
             ENDS_SOON.note(|left_out| {
                 let (path, until) = (path.display(), &told.not_after);
-                tracing::warn!(%path, until, left_out, "this identity expires soon: have another issued");
+                tracing::warn!(%path, until, left_out, "identity expires soon; issue another");
             });
         }
         Ok(())
