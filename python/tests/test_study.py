@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import resource
+import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -282,6 +285,24 @@ def test_what_is_said_of_it(tmp_path):
     assert known["ring_bytes"] == pytest.approx(153e6)
     found.plot(tmp_path / "study.png")
     assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
+    assert "1 rank, 100.0 ms" in str(replace(found, world=1))
+
+
+def test_a_picture_that_cannot_be_written_leaves_what_was_there(tmp_path):
+    picture = tmp_path / "study.png"
+    picture.write_bytes(b"an earlier one")
+    sizes = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # As a full disk does, this lets a part of it be written.
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, sizes[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            study_of(bucket(100, ready=0.1)).plot(picture)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, sizes)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert picture.read_bytes() == b"an earlier one"
+    assert list(tmp_path.iterdir()) == [picture]
 
 
 class Around(torch.optim.SGD):
@@ -310,6 +331,12 @@ def test_what_cannot_be_studied_is_refused():
         racksum.torch.study(nn.LazyLinear(2), [], loss)
     with pytest.raises(racksum.BadArgument, match="LBFGS needs a closure"):
         racksum.torch.study(model, [], loss, optimizer=torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(racksum.BadArgument, match=r"optimizer is a torch.optim.Optimizer, .* str"):
+        racksum.torch.study(model, [], loss, optimizer="sgd")
+    with pytest.raises(racksum.BadArgument, match=r"loss is a function .* and not NoneType"):
+        racksum.torch.study(model, [], None)
+    with pytest.raises(racksum.BadArgument, match="loss returns a tensor, and not NoneType"):
+        racksum.torch.study(model, batches([1]), lambda *_: None)
     for kept in (lambda it: it, lambda it: [it], lambda it: {it}, lambda it: {"adam": (it,)}):
         with pytest.raises(racksum.BadArgument, match="Around has an optimizer within"):
             racksum.torch.study(model, [], loss, optimizer=Around(model.parameters(), kept))

@@ -109,7 +109,10 @@ class Steps:
         clock.settle()
         start = clock.mark()
         self._model.zero_grad(set_to_none=True)
-        self._loss(self._model, batch).backward()  # type: ignore[no-untyped-call]
+        loss = self._loss(self._model, batch)
+        if not isinstance(loss, torch.Tensor):
+            raise BadArgument(f"loss returns a tensor, and not {type(loss).__name__}")
+        loss.backward()  # type: ignore[no-untyped-call]
         backward = clock.mark()
         if self._optimizer is not None:
             self._optimizer.step()

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 import json
 import math
+import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
@@ -160,7 +162,7 @@ class Study:
         """A table of the buckets, and one of the links."""
         union = "union" if self.compared else "union if at random"
         lines = [
-            f"{self.world} ranks, {self.compute * 1e3:.1f} ms of compute a step, blocks of "
+            f"{self._ranks()}, {self.compute * 1e3:.1f} ms of compute a step, blocks of "
             f"{DEFAULT_BLOCK}",
             f"{'bucket':>8}{'MB':>10}{'ready':>10}{'density':>10}  {union}",
         ]
@@ -195,9 +197,26 @@ class Study:
             times = [self.predict(link, [wire]).racksum * 1e3 for link in links]
             axes.loglog(links, times, label=f"racksum, {wire}")
         axes.axhline(self.compute * 1e3, color="grey", linestyle=":", label="compute")
-        axes.set(xlabel="Gbit/s", ylabel="ms a step", title=f"{self.world} ranks")
+        axes.set(xlabel="Gbit/s", ylabel="ms a step", title=self._ranks())
         axes.legend()
-        figure.savefig(path, format="png")
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png")
+        _write_whole(Path(path), picture.getvalue())
+
+    def _ranks(self) -> str:
+        return f"{self.world} rank{'' if self.world == 1 else 's'}"
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Writes a file, or leaves what was there."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(beside, "xb") as file:
+            file.write(content)
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def study(
@@ -235,7 +254,7 @@ def study(
     net = model.module if isinstance(model, DistributedDataParallel) else model
 
     def measured() -> tuple[Tensor, list[Look]]:
-        _refuse_arguments(steps, world, links)
+        _refuse_arguments(loss, steps, world, links)
         _refuse(net, optimizer)
         with _as_it_was(net, optimizer):
             made = Steps(model, loss, optimizer, bucket_cap_mb=bucket_cap_mb)
@@ -263,7 +282,11 @@ def study(
     )
 
 
-def _refuse_arguments(steps: int, world: int, links: Sequence[float]) -> None:
+def _refuse_arguments(loss: object, steps: int, world: int, links: Sequence[float]) -> None:
+    if not callable(loss):
+        raise BadArgument(
+            f"loss is a function of the model and a batch, and not {type(loss).__name__}"
+        )
     if steps < 1:
         raise BadArgument(f"steps is 1 or more, and not {steps}")
     if world < 1:
@@ -278,6 +301,10 @@ def _refuse(net: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     if any(is_lazy(tensor) for tensor in (*net.parameters(), *net.buffers())):
         raise BadArgument("the model has parameters without a shape: run it on a batch first")
     if optimizer is not None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise BadArgument(
+                f"optimizer is a torch.optim.Optimizer, and not {type(optimizer).__name__}"
+            )
         if any(_has_optimizer(value) for value in vars(optimizer).values()):
             raise BadArgument(
                 f"{type(optimizer).__name__} has an optimizer within, and may keep what cannot be "
