@@ -99,7 +99,7 @@ pub fn no_host(ip: IpAddr) -> Option<&'static str> {
     // addresses of its networks.
     let is_broadcast = |ip: IpAddr| {
         let towards = local_addr_towards(SocketAddr::new(ip, 9));
-        ip.is_ipv4() && towards.is_err_and(|error| error.kind() == io::ErrorKind::PermissionDenied)
+        ip.is_ipv4() && towards.is_err_and(|error| error.raw_os_error() == Some(EACCES))
     };
     match ip {
         ip if ip.is_unspecified() => Some("which is the address of no host"),
@@ -108,6 +108,10 @@ pub fn no_host(ip: IpAddr) -> Option<&'static str> {
         _ => None,
     }
 }
+
+/// What the kernel says where a socket may not broadcast; a firewall that forbids an address says
+/// EPERM.
+const EACCES: i32 = 13;
 
 fn socket_towards(from: IpAddr, peer: SocketAddr) -> io::Result<UdpSocket> {
     let socket = UdpSocket::bind((from, 0))?;
