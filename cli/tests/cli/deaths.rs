@@ -153,6 +153,12 @@ fn an_aggregator_that_stops_while_ranks_are_gathered_says_so_to_those_that_came(
         let at = rack.as_ref().unwrap_or(&root);
         let first = bench_rank(&at.addr, 0, 2, &["--log", "info"]);
         await_that("it waits", || first.err().contains("waiting for ranks"));
+        // A rack says so before it has called.
+        await_that("the root has its job", || {
+            let told = run(&["status", &root.addr, "--format", "json"]).ok();
+            let told: Value = serde_json::from_str(&told.out).unwrap();
+            !told["jobs"].as_array().unwrap().is_empty()
+        });
         root.end().ok();
         let ended = first.end(20);
         assert!(ended.err.contains("is about to stop"), "{ended:?}");
