@@ -27,6 +27,8 @@ pub(super) struct Floods {
     messages: u32,
     /// Messages of no use, by sender.
     useless: BTreeMap<SocketAddr, Useless>,
+    /// And of senders beyond those that are counted one by one.
+    of_others: u32,
     refused: BTreeMap<SocketAddr, Refusal>,
 }
 
@@ -67,6 +69,8 @@ impl Floods {
     pub(super) fn note_unproven(&mut self, from: SocketAddr) {
         if let Some(useless) = self.of(from) {
             useless.unproven += 1;
+        } else if self.overflows {
+            self.of_others = self.of_others.saturating_add(1);
         }
     }
 
@@ -104,6 +108,7 @@ impl Floods {
         self.drops = drops;
         self.messages = 0;
         self.useless.clear();
+        self.of_others = 0;
         let changed = self.let_back(now, is_peer)
             | flooder.is_some_and(|(from, proven)| self.refuse(now, from, proven));
         let on = self.refused.iter().filter(|(_, refusal)| refusal.is_on);
@@ -112,15 +117,21 @@ impl Floods {
 
     /// Who is to be refused for most of what has arrived, and whether that is surely its own.
     fn flooder(&self, is_peer: impl Fn(SocketAddr) -> bool) -> Option<(SocketAddr, bool)> {
-        let is_most = |count: u32| count >= LEAST && count > self.messages / 2;
-        let of_one = self.useless.iter().find(|(_, it)| is_most(it.proven));
+        // What comes from who is refused lay in the buffer before.
+        let is_on = |from| self.refused.get(from).is_some_and(|refusal| refusal.is_on);
+        let (before, senders): (Vec<_>, Vec<_>) =
+            self.useless.iter().partition(|(from, _)| is_on(from));
+        let before: u32 = before.iter().map(|(_, it)| it.proven + it.unproven).sum();
+        let messages = self.messages.saturating_sub(before);
+        let is_most = |count: u32| count >= LEAST && count > messages / 2;
+        let of_one = senders.iter().find(|(_, it)| is_most(it.proven));
         let of_strangers = || {
-            let strangers = self.useless.iter().filter(|(from, _)| !is_peer(**from));
-            let strangers = strangers.map(|(from, it)| (it.proven + it.unproven, *from));
-            let all = strangers.clone().map(|(count, _)| count).sum();
-            strangers.max().filter(|_| is_most(all))
+            let strangers = senders.iter().filter(|(from, _)| !is_peer(**from));
+            let strangers = strangers.map(|(from, it)| (it.proven + it.unproven, **from));
+            let all = strangers.clone().map(|(count, _)| count).sum::<u32>() + self.of_others;
+            strangers.max().filter(|(most, _)| *most >= LEAST_OF_ONE && is_most(all))
         };
-        of_one.map(|(from, _)| (*from, true)).or_else(|| Some((of_strangers()?.1, false)))
+        of_one.map(|(from, _)| (**from, true)).or_else(|| Some((of_strangers()?.1, false)))
     }
 
     /// Refuses nobody any more whose time is over, or who has become a peer since anybody may have
@@ -165,6 +176,8 @@ impl Floods {
 const INTERVAL: Span = Span::from_millis(5);
 /// Useless messages in that time that may be a flood: more than small ops ever make.
 const LEAST: u32 = 250;
+/// Useless messages of the stranger that is refused for many: more than who proves a path sends.
+const LEAST_OF_ONE: u32 = 16;
 /// How long a sender is refused at first, and at most.
 const FIRST: Span = Span::from_millis(100);
 const LONGEST: Span = Span::from_secs(60);
@@ -238,12 +251,28 @@ mod tests {
         let ports = [(1, 2 * LEAST), (2, 3 * LEAST), (3, LEAST)];
         for (ms, refused) in [(20, vec![2]), (30, vec![1, 2]), (40, vec![1, 2, 3])] {
             for (port, messages) in ports {
-                if !floods.refused.contains_key(&addr(port)) {
-                    flood(&mut floods, port, messages);
-                }
+                flood(&mut floods, port, messages);
             }
             let refused = refused.into_iter().map(addr).collect();
             assert_eq!(floods.look(at(ms), ms, || true, |_| false), Some(refused));
+        }
+    }
+
+    #[test]
+    fn a_flood_from_more_ports_than_are_counted_is_refused_port_by_port_and_no_one_else() {
+        for (of_each, is_refused) in [(LEAST_OF_ONE, true), (1, false)] {
+            let mut floods = overflowing(10);
+            // The first proves a path.
+            for (port, messages) in (0..300).map(|port| (port, if port == 0 { 3 } else { of_each }))
+            {
+                for _ in 0..messages {
+                    floods.note_arrived();
+                    floods.note_unproven(addr(port));
+                }
+            }
+            let refused = floods.look(at(20), 2, || true, |_| false);
+            assert_eq!(refused.is_some(), is_refused, "{of_each} of each");
+            assert!(refused.is_none_or(|senders| senders != [addr(0)]));
         }
     }
 
