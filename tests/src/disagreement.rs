@@ -52,8 +52,14 @@ fn check(result: Result<(), Error>, expected: [(Descriptor, Descriptor); 2]) {
     };
     assert_ne!(one, other, "{sentence}");
     assert!(expected.contains(&(mine, theirs)), "{sentence}");
-    assert!(sentence.contains(&format!("rank {} has {mine}", one.0)), "{sentence}");
-    assert!(sentence.contains(&format!("rank {} has {theirs}", other.0)), "{sentence}");
+    assert!(
+        sentence.contains(&format!("rank {} has {}", one.0, mine.beside(&theirs))),
+        "{sentence}"
+    );
+    assert!(
+        sentence.contains(&format!("rank {} has {}", other.0, theirs.beside(&mine))),
+        "{sentence}"
+    );
 }
 
 fn disagree(shards: u8, odd: u16, faults: Faults, zero: bool) {

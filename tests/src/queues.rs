@@ -13,7 +13,7 @@ use tokio::sync::oneshot;
 use crate::inputs::floats;
 use crate::ports::own_port;
 use crate::rig::{Rig, in_a_process_of_its_own};
-use crate::waiters::gather;
+use crate::waiters::{Waiters, gather};
 use crate::waits::{await_that, timed};
 
 /// More than the connections that may be of no rank, and about as many as the addresses may have.
@@ -57,6 +57,21 @@ fn a_crowd_that_waits_keeps_out_nobody_for_whom_there_is_room() {
     });
 }
 
+/// Calls until the whole crowd waits, or some are refused: a handshake that takes long, as on a
+/// busy host, is given up, and ranks call again then.
+async fn gather_all(at: SocketAddr, from: &[IpAddr]) -> Waiters {
+    let mut crowd = Waiters::default();
+    for round in 0..10 {
+        let more = gather(at, from, &format!("crowd-{round}"), CROWD - crowd.waiting.len()).await;
+        crowd.waiting.extend(more.waiting);
+        crowd.refused = more.refused;
+        if !crowd.refused.iter().any(|why| why.contains("closed during the handshake")) {
+            break;
+        }
+    }
+    crowd
+}
+
 /// Jobs of two ranks that wait for room, in a thread of their own.
 struct Crowd {
     over: oneshot::Sender<()>,
@@ -72,7 +87,7 @@ impl Crowd {
                 tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(async {
                 let from = [1, 2].map(|last| IpAddr::from([127, 0, 0, last]));
-                let crowd = gather(at, &from, "crowd", CROWD).await;
+                let crowd = gather_all(at, &from).await;
                 tell.send((crowd.waiting.len(), crowd.refused.clone())).unwrap();
                 drop(is_over.await);
             });

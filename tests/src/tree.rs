@@ -235,8 +235,11 @@ fn an_aggregator_that_stops_is_lost_with_its_rack_and_the_root_with_all() {
                     time("a rack or root that stops is noticed, 0.7 s in", ms, 3_700);
                     let sentence = error.to_string();
                     let own = if stops == 0 || rank % 2 == 0 {
-                        let what =
-                            if stops == 0 { "parent of the aggregator" } else { "aggregator" };
+                        let own = &options[rank].aggregators[0];
+                        let what = match stops {
+                            0 => "parent of the aggregator".to_owned(),
+                            _ => format!("aggregator {own}"),
+                        };
                         sentence.contains(&format!("the {what} is gone"))
                     } else {
                         false
