@@ -312,25 +312,27 @@ impl Config {
         Ok(())
     }
 
-    /// Makes pools of the default size fit a host's memory. The default never keeps an aggregator
-    /// from starting. Returns a warning if they have become smaller.
+    /// Makes pools of the default size fit half of a host's memory: others want some of it too. The
+    /// default never keeps an aggregator from starting. Returns a warning if they have become
+    /// smaller.
     ///
     /// # Errors
     /// That pools of another size do not fit.
     pub(crate) fn fit_memory(&mut self, host_mib: u64) -> Result<Option<String>, ConfigError> {
         let usual = Self::default().pool_mib;
-        let checked = self.check_memory(host_mib);
-        if self.pool_mib != usual || checked.is_ok() {
-            return checked.map(|()| None);
+        if self.pool_mib != usual {
+            return self.check_memory(host_mib).map(|()| None);
         }
-        let each = host_mib / u64::from(self.shards.max(1));
+        let each = host_mib / 2 / u64::from(self.shards.max(1));
         self.pool_mib = u32::try_from(each).unwrap_or(usual).clamp(1, usual);
-        Ok(Some(format!(
-            "{} have pools of {} MiB and not of {usual}, since this host has {host_mib} MiB of \
-             memory",
-            counted(self.shards, "shard"),
-            self.pool_mib
-        )))
+        Ok((self.pool_mib < usual).then(|| {
+            format!(
+                "{} have pools of {} MiB and not of {usual}, since this host has {host_mib} MiB \
+                 of memory",
+                counted(self.shards, "shard"),
+                self.pool_mib
+            )
+        }))
     }
 
     /// How datagrams are authenticated.

@@ -1,6 +1,6 @@
 //! The network interfaces of this host: what they are, and which to use.
 
-use std::io;
+use std::io::{self, ErrorKind::PermissionDenied};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 
 use rustix::net::sockopt::{ip_mtu, ipv6_mtu};
@@ -95,23 +95,25 @@ pub fn leads_to(from: IpAddr, peer: SocketAddr) -> bool {
 /// can be one. Sends nothing.
 #[must_use]
 pub fn no_host(ip: IpAddr) -> Option<&'static str> {
-    // Without SO_BROADCAST the kernel permits no socket to send there. Only it knows the broadcast
-    // addresses of its networks.
-    let is_broadcast = |ip: IpAddr| {
-        let towards = local_addr_towards(SocketAddr::new(ip, 9));
-        ip.is_ipv4() && towards.is_err_and(|error| error.raw_os_error() == Some(EACCES))
-    };
     match ip {
-        ip if ip.is_unspecified() => Some("which is the address of no host"),
-        ip if ip.is_multicast() => Some("which is a multicast group, and the address of no host"),
-        ip if is_broadcast(ip) => Some("which is a broadcast address, and that of no host"),
+        ip if ip.is_unspecified() => Some("which is no host's address"),
+        ip if ip.is_multicast() => Some("which is a multicast group, and no host's address"),
+        IpAddr::V4(ip) if is_broadcast(ip).unwrap_or(false) => {
+            Some("which is a broadcast address, and no host's")
+        }
         _ => None,
     }
 }
 
-/// What the kernel says where a socket may not broadcast; a firewall that forbids an address says
-/// EPERM.
-const EACCES: i32 = 13;
+/// Whether an address is one to broadcast to, as only the kernel knows of its networks: it permits
+/// no socket to send there that has not asked for it.
+fn is_broadcast(ip: Ipv4Addr) -> io::Result<bool> {
+    let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
+    let forbidden = socket.connect((ip, 9)).is_err_and(|error| error.kind() == PermissionDenied);
+    socket.set_broadcast(true)?;
+    // A route may forbid an address too.
+    Ok(forbidden && socket.connect((ip, 9)).is_ok())
+}
 
 fn socket_towards(from: IpAddr, peer: SocketAddr) -> io::Result<UdpSocket> {
     let socket = UdpSocket::bind((from, 0))?;

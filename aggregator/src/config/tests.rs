@@ -253,7 +253,8 @@ fn pools_that_no_memory_holds_are_refused() {
 #[test]
 fn pools_of_the_default_size_are_made_to_fit() {
     // Embedded aggregators have those, whatever the host and their shards.
-    for (shards, host_mib, pool_mib) in [(1, 1024, 1024), (64, 512, 8), (64, 1, 1), (1, 512, 512)] {
+    for (shards, host_mib, pool_mib) in [(1, 2048, 1024), (64, 1024, 8), (64, 1, 1), (1, 1024, 512)]
+    {
         let mut config = Config { shards, ..Config::default() };
         let warned = config.fit_memory(host_mib).unwrap();
         assert_eq!(config.pool_mib, pool_mib);

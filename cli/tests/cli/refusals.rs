@@ -52,7 +52,7 @@ fn an_aggregator_that_cannot_serve_says_why() {
     let ended = run(&["worker", "--socket", &folder.path("worker"), "--memory", "100T"]);
     assert!(ended.failed(2).ends_with(" MiB of memory of this host; lower it"), "{ended:?}");
     let ended = bench_rank("0.0.0.0:7177", 0, 1, &[]).end(30);
-    assert!(ended.failed(2).contains("its host is 0.0.0.0, which is the address of no host"));
+    assert!(ended.failed(2).contains("its host is 0.0.0.0, which is no host's address"));
 }
 
 #[test]

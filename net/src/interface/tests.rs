@@ -116,8 +116,8 @@ fn an_address_of_no_host_is_told_from_one_of_some_host() {
         assert_eq!(told(ip), "", "{ip}");
     }
     for (ip, why) in [
-        ("0.0.0.0", "the address of no host"),
-        ("::", "the address of no host"),
+        ("0.0.0.0", "no host's address"),
+        ("::", "no host's address"),
         ("224.0.0.1", "a multicast group"),
         ("ff15::1", "a multicast group"),
         ("255.255.255.255", "a broadcast address"),

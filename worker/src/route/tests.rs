@@ -101,8 +101,8 @@ fn a_text_that_may_be_an_address_is_left_to_the_resolver() {
         assert!(told(text).ends_with("its port is no number from 1 to 65535"), "{text}");
     }
     for (text, why) in [
-        ("0.0.0.0:7177", "its host is 0.0.0.0, which is the address of no host"),
-        ("[::]:7177", "its host is ::, which is the address of no host"),
+        ("0.0.0.0:7177", "its host is 0.0.0.0, which is no host's address"),
+        ("[::]:7177", "its host is ::, which is no host's address"),
         ("224.0.0.1:7177", "its host is 224.0.0.1, which is a multicast group"),
         ("255.255.255.255:7177", "its host is 255.255.255.255, which is a broadcast address"),
     ] {
