@@ -209,7 +209,8 @@ impl Queue {
     fn forget_served(&mut self) {
         self.served.retain(|_, last| *last >= self.round);
         while self.served.len() > MAX_SERVED {
-            self.round += 1;
+            let oldest = self.served.values().min().copied().unwrap_or(self.round);
+            self.round = oldest + 1;
             self.served.retain(|_, last| *last >= self.round);
         }
     }

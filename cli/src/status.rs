@@ -82,18 +82,15 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
 }
 
 /// Asks each aggregator of a list that is written as that of a job, and prints what those say that
-/// answer.
+/// answer. The first that does not decides how the command fails.
 fn ask_addresses(addrs: &str, args: &Args) -> Result<(), Failure> {
     let addrs = aggregator_sets(addrs).map_err(Failure::usage)?;
     let mut failed: Option<Failure> = None;
     for addr in addrs.iter().flatten() {
         match remote::ask(addr, args) {
             Ok(status) => print(&status, args.format)?,
-            Err(failure) => {
-                if let Some(before) = failed.replace(failure) {
-                    stderr::say(&before);
-                }
-            }
+            Err(failure) if failed.is_some() => stderr::say(&failure),
+            Err(failure) => failed = Some(failure),
         }
     }
     failed.map_or(Ok(()), Err)

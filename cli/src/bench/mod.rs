@@ -302,10 +302,8 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     args.check()?;
     if !args.raw && u16::from(args.lanes) > args.ops_in_flight {
         stderr::warn(format_args!(
-            "--lanes {} are for as many ops in flight, and there {} {}; raise --ops-in-flight",
-            args.lanes,
-            are(args.ops_in_flight),
-            args.ops_in_flight
+            "--lanes {0} needs --ops-in-flight {0} or more to be of use, and has {1}",
+            args.lanes, args.ops_in_flight
         ));
     }
     let Some(member) = args.member.member("bench")? else { return parent::run(args) };

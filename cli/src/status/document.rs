@@ -32,10 +32,11 @@ fn check_keys(heading: &str, object: &Value) {
     assert_eq!(listed, there, "{heading}");
 }
 
-/// Checks that the document has every word that is printed.
+/// Checks that the document's tables have every word that is printed.
 fn check_words(printed: &str) {
+    let first_cell = |row: &'static str| row.strip_prefix('|')?.split('|').next();
     let words = |text: &'static str| text.split(|c: char| !c.is_alphabetic());
-    let listed: BTreeSet<_> = words(DOCUMENT).collect();
+    let listed: BTreeSet<_> = DOCUMENT.lines().filter_map(first_cell).flat_map(words).collect();
     for word in printed.split(|c: char| !c.is_alphabetic()) {
         assert!(listed.contains(word), "docs/status.md lacks {word:?} of:\n{printed}");
     }

@@ -93,17 +93,22 @@ impl Queue {
 
 impl State {
     fn next(&mut self) -> Option<Arc<Task>> {
-        for tasks in &mut self.jobs {
+        let mut turn = 0;
+        while let Some(tasks) = self.jobs.get_mut(turn) {
             tasks.retain(|_, task| !task.fold.is_taken());
+            let found = tasks.values().find(|task| task.fold.admit()).cloned();
+            if found.is_none() && !tasks.is_empty() {
+                turn += 1;
+                continue;
+            }
+            let tasks = self.jobs.remove(turn)?;
+            if found.is_some() {
+                // The next turn is another job's.
+                self.jobs.push_back(tasks);
+                return found;
+            }
         }
-        self.jobs.retain(|tasks| !tasks.is_empty());
-        let may_work = |tasks: &Tasks| tasks.values().find(|task| task.fold.admit()).cloned();
-        let found = self.jobs.iter().enumerate().find_map(|(turn, it)| Some((turn, may_work(it)?)));
-        let (turn, task) = found?;
-        // The next turn is another job's.
-        let tasks = self.jobs.remove(turn)?;
-        self.jobs.push_back(tasks);
-        Some(task)
+        None
     }
 }
 
