@@ -9,6 +9,7 @@ mod op;
 mod options;
 mod patience;
 mod session;
+mod turn;
 
 use pyo3::pymodule;
 
@@ -22,6 +23,8 @@ mod extension {
     use crate::op::{Op, Sums};
     #[pymodule_export]
     use crate::session::{Lent, Session};
+    #[pymodule_export]
+    use crate::turn::Turn;
 
     #[pymodule_export]
     const VERSION: &str = env!("CARGO_PKG_VERSION");

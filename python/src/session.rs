@@ -2,13 +2,13 @@
 
 use std::io;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use racksum_proto::call::{self, Collective};
+use racksum_proto::call;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::SubmitError;
 use racksum_worker::{Blocks, ConnectError, ConnectOptions, Connecting, Error, Operand, sidecar};
@@ -19,6 +19,7 @@ use crate::memory::{read_from, region_of};
 use crate::op::Op;
 use crate::options::Options;
 use crate::patience::{wait_in_checked_slices, wait_in_slices};
+use crate::turn::{PartOf, Turn, Unsaid};
 
 /// How long a sidecar may take to let a rank go that has not joined.
 const PARTING: Duration = Duration::from_secs(1);
@@ -28,9 +29,9 @@ const PARTING: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(crate) struct Session {
     client: Connected,
-    /// Calls that a signal's handler has ended before their ops began. Ranks pair ops by their
-    /// order, so the other ranks are told of these before the next op.
-    unsaid: Mutex<Vec<call::Call>>,
+    /// Calls that ended before their ops began. Ranks pair ops by their order, so the other ranks
+    /// are told of these before the next op.
+    unsaid: Arc<Unsaid>,
 }
 
 /// A client, of the process that it was connected in. A child that was forked from that has none of
@@ -139,30 +140,12 @@ pub(crate) struct Call {
     block: usize,
     lane: u8,
     tag: u64,
-    part_of: PartOf,
-}
-
-/// Which call of a collective an op is part of.
-#[derive(Debug, Clone, FromPyObject)]
-pub(crate) struct PartOf {
-    collective: String,
-    root: u16,
-    number: u32,
-}
-
-impl PartOf {
-    fn call(&self, py: Python<'_>) -> PyResult<call::Call> {
-        let Self { root, number, .. } = *self;
-        let unknown = || raise(py, "BadArgument", format!("{} is no collective", self.collective));
-        let collective = Collective::from_name(&self.collective).ok_or_else(unknown)?;
-        Ok(call::Call { number, collective, root })
-    }
 }
 
 impl Call {
-    fn descriptor(&self, py: Python<'_>) -> PyResult<Descriptor> {
+    fn descriptor(&self, py: Python<'_>, part_of: call::Call) -> PyResult<Descriptor> {
         let descriptor = Descriptor {
-            call: self.part_of.call(py)?,
+            call: part_of,
             tag: self.tag,
             wire: read(py, "wire", &self.wire)?,
             reduction: read(py, "op", &self.op)?,
@@ -214,25 +197,23 @@ impl Session {
     }
 
     fn of(client: Client) -> Self {
-        Self { client: Connected::new(client), unsaid: Mutex::default() }
+        Self { client: Connected::new(client), unsaid: Arc::default() }
     }
 
     /// Starts an op, once fewer are in flight than the job was granted.
     fn start<T: Into<Operand> + Send>(
         &self,
         py: Python<'_>,
+        part_of: call::Call,
         call: &Call,
         operand: impl Fn(Python<'_>) -> T,
     ) -> PyResult<Op> {
         let client = self.client.get(py)?;
-        let descriptor = match call.descriptor(py) {
+        let descriptor = match call.descriptor(py, part_of) {
             Ok(descriptor) => descriptor,
-            Err(error) => {
-                self.refuse(py, call.part_of.clone())?;
-                return Err(error);
-            }
+            Err(error) => return Err(self.refuse(py, part_of, error)),
         };
-        self.begin(py, call.lane, descriptor.call, || {
+        self.begin(py, call.lane, part_of, || {
             let operand = operand(py).into();
             let memory = operand.extent();
             // The wait for memory that earlier ops have can be interrupted here.
@@ -243,7 +224,7 @@ impl Session {
         .map(|running| Op::new(self.client.clone(), running))
     }
 
-    /// Begins an op of a call, or an op of nothing in its place, once there is room for it.
+    /// Begins an op of a call once there is room for it.
     fn begin<T>(
         &self,
         py: Python<'_>,
@@ -256,32 +237,30 @@ impl Session {
         match begun.and_then(|()| once_there_is_room(py, client, lane, begin)) {
             Ok(begun) => begun.map_err(|error| of_op(py, &error)),
             Err(raised) => {
-                self.unsaid().push(call);
+                self.unsaid.add_next(call);
                 Err(raised)
             }
         }
     }
 
+    /// Tells the other ranks of a call that is refused, and returns why, or what has interrupted
+    /// the telling.
+    fn refuse(&self, py: Python<'_>, call: call::Call, why: PyErr) -> PyErr {
+        self.unsaid.add_next(call);
+        self.tell(py).err().unwrap_or(why)
+    }
+
     /// Tells the other ranks of the calls that they have yet to hear of.
     fn say_unsaid(&self, py: Python<'_>, client: &Client) -> PyResult<()> {
-        loop {
-            let mut unsaid = self.unsaid();
-            if unsaid.is_empty() {
-                return Ok(());
-            }
-            let call = unsaid.remove(0);
-            drop(unsaid);
+        while let Some(call) = self.unsaid.take_next() {
             // A session that is over has no ops to keep in step.
             let said = once_there_is_room(py, client, 0, || Ok(py.detach(|| client.refuse(call))));
             if let Err(raised) = said.map(drop) {
-                self.unsaid().insert(0, call);
+                self.unsaid.put_back(call);
                 return Err(raised);
             }
         }
-    }
-
-    fn unsaid(&self) -> MutexGuard<'_, Vec<call::Call>> {
-        self.unsaid.lock().unwrap_or_else(PoisonError::into_inner)
+        Ok(())
     }
 }
 
@@ -342,32 +321,63 @@ impl Session {
         }
     }
 
+    /// The turn of a call. `begins_next` says that no other thread has ops of earlier calls to
+    /// begin.
+    fn turn(
+        &self,
+        py: Python<'_>,
+        part_of: &Bound<'_, PyAny>,
+        begins_next: bool,
+    ) -> PyResult<Turn> {
+        let call = part_of.extract::<PartOf>()?.call(py)?;
+        Ok(Turn::new(Arc::clone(&self.unsaid), call, begins_next))
+    }
+
+    /// Notes that all ops have begun that were called before the calls that are still owed.
+    fn settle(&self) {
+        self.unsaid.settle();
+    }
+
+    /// Whether calls are owed that other ops may have to begin before.
+    #[getter]
+    fn owes(&self) -> bool {
+        self.unsaid.owes()
+    }
+
+    /// Tells the other ranks of the calls that have ended without an op, by an op of nothing each.
+    fn tell(&self, py: Python<'_>) -> PyResult<()> {
+        self.say_unsaid(py, self.client.get(py)?)
+    }
+
     /// Starts reducing the bytes at an address in place. Their owner is kept until the op has
     /// ended.
     fn submit(
         &self,
         py: Python<'_>,
+        turn: &Bound<'_, Turn>,
         call: Call,
         address: usize,
         nbytes: usize,
         owner: Py<PyAny>,
     ) -> PyResult<Op> {
         let region = |py: Python<'_>| region_of(address, nbytes, owner.clone_ref(py));
-        self.start(py, &call, region)
+        self.start(py, turn.get().begin(), &call, region)
     }
 
     /// Starts reducing some blocks of a tensor: their places, `count` numbers of 64 bits, and their
     /// values are copied.
-    #[pyo3(signature = (call, indices, count, values, nbytes))]
+    #[expect(clippy::too_many_arguments, reason = "Python says each by itself")]
     fn submit_blocks(
         &self,
         py: Python<'_>,
+        turn: &Bound<'_, Turn>,
         call: Call,
         indices: usize,
         count: usize,
         values: usize,
         nbytes: usize,
     ) -> PyResult<Op> {
+        let part_of = turn.get().begin();
         let places = py.detach(|| {
             let places = read_from(indices, count * size_of::<i64>());
             let place = |bytes: &[u8; 8]| {
@@ -379,23 +389,15 @@ impl Session {
         let places = match places {
             Ok(places) => places,
             Err(index) => {
-                self.refuse(py, call.part_of)?;
                 let why =
                     format!("a tensor has no block {index}: they are numbered from 0 to 2**32 - 1");
-                return Err(raise(py, "BadArgument", why));
+                return Err(self.refuse(py, part_of, raise(py, "BadArgument", why)));
             }
         };
         let blocks = |py: Python<'_>| {
             py.detach(|| Blocks { indices: places.clone(), values: read_from(values, nbytes) })
         };
-        self.start(py, &call, blocks)
-    }
-
-    /// Has an op of nothing in the place of a call that the package refuses, so that the ops of all
-    /// ranks stay in step.
-    fn refuse(&self, py: Python<'_>, part_of: PartOf) -> PyResult<()> {
-        let (client, call) = (self.client.get(py)?, part_of.call(py)?);
-        self.begin(py, 0, call, || Ok(py.detach(|| client.refuse(call))))
+        self.start(py, part_of, &call, blocks)
     }
 
     /// Whether so many ops of lane 0 would begin without a wait, for earlier ones to end or for all
@@ -409,7 +411,7 @@ impl Session {
             return Ok(false);
         }
         // Ops that the others have yet to be told of go first.
-        let ops = ops.saturating_add(self.unsaid().len());
+        let ops = ops.saturating_add(self.unsaid.len());
         Ok(py.detach(|| client.has_room_for(0, ops)))
     }
 

@@ -99,6 +99,22 @@ def check_average() -> None:
     assert mean.tolist() == [1.0] * 10
 
 
+def test_complex_factors_scale_complex_tensors(ranks: Ranks) -> None:
+    ranks.run(check_complex_factor)
+
+
+def check_complex_factor() -> None:
+    """Gloo has no such sums to compare with."""
+    by = dist._make_nccl_premul_sum(torch.tensor(1 + 2j))
+    for dtype in (torch.complex64, torch.complex128):
+        x = torch.tensor([1 + 1j, 2, 3j], dtype=dtype)
+        expected = WORLD * (1 + 2j) * x
+        dist.all_reduce(x, by, group=_groups["racksum"])
+        assert torch.equal(x, expected)
+    with pytest.raises(racksum.BadArgument, match=r"torch\.float32 does not hold its products"):
+        dist.all_reduce(torch.ones(3), by, group=_groups["racksum"])
+
+
 @pytest.mark.parametrize("op", ["SUM", "AVG", "MIN", "MAX"])
 def test_negative_zero_of_all_ranks_becomes_positive(ranks: Ranks, op: str) -> None:
     ranks.run(check_negative_zero, op)

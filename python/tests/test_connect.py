@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import re
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -263,12 +265,27 @@ def test_an_aggregator_of_the_environment_that_does_not_answer_is_named_with_it(
     assert "RACKSUM" not in str(error.value), "who gives it need not be told of variables"
 
 
+def joined_late(connect: Callable[[int], Any]) -> tuple[int, racksum.JoinTimeout]:
+    """The limit, and the error, of a join that reached the aggregator, which knows who is missing.
+
+    A busy machine may take longer than the first limit for the handshake.
+    """
+    for limit in (1, 10, 80):
+        with pytest.raises((racksum.JoinTimeout, racksum.NoAggregator)) as error:
+            connect(limit)
+        if isinstance(error.value, racksum.JoinTimeout):
+            return limit, error.value
+    raise error.value
+
+
 def test_a_limit_of_the_environment_that_ends_a_join_is_named(monkeypatch, cluster):
-    # Long enough for the rank to reach the aggregator, which knows who is missing.
-    monkeypatch.setenv("RACKSUM_JOIN_TIMEOUT", "3")
-    with pytest.raises(racksum.JoinTimeout, match=r"^RACKSUM_JOIN_TIMEOUT='3': ") as error:
+    def connect(limit: int) -> None:
+        monkeypatch.setenv("RACKSUM_JOIN_TIMEOUT", str(limit))
         racksum.connect(cluster.address, job=cluster.new_job(), rank=0, world=2)
-    assert error.value.missing == (1,)
+
+    limit, late = joined_late(connect)
+    assert str(late).startswith(f"RACKSUM_JOIN_TIMEOUT='{limit}': ")
+    assert late.missing == (1,)
 
 
 def test_an_error_about_two_variables_names_both(monkeypatch):
@@ -324,10 +341,10 @@ def test_nobody_at_the_address_is_said_soon():
 
 
 def test_a_rank_that_does_not_come_is_named(cluster):
-    with pytest.raises(racksum.JoinTimeout, match="rank 1 had not joined") as late:
-        cluster.connect(world=2, join_timeout=1.0)
-    assert late.value.missing == (1,)
-    assert isinstance(late.value, TimeoutError)
+    _, late = joined_late(lambda limit: cluster.connect(world=2, join_timeout=float(limit)))
+    assert "rank 1 had not joined" in str(late)
+    assert late.missing == (1,)
+    assert isinstance(late, TimeoutError)
 
 
 def test_two_sessions_of_one_rank_are_one_too_many(place):

@@ -187,8 +187,8 @@ INTERRUPTED = """
     expected = [2.0 * i for i in range(session.max_ops)]
     handles = [reduced(session, i) for i in range(session.max_ops)]
     signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.5)
     try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
         # There is no room for it.
         reduced(session, 1000)
     except Interrupted:
@@ -211,6 +211,42 @@ def test_a_call_that_a_handler_interrupts_is_told_and_the_next_pairs(place, base
         timeout=600,
     )
     assert (ran.returncode, ran.stdout) == (0, "told\n4000.0\n"), ran.stderr
+
+
+CALLS = {
+    "allreduce": lambda session: session.allreduce(np.ones(4, np.float32)),
+    "allreduce_blocks": lambda session: session.allreduce_blocks(
+        np.zeros(1, np.int64), np.ones(256, np.float32), 256
+    ),
+    "refuse": lambda session: session.refuse(),
+    "refused": lambda session: session.allreduce(np.ones(4, np.float32), wire=5),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_is_interrupted_twice_is_told_and_the_next_pairs(place, call):
+    def work(session):
+        if session.rank == 0:
+            # The wait for ops that another thread has yet to start.
+            interrupts = [KeyboardInterrupt, KeyboardInterrupt]
+
+            def wait_for_earlier():
+                if interrupts:
+                    raise interrupts.pop()
+
+            session._before_op = wait_for_earlier
+            with pytest.raises(KeyboardInterrupt):
+                CALLS[call](session)
+            # Each interrupt ends a call: none waits for the same ops again.
+            with pytest.raises(KeyboardInterrupt):
+                session.allreduce(np.ones(4, np.float32))
+        else:
+            for _ in range(2):
+                with pytest.raises(racksum.Mismatch):
+                    session.allreduce(np.ones(4, np.float32))
+        return session.allreduce(np.full(4, 100.0 + session.rank, np.float32)).tolist()
+
+    assert place.run(2, work) == [[201.0] * 4] * 2
 
 
 def test_a_fork_after_connecting_is_told_to_connect_itself(place):

@@ -203,6 +203,84 @@ def test_ops_of_the_host_come_after_those_before_them(cluster, device):
     assert cluster.run(2, work) == [([20.0] * 5, [2.0] * 5)] * 2
 
 
+def test_a_call_that_is_interrupted_twice_comes_after_those_before_it(cluster, device):
+    def work(session):
+        own = staging_of(session)
+        first, third = (torch.full((5,), value, device=device) for value in (1.0, 100.0))
+        if session.rank == 1:
+            staged = staging.allreduce(session, first)
+            with pytest.raises(racksum.Mismatch):
+                session.allreduce(torch.full((5,), 10.0))
+        else:
+            busy = threading.Event()
+            own._up.do(busy.wait)
+            staged = staging.allreduce(session, first)
+            session._before_op = interrupt
+            with pytest.raises(KeyboardInterrupt):
+                session.allreduce(torch.full((5,), 10.0))
+            session._before_op = own.drain
+            busy.set()
+        return staged.wait().tolist(), allreduced(session, third).tolist()
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    assert cluster.run(2, work) == [([2.0] * 5, [200.0] * 5)] * 2
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_the_others_are_told_of_a_tensor_that_its_device_fails_to_make(
+    cluster, device, monkeypatch, is_sparse
+):
+    class Failing:
+        def synchronize(self):
+            raise RuntimeError("device-side assert")
+
+    def started(session):
+        x = torch.ones(64, device=device)
+        if is_sparse:
+            return racksum.torch.allreduce_sparse(session, x.to_sparse())
+        return staging.allreduce(session, x)
+
+    def work(session):
+        if session.rank == 0:
+            with monkeypatch.context() as patch:
+                patch.setattr(staging, "so_far", lambda device: Failing())
+                failed = started(session)
+            with pytest.raises(RuntimeError, match="device-side assert"):
+                failed.wait()
+        # After the first rank's, for which what it calls is replaced.
+        else:
+            told.wait(60)
+            with pytest.raises(racksum.Mismatch):
+                started(session).wait()
+        told.set()
+        return allreduced(session, torch.ones(3, device=device)).tolist()
+
+    told = threading.Event()
+    assert cluster.run(2, work) == [[2.0] * 3] * 2
+
+
+def test_a_call_for_which_no_thread_starts_is_told_and_the_next_pairs(cluster, device):
+    def work(session):
+        own = staging_of(session)
+        if session.rank == 0:
+            do, own._up.do = own._up.do, no_thread
+            with pytest.raises(RuntimeError, match="new thread"):
+                staging.allreduce(session, torch.ones(5, device=device))
+            own._up.do = do
+            assert not own.is_behind()
+        else:
+            with pytest.raises(racksum.Mismatch):
+                allreduced(session, torch.ones(5, device=device))
+        return allreduced(session, torch.ones(3, device=device)).tolist()
+
+    def no_thread(_):
+        raise RuntimeError("can't start new thread")
+
+    assert cluster.run(2, work) == [[2.0] * 3] * 2
+
+
 def test_what_comes_after_an_op_is_done_before_anyone_has_it(cluster, device):
     with cluster.connect() as session:
         op = staging.allreduce(session, torch.ones(5, device=device)).then(lambda x: x.add_(1))

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.futures import Future
     from typing_extensions import Self
 
-__all__ = ["Handle", "PartOf", "Session", "checked_session", "connect"]
+__all__ = ["Handle", "PartOf", "Session", "begin_ops_here", "checked_session", "connect"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -225,20 +225,20 @@ class Session:
         :raises racksum.PeerLost: A rank is gone. The session is over.
         :raises racksum.OpTimeout: It took longer than the session's ``timeout``.
         """
-        with self.telling_refusals(part_of):
-            memory = memory_of(x)
-            call = _call(
-                elements=memory.elements,
-                dtype=memory.dtype,
-                wire=wire,
-                op=op,
-                block=block,
-                lane=lane,
-                tag=memory.tag if tag is None else tag,
-                part_of=part_of,
-            )
+        with self._turn(part_of) as turn:
+            with self._telling(turn):
+                memory = memory_of(x)
+                call = _call(
+                    elements=memory.elements,
+                    dtype=memory.dtype,
+                    wire=wire,
+                    op=op,
+                    block=block,
+                    lane=lane,
+                    tag=memory.tag if tag is None else tag,
+                )
             self._take_turn()
-        started = self._session.submit(call, memory.address, memory.nbytes, memory.owner)
+            started = self._session.submit(turn, call, memory.address, memory.nbytes, memory.owner)
 
         def make() -> _Outcome[T]:
             absent, _ = started.outcome()
@@ -272,24 +272,24 @@ class Session:
         :return: The indices of the blocks that some rank has given and that are not all zeros,
             sorted, and their reduced values, flat; or a :class:`Handle` of both.
         """
-        with self.telling_refusals(part_of):
-            places, memory = memory_of(indices), memory_of(values)
-            if places.dtype != "i64":
-                raise BadArgument(f"the indices of blocks are int64, and not {indices.dtype}")  # type: ignore[attr-defined]
-            call = _call(
-                elements=elements,
-                dtype=memory.dtype,
-                wire=wire,
-                op=op,
-                block=block,
-                lane=lane,
-                tag=tag,
-                part_of=part_of,
-            )
+        with self._turn(part_of) as turn:
+            with self._telling(turn):
+                places, memory = memory_of(indices), memory_of(values)
+                if places.dtype != "i64":
+                    raise BadArgument(f"the indices of blocks are int64, and not {indices.dtype}")  # type: ignore[attr-defined]
+                call = _call(
+                    elements=elements,
+                    dtype=memory.dtype,
+                    wire=wire,
+                    op=op,
+                    block=block,
+                    lane=lane,
+                    tag=tag,
+                )
             self._take_turn()
-        started = self._session.submit_blocks(
-            call, places.address, places.elements, memory.address, memory.nbytes
-        )
+            started = self._session.submit_blocks(
+                turn, call, places.address, places.elements, memory.address, memory.nbytes
+            )
 
         def make() -> _Outcome[tuple[T, T]]:
             absent, sums = started.outcome()
@@ -308,24 +308,58 @@ class Session:
         All ranks number their ops alike, so a rank that leaves one out would pair its next with
         what others have called before. Those that did make the call hear :class:`racksum.Mismatch`.
         """
-        self._take_turn()
-        self._session.refuse(part_of or PartOf())
+        self._turn(part_of).owe()
+        self._tell()
 
     @contextlib.contextmanager
-    def telling_refusals(self, part_of: PartOf | None = None) -> Iterator[None]:
-        """Tells the other ranks if a call fails here, before its op has begun."""
+    def telling_refusals(self, part_of: PartOf | None = None) -> Iterator[_racksum.Turn]:
+        """Tells the other ranks if a call fails here, before its op has begun.
+
+        Whoever takes the turn that this gives tells them instead.
+        """
+        with self._turn(part_of) as turn:
+            self.catch_up()
+            with self._telling(turn):
+                yield turn
+
+    def catch_up(self) -> None:
+        """Has calls that were interrupted come before those that other threads are given next."""
+        if self._session.owes:
+            self._take_turn()
+
+    def _turn(self, part_of: PartOf | None) -> _racksum.Turn:
+        """The turn of a call. What ends the call before its op has begun leaves the call owed.
+
+        The other ranks are told of it before the next op, at the latest.
+        """
+        return self._session.turn(part_of or PartOf(), _thread.begins_ops)
+
+    @contextlib.contextmanager
+    def _telling(self, turn: _racksum.Turn) -> Iterator[None]:
+        """Tells the other ranks at once if the call fails."""
         try:
             yield
         # Whoever catches what a signal's handler raises, Ctrl-C too, may go on.
         except BaseException:
+            # First: another signal may end the wait for earlier ops.
+            turn.owe()
             # A session that is over has no ops to keep in step.
             with contextlib.suppress(Error):
-                self.refuse(part_of)
+                self._tell()
             raise
 
+    def _tell(self) -> None:
+        """Tells the other ranks of the calls that are owed, once all earlier ops have begun."""
+        self._take_turn()
+        self._session.tell()
+
     def _take_turn(self) -> None:
+        """Waits until the ops have begun that were called before, and other threads begin."""
         if self._before_op is not None:
             self._before_op()
+        # A thread that begins ops of earlier calls waits for none.
+        if not _thread.begins_ops:
+            self._session.settle()
 
     def empty(self, shape: int | Sequence[int], dtype: Any = None) -> Any:
         """A tensor whose memory is shared with the sidecar, so that it is reduced without a copy.
@@ -388,6 +422,21 @@ class Session:
         return f"<racksum.Session {self._options.name!r} rank {self.rank} of {self.world}, {state}>"
 
 
+class _Thread(threading.local):
+    """What is of one thread alone."""
+
+    #: Whether it begins ops that other threads have called, in the order of the calls.
+    begins_ops = False
+
+
+_thread = _Thread()
+
+
+def begin_ops_here() -> None:
+    """Makes this the thread that begins ops which others have called."""
+    _thread.begins_ops = True
+
+
 def checked_session(session: Any) -> Session:
     """A session, where one is wanted."""
     if isinstance(session, Session):
@@ -419,7 +468,6 @@ class Call(NamedTuple):
     block: int
     lane: int
     tag: int
-    part_of: PartOf
 
 
 #: How each argument of an op is read.
@@ -433,14 +481,12 @@ _CHECKS = {
 }
 
 
-def _call(
-    *, dtype: str, wire: str | None, tag: int | str, part_of: PartOf | None, **given: Any
-) -> Call:
+def _call(*, dtype: str, wire: str | None, tag: int | str, **given: Any) -> Call:
     """What an op is called with, if it can be."""
     given["wire"] = dtype if wire is None else wire
     given["tag"] = tag_of(text("tag", tag)) if isinstance(tag, str) else tag
     checked = {name: _CHECKS[name](name, value) for name, value in given.items()}
-    return Call(dtype=dtype, part_of=part_of or PartOf(), **checked)
+    return Call(dtype=dtype, **checked)
 
 
 #: How the limit of a wait is read.

@@ -97,7 +97,7 @@ def _address(x: Any) -> int:
     try:
         return int(x.data_ptr())
     except RuntimeError:
-        # What only stands for a tensor, as those of a trace do, says so in words of its own.
+        # A FakeTensor, as a trace has, raises an error that says so.
         return 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -317,15 +318,16 @@ class RacksumBackend(DelegatesToGloo):
 
         def begin() -> list[Waits]:
             # Joining waits for what is staged, so it is no part of that.
-            session = self.session
+            session, part_of = self.session, call.part()
 
             def start() -> Ends:
-                handle: Ends = session.allreduce(nothing, part_of=call.part(), async_op=True)
+                handle: Ends = session.allreduce(nothing, part_of=part_of, async_op=True)
                 return handle
 
-            staged = self._staging.takes(device)
-            met = self._staging.stage(device, start, lambda _: None) if staged else start()
-            return [*before, met]
+            if not self._staging.takes(device):
+                return [*before, start()]
+            telling = partial(session.telling_refusals, part_of)
+            return [*before, self._staging.stage(device, start, lambda _: None, telling)]
 
         before = [Before(work) for work in list(self._in_flight)]
         seconds = opts.timeout.total_seconds()
@@ -369,6 +371,12 @@ class RacksumBackend(DelegatesToGloo):
         self._sequence += 1
         return Call(collective, self._sequence, ops)
 
+    def _catch_up(self) -> None:
+        """Has calls that were interrupted come before those that the chain is given next."""
+        session = self._membership._session
+        if session is not None:
+            session.catch_up()
+
     def _refuse(self, call: Call) -> None:
         """Tells the other ranks, in its turn, of the ops of a call that this one does not begin."""
         parts = call.rest()
@@ -376,8 +384,15 @@ class RacksumBackend(DelegatesToGloo):
             return
 
         def refuse() -> Sequence[Waits]:
+            interrupted: BaseException | None = None
             for part_of in parts:
-                self._membership.refuse(part_of)
+                try:
+                    self._membership.refuse(part_of)
+                except BaseException as error:
+                    # The part is owed then, and the others have to come after it.
+                    interrupted = error
+            if interrupted is not None:
+                raise interrupted
             return []
 
         if self._would_wait(len(parts)):
@@ -403,30 +418,17 @@ class RacksumBackend(DelegatesToGloo):
             on another thread: they may come to it by way of another group. So does one for which
             too many ops are in flight.
         """
-        # Those that have ended are let go, so that nothing piles up where nobody waits.
-        for work in list(self._in_flight):
-            if not work.has_ended():
-                break
+        self._let_ended_go()
         extents = extents_of(touched)
         earlier = self._on_memory.works(extents)
-        must_join = joins and not self._membership.has_joined
-        # Another thread begins ops of a GPU.
-        on_host = not any(self._staging.takes(x.device) for x in touched)
-
-        def begin_or_refuse() -> Sequence[Waits]:
-            try:
-                return begin()
-            except BaseException:
-                self._refuse(call)
-                raise
-
         # Gloo's own show in its own events.
         event = event_of(call.collective) if joins else None
         try:
-            if not earlier and not must_join and not self._would_wait(call.left, on_host=on_host):
-                parts = begin()
+            if earlier or self._must_defer(call, touched, joins=joins):
+                refuse = partial(self._refuse, call)
+                parts: Sequence[Waits] = [self._chain.defer(earlier, begin, touched, refuse)]
             else:
-                parts = [self._chain.defer(earlier, begin_or_refuse, touched)]
+                parts = begin()
         except BaseException:
             if event:
                 event.end()
@@ -436,6 +438,20 @@ class RacksumBackend(DelegatesToGloo):
         work = Work(parts, result, self._in_flight, seconds)
         self._on_memory.add(work, extents)
         return work
+
+    def _let_ended_go(self) -> None:
+        """Lets go of what has ended, so that nothing piles up where nobody waits."""
+        for work in list(self._in_flight):
+            if not work.has_ended():
+                break
+
+    def _must_defer(self, call: Call, touched: Sequence[Tensor], *, joins: bool) -> bool:
+        """Whether the ops of a call would keep their caller waiting if they began here."""
+        if joins and not self._membership.has_joined:
+            return True
+        # Another thread begins ops of a GPU.
+        on_host = not any(self._staging.takes(x.device) for x in touched)
+        return self._would_wait(call.left, on_host=on_host)
 
     def _would_wait(self, ops: int, *, on_host: bool = True) -> bool:
         """Whether so many ops would keep their caller waiting, for others or for other ranks."""
@@ -513,11 +529,13 @@ class RacksumBackend(DelegatesToGloo):
             call.part()
             return self._reduced_by_gloo(x, by)
         wire = wire_for(options.wire, x.dtype) if by in (_Op.SUM, _Op.AVG) else None
+        # Joining may fail, so it comes before the part is taken.
+        session = self.session
         named: dict[str, Any] = {"wire": wire, "part_of": call.part()}
         if x.is_sparse:
-            reduced = allreduce_sparse(self.session, x, OPERATORS[by], **named)
+            reduced = allreduce_sparse(session, x, OPERATORS[by], **named)
             return reduced.then(lambda sums: write(x, sums))
-        return allreduce(self.session, x, OPERATORS[by], block=options.block, **named)
+        return allreduce(session, x, OPERATORS[by], block=options.block, **named)
 
     def _reduced_by_gloo(self, x: Tensor, by: Any) -> Ends:
         delegated = dist.AllreduceOptions()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from racksum.errors import WaitTimeout
 from racksum.session import PartOf
 from racksum.torch.staging import so_far
-from racksum.torch.work import InOrder, Parts, own_streams_on
+from racksum.torch.work import InOrder, Parts, as_exception, own_streams_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,6 +70,7 @@ def numbered(
             with self._calling:
                 call = self._new_call(collective, ops(*args, **named))
                 try:
+                    self._catch_up()
                     return method(self, call, *args, **named)
                 except BaseException:
                     self._refuse(call)
@@ -87,7 +89,7 @@ class Chain:
     """
 
     def __init__(self) -> None:
-        self._thread = InOrder("racksum-chain")
+        self._thread = InOrder("racksum-chain", begins_ops=True)
         # Of the last collective: its ops are in flight, or have failed.
         self._has_begun = threading.Event()
         self._has_begun.set()
@@ -105,15 +107,17 @@ class Chain:
         earlier: Sequence[Work],
         begin: Callable[[], Sequence[Waits]],
         touched: Sequence[Tensor],
+        refuse: Callable[[], None] = lambda: None,
     ) -> Deferred:
-        """Has a collective begin once these have ended, well or not."""
+        """Has a collective begin once these have ended, well or not.
+
+        :param refuse: Tells the other ranks of what has not begun, if something fails before.
+        """
         devices = {x.device for x in touched}
         ready = [so_far(device) for device in devices if device.type != "cpu"]
         inference = torch.is_inference_mode_enabled()
-        deferred = Deferred()
-        self._has_begun = deferred.begun
 
-        def begin_in_turn() -> None:
+        def begin_in_turn() -> Sequence[Waits]:
             with own_streams_on(devices), torch.inference_mode(inference), torch.no_grad():
                 for event in ready:
                     event.synchronize()
@@ -121,9 +125,17 @@ class Chain:
                     # Whoever waits for it is told.
                     with contextlib.suppress(Exception):
                         work.wait_for(None)
-                deferred.begin(begin)
+                return begin()
 
-        self._thread.do(begin_in_turn)
+        deferred = Deferred()
+        before, self._has_begun = self._has_begun, deferred.begun
+        try:
+            self._thread.do(partial(deferred.begin, begin_in_turn, refuse))
+        except BaseException:
+            # The thread may have it already, if it was a signal's handler that raised this.
+            if deferred.take():
+                self._has_begun = before
+            raise
         return deferred
 
     def drain(self) -> None:
@@ -138,17 +150,26 @@ class Deferred:
     def __init__(self) -> None:
         #: Its ops are in flight, or have failed.
         self.begun = threading.Event()
+        self._taken = threading.Lock()
         self._parts = Parts(())
         self._error: Exception | None = None
 
-    def begin(self, begin: Callable[[], Sequence[Waits]]) -> None:
-        """Begins it."""
+    def take(self) -> bool:
+        """Whether it has yet to begin; then only whoever asked may begin or refuse it."""
+        return self._taken.acquire(blocking=False)
+
+    def begin(self, begin: Callable[[], Sequence[Waits]], refuse: Callable[[], None]) -> None:
+        """Begins it, or refuses it if that fails."""
+        if not self.take():
+            return
         try:
             self._parts = Parts(begin())
-        except Exception as error:
+        except BaseException as error:
             # Whoever waits for it is told.
-            self._error = error
-        self.begun.set()
+            self._error = as_exception(error)
+            refuse()
+        finally:
+            self.begun.set()
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits for it to begin and end."""

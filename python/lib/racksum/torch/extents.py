@@ -135,7 +135,7 @@ def _extents(x: Tensor) -> Iterable[tuple[torch.device, int, int]]:
     try:
         start = x.data_ptr()
     except RuntimeError:
-        # What only stands for a tensor has no memory to share.
+        # A FakeTensor has no memory.
         return []
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return [(x.device, start, start + (last + 1) * x.element_size())]

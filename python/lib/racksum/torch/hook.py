@@ -324,7 +324,7 @@ class _Part(NamedTuple):
         return gradients
 
 
-def _telling_refusals(state: State) -> AbstractContextManager[None]:
+def _telling_refusals(state: State) -> AbstractContextManager[object]:
     """Tells the other ranks if a bucket is refused here, unless they do not use the session."""
     if state.session is None or state._by_group:
         return nullcontext()

@@ -65,11 +65,12 @@ def check_operator(x: Tensor, opts: Any) -> None:
         raise BadArgument(
             "sparse tensors of torch.bool are not reduced; pass x.to(torch.uint8), or a dense one"
         )
-    if x.is_complex() and by in (_Op.SUM, _Op.AVG, _Op.PREMUL_SUM):
-        x = torch.view_as_real(x)
     if by == _Op.PREMUL_SUM:
+        # Before a complex tensor is taken for a real one, which no complex factor scales.
         _check_factor(x, opts.reduceOp.factor)
         by = _Op.SUM
+    if x.is_complex() and by in (_Op.SUM, _Op.AVG):
+        x = torch.view_as_real(x)
     is_gloos = by != _Op.AVG and x.dtype in (*_FLOATS, *_INTEGERS, *_BYTES)
     if not is_ours(x, by) and not is_gloos:
         raise BadArgument(f"{by.name} is not defined for {x.dtype}")

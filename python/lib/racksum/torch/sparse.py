@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -59,17 +60,19 @@ def allreduce_sparse(
                 f"elements, and may have {MAX_ELEMENTS} at most"
             )
     staging = staging_of(session)
+    telling = partial(session.telling_refusals, part_of)
     how: dict[str, Any] = {"wire": wire, "lane": lane, "part_of": part_of}
     if not staging.takes(x.device):
         return _started(session, x, op, **how)
 
     def start() -> Handle[torch.Tensor]:
-        with session.telling_refusals(part_of):
+        with telling():
             indices, values = to_host(x._indices(), x._values())
             entries = torch.sparse_coo_tensor(indices, values, x.shape, check_invariants=False)
         return _started(session, entries, op, **how)
 
-    return staging.stage(x.device, start, lambda sums: sums.to(x.device, non_blocking=True))
+    finish = lambda sums: sums.to(x.device, non_blocking=True)  # noqa: E731
+    return staging.stage(x.device, start, finish, telling)
 
 
 def _started(

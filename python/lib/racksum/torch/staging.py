@@ -15,6 +15,8 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -22,11 +24,13 @@ import torch
 from racksum.errors import BadArgument, WaitTimeout
 from racksum.session import DEFAULT_BLOCK, Handle, PartOf, Session
 from racksum.tensor import tag_of_shape
-from racksum.torch.work import Ends, InOrder, future_of
+from racksum.torch.work import Ends, InOrder, as_exception, future_of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.futures import Future
+
+    from racksum._racksum import Turn
 
 __all__ = [
     "Staged",
@@ -73,17 +77,18 @@ def allreduce(
     if not staging.takes(x.device):
         handle: Handle[Tensor] = session.allreduce(x, op, tag=tag, **options)
         return handle
-    with session.telling_refusals(part_of):
+    telling = partial(session.telling_refusals, part_of)
+    with telling():
         if not x.is_contiguous():
             raise BadArgument(
                 f"the tensor of shape {tuple(x.shape)} is not contiguous; pass x.contiguous()"
             )
-    flat = x.detach().view(-1)
-    options["tag"] = tag_of_shape(x.shape) if tag is None else tag
+        flat = x.detach().view(-1)
+        options["tag"] = tag_of_shape(x.shape) if tag is None else tag
 
     def start() -> Ends:
         """Ranks that give a list of blocks, and those that give all, may meet in an op."""
-        with session.telling_refusals(part_of):
+        with telling():
             indices = find(flat, block)
             is_whole = len(indices) * block > _MOST_PACKED * len(flat)
             first, *rest = to_host(flat) if is_whole else to_host(*pack(flat, block, indices))
@@ -101,7 +106,7 @@ def allreduce(
             flat.copy_(sums, non_blocking=True)
         return x
 
-    return staging.stage(x.device, start, finish)
+    return staging.stage(x.device, start, finish, telling)
 
 
 def find(x: Tensor, block: int) -> Tensor:
@@ -160,7 +165,7 @@ class Staging:
     """The way of tensors of GPUs to the host, where their ops start in order, and back."""
 
     def __init__(self) -> None:
-        self._up = InOrder("racksum-up")
+        self._up = InOrder("racksum-up", begins_ops=True)
         self._down = InOrder("racksum-down")
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
         # Of the last op: it has started, or failed.
@@ -173,41 +178,48 @@ class Staging:
         return device.type != "cpu"
 
     def stage(
-        self, device: torch.device, start: Callable[[], Ends], finish: Callable[[Any], T]
+        self,
+        device: torch.device,
+        start: Callable[[], Ends],
+        finish: Callable[[Any], T],
+        telling: Callable[[], AbstractContextManager[Turn | None]] = contextlib.nullcontext,
     ) -> Staged[T]:
         """Has an op started once the device has done what its current stream has so far.
 
-        :param start: Starts the op; it is called on another thread, with a stream of its own.
+        :param start: Starts the op; it is called on another thread, with a stream of its own. It
+            tells the other ranks itself if it fails.
         :param finish: Makes the result of what the op came to; likewise.
+        :param telling: Tells the other ranks of what fails before ``start`` is called.
         """
-        module = torch.get_device_module(device)
-        if device not in self._streams:
-            self._streams[device] = module.Stream(device), module.Stream(device)
-        up, down = self._streams[device]
         # Tensors that were made in it cannot be written to outside.
         inference = torch.is_inference_mode_enabled()
-        ready = so_far(device)
         staged: Staged[T] = Staged(self, device)
-        has_started = self._has_started = threading.Event()
+        has_started = threading.Event()
 
         @contextlib.contextmanager
         def there(stream: Any) -> Iterator[None]:
+            module = torch.get_device_module(device)
             # A thread begins with the first GPU, and leaving a stream would make use of that.
             module.set_device(device)
             with torch.inference_mode(inference), torch.no_grad(), module.stream(stream):
                 yield
 
-        def take_up() -> None:
+        def take_up(turn: Turn | None, ready: Any, up: Any, down: Any) -> None:
+            if turn is not None and not turn.take():
+                # A signal's handler has ended the call, which the other ranks hear of.
+                return
             with staged.told_of_errors():
                 try:
-                    ready.synchronize()
-                    with there(up):
+                    with contextlib.ExitStack() as stack:
+                        with telling():
+                            ready.synchronize()
+                            stack.enter_context(there(up))
                         op = start()
                 finally:
                     has_started.set()
-                self._down.do(lambda: take_down(op))
+                self._down.do(lambda: take_down(op, down))
 
-        def take_down(op: Ends) -> None:
+        def take_down(op: Ends, down: Any) -> None:
             with staged.told_of_errors():
                 with there(down):
                     result = finish(op.wait())
@@ -216,8 +228,22 @@ class Staging:
                 # Until then this holds what the stream reads and writes.
                 done.synchronize()
 
-        self._up.do(take_up)
+        with telling() as turn:
+            ready, streams = so_far(device), self._streams_of(device)
+            before, self._has_started = self._has_started, has_started
+            try:
+                self._up.do(partial(take_up, turn, ready, *streams))
+            except BaseException:
+                self._has_started = before
+                raise
         return staged
+
+    def _streams_of(self, device: torch.device) -> tuple[Any, Any]:
+        """The streams on which tensors of a device go up and down."""
+        if device not in self._streams:
+            module = torch.get_device_module(device)
+            self._streams[device] = module.Stream(device), module.Stream(device)
+        return self._streams[device]
 
     def is_current(self) -> bool:
         """Whether this is the thread that starts ops."""
@@ -282,8 +308,8 @@ class Staged(Generic[T]):
         """Lets those know who wait why there is no result."""
         try:
             yield
-        except Exception as error:
-            self._outcome = error
+        except BaseException as error:
+            self._outcome = as_exception(error)
             self._ended.set()
 
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -20,7 +21,7 @@ from torch.futures import Future
 
 from racksum.eager import eager, eager_methods
 from racksum.errors import WaitTimeout
-from racksum.session import close_all
+from racksum.session import begin_ops_here, close_all
 
 __all__ = [
     "Before",
@@ -30,6 +31,7 @@ __all__ = [
     "Pending",
     "Waits",
     "Work",
+    "as_exception",
     "at_end_of_backward",
     "do_waiting",
     "future_of",
@@ -40,7 +42,7 @@ __all__ = [
     "writing_to",
 ]
 
-#: Seconds that the end of the process waits for a thread that has nothing to wait for.
+#: Seconds that the end of the process waits for all threads together.
 _PATIENCE = 5.0
 #: Threads that are kept when they have nothing to wait for.
 _MOST_IDLE = 8
@@ -201,8 +203,8 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
             self.wait_for(0.0)
         except WaitTimeout:
             return False
-        except RuntimeError:
-            return True
+        except Exception:
+            self._in_flight.pop(self, None)
         return True
 
     def get_future(self) -> Future[list[torch.Tensor]]:
@@ -269,14 +271,26 @@ def future_of(op: Ends, devices: Iterable[torch.device] = ()) -> Future[Any]:
     future = new_future(devices)
 
     def complete() -> None:
-        with own_streams_on(devices):
-            try:
+        try:
+            with own_streams_on(devices):
                 future.set_result(op.wait())
-            except Exception as error:
-                future.set_exception(error)
+        except BaseException as error:
+            future.set_exception(as_exception(error))
 
     _waiters.do(complete)
     return future
+
+
+def as_exception(error: BaseException) -> Exception:
+    """What is raised to whoever waits for what has ended with an error on another thread.
+
+    A panic of the extension is no ``Exception``.
+    """
+    if isinstance(error, Exception):
+        return error
+    raised = RuntimeError(f"ended by {error!r}")
+    raised.__cause__ = error
+    return raised
 
 
 @contextlib.contextmanager
@@ -295,10 +309,14 @@ def _with_streams(devices: Iterable[torch.device]) -> list[Any]:
 
 
 class InOrder:
-    """A thread, once there is something for it, that does one thing after the other."""
+    """A thread, once there is something for it, that does one thing after the other.
 
-    def __init__(self, name: str) -> None:
+    :param begins_ops: Whether it begins ops that other threads have called.
+    """
+
+    def __init__(self, name: str, *, begins_ops: bool = False) -> None:
         self._name = name
+        self._begins_ops = begins_ops
         self._lock = threading.Lock()
         self._things: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -310,15 +328,19 @@ class InOrder:
         with self._lock:
             # A fork has no threads of the process that it was forked from.
             if self._pid != os.getpid():
-                self._pid, self._things = os.getpid(), queue.SimpleQueue()
-                arguments = (self._things,)
-                self._thread = threading.Thread(
-                    target=_do_all, args=arguments, name=self._name, daemon=True
-                )
-                self._thread.start()
-                # When nobody can give it anything any more, it ends.
-                weakref.finalize(self, self._things.put, None).atexit = False
+                self._start()
         self._things.put(thing)
+
+    def _start(self) -> None:
+        things: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        thread = threading.Thread(
+            target=_do_all, args=(things, self._begins_ops), name=self._name, daemon=True
+        )
+        # There may be no room for another thread.
+        thread.start()
+        self._things, self._thread, self._pid = things, thread, os.getpid()
+        # When nobody can give it anything any more, it ends.
+        weakref.finalize(self, things.put, None).atexit = False
 
     def is_current(self) -> bool:
         """Whether this is the thread."""
@@ -332,16 +354,22 @@ class InOrder:
             drained.wait()
 
     def end(self) -> None:
-        """Ends the thread after what it was given, and waits for that, but not for ever."""
+        """Ends the thread after what it was given."""
         if self._thread is not None and self._pid == os.getpid():
             self._things.put(None)
-            self._thread.join(_PATIENCE)
+
+    def join(self, seconds: float) -> None:
+        """Waits until the thread has ended, so long at most."""
+        if self._thread is not None and self._pid == os.getpid():
+            self._thread.join(seconds)
 
 
-def _do_all(things: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+def _do_all(things: queue.SimpleQueue[Callable[[], None] | None], begins_ops: bool) -> None:
+    if begins_ops:
+        begin_ops_here()
     while thing := things.get():
-        # Whoever has the future is told.
-        with contextlib.suppress(Exception):
+        # Whoever has the future is told. A panic too: the thread has more to do.
+        with contextlib.suppress(BaseException):
             thing()
         # What it holds is let go before the next comes.
         del thing
@@ -404,5 +432,9 @@ os.register_at_fork(after_in_child=_begin_anew)
 def _end_all() -> None:
     """Ends threads while Python is there: one that it finds in torch would abort the process."""
     close_all()
-    for thread in list(_all):
+    threads = list(_all)
+    for thread in threads:
         thread.end()
+    deadline = time.monotonic() + _PATIENCE
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))

@@ -1,0 +1,180 @@
+"""Threads that begin and wait for collectives: none is lost, whatever they are given fails with."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import racksum
+from conftest import Cluster
+from racksum.errors import WaitTimeout
+from racksum.torch import calls, work
+from racksum.torch.calls import Chain, Deferred
+from racksum.torch.work import InOrder, future_of
+from ranks import Ranks, in_group
+
+#: Seconds after which something counts as hanging.
+PATIENCE = 60.0
+
+
+class Panic(BaseException):
+    """As the extension raises it: no ``Exception``."""
+
+
+class Failing:
+    """An event of a device that has failed."""
+
+    def synchronize(self) -> None:
+        raise RuntimeError("device-side assert")
+
+
+def panic() -> Any:
+    raise Panic("at the worst moment")
+
+
+def begins(chain: Chain) -> None:
+    """Checks that a chain is done with what it had, and begins what comes next."""
+    assert not chain.is_behind()
+    chain.defer([], lambda: [], []).wait(PATIENCE)
+
+
+def in_begin(chain: Chain, refuse: Callable[[], None]) -> Deferred:
+    return chain.defer([], panic, [], refuse)
+
+
+def in_an_event(chain: Chain, refuse: Callable[[], None]) -> Deferred:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "so_far", lambda _: Failing())
+        patch.setattr(calls, "own_streams_on", lambda _: nullcontext())
+        deferred = chain.defer([], lambda: [], [torch.empty(1, device="meta")], refuse)
+        deferred.begun.wait(PATIENCE)
+    return deferred
+
+
+def in_a_stream(chain: Chain, refuse: Callable[[], None]) -> Deferred:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "own_streams_on", lambda _: panic())
+        deferred = chain.defer([], lambda: [], [], refuse)
+        deferred.begun.wait(PATIENCE)
+    return deferred
+
+
+@pytest.mark.parametrize("fail", [in_begin, in_an_event, in_a_stream])
+def test_what_fails_on_the_chain_is_told_and_the_next_begins(
+    fail: Callable[[Chain, Callable[[], None]], Deferred],
+) -> None:
+    chain, refused = Chain(), threading.Event()
+    with pytest.raises(RuntimeError, match=r"device-side assert|at the worst moment") as error:
+        fail(chain, refused.set).wait(PATIENCE)
+    assert not isinstance(error.value, WaitTimeout)
+    assert refused.is_set(), "the other ranks hear of it"
+    begins(chain)
+
+
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """A process that may start no thread, until this is called."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    yield monkeypatch.undo
+    monkeypatch.undo()
+
+
+def test_a_thread_that_does_not_start_is_started_for_the_next(
+    no_threads: Callable[[], None],
+) -> None:
+    chain = Chain()
+    with pytest.raises(RuntimeError, match="new thread"):
+        chain.defer([], lambda: [], [])
+    # Nothing to end.
+    chain._thread.end()
+    chain._thread.join(PATIENCE)
+    no_threads()
+    begins(chain)
+
+
+def test_a_call_whose_begin_was_interrupted_begins_never() -> None:
+    """A signal's handler raises once the thread has what is to begin."""
+    chain, begun = Chain(), threading.Event()
+    busy = threading.Event()
+    chain._thread.do(lambda: busy.wait(PATIENCE))
+    do = chain._thread.do
+
+    def do_and_raise(thing: Callable[[], None]) -> None:
+        do(thing)
+        raise KeyboardInterrupt
+
+    chain._thread.do = do_and_raise  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        chain.defer([], lambda: begun.set() or [], [])
+    chain._thread.do = do  # type: ignore[method-assign]
+    busy.set()
+    begins(chain)
+    assert not begun.is_set()
+
+
+def test_a_future_of_what_panics_has_the_error() -> None:
+    class Op:
+        wait = staticmethod(panic)
+
+    future = future_of(Op())  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="at the worst moment"):
+        future.wait()
+
+
+def test_all_stuck_threads_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    class Stuck(InOrder):
+        def join(self, seconds: float) -> None:
+            nonlocal now
+            now += seconds
+
+    stuck = [Stuck(f"stuck-{nth}") for nth in range(5)]
+    monkeypatch.setattr(work, "_all", stuck)
+    monkeypatch.setattr(work, "close_all", lambda: None)
+    monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: now))
+    work._end_all()
+    assert now == work._PATIENCE
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+def test_a_call_that_fails_before_its_turn_is_told_to_the_others(
+    ranks: Ranks, cluster: Cluster
+) -> None:
+    ranks.run(fail_before_the_turn, cluster.address, cluster.new_job())
+
+
+def fail_before_the_turn(address: str, job: str) -> None:
+    """The first call waits on the chain to join; at one rank it fails before that."""
+
+    def check(group: dist.ProcessGroup) -> None:
+        if dist.get_rank() == 1:
+            with pytest.raises(racksum.Mismatch, match="rank 0 has a call that it refused"):
+                dist.all_reduce(torch.ones(3), group=group)
+            return
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("racksum.torch.calls.own_streams_on", failing)
+            with pytest.raises(RuntimeError, match="device-side assert"):
+                dist.all_reduce(torch.ones(3), group=group)
+
+    def failing(_: object) -> None:
+        raise RuntimeError("device-side assert")
+
+    in_group(check, address, job)
