@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 import racksum
 import racksum.torch
@@ -104,15 +105,19 @@ def test_complex_factors_scale_complex_tensors(ranks: Ranks) -> None:
 
 
 def check_complex_factor() -> None:
-    """Gloo has no such sums to compare with."""
-    by = dist._make_nccl_premul_sum(torch.tensor(1 + 2j))
+    """Gloo has no such sums to compare with. `dist.all_reduce` hands on real tensors alone."""
+    group, by = _groups["racksum"], dist._make_nccl_premul_sum(torch.tensor(1 + 2j))
+    options = c10d.AllreduceOptions()
+    options.reduceOp = by
     for dtype in (torch.complex64, torch.complex128):
-        x = torch.tensor([1 + 1j, 2, 3j], dtype=dtype)
-        expected = WORLD * (1 + 2j) * x
-        dist.all_reduce(x, by, group=_groups["racksum"])
+        x = torch.tensor([1 + 1j, 2, 3j] * WORLD, dtype=dtype)
+        expected, own = WORLD * (1 + 2j) * x, torch.zeros(3, dtype=dtype)
+        dist.reduce_scatter_tensor(own, x, by, group=group)
+        assert torch.equal(own, expected[:3])
+        group.allreduce([x], options).wait()
         assert torch.equal(x, expected)
     with pytest.raises(racksum.BadArgument, match=r"torch\.float32 does not hold its products"):
-        dist.all_reduce(torch.ones(3), by, group=_groups["racksum"])
+        dist.all_reduce(torch.ones(3), by, group=group)
 
 
 @pytest.mark.parametrize("op", ["SUM", "AVG", "MIN", "MAX"])

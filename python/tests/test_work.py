@@ -17,6 +17,7 @@ from conftest import Cluster
 from racksum.errors import WaitTimeout
 from racksum.torch import calls, work
 from racksum.torch.calls import Chain, Deferred
+from racksum.torch.profiled import Event
 from racksum.torch.work import InOrder, future_of
 from ranks import Ranks, in_group
 
@@ -103,6 +104,15 @@ def test_a_thread_that_does_not_start_is_started_for_the_next(
     begins(chain)
 
 
+def test_what_only_helps_goes_without_a_thread(
+    no_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "_waiters", work.Waiters("none"))
+    work.let_go(object())
+    event = Event("a collective")
+    event.end_after([], set()).wait(0.0)
+
+
 def test_a_call_whose_begin_was_interrupted_begins_never() -> None:
     """A signal's handler raises once the thread has what is to begin."""
     chain, begun = Chain(), threading.Event()
@@ -176,5 +186,37 @@ def fail_before_the_turn(address: str, job: str) -> None:
 
     def failing(_: object) -> None:
         raise RuntimeError("device-side assert")
+
+    in_group(check, address, job)
+
+
+def test_what_the_chain_begins_comes_after_a_call_that_was_interrupted(
+    ranks: Ranks, cluster: Cluster
+) -> None:
+    ranks.run(begin_after_an_interrupt, cluster.address, cluster.new_job())
+
+
+def begin_after_an_interrupt(address: str, job: str) -> None:
+    def check(group: dist.ProcessGroup) -> None:
+        dist.barrier(group)
+        x = torch.ones(3)
+        if dist.get_rank() == 1:
+            with pytest.raises(racksum.Mismatch, match="rank 0 has a call that it refused"):
+                dist.all_reduce(torch.ones(3), group=group)
+            dist.all_reduce(x, group=group)
+        else:
+            backend: Any = group._get_backend(torch.device("cpu"))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(backend.session, "_before_op", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    dist.all_reduce(torch.ones(3), group=group)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(backend, "_would_wait", lambda *_, **__: True)
+                work = dist.all_reduce(x, group=group, async_op=True)
+            work.wait()
+        assert x.tolist() == [2.0] * 3
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
 
     in_group(check, address, job)

@@ -47,7 +47,11 @@ class Event:
             finally:
                 self.end()
 
-        do_waiting(end)
+        try:
+            do_waiting(end)
+        except RuntimeError:
+            # No thread starts: better that the event is too short than that the collective is lost.
+            self.end()
         return self
 
     def end(self) -> None:

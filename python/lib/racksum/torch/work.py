@@ -411,7 +411,9 @@ def do_waiting(thing: Callable[[], None]) -> None:
 def let_go(thing: object) -> None:
     """Has a thread give up its reference to something, for what takes long to end."""
     held = [thing]
-    _waiters.do(held.clear)
+    # Where no thread starts, the caller's reference is the last.
+    with contextlib.suppress(RuntimeError):
+        _waiters.do(held.clear)
 
 
 _all: weakref.WeakSet[InOrder] = weakref.WeakSet()
