@@ -10,19 +10,18 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from racksum import _racksum
 from racksum.eager import eager_methods
-from racksum.errors import BadArgument, Error, SessionClosed, WaitTimeout
-from racksum.log import logger
+from racksum.errors import BadArgument, Error, SessionClosed
+from racksum.handle import Handle, Outcome
+from racksum.log import logger, pass_on, pass_on_until
 from racksum.options import (
     MAX_ELEMENTS,
     MAX_LANES,
     ConnectOptions,
     limits_of_group,
-    seconds_from,
     text,
     whole_from,
 )
@@ -34,13 +33,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import TracebackType
 
-    from torch.futures import Future
     from typing_extensions import Self
 
 __all__ = ["Handle", "PartOf", "Session", "begin_ops_here", "checked_session", "connect"]
 
 T = TypeVar("T")
-U = TypeVar("U")
 
 _log = logger("racksum")
 
@@ -127,13 +124,13 @@ class Session:
         _racksum.keep_logs(min(_log.getEffectiveLevel(), logging.CRITICAL))
         # Joining may take minutes, and what it waits for is to be read meanwhile.
         joined = threading.Event()
-        threading.Thread(target=_pass_on_logs_until, args=(joined,), daemon=True).start()
+        threading.Thread(target=pass_on_until, args=(joined,), daemon=True).start()
         try:
             with options.naming_variables():
                 self._session = _racksum.Session.connect(options, check)
         finally:
             joined.set()
-            _pass_on_logs()
+            pass_on()
         self._closed = False
         self._copied = 0
         #: Called at the beginning of every op, so that those of a GPU, which another thread starts,
@@ -240,10 +237,10 @@ class Session:
             self._take_turn()
             started = self._session.submit(turn, call, memory.address, memory.nbytes, memory.owner)
 
-        def make() -> _Outcome[T]:
+        def make() -> Outcome[T]:
             absent, _ = started.outcome()
             check_unmoved(x, memory)
-            return _Outcome(x, absent)
+            return Outcome(x, absent)
 
         handle = Handle(started.wait, make)
         return handle if async_op else handle.wait()
@@ -291,13 +288,13 @@ class Session:
                 turn, call, places.address, places.elements, memory.address, memory.nbytes
             )
 
-        def make() -> _Outcome[tuple[T, T]]:
+        def make() -> Outcome[tuple[T, T]]:
             absent, sums = started.outcome()
             sums = cast("_racksum.Sums", sums)
             where = empty_like(indices, sums.count)
             reduced = empty_like(values, sums.nbytes // values.itemsize)  # type: ignore[attr-defined]
             sums.copy_to(memory_of(where).address, memory_of(reduced).address)
-            return _Outcome((where, reduced), absent)
+            return Outcome((where, reduced), absent)
 
         handle = Handle(started.wait, make)
         return handle if async_op else handle.wait()
@@ -401,7 +398,7 @@ class Session:
         try:
             self._session.close()
         finally:
-            _pass_on_logs()
+            pass_on()
 
     def __enter__(self) -> Self:
         # What has ended the job an op says better.
@@ -489,10 +486,6 @@ def _call(*, dtype: str, wire: str | None, tag: int | str, **given: Any) -> Call
     return Call(dtype=dtype, **checked)
 
 
-#: How the limit of a wait is read.
-_limit = seconds_from(0)
-
-
 def _sides(shape: Any) -> tuple[int, ...]:
     try:
         sides = tuple(shape)
@@ -502,83 +495,6 @@ def _sides(shape: Any) -> tuple[int, ...]:
     sides = tuple(check("a side of the shape", side) for side in sides)
     check("the product of the shape", math.prod(sides))
     return sides
-
-
-class Handle(Generic[T]):
-    """An op in flight. It keeps its tensor; if it is dropped, the op goes on all the same."""
-
-    def __init__(
-        self, ends_within: Callable[[float | None], bool], make: Callable[[], _Outcome[T]]
-    ) -> None:
-        self._lock = threading.Lock()
-        self._state: _Running[T] | _Outcome[T] = _Running(ends_within, make)
-
-    def done(self) -> bool:
-        """Whether the op has ended, with a result or an error."""
-        return self._ends_within(0.0)
-
-    def wait(self, timeout: float | None = None) -> T:
-        """Waits for the op to end, and returns its result.
-
-        :raises racksum.WaitTimeout: It has not ended in so many seconds; it goes on.
-        :raises racksum.Error: Why there is no result.
-        """
-        limit = None if timeout is None else _limit("timeout", timeout)
-        return self._outcome(limit).result
-
-    def then(self, work: Callable[[T], U]) -> Handle[U]:
-        """The same op with the result that ``work`` makes of this one's, when it is waited for.
-
-        Where it fails, it is called again whenever the op is waited for again.
-        """
-
-        def make() -> _Outcome[U]:
-            outcome = self._outcome(None)
-            return _Outcome(work(outcome.result), outcome.absent)
-
-        return Handle(self._ends_within, make)
-
-    def get_future(self) -> Future[T]:
-        """A :class:`torch.futures.Future` of the result, which a thread completes."""
-        from racksum.torch.work import future_of  # noqa: PLC0415 - only who calls this has torch.
-
-        return future_of(self)
-
-    @property
-    def absent(self) -> tuple[int, ...]:
-        """The ranks that the result lacks, in a job that goes on without those it loses."""
-        return self._outcome(None).absent
-
-    def _ends_within(self, seconds: float | None) -> bool:
-        state = self._state
-        return isinstance(state, _Outcome) or state.ends_within(seconds)
-
-    def _outcome(self, timeout: float | None) -> _Outcome[T]:
-        ended = self._ends_within(timeout)
-        _pass_on_logs()
-        if not ended:
-            raise WaitTimeout(f"the op goes on after {timeout} s")
-        with self._lock:
-            if isinstance(self._state, _Running):
-                # What fails or is interrupted can be made again, and its op is let go once it is.
-                self._state = self._state.make()
-            return self._state
-
-
-@dataclass(frozen=True)
-class _Running(Generic[T]):
-    """An op that nobody has waited for, and what makes its outcome once it has ended."""
-
-    ends_within: Callable[[float | None], bool]
-    make: Callable[[], _Outcome[T]]
-
-
-@dataclass(frozen=True)
-class _Outcome(Generic[T]):
-    """What came of an op."""
-
-    result: T
-    absent: tuple[int, ...]
 
 
 def _leave_alone() -> None:
@@ -600,21 +516,6 @@ def _seconds_of_group() -> float | None:
 
     return timeout_of(None)
 
-
-def _pass_on_logs() -> None:
-    """Hands what the worker has logged to :mod:`logging`."""
-    for level, name, said in _racksum.take_logs():
-        logger(name.replace("racksum_", "racksum.", 1)).log(level, "%s", said)
-
-
-def _pass_on_logs_until(over: threading.Event) -> None:
-    """Does so again and again."""
-    while not over.wait(_LOG_PERIOD):
-        _pass_on_logs()
-
-
-#: Seconds between two looks for what the worker has logged.
-_LOG_PERIOD = 0.25
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 

@@ -44,7 +44,7 @@ from racksum.torch.reducible import (
 from racksum.torch.several import alike, check_root_tensor, combined, copying_to
 from racksum.torch.sparse import allreduce_sparse
 from racksum.torch.staging import Staging, allreduce
-from racksum.torch.work import Before, Ends, Work, write, writing_to
+from racksum.torch.work import Before, Ends, Work, copying, count_writes, write, writing_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -164,12 +164,12 @@ class RacksumBackend(DelegatesToGloo):
             copies = [x.detach().clone(memory_format=torch.contiguous_format) for x in tensors]
             self.session.note_copied(2 * sum(copy.nbytes for copy in copies))
             return [
-                self._reduced(call, copy, opts).then(_copying(copy, x))
+                self._reduced(call, copy, opts).then(copying(copy, x))
                 for x, copy in zip(tensors, copies, strict=True)
             ]
 
         work = self._run(call, tensors, begin, list(tensors))
-        _count_writes(tensors)
+        count_writes(tensors)
         return work
 
     @numbered("reduce")
@@ -305,7 +305,7 @@ class RacksumBackend(DelegatesToGloo):
 
         work = self._run(call, [*outputs, *inputs], begin, list(outputs))
         # Gloo writes the part of each rank apart.
-        _count_writes([output for output in outputs for _ in range(self.size())])
+        count_writes([output for output in outputs for _ in range(self.size())])
         return work
 
     @numbered("barrier")
@@ -508,7 +508,7 @@ class RacksumBackend(DelegatesToGloo):
             return start(x)
         copy = x.detach().contiguous()
         self.session.note_copied(2 * copy.nbytes)
-        return start(copy).then(_copying(copy, x))
+        return start(copy).then(copying(copy, x))
 
     def _reduced(self, call: Call, x: Tensor, opts: Any) -> Ends:
         """Starts reducing a tensor in place, whoever can."""
@@ -590,18 +590,7 @@ def _only(tensors: Sequence[Any]) -> Any:
     return tensors[0]
 
 
-def _copying(copy: Tensor, x: Tensor) -> Callable[[object], object]:
-    """Copies to a tensor, which autograd does not count: it does not count what Gloo writes."""
-    return lambda _: write(x.data, copy)
-
-
-def _count_writes(tensors: Sequence[Tensor]) -> None:
-    """Has autograd count a write to each, where it counts one of Gloo's."""
-    counted = [x for x in tensors if not x.is_inference()]
-    torch.autograd.graph.increment_version(counted)
-
-
 def _count_division(x: Tensor, opts: Any) -> None:
     """The same of an average: Gloo divides with an operator of torch's."""
     if opts.reduceOp.op == _Op.AVG and not x.is_sparse:
-        _count_writes([x])
+        count_writes([x])

@@ -33,6 +33,8 @@ __all__ = [
     "Work",
     "as_exception",
     "at_end_of_backward",
+    "copying",
+    "count_writes",
     "do_waiting",
     "future_of",
     "let_go",
@@ -259,6 +261,17 @@ def write(x: torch.Tensor, result: torch.Tensor, *, non_blocking: bool = False) 
     """Copies a result to a tensor, as :func:`writing_to` lets it; returns the tensor."""
     with writing_to(x):
         return x.copy_(result, non_blocking=non_blocking)
+
+
+def copying(copy: torch.Tensor, x: torch.Tensor) -> Callable[[object], object]:
+    """Copies to a tensor, which autograd does not count: it does not count what Gloo writes."""
+    return lambda _: write(x.data, copy)
+
+
+def count_writes(tensors: Sequence[torch.Tensor]) -> None:
+    """Has autograd count a write to each, where it counts one of Gloo's."""
+    counted = [x for x in tensors if not x.is_inference()]
+    torch.autograd.graph.increment_version(counted)
 
 
 def new_future(devices: Iterable[torch.device]) -> Future[Any]:
