@@ -7,8 +7,11 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +20,22 @@ import torch.distributed as dist
 import racksum
 import racksum.torch
 from conftest import Cluster
+from racksum.torch import membership
+from racksum.torch.calls import Chain
+from racksum.torch.departures import Departures
+from racksum.torch.membership import Membership
+from racksum.torch.staging import Staging
 from ranks import Ranks, backend_options
 
 #: Seconds that no test waits for.
 LONG = 3600.0
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    three = Ranks(3)
+    yield three
+    three.close()
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +51,21 @@ def reduced(group: dist.ProcessGroup) -> list[float]:
     return x.tolist()
 
 
+def until_only_these_are_absent(group: dist.ProcessGroup, absent: list[int]) -> None:
+    """Returns once all other ranks have begun to join, and have waited a moment."""
+    backend: Any = group._get_backend(torch.device("cpu"))
+    watch = backend._membership._departures.watch(LONG)
+    assert watch.look(), "an answer of none would look like nobody absent"
+    while watch.absent() != absent:
+        time.sleep(0.05)
+
+
 def end_before_joining(address: str, job: str, doomed: int) -> None:
     options = backend_options(address, job, timeout=LONG, join_timeout=LONG)
     group = dist.new_group(backend="racksum", pg_options=options)
     if dist.get_rank() == doomed:
-        # The others wait by then, each in another stage of joining.
-        time.sleep(1.0)
+        # The others wait, each in another stage of joining.
+        until_only_these_are_absent(group, [])
         os.kill(os.getpid(), signal.SIGKILL)
     reduced(group)
 
@@ -56,6 +80,90 @@ def test_a_rank_that_is_killed_before_it_joins_is_named_to_all_others(
         assert isinstance(error, racksum.PeerLost), error
         assert error.ranks == (doomed,), error
         assert f"rank {doomed} ended before joining" in str(error)
+
+
+def stall(address: str, job: str, stalled: int) -> None:
+    """The rank that serves the store is killed; another one runs again once the rest has left."""
+    options = backend_options(address, job, timeout=LONG, join_timeout=LONG)
+    group = dist.new_group(backend="racksum", pg_options=options)
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    own = dist.get_rank()
+    if own == 0:
+        until_only_these_are_absent(group, [])
+        os.kill(pids[stalled], signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        reduced(group)
+    finally:
+        if own != stalled:
+            os.kill(pids[stalled], signal.SIGCONT)
+
+
+@pytest.mark.parametrize("stalled", [1, 2])
+def test_ranks_that_live_are_not_named_as_ended_once_they_have_left(
+    cluster: Cluster, stalled: int
+) -> None:
+    told = Ranks(3).outcomes(stall, cluster.address, cluster.new_job(), stalled)
+    assert isinstance(told.pop(0), BrokenProcessPool)
+    for error in told:
+        assert isinstance(error, racksum.PeerLost), error
+        assert error.ranks == (0,), error
+        assert "rank 0 ended before joining" in str(error)
+
+
+def come_after_the_server_has_gone(address: str, job: str) -> None:
+    options = backend_options(address, job, timeout=LONG, join_timeout=LONG)
+    group = dist.new_group(backend="racksum", pg_options=options)
+    if dist.get_rank() == 0:
+        until_only_these_are_absent(group, [2])
+        os.kill(os.getpid(), signal.SIGKILL)
+    if dist.get_rank() == 2:
+        # It comes once rank 1 has left.
+        dist.recv(torch.zeros(1), src=1)
+    try:
+        reduced(group)
+    finally:
+        if dist.get_rank() == 1:
+            dist.send(torch.ones(1), dst=2)
+
+
+def test_a_rank_that_comes_late_blames_no_rank_that_lives(cluster: Cluster) -> None:
+    told = Ranks(3).outcomes(come_after_the_server_has_gone, cluster.address, cluster.new_job())
+    assert isinstance(told[0], BrokenProcessPool)
+    assert isinstance(told[1], racksum.PeerLost), told[1]
+    assert told[1].ranks == (0,), told[1]
+    assert isinstance(told[2], racksum.PeerLost), told[2]
+    assert told[2].ranks == (), told[2]
+    assert "ranks 0, 1 left the process group" in str(told[2])
+
+
+def refuse_before_one_comes(address: str, job: str, refused: int, late: int) -> str:
+    # Nobody waits for a number of the first rank.
+    given: dict[str, Any] = {"generation": 1, "timeout": LONG, "join_timeout": LONG}
+    if dist.get_rank() == refused:
+        given["interface"] = "none0"
+    options = backend_options(address, job, **given)
+    group = dist.new_group(backend="racksum", pg_options=options)
+    if dist.get_rank() == late:
+        # Of the default group: the others have failed to join by then.
+        dist.barrier()
+    with pytest.raises(racksum.Error) as error:
+        reduced(group)
+    if dist.get_rank() != late:
+        dist.barrier()
+    # All have heard before any leaves.
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_why_a_rank_has_left_is_told_to_one_that_comes_late(three: Ranks, cluster: Cluster) -> None:
+    told = three.run(refuse_before_one_comes, cluster.address, cluster.new_job(), 2, 0)
+    why = told[2].removeprefix("BadArgument: ")
+    for heard in told[:2]:
+        assert heard.startswith("PeerLost: rank 2 left the process group ")
+        assert heard.endswith(f" before joining it: {why}")
 
 
 def refuse_at_one(address: str, job: str, refused: int) -> tuple[str, str]:
@@ -86,7 +194,7 @@ def test_a_rank_that_cannot_join_tells_the_others_why(
     assert heard.endswith(f" before joining it: {text}")
 
 
-def come_late(address: str, job: str, late: int) -> str:
+def come_late(address: str, job: str, late: int) -> tuple[str, tuple[int, ...]]:
     options = backend_options(address, job, timeout=LONG, join_timeout=1.0)
     group = dist.new_group(backend="racksum", pg_options=options)
     if dist.get_rank() == late:
@@ -97,7 +205,7 @@ def come_late(address: str, job: str, late: int) -> str:
     if dist.get_rank() != late:
         dist.barrier()
     dist.destroy_process_group(group)
-    return type(error.value).__name__
+    return type(error.value).__name__, getattr(error.value, "missing", ())
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -105,7 +213,8 @@ def test_the_limit_of_joining_is_that_of_agreeing_too(
     ranks: Ranks, cluster: Cluster, late: int
 ) -> None:
     told = ranks.run(come_late, cluster.address, cluster.new_job(), late)
-    assert (told[1 - late], told[late]) == ("JoinTimeout", "PeerLost")
+    assert told[1 - late] == ("JoinTimeout", (late,))
+    assert told[late] == ("PeerLost", ())
 
 
 def join_without_the_first(address: str, job: str) -> list[float]:
@@ -136,14 +245,23 @@ def join_beside(address: str, job: str) -> None:
     if dist.get_rank() == 0:
         waiting = threading.Thread(target=store.get, args=(f"{job}-reduced",))
         waiting.start()
-        # The thread holds the connection by then.
-        time.sleep(0.5)
+        until_it_is_held(store)
     reduced(group)
     if dist.get_rank() == 1:
         store.set(f"{job}-reduced", "yes")
     else:
         waiting.join()
     dist.destroy_process_group(group)
+
+
+def until_it_is_held(store: dist.Store) -> None:
+    """Returns once another thread waits at the connection to the store."""
+    while True:
+        asked = threading.Thread(target=store.check, args=(["said by nobody"],), daemon=True)
+        asked.start()
+        asked.join(0.5)
+        if asked.is_alive():
+            return
 
 
 def test_joining_does_not_wait_for_a_thread_that_waits_at_the_store(
@@ -170,3 +288,82 @@ def names_of_groups(address: str) -> list[str]:
         names.append(session.job)
     dist.destroy_process_group()
     return names
+
+
+@pytest.fixture
+def alone() -> Membership:
+    """The membership of a group of one rank, which has not joined."""
+    store = dist.HashStore()
+    group = SimpleNamespace(group_rank=0, group_size=1, group_id="g", store=store)
+    options = racksum.torch.Options(aggregator="127.0.0.1:1", generation=1, job="j")
+    departures = Departures(store, "g", 0, 1)
+    return Membership(group, options, None, Chain(), Staging(), departures=departures)
+
+
+class Joining:
+    """A join that takes until it may end, and that is counted."""
+
+    def __init__(self) -> None:
+        self.session = object()
+        self.begun = threading.Event()
+        self.may_end = threading.Event()
+        self.count = 0
+
+    def __call__(self) -> Any:
+        self.count += 1
+        assert self.count == 1, "another thread joins already"
+        self.begun.set()
+        assert self.may_end.wait(60)
+        return self.session
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["joins", "is-left"])
+def test_a_thread_that_wants_the_session_waits_for_the_one_that_joins(alone, monkeypatch, ends):
+    joining = Joining()
+    monkeypatch.setattr(alone, "_joined", joining)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(lambda: alone.session)
+        assert joining.begun.wait(60)
+        second = pool.submit(lambda: alone.session)
+        if ends:
+            alone.leave()
+            with pytest.raises(racksum.SessionClosed, match="was destroyed or aborted"):
+                second.result(60)
+            joining.may_end.set()
+            return
+        # It waits, or has failed by then.
+        with suppress(TimeoutError):
+            second.result(0.5)
+        alone._session = joining.session
+        joining.may_end.set()
+        assert first.result(60) is joining.session
+        assert second.result(60) is joining.session
+
+
+class Refusals:
+    """A session that keeps what it is told of refused ops."""
+
+    def __init__(self, options: Any, check: Any) -> None:
+        self.kept: list[Any] = []
+
+    def refuse(self, part_of: Any) -> None:
+        self.kept.append(part_of)
+
+
+def test_an_op_that_is_refused_while_the_rank_joins_is_told_of(alone, monkeypatch):
+    monkeypatch.setattr(membership, "Session", Refusals)
+    threads: list[threading.Thread] = []
+
+    class Unsaid(list[Any]):
+        def clear(self) -> None:
+            threads.append(threading.Thread(target=alone.refuse, args=("second",)))
+            threads[0].start()
+            # With nothing to wait for it has refused by then.
+            threads[0].join(0.5)
+            super().clear()
+
+    monkeypatch.setattr(alone, "_unsaid", Unsaid())
+    alone.refuse("first")
+    session: Any = alone.session
+    threads[0].join(60)
+    assert session.kept == ["first", "second"]

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 import time
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import PrefixStore
@@ -18,7 +20,7 @@ from racksum.errors import JoinTimeout, PeerLost
 from racksum.torch.work import do_waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch._C._distributed_c10d import Store
 
@@ -30,10 +32,14 @@ __all__ = ["Departures", "Watch", "asking_store", "how_ended", "lost", "of_this_
 _GRACE = 1.0
 #: Seconds between two looks.
 _PERIOD = 0.2
-#: Seconds that the end of the group or of its joining waits for the store.
-_PATIENCE = 1.0
+#: Seconds that the end of the group or of its joining waits for a store whose server is there.
+_PATIENCE = 5.0
+#: Seconds that connecting to the store's server may take.
+_REACH = 1.0
 #: The key that is there once any rank has left; each that has left has its number as well.
 _ANY = "any"
+#: Servers of stores that could not be reached when a rank last left: host and port.
+_unreachable: set[tuple[str, int]] = set()
 
 
 def of_this_life(store: Store, what: str) -> PrefixStore:
@@ -61,6 +67,34 @@ def asking_store() -> Iterator[None]:
         ) from error
 
 
+def _server_of(store: Store) -> tuple[str, int] | None:
+    """Returns the host and port of a store's server, if it has one."""
+    while (under := getattr(store, "underlying_store", None)) is not None:
+        store = under
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    return (host, port) if host and port else None
+
+
+def _connected(store: Store) -> Store:
+    """Returns a connection of its own to a store.
+
+    A server that is gone is found out here. torch would try for minutes, and a process that ends
+    meanwhile has to wait for that: Python aborts if a thread comes back from C++ at its end.
+
+    :raises OSError: If the server cannot be reached.
+    :raises RuntimeError: If it does not serve the store.
+    """
+    server = _server_of(store)
+    if server is not None:
+        try:
+            socket.create_connection(server, _REACH).close()
+        except OSError:
+            _unreachable.add(server)
+            raise
+        _unreachable.discard(server)
+    return store.clone()
+
+
 class Departures:
     """What the ranks of a group say of their leaving.
 
@@ -70,7 +104,7 @@ class Departures:
     own limit; and another thread may wait at the store for a rank that waits for this one. So calls
     are made on threads and connections of their own.
 
-    :param name: The group's, for messages.
+    :param name: The name of the group, which messages contain.
     """
 
     def __init__(self, store: Store, name: str, rank: int, world: int) -> None:
@@ -79,8 +113,11 @@ class Departures:
         self._rank = rank
         self._others = [other for other in range(world) if other != rank]
         with asking_store():
-            for key in (_ANY, str(rank)):
+            for key in (_ANY, str(rank), _here(rank)):
                 self._store.delete_key(key)
+        server = _server_of(store)
+        if server is not None:
+            _unreachable.discard(server)
 
     def note(self, why: Error | None = None) -> None:
         """Says that this rank leaves, if the store takes it soon."""
@@ -89,24 +126,31 @@ class Departures:
         self._say([self._rank], f"{how}: {why}" if why else how, missing)
 
     def note_ended(self, ranks: Sequence[int]) -> None:
-        """Says that other ranks have ended, which cannot say so, if the store takes it soon."""
-        if ranks:
-            self._say(ranks, how_ended(self._name))
+        """Says that other ranks have ended without a word, if the store takes it soon."""
+        self._say(ranks, how_ended(self._name))
 
-    def watch(self) -> Watch:
-        """A view for a thread that waits for the other ranks."""
-        return Watch(self._store, self._others)
+    def watch(self, limit: float) -> Watch:
+        """Returns a view for a thread that waits for the other ranks for so many seconds."""
+        return Watch(self._store, self._rank, self._others, limit)
 
     def _say(self, ranks: Sequence[int], how: str, missing: Sequence[int] = ()) -> None:
+        # One group after the other leaves: a server that is down costs time only once.
+        if _server_of(self._store) in _unreachable:
+            return
         word = json.dumps([how, *missing])
         said = threading.Event()
 
         def say() -> None:
             try:
-                store = self._store.clone()
-                for rank in ranks:
-                    store.set(str(rank), word)
-                store.set(_ANY, "yes")
+                with suppress(RuntimeError, OSError):
+                    store = _connected(self._store)
+                    for rank in ranks:
+                        if rank == self._rank:
+                            store.set(str(rank), word)
+                        else:
+                            # What a rank says itself stays.
+                            store.compare_set(str(rank), "", word)
+                    store.set(_ANY, "yes")
             finally:
                 said.set()
 
@@ -114,16 +158,30 @@ class Departures:
         said.wait(_PATIENCE)
 
 
-class Watch:
-    """Finds out that other ranks have left."""
+def _here(rank: int) -> str:
+    """Returns the key that is there once a rank has begun to join, and has waited a moment."""
+    return f"here/{rank}"
 
-    def __init__(self, store: Store, others: list[int]) -> None:
+
+class Watch:
+    """Finds out that other ranks have left.
+
+    :param limit: How many seconds the rank waits for the others.
+    """
+
+    def __init__(self, store: Store, rank: int, others: list[int], limit: float = 3600.0) -> None:
         self._shared = store
         self._own: Store | None = None
+        self._rank = rank
         self._others = others
-        self._next = time.monotonic() + _GRACE
-        # What is said of each that has left, after its name, and whom it has waited for.
+        # Ranks that wait for less than the grace still say that they are here.
+        self._next = time.monotonic() + min(_GRACE, limit / 4)
+        # For each rank that has left: what messages say after its name, and whom it waited for.
         self._left: dict[int, list[Any]] = {}
+        self._absent: list[int] = []
+        self._has_answered = False
+        #: Whether this has raised an error, whose cause all ranks can read in the store.
+        self.has_raised = False
         # Set while no thread looks.
         self._rests = threading.Event()
         self._rests.set()
@@ -135,44 +193,72 @@ class Watch:
         :raises JoinTimeout: If it has waited for another in vain, as this one would.
         """
         if time.monotonic() >= self._next and self._rests.is_set():
-            self._begin()
+            self._begin(self._look)
         self._raise_if_left()
 
-    def look(self) -> None:
-        """Looks now, if the store answers soon.
+    def look(self) -> bool:
+        """Looks now, and returns whether the store has answered soon.
 
         :raises PeerLost: If a rank has left.
         :raises JoinTimeout: As ``check`` does.
         """
-        if self._rests.wait(_PATIENCE):
-            self._begin()
-            self._rests.wait(_PATIENCE)
+        has_answered = self._ask(self._look)
         self._raise_if_left()
+        return has_answered
 
-    def _begin(self) -> None:
+    def absent(self) -> list[int]:
+        """Returns the ranks that have not begun to join, or none if the store does not answer."""
+        return self._absent if self._ask(self._find_absent) else []
+
+    def _ask(self, question: Callable[[Store], None]) -> bool:
+        """Asks the store now, and returns whether it has answered soon."""
+        if not self._rests.wait(_PATIENCE):
+            return False
+        self._begin(question)
+        return self._rests.wait(_PATIENCE) and self._has_answered
+
+    def _begin(self, question: Callable[[Store], None]) -> None:
         self._rests.clear()
-        do_waiting(self._look)
+        self._has_answered = False
+        do_waiting(partial(self._do, question))
 
-    def _look(self) -> None:
+    def _do(self, question: Callable[[Store], None]) -> None:
         try:
-            with suppress(RuntimeError):
-                store = self._own = self._own or self._shared.clone()
-                if store.check([_ANY]):
-                    left = [rank for rank in self._others if store.check([str(rank)])]
-                    self._left = {rank: json.loads(store.get(str(rank))) for rank in left}
+            with suppress(RuntimeError, OSError):
+                if self._own is None:
+                    own = _connected(self._shared)
+                    own.set(_here(self._rank), "yes")
+                    self._own = own
+                question(self._own)
+                self._has_answered = True
         finally:
             self._next = time.monotonic() + _PERIOD
             self._rests.set()
 
+    def _look(self, store: Store) -> None:
+        if store.check([_ANY]):
+            left = [rank for rank in self._others if store.check([str(rank)])]
+            self._left = {rank: json.loads(store.get(str(rank))) for rank in left}
+
+    def _find_absent(self, store: Store) -> None:
+        self._absent = [rank for rank in self._others if not store.check([_here(rank)])]
+
     def _raise_if_left(self) -> None:
         left = self._left
-        if left:
-            ranks = list(left)
-            how, *missing = left[ranks[0]]
-            # Who waits for others hears what those hear that have waited for longer.
-            if missing and not set(missing) - set(self._others):
-                raise JoinTimeout(sentence(ranks, how), missing)
-            raise lost(ranks, how)
+        if not left:
+            return
+        ranks = sorted(left)
+        by_reason: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_reason.setdefault(left[rank][0], []).append(rank)
+        text = "; ".join(sentence(those, how) for how, those in by_reason.items())
+        missing = sorted({missed for _, *waited_for in left.values() for missed in waited_for})
+        # A rank that waits for others hears the same as ranks that have waited for longer.
+        all_waited = all(waited_for for _, *waited_for in left.values())
+        self.has_raised = True
+        if all_waited and set(missing) <= set(self._others):
+            raise JoinTimeout(text, missing)
+        raise PeerLost(text, ranks)
 
 
 def lost(ranks: Sequence[int], how: str) -> PeerLost:
@@ -181,10 +267,10 @@ def lost(ranks: Sequence[int], how: str) -> PeerLost:
 
 
 def sentence(ranks: Sequence[int], how: str) -> str:
-    """What is said of ranks."""
+    """Returns a sentence with the ranks as its subject."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} {how}"
 
 
 def how_ended(name: str) -> str:
-    """What is said of ranks of a group that cannot say anything themselves."""
+    """Returns the rest of the sentence about ranks that ended without a word."""
     return f"ended before joining the process group {name}; see what its process said last"

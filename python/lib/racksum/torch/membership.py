@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from racksum.errors import Error, JoinTimeout, PeerLost, SessionClosed
+from racksum.errors import Error, JoinTimeout, SessionClosed
 from racksum.options import ConnectOptions, limits_of_group
 from racksum.session import PartOf, Session
+from racksum.torch.departures import sentence
 from racksum.torch.groups import (
     drawn_in,
     is_generation_given,
@@ -44,6 +45,8 @@ __all__ = ["Membership", "start_earlier"]
 _MOMENT = timedelta(milliseconds=200)
 #: Seconds between two looks at what does not say by itself that it has ended.
 _SLICE = 0.002
+#: Seconds between two looks at whether the group ends while another thread joins.
+_TURN = 0.05
 #: How long Gloo's waits go on after the limit of joining, so that they are never what ends it.
 _SLACK = timedelta(minutes=1)
 
@@ -52,7 +55,7 @@ class Membership:
     """A rank's part in the job of its process group.
 
     :param group: What torch says of the group when it makes a backend.
-    :param options: The group's own.
+    :param options: The options of the group.
     :param gloo: The group's Gloo, through which its ranks agree.
     :param departures: Where the rank says that it leaves, if it has not joined.
     """
@@ -83,6 +86,11 @@ class Membership:
         self._is_over = threading.Event()
         self._failure: Error | None = None
         self._roll: RollCall | None = None
+        self._watch: Watch | None = None
+        # Held by the thread that joins, as long as that takes.
+        self._joining = threading.Lock()
+        # Held for a moment, by whoever refuses an op and by the thread that has joined.
+        self._refusing = threading.Lock()
         self._pid = os.getpid()
         # Ops that the rank has refused, and nobody could be told of before it joined.
         self._unsaid: list[PartOf] = []
@@ -112,13 +120,15 @@ class Membership:
 
     def refuse(self, part_of: PartOf) -> None:
         """Tells the other ranks of an op that this one does not begin."""
-        if self._session is None:
-            # They have joined by then, or will.
-            self._unsaid.append(part_of)
-            return
+        with self._refusing:
+            session = self._session
+            if session is None:
+                # They have joined by then, or will.
+                self._unsaid.append(part_of)
+                return
         # One that is over has no ops to keep in step.
         with suppress(Error):
-            self._session.refuse(part_of)
+            session.refuse(part_of)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Limits ops, if the rank has yet to join: the limit is the session's."""
@@ -166,14 +176,23 @@ class Membership:
             )
 
     def _join(self) -> Session:
+        """Joins, unless another thread does: then waits for that."""
+        self._check_open()
+        while not self._joining.acquire(timeout=_TURN):
+            self._check_open()
+        try:
+            return self._session or self._join_first()
+        finally:
+            self._joining.release()
+
+    def _join_first(self) -> Session:
         self._check_open()
         if self._failure is not None:
             raise copy.copy(self._failure)
         try:
             return self._joined()
         except Error as error:
-            # A copy has no traceback, which would keep the store.
-            self._fail(copy.copy(error))
+            self._fail(error)
             raise
         except BaseException as error:
             what = f"joining the process group {self._name} was ended by {error!r}"
@@ -182,14 +201,18 @@ class Membership:
 
     def _fail(self, error: Error) -> None:
         """Tells the other ranks that this one will not join, or whom it has missed."""
-        self._failure = error
-        if isinstance(error, PeerLost):
-            self._departures.note_ended(error.ranks)
-        else:
+        # A copy has no traceback, which would keep the store.
+        self._failure = copy.copy(error)
+        ended = self._roll.ended if self._roll is not None else []
+        has_heard = self._watch is not None and self._watch.has_raised
+        if ended:
+            self._departures.note_ended(ended)
+        elif not has_heard:
+            # Of what it has heard the others hear the cause, from the same store.
             self._departures.note(error)
         # Afterwards: this ends what they wait for, and then they ask why.
         if self._roll is not None:
-            self._roll.give_up()
+            self._roll.give_up(ended)
 
     def _joined(self) -> Session:
         limits = limits_of_group(self._options._timeout.total_seconds())
@@ -199,7 +222,7 @@ class Membership:
             rank=self._rank,
             world=self._world,
         )
-        watch = self._departures.watch()
+        watch = self._watch = self._departures.watch(options.join_timeout)
         # Gloo pairs collectives by the order in which they begin.
         self._staging.drain()
         # Twice: the ranks agree first, and then join.
@@ -226,10 +249,11 @@ class Membership:
         # Not a method: what is in no cycle ends with its last reference, and so does the store,
         # whose port the next process group may want.
         session._before_op = partial(start_earlier, self._chain, self._staging)
-        for part_of in self._unsaid:
-            session.refuse(part_of)
-        self._unsaid.clear()
-        self._session = session
+        with self._refusing:
+            for part_of in self._unsaid:
+                session.refuse(part_of)
+            self._unsaid.clear()
+            self._session = session
         if self._is_over.is_set():
             # Meanwhile: whoever ended the group had no session to close.
             session.close()
@@ -250,10 +274,7 @@ class Membership:
             self._is_over.wait(_SLICE)
             check()
             if time.monotonic() > ends:
-                raise JoinTimeout(
-                    f"not all ranks of the process group {self._name} called a collective of it "
-                    f"in {seconds:g} s; see what the others do, or raise join_timeout"
-                )
+                raise self._late(watch.absent(), seconds)
         try:
             number.work.wait()
         except RuntimeError as error:
@@ -261,6 +282,21 @@ class Membership:
                 raise
             self._roll.explain(error, watch)
         return int(number.value)
+
+    def _late(self, missing: list[int], seconds: float) -> JoinTimeout:
+        """Makes the error about ranks that have not begun to join."""
+        if missing:
+            what = (
+                f"called no collective of the process group {self._name} within the timeout of "
+                f"{seconds:g} s"
+            )
+            return JoinTimeout(
+                f"{sentence(missing, what)}; see what they do, or raise join_timeout", missing
+            )
+        return JoinTimeout(
+            f"not all ranks of the process group {self._name} called a collective of it within the "
+            f"timeout of {seconds:g} s; see what the others do, or raise join_timeout"
+        )
 
 
 class _Number:
