@@ -165,6 +165,13 @@ def test_leaving_does_not_try_for_long_to_reach_a_server_that_is_gone(monkeypatc
     assert len(begun) == 2, "a server that is gone is tried once, and once by the watch"
 
 
+def test_the_roll_call_waits_for_no_lazy_connection(monkeypatch):
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    gloo = MagicMock()
+    RollCall(gloo, 0, 2, "g", timedelta(seconds=60))
+    gloo.recv.assert_not_called()
+
+
 def test_the_roll_call_is_of_tensors_of_the_host_whatever_the_default_device_is():
     """Gloo takes the address of a tensor of a GPU for one of the host."""
     gloo = MagicMock()

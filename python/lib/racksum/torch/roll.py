@@ -5,10 +5,14 @@ Gloo connects every rank with every other: an exchange of all of them is in flig
 rank has begun to join, and fails at every rank at once when one of them ends. After that nothing
 watches a rank until it has joined at the aggregator. If it ends in between, the others raise
 ``JoinTimeout`` with its number once ``join_timeout`` is over.
+
+With ``TORCH_GLOO_LAZY_INIT`` Gloo connects two ranks when they first exchange something, and waits
+for one that is gone. Then the exchange still fails at some ranks, and the others may wait longer.
 """
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -52,7 +56,9 @@ class RollCall:
         self.ended: list[int] = []
         self._words = {other: self._bytes() for other in self._others}
         self._receiving: dict[int, Any] = {}
-        for other, word in self._words.items():
+        # With lazy connections this would keep the rank waiting for one that is gone.
+        self._tells = not _connects_lazily()
+        for other, word in self._words.items() if self._tells else ():
             # Ready from now on: Gloo sends only what the other side has asked for. A rank that is
             # gone already fails the exchange.
             with suppress(RuntimeError):
@@ -121,7 +127,7 @@ class RollCall:
         word = self._bytes()
         word[list(ended)] = 1
         sending = []
-        for other in self._others:
+        for other in self._others if self._tells else ():
             # Sent at once to a rank that joins. Nobody waits for one that does not yet.
             with suppress(RuntimeError):
                 sending.append(self._gloo.send([word], other, _LAST_WORD))
@@ -160,3 +166,9 @@ class RollCall:
     def _bytes(self) -> torch.Tensor:
         """Returns a zero for each rank."""
         return torch.zeros(self._world, dtype=torch.uint8, device="cpu")
+
+
+def _connects_lazily() -> bool:
+    """Whether Gloo connects two ranks only once one has something for the other."""
+    given = os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower()
+    return given in ("1", "t", "true", "y", "yes")
