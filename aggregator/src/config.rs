@@ -111,7 +111,7 @@ pub enum ConfigError {
     At {
         /// The line, from 1.
         line: usize,
-        /// What is wrong with the value.
+        /// The error about the value.
         error: Box<Self>,
     },
     /// A number is out of its range.

@@ -26,7 +26,7 @@ pub(crate) enum Refusal {
     NoWait(String),
 }
 
-/// Who can make more room.
+/// The person who can raise limits.
 const OPERATOR: &str = "whoever runs the aggregator";
 
 impl Refusal {

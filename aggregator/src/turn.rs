@@ -23,8 +23,8 @@ pub(crate) const OPEN_COST: usize = 16 << 10;
 /// What a system call for one address costs, besides the bytes that it sends.
 pub(crate) const SEND_COST: usize = 8 << 10;
 
-/// What it costs to fold so many bytes, of what goes in and comes out. Scaled elements take as long
-/// as the `f32` that they stand for.
+/// Returns the cost of a fold of so many bytes, inputs and result. Scaled elements take as long as
+/// the `f32` that they stand for.
 pub(crate) const fn fold_cost(wire: WireType, bytes: usize) -> usize {
     if wire.is_scaled() { bytes * DType::F32.size() / wire.element_size() } else { bytes }
 }

@@ -347,7 +347,7 @@ mod tests {
         keys.split(", ").map(|key| key.trim_matches('`').to_owned()).collect()
     }
 
-    /// What a key may be.
+    /// Returns the values that a key takes.
     fn values(argument: &clap::Arg) -> String {
         let key = argument.get_id().as_str();
         if let Some(bounds) = racksum_aggregator::bounds(key) {

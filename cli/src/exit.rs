@@ -142,7 +142,7 @@ impl Failure {
     }
 }
 
-/// What the kernel says of too many open files: of the host, and of a process.
+/// The errors of too many open files, of the host and of a process.
 const ENFILE: i32 = 23;
 const EMFILE: i32 = 24;
 /// What the kernel says of too many links.

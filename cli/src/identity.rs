@@ -23,7 +23,7 @@ pub(crate) struct Args {
     command: Command,
 }
 
-/// What `--help` says behind the flags.
+/// The part of `--help` after the flags.
 const HELP: &str = "\
 An authority vouches for the nodes of a cluster. Each node has an identity file: its certificate,
 its key, and the authority's certificate, by which it knows the others. The authority's own file

@@ -100,7 +100,7 @@ impl State {
     /// All, in the order in which a job has them.
     pub const ALL: [Self; 3] = [Self::Gathering, Self::Probing, Self::Running];
 
-    /// What it is called.
+    /// Returns its name, as `racksum status` prints it.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

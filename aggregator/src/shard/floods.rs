@@ -115,7 +115,7 @@ impl Floods {
         changed.then(|| on.map(|(from, _)| *from).collect())
     }
 
-    /// Who is to be refused for most of what has arrived, and whether that is surely its own.
+    /// Returns the sender to refuse, and whether its messages are surely its own.
     fn flooder(&self, is_peer: impl Fn(SocketAddr) -> bool) -> Option<(SocketAddr, bool)> {
         // What comes from who is refused lay in the buffer before.
         let is_on = |from| self.refused.get(from).is_some_and(|refusal| refusal.is_on);

@@ -146,7 +146,7 @@ pub(crate) struct Args {
     interactive: bool,
 }
 
-/// What `--help` says behind the flags.
+/// The part of `--help` after the flags.
 const HELP: &str = "\
 Without --rank, an aggregator and the workers run on this host, each worker a process. Without
 any flag, a dense and a 1 % sweep are measured and checked in less than a minute.

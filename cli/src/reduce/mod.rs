@@ -90,7 +90,7 @@ pub(crate) struct Args {
     into: Option<PathBuf>,
 }
 
-/// What `--help` says behind the flags.
+/// The part of `--help` after the flags.
 const HELP: &str = "\
 Without --rank, an aggregator and one worker process for each file run on this host. Its other users
 can neither join them nor read what they send, unless --data-auth says otherwise. All files hold the

@@ -104,7 +104,7 @@ impl Stage {
     /// All, in the order in which a job has them.
     pub const ALL: [Self; 4] = [Self::Gathering, Self::Calling, Self::Running, Self::Over];
 
-    /// What it is called.
+    /// Returns its name, as `racksum status` prints it.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
