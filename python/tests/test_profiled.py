@@ -43,28 +43,55 @@ def shown(address: str, job: str, key: str) -> dict[str, Any]:
         # The other rank calls after this.
         store.set(key, "1")
         work.wait()
+        work.wait()
         dist.all_gather_into_tensor(parts, x, group=group)
         dist.barrier(group)
     events = [event for event in profiled.events() if event.name.startswith(("racksum:", "mean"))]
-    assert len(events) == 4
+    assert len(events) == 7
     return {event.name: (event.time_range.start, event.time_range.end) for event in events}
 
 
 @pytest.mark.parametrize("calls", ["before its ranks have joined", "after that"])
-def test_the_profiler_shows_collectives_from_their_call_to_their_end(
+def test_the_profiler_shows_each_call_and_each_wait(
     ranks: Ranks, job: tuple[str, str], calls: str
 ) -> None:
     first, second = ranks.run(shown, *job, calls)
-    names = {"racksum:all_reduce", "racksum:all_gather", "racksum:barrier", "meanwhile"}
-    assert set(first) == set(second) == names
-    begun, ended = first["racksum:all_reduce"]
-    assert begun <= first["meanwhile"][0] <= first["meanwhile"][1] <= ended
+    names = {f"racksum:{name}" for name in ("all_reduce", "all_gather", "barrier")}
+    assert set(first) == set(second) == names | {f"{name}:wait" for name in names} | {"meanwhile"}
+    in_turn = [
+        first[name] for name in ("racksum:all_reduce", "meanwhile", "racksum:all_reduce:wait")
+    ]
+    assert [moment for event in in_turn for moment in event] == sorted(
+        moment for event in in_turn for moment in event
+    )
+
+
+def outlived(address: str, job: str, count: int) -> list[float]:
+    """What comes of collectives that are waited for once the profile that began them is over."""
+    group = group_on_backend(address, job)
+    results = []
+    for _ in range(count):
+        with profile(activities=[ProfilerActivity.CPU]):
+            tensors = [torch.ones(4) for _ in range(10)]
+            works = [dist.all_reduce(x, group=group, async_op=True) for x in tensors]
+        for work in works:
+            work.wait()
+        results += [float(x.sum()) for x in tensors]
+    return results
+
+
+def test_collectives_outlive_the_profile_that_they_begin_in(
+    ranks: Ranks, job: tuple[str, str]
+) -> None:
+    profiles = 10
+    # Ending an event beside the end of its profile has torch crash.
+    assert ranks.run(outlived, *job, profiles) == [[4.0 * WORLD] * 10 * profiles] * WORLD
 
 
 def recorded(address: str, job: str) -> list[Any]:
     """What is done for an event where nobody profiles."""
     group = group_on_backend(address, job)
-    with mock.patch("racksum.torch.profiled.Event") as event:
+    with mock.patch("racksum.torch.profiled.record_function") as event:
         dist.all_reduce(torch.ones(3), group=group)
     return list(event.mock_calls)
 

@@ -30,7 +30,7 @@ from racksum.torch.extents import OnMemory, extents_of, share_memory
 from racksum.torch.gathering import broadcast, gather_into
 from racksum.torch.membership import Membership
 from racksum.torch.options import Options
-from racksum.torch.profiled import event_of
+from racksum.torch.profiled import calling
 from racksum.torch.reducible import (
     OF_BOOLEANS,
     OPERATORS,
@@ -422,20 +422,14 @@ class RacksumBackend(DelegatesToGloo):
         extents = extents_of(touched)
         earlier = self._on_memory.works(extents)
         # Gloo's own show in its own events.
-        event = event_of(call.collective) if joins else None
-        try:
+        shown = call.collective if joins else None
+        with calling(shown):
             if earlier or self._must_defer(call, touched, joins=joins):
                 refuse = partial(self._refuse, call)
                 parts: Sequence[Waits] = [self._chain.defer(earlier, begin, touched, refuse)]
             else:
                 parts = begin()
-        except BaseException:
-            if event:
-                event.end()
-            raise
-        if event:
-            parts = [*parts, event.end_after(parts, {x.device for x in touched})]
-        work = Work(parts, result, self._in_flight, seconds)
+        work = Work(parts, result, self._in_flight, seconds, shown=shown)
         self._on_memory.add(work, extents)
         return work
 

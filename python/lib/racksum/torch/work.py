@@ -22,6 +22,7 @@ from torch.futures import Future
 from racksum.eager import eager, eager_methods
 from racksum.errors import WaitTimeout
 from racksum.session import begin_ops_here, close_all
+from racksum.torch.profiled import waiting
 
 __all__ = [
     "Before",
@@ -161,6 +162,7 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
 
     :param in_flight: Where it is until somebody has noticed its end.
     :param seconds: How long to wait if nobody says so.
+    :param shown: The collective that the profiler shows waits for.
     """
 
     def __init__(
@@ -169,12 +171,15 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
         result: list[torch.Tensor],
         in_flight: dict[Work, None],
         seconds: float | None = None,
+        *,
+        shown: str | None = None,
     ) -> None:
         super().__init__()
         self._parts = Parts(parts)
         self._result = result
         self._in_flight = in_flight
         self._seconds = seconds
+        self._shown = shown
         in_flight[self] = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -184,7 +189,8 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
 
         :raises racksum.WaitTimeout: It has not ended in that time; it goes on.
         """
-        self.wait_for(timeout.total_seconds() if timeout else self._seconds)
+        with waiting(self._shown if self in self._in_flight else None):
+            self.wait_for(timeout.total_seconds() if timeout else self._seconds)
         return True
 
     def wait_for(self, seconds: float | None) -> None:
