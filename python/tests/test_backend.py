@@ -53,8 +53,9 @@ def same(collective: Callable[..., Any], *arguments: Any) -> None:
 
 
 def numbers(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    drawn = torch.randint(-4, 5, shape, device="cpu")
-    return drawn.to(torch.get_default_device(), dtype)
+    drawn = torch.randint(-4, 5, shape, device="cpu").to(torch.get_default_device(), dtype)
+    # One element is contiguous whatever its stride says, as in a column of a batch of one.
+    return drawn.as_strided(shape, (6,)) if shape == (1,) else drawn
 
 
 def allreduced(group: Any, op: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

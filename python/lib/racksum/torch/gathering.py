@@ -79,8 +79,9 @@ def _tag_of(x: torch.Tensor) -> str:
 def _words_of(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[object], object]]:
     """The memory of a contiguous tensor as integers, and what to do once they are summed."""
     x, size = x.detach(), x.element_size()
+    # A single element is contiguous whatever its stride, which ``view`` would keep and refuse.
+    octets = x.as_strided((x.numel(),), (1,)).view(torch.uint8)
     if x.nbytes % _WORD == 0 and x.storage_offset() * size % _WORD == 0:
-        return x.view(-1).view(torch.uint8).view(torch.int32), lambda _: None
-    octets = x.view(-1).view(torch.uint8)
+        return octets.view(torch.int32), lambda _: None
     copied = torch.nn.functional.pad(octets, (0, -x.nbytes % _WORD))
     return copied.view(torch.int32), lambda _: write(octets, copied[: x.nbytes])
