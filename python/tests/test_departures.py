@@ -122,7 +122,8 @@ def test_each_rank_that_has_left_is_named_with_its_own_reason(at_once):
         until_it_fails(ranks[4].watch(LONG).check)
     assert lost.value.ranks == (0, 1, 2, 3)
     assert str(lost.value) == (
-        "ranks 0, 2 ended before joining the process group g; see what its process said last; "
+        "ranks 0, 2 ended before joining the process group g, or closed its connections after a "
+        "collective had failed there; see what its process said last; "
         "rank 1 left the process group g before joining it: rank 0 did not come; "
         "rank 3 left the process group g before joining it: no interface none0"
     )
@@ -178,7 +179,7 @@ def test_the_roll_call_is_of_tensors_of_the_host_whatever_the_default_device_is(
     gloo.all_to_all_single.return_value.is_completed.return_value = False
     with torch.device("meta"):
         roll = RollCall(gloo, 0, 2, "g", timedelta(seconds=60))
-        assert roll._is_connected(1)
+        assert not roll._why_closed(1)
         roll.give_up([1])
     tensors = tree_leaves([call.args for call in gloo.mock_calls])
     devices = [x.device.type for x in tensors if isinstance(x, torch.Tensor)]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -136,6 +137,37 @@ def test_a_rank_that_comes_late_blames_no_rank_that_lives(cluster: Cluster) -> N
     assert isinstance(told[2], racksum.PeerLost), told[2]
     assert told[2].ranks == (), told[2]
     assert "ranks 0, 1 left the process group" in str(told[2])
+
+
+def fail_before_joining(address: str, job: str) -> str:
+    """A collective of Gloo's runs into its timeout, and the group reduces after that."""
+    options = backend_options(address, job, join_timeout=LONG)
+    limit = timedelta(seconds=0.5)
+    group = dist.new_group(backend="racksum", timeout=limit, pg_options=options)
+    exchanged, x = torch.zeros(2), torch.ones(2)
+    if dist.get_rank() == 1:
+        # Of the default group: rank 0 has failed to join by then.
+        dist.barrier()
+    with pytest.raises(RuntimeError):
+        dist.all_to_all_single(exchanged, x, group=group)
+    with pytest.raises(racksum.Error) as error:
+        reduced(group)
+    if dist.get_rank() == 0:
+        dist.barrier()
+    # Both have heard before any leaves.
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_who_has_closed_its_connections_and_lives_is_not_said_to_have_ended(
+    ranks: Ranks, cluster: Cluster
+) -> None:
+    first, second = ranks.run(fail_before_joining, cluster.address, cluster.new_job())
+    why = first.removeprefix("SessionClosed: ")
+    assert "ran into its timeout at rank 0" in why
+    assert second.startswith("PeerLost: rank 0 left the process group ")
+    assert second.endswith(f" before joining it: {why}")
 
 
 def refuse_before_one_comes(address: str, job: str, refused: int, late: int) -> str:

@@ -273,4 +273,7 @@ def sentence(ranks: Sequence[int], how: str) -> str:
 
 def how_ended(name: str) -> str:
     """Returns the rest of the sentence about ranks that ended without a word."""
-    return f"ended before joining the process group {name}; see what its process said last"
+    return (
+        f"ended before joining the process group {name}, or closed its connections after a "
+        "collective had failed there; see what its process said last"
+    )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from racksum.errors import Error, PeerLost
+from racksum.errors import Error, PeerLost, SessionClosed
 from racksum.torch.departures import how_ended, lost, sentence
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ _TAG = 2**31 - 1
 _LAST_WORD = 2**31 - 2
 #: How long Gloo waits for what it is not to get.
 _SOON = timedelta(milliseconds=1)
+#: How Gloo says that it has closed a connection because an op of this rank took too long.
+_OWN_TIMEOUT = "Application timeout"
 
 
 class RollCall:
@@ -50,6 +52,7 @@ class RollCall:
     def __init__(self, gloo: Any, rank: int, world: int, name: str, limit: timedelta) -> None:
         self._gloo = gloo
         self._name = name
+        self._rank = rank
         self._world = world
         self._others = [other for other in range(world) if other != rank]
         #: The ranks that :meth:`explain` has found to have ended.
@@ -86,10 +89,18 @@ class RollCall:
         """Says why Gloo has failed, which names no rank.
 
         :raises PeerLost: With the ranks that have left or ended, as far as that can be known.
+        :raises SessionClosed: If it is this rank that has closed its connections before.
         :raises JoinTimeout: If one has left that waited for another in vain.
         """
         # First: others end soon as well, since they have heard of the same.
-        gone = [other for other in self._others if not self._is_connected(other)]
+        why = {other: self._why_closed(other) for other in self._others}
+        gone = [other for other in self._others if why[other]]
+        if any(_OWN_TIMEOUT in why[other] for other in gone):
+            raise SessionClosed(
+                f"a collective of the process group {self._name} ran into its timeout at rank "
+                f"{self._rank} before the group had joined, and Gloo has closed that rank's "
+                "connections; make the group anew"
+            ) from error
         words = self._last_words(gone)
         try:
             has_answered = watch.look()
@@ -155,13 +166,13 @@ class RollCall:
             return False
         return True
 
-    def _is_connected(self, other: int) -> bool:
-        """Whether Gloo is connected with a rank: it refuses to begin what cannot be sent."""
+    def _why_closed(self, other: int) -> str:
+        """Why Gloo has no connection with a rank: it refuses to begin what cannot be sent."""
         try:
             self._gloo.send([self._bytes()], other, _TAG)
-        except RuntimeError:
-            return False
-        return True
+        except RuntimeError as error:
+            return str(error)
+        return ""
 
     def _bytes(self) -> torch.Tensor:
         """Returns a zero for each rank."""
