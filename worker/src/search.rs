@@ -29,6 +29,9 @@ const DOUBLES: Span = Span::from_secs(IDLE_TIMEOUT.as_millis() / 1_000 + 1);
 /// The shortest try that is worth its while: one with less time would say nothing.
 const LEAST_TRY: Duration = Duration::from_millis(500);
 
+/// What is said of an aggregator that was there, and at which no later call found anybody.
+const SILENT_SINCE: &str = "; nobody has answered there since: start it again, or name another";
+
 /// Jobs that were not joined: a user of a sidecar may start as many as it likes.
 static NOT_JOINED: LogLimit = LogLimit::new(64);
 
@@ -62,6 +65,8 @@ struct Set<'a> {
     shunned: Option<(Time, Duration)>,
     /// When it was found to be gone that had been there.
     gone_at: Option<Time>,
+    /// Whether nobody has answered there since.
+    is_silent: bool,
 }
 
 impl<'a> Search<'a> {
@@ -75,6 +80,7 @@ impl<'a> Search<'a> {
             error: None,
             shunned: None,
             gone_at: None,
+            is_silent: false,
         };
         let (clock, sets) = (Clock::start(), all.map(set).collect());
         let began = clock.now();
@@ -138,8 +144,12 @@ impl<'a> Search<'a> {
     /// What became of each set, but for those of which something else is to be said.
     fn text_with(&self, instead: impl Fn(usize) -> Option<&'static str>) -> String {
         let each = self.sets.iter().enumerate().map(|(at, set)| {
-            let said = instead(at).or(set.said.as_deref()).unwrap_or("not tried");
-            format!("{}: {said}", set.name)
+            let since = if set.is_silent { SILENT_SINCE } else { "" };
+            match (instead(at), &set.said) {
+                (Some(text), _) => format!("{}: {text}", set.name),
+                (None, Some(said)) => format!("{}: {said}{since}", set.name),
+                (None, None) => format!("{}: not tried", set.name),
+            }
         });
         each.collect::<Vec<_>>().join("; ")
     }
@@ -227,6 +237,7 @@ impl<'a> Search<'a> {
         let set = &mut self.sets[self.at];
         if set.error.as_ref().is_some_and(|before| says_more(before, &error)) {
             tracing::debug!(aggregator = set.name, %error, "not joined either");
+            set.is_silent |= set.error.as_ref().is_some_and(ConnectError::is_gone);
             return None;
         }
         let why = match left.filter(|left| error.may_pass() && !left.is_zero()) {
@@ -243,6 +254,7 @@ impl<'a> Search<'a> {
         };
         let said = error.to_string();
         let is_news = set.said.as_ref() != Some(&said);
+        set.is_silent = false;
         (set.said, set.error) = (Some(said), Some(error));
         is_news.then_some(why)
     }
@@ -270,8 +282,11 @@ impl<'a> Search<'a> {
 
     /// Why no aggregator could be joined.
     pub(crate) fn failure(mut self) -> ConnectError {
-        let only = if let [set] = &mut self.sets[..] { set.error.take() } else { None };
-        only.unwrap_or_else(|| ConnectError::NoAggregator(self.text()))
+        match &mut self.sets[..] {
+            [Set { error, is_silent: false, .. }] => error.take(),
+            _ => None,
+        }
+        .unwrap_or_else(|| ConnectError::NoAggregator(self.text()))
     }
 }
 

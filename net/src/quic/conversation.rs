@@ -100,6 +100,11 @@ fn ended(connection: &Connection, to: SocketAddr, why: &dyn fmt::Display) -> End
     // An aggregator looks at this side's certificate last, when the connection seems made.
     match connection.why_ended(to) {
         Some(NetError::Connect { cause: ConnectionError::TimedOut, .. }) => Ended::Silent,
+        Some(NetError::Connect { cause: ConnectionError::ApplicationClosed(close), .. })
+            if !close.reason.is_empty() =>
+        {
+            Ended::of(String::from_utf8_lossy(&close.reason))
+        }
         Some(error @ (NetError::NotBelieved { .. } | NetError::NoIdentity { .. })) => error.into(),
         _ => Ended::of(why),
     }

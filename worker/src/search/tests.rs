@@ -313,7 +313,9 @@ fn of_several_tries_the_one_that_says_most_is_kept() {
     assert_eq!(last([unresolved(), unanswered(1)]), one);
     assert_eq!(last([unanswered(1), unresolved()]), unresolved().to_string());
     let closed = || ConnectError::Closed("until then rank 1 had not joined".into());
-    assert_eq!(last([closed(), unanswered(1)]), closed().to_string());
+    let since = "nobody has answered there since: start it again, or name another";
+    assert_eq!(last([closed(), unanswered(1)]), format!("a:1: {}; {since}", closed()));
+    assert_eq!(last([unanswered(1), closed()]), closed().to_string());
 }
 
 #[test]
