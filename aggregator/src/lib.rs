@@ -42,9 +42,9 @@ use std::thread::JoinHandle;
 pub use admission::Admit;
 pub use config::{Config, ConfigError, Fanout, MAX_SHARDS, bind_address, bounds, host_mib};
 use failure::Failure;
-use racksum_net::NetError;
 use racksum_net::clock::Clock;
 use racksum_net::quic::{Credentials, change_credentials, quinn, server as endpoint};
+use racksum_net::{NetError, with_limit};
 pub use registry::MAX_LANES;
 use registry::Registry;
 pub use registry::State as JobState;
@@ -67,8 +67,8 @@ pub enum StartError {
     Net(#[from] NetError),
     /// The status socket could not be bound.
     #[error(
-        "cannot bind the status socket {}: {cause}; name another with --status-socket",
-        path.display()
+        "cannot bind the status socket {}: {}; name another with --status-socket",
+        path.display(), with_limit(cause)
     )]
     StatusSocket {
         /// Where it was to be.
@@ -168,7 +168,7 @@ impl Aggregator {
         if config.fanout == Fanout::Multicast && interface.is_none() {
             return Err(StartError::NoMulticast(config.bind));
         }
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let runtime = racksum_net::runtime::single_threaded()?;
         let credentials = Credentials::of_aggregator(config.identity.as_deref(), config.insecure)?;
         let bind = SocketAddr::new(config.bind, config.port);
         let mut warnings = runtime.block_on(check_parent(&config, &credentials))?;

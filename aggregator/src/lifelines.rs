@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use racksum_net::auth::new_key;
 use racksum_net::quic::{lifeline, quinn};
+use racksum_net::with_limit;
 use racksum_proto::auth::Key;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::oneshot;
@@ -37,7 +38,8 @@ impl Lifelines {
                 Some(addr.port())
             }
             Err(error) => {
-                tracing::warn!(%error, "no lifelines: ranks that die are missed after 20 s");
+                let error = with_limit(&error);
+                tracing::warn!(error, "no lifelines: ranks that die are missed after 20 s");
                 None
             }
         };

@@ -9,6 +9,7 @@ use racksum_aggregator::{Aggregator, Config, Reload, StartError, bind_address, h
 use racksum_net::aside::Aside;
 use racksum_net::file::read_text;
 use racksum_net::local::raise_open_files;
+use racksum_net::with_limit;
 use racksum_proto::auth::DataAuth;
 use racksum_proto::counted::{are, counted};
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -84,7 +85,8 @@ impl Args {
             None => Config::default(),
             Some(path) => {
                 let text = read_text(path, MAX_CONFIG).map_err(|error| {
-                    Failure::usage(format!("cannot read {}: {error}", path.display()))
+                    let why = format!("cannot read {}: {error}", path.display());
+                    Failure::of_file(why, &error)
                 })?;
                 let config = Config::from_toml(&text)
                     .map_err(|error| Failure::usage(format!("{}: {error}", path.display())))?;
@@ -151,9 +153,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         config.data_auth(),
         config.parent.iter().map(|parent| format!(", parent {parent}")).collect::<String>()
     );
-    let stop = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
+    let stop = racksum_net::runtime::single_threaded()
         .and_then(|runtime| {
             let reloader = Reloader {
                 aside: Aside::one_of(RELOADING, 1),
@@ -193,7 +193,7 @@ fn start(config: &Config) -> Result<Aggregator, Failure> {
         .map(|socket| Aggregator::start(Config { status_socket: Some(socket), ..config.clone() }));
     let why = match started {
         Ok(Err(StartError::StatusSocket { path, cause })) => {
-            format!("cannot bind {}: {cause}", path.display())
+            format!("cannot bind {}: {}", path.display(), with_limit(&cause))
         }
         Ok(started) => return Ok(started?),
         Err(why) => why,

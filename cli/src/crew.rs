@@ -1,6 +1,7 @@
 //! The processes of the ranks of a job on this host.
 
-use std::io::{self, BufRead, BufReader};
+use std::io::{self, BufRead, BufReader, ErrorKind};
+use std::path::Path;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 
@@ -37,10 +38,7 @@ impl Crew {
         let (tell, said) = channel();
         let mut crew = Self { ranks: Vec::new(), _leashes: Vec::new(), said };
         for rank in 0..world {
-            let cannot = |error: io::Error| {
-                let why = format!("cannot start rank {rank}: {}", with_limit(&error));
-                Failure::of_host(why, &error)
-            };
+            let cannot = |error: io::Error| cannot_start(rank, &program, &error);
             let mut start = Command::new(&program);
             // Neither is of use towards the aggregator of this process, which has an identity for
             // its ranks.
@@ -87,6 +85,26 @@ impl Crew {
     }
 }
 
+/// Why a rank has no process.
+fn cannot_start(rank: u16, program: &Path, error: &io::Error) -> Failure {
+    match error.kind() {
+        // What fork(2) says at a limit of the user, of a control group or of the host.
+        ErrorKind::WouldBlock => Failure::unavailable(format!(
+            "cannot start a process for rank {rank}: {error}; use fewer ranks, or raise the limit \
+             on processes (ulimit -u)"
+        )),
+        ErrorKind::NotFound => Failure::failed(format!(
+            "cannot start rank {rank}: {}: {error}; this program was removed or replaced while it \
+             ran, so start it again",
+            program.display()
+        )),
+        _ => {
+            let why = format!("cannot start rank {rank}: {}", with_limit(error));
+            Failure::of_host(why, error)
+        }
+    }
+}
+
 /// Ends this process, which is a rank of a [`Crew`], when its parent is gone: it would wait for the
 /// aggregator that went with the parent.
 pub(crate) fn end_with_parent() -> Result<(), Failure> {
@@ -97,4 +115,24 @@ pub(crate) fn end_with_parent() -> Result<(), Failure> {
         std::process::exit(1);
     })?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn why_a_rank_has_no_process_says_what_to_do() {
+        // EAGAIN and EMFILE.
+        for (limited, told) in [(11, "processes (ulimit -u)"), (24, "open files (ulimit -n)")] {
+            let error = io::Error::from_raw_os_error(limited);
+            let failure = cannot_start(0, Path::new("racksum"), &error);
+            assert!(failure.why.contains(told), "{failure}");
+            assert!(failure.exit == Exit::UNAVAILABLE, "{failure:?}");
+        }
+        let removed = Command::new("/none/racksum").spawn().unwrap_err();
+        let why = cannot_start(3, Path::new("/none/racksum"), &removed).to_string();
+        assert!(why.starts_with("cannot start rank 3: /none/racksum: "), "{why}");
+        assert!(why.ends_with("start it again"), "{why}");
+    }
 }

@@ -7,6 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
 use racksum_aggregator::{Aggregator, Config, Options, StartError};
+use racksum_net::interface::{Interface, interfaces};
 use racksum_net::quic::{Authority, Role, Subject};
 use racksum_net::with_limit;
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -28,9 +29,22 @@ pub(crate) struct Embedded {
 impl Embedded {
     /// Starts the aggregator, with an identity of its own.
     pub(crate) fn start(config: Config) -> Result<Self, Failure> {
+        // Ranks would call over it until their patience ends.
+        if interfaces().is_ok_and(|all| is_loopback_down(&all)) {
+            return Err(Failure::unavailable(
+                "a run of all ranks on this host needs the loopback interface, which is down; set \
+                 it up with `ip link set lo up`",
+            ));
+        }
         let authority = Authority::throwaway("racksum", DAYS)?;
         let of_ranks = in_memory(&issue(&authority, Role::Worker)?)?;
         fcntl_setfd(&of_ranks, FdFlags::empty()).map_err(|error| cannot(&error.into()))?;
+        if !open_at("self", &of_ranks).exists() {
+            return Err(Failure::unavailable(
+                "a run of all ranks on this host needs /proc, which is not mounted; mount it with \
+                 `mount -t proc proc /proc`",
+            ));
+        }
         let own = in_memory(&issue(&authority, Role::Aggregator)?)?;
         let shards = config.shards;
         let config = Config { identity: Some(open_at("self", &own)), ..config };
@@ -49,6 +63,12 @@ impl Embedded {
             .arg(open_at("self", &self.ranks))
             .args(["--rank", &rank.to_string(), "--world", &world.to_string()]);
     }
+}
+
+/// Whether this host has a loopback interface, and none that is up.
+fn is_loopback_down(interfaces: &[Interface]) -> bool {
+    let mut loopback = interfaces.iter().filter(|interface| interface.is_loopback).peekable();
+    loopback.peek().is_some() && !loopback.any(|interface| interface.is_up)
 }
 
 /// Issues an identity, in PEM.

@@ -6,6 +6,7 @@ use std::process::{ExitCode, ExitStatus, Termination};
 
 use racksum_aggregator::{Options, StartError};
 use racksum_net::NetError;
+use racksum_net::file::{FileError, lacks_descriptor};
 use racksum_net::local::CallError;
 use racksum_proto::error::SubmitError;
 use racksum_proto::peer_text::PeerText;
@@ -114,9 +115,14 @@ impl Failure {
 
     /// Why the host did not do its part: it may have open files to spare later.
     pub(crate) fn of_host(why: impl Into<String>, error: &io::Error) -> Self {
-        match error.raw_os_error() {
-            Some(ENFILE | EMFILE) => Self::unavailable(why),
-            _ => Self::failed(why),
+        if lacks_descriptor(error) { Self::unavailable(why) } else { Self::failed(why) }
+    }
+
+    /// Why a file that the user names was not read.
+    pub(crate) fn of_file(why: impl Into<String>, error: &FileError) -> Self {
+        match error {
+            FileError::Io(error) if lacks_descriptor(error) => Self::unavailable(why),
+            _ => Self::usage(why),
         }
     }
 
@@ -142,9 +148,6 @@ impl Failure {
     }
 }
 
-/// The errors of too many open files, of the host and of a process.
-const ENFILE: i32 = 23;
-const EMFILE: i32 = 24;
 /// What the kernel says of too many links.
 const ELOOP: i32 = 40;
 
@@ -281,6 +284,7 @@ mod tests {
         for later in [23, 24] {
             let error = io::Error::from_raw_os_error(later);
             assert_eq!(Failure::of_path("", &error).exit, Exit::UNAVAILABLE, "{error}");
+            assert_eq!(Failure::of_file("", &error.into()).exit, Exit::UNAVAILABLE, "{later}");
         }
         // EIO and ENOSPC.
         for failed in [5, 28] {

@@ -32,6 +32,7 @@ use clap::error::{ContextKind, ContextValue};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use exit::{Exit, Failure, unheard};
 use racksum_net::local::fail_at_file_limit;
+use racksum_net::runtime::single_threaded;
 
 /// Sums the gradients of training jobs near the rack.
 #[derive(Debug, Parser)]
@@ -146,15 +147,15 @@ fn hidden_flags(command: &clap::Command) -> Vec<String> {
     own.chain(command.get_subcommands().flat_map(hidden_flags)).collect()
 }
 
-/// Descriptors that any subcommand needs. Libraries panic where they find none to listen for
-/// signals with; what needs more says so itself.
+/// Descriptors that any subcommand needs; what needs more says so itself.
 const DESCRIPTORS: usize = 8;
 
 /// Whether this process may open as many files as all of it takes for granted.
 fn check_descriptors() -> Result<(), Failure> {
     let opened: io::Result<Vec<File>> =
         std::iter::repeat_with(|| File::open("/dev/null")).take(DESCRIPTORS).collect();
-    opened.map(drop).map_err(|error| {
+    // The first runtime makes what all later ones share.
+    opened.map(drop).and_then(|()| single_threaded().map(drop)).map_err(|error| {
         let few = "this process may open too few files; raise the limit (ulimit -n)";
         Failure::unavailable(format!("{few}: {error}"))
     })

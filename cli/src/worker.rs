@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use racksum_aggregator::host_mib;
 use racksum_net::local::{Listener, listener_of_systemd, raise_open_files, tell_systemd};
+use racksum_net::with_limit;
 use racksum_proto::auth::DataAuth;
 use racksum_proto::counted::{are, counted};
 use racksum_worker::sidecar::{Limits, Sidecar};
@@ -193,7 +194,7 @@ fn not_served(path: &Path, error: &io::Error) -> Failure {
     let at = path.display();
     let why = match error.kind() {
         io::ErrorKind::AddrInUse => format!("cannot serve at {at}: somebody serves there already"),
-        _ => format!("cannot serve at {at}: {error}"),
+        _ => format!("cannot serve at {at}: {}", with_limit(error)),
     };
     Failure::of_serving(why, error)
 }
@@ -201,7 +202,7 @@ fn not_served(path: &Path, error: &io::Error) -> Failure {
 /// Says that the sidecar is ready, and returns once it was told to stop and no job is left, or at
 /// the next signal.
 fn serve(sidecar: &Sidecar, ready: &str) -> io::Result<()> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let runtime = racksum_net::runtime::single_threaded()?;
     runtime.block_on(async {
         let mut signals = Ending::listen()?;
         tell(ready);

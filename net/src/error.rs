@@ -204,6 +204,16 @@ pub enum NetError {
         /// What is wrong with it.
         why: String,
     },
+    /// A file that this process or the host has no descriptor left for.
+    #[error("cannot open {what} {}: {}", path.display(), with_limit(cause))]
+    NoDescriptor {
+        /// What it should hold.
+        what: FileKind,
+        /// The file.
+        path: PathBuf,
+        /// What the kernel said.
+        cause: io::Error,
+    },
     /// A file that hangs, as on a network file system that is gone.
     #[error("{0}")]
     Aside(#[from] AsideError),

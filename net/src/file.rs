@@ -24,6 +24,12 @@ pub enum FileError {
     Io(#[from] io::Error),
 }
 
+/// Whether this process or the host has too many files open: a limit is in the way, and not the file.
+#[must_use]
+pub fn lacks_descriptor(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
+}
+
 /// Opens a regular file to read it.
 ///
 /// # Errors

@@ -23,6 +23,7 @@ pub mod multicast;
 mod options;
 pub mod quic;
 pub mod resolve;
+pub mod runtime;
 pub mod udp;
 
 pub use error::{FileKind, NetError, with_limit};

@@ -209,7 +209,7 @@ impl Control {
         let events = Events { tell, session, place };
         let (to, from) = (route.to, route.caller());
         let (say, words) = unbounded_channel();
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let runtime = racksum_net::runtime::single_threaded()?;
         let thread = std::thread::Builder::new().name("control".into()).spawn(move || {
             runtime.block_on(async {
                 let hear = events.clone();

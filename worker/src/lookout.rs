@@ -14,9 +14,9 @@ use std::time::Duration;
 
 use racksum_net::clock::Clock;
 use racksum_net::quic::{Caller, Credentials, look};
+use racksum_net::runtime::single_threaded;
 use racksum_proto::control::{Join, Resume};
 use racksum_proto::time::{Span, Time};
-use tokio::runtime::Builder;
 use tokio::sync::oneshot;
 
 use crate::control::patience;
@@ -128,7 +128,7 @@ impl Looking {
         let patience = patience(options, resume.is_some(), 1);
         let (options, resume) = (options.clone(), resume.cloned());
         let errand = Arc::new(Errand { options, resume, credentials, patience });
-        let runtime = Builder::new_current_thread().enable_all().build()?;
+        let runtime = single_threaded()?;
         let (tell, seen) = channel();
         let (over, is_over) = oneshot::channel::<()>();
         std::thread::Builder::new().name("lookout".into()).spawn(move || {

@@ -4,11 +4,11 @@ use std::fmt;
 use std::net::SocketAddr;
 
 use racksum_aggregator::Status;
-use racksum_net::NetError;
 use racksum_net::quic::{Caller, Credentials, Ended, ask_status};
+use racksum_net::runtime::single_threaded;
+use racksum_net::{NetError, with_limit};
 use racksum_proto::time::Span;
 use racksum_worker::{ConnectError, addresses};
-use tokio::runtime::Builder;
 
 use super::{Args, PATIENCE, parse};
 use crate::environment;
@@ -33,8 +33,8 @@ fn ask_each(name: &str, addrs: &[SocketAddr], caller: &Caller) -> Result<Status,
     let unknown = |why: &dyn fmt::Display| {
         Failure::unavailable(format!("{name} cannot be asked: {}", with_flags(why)))
     };
-    let runtime = Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(|error| unknown(&error))?;
+    let runtime = single_threaded();
+    let runtime = runtime.map_err(|error| unknown(&with_limit(&error)))?;
     let mut tried: Vec<NetError> = Vec::new();
     for to in addrs {
         match runtime.block_on(ask_status(*to, caller)) {

@@ -205,3 +205,21 @@ fn without_insecure_nothing_beyond_loopback_is_served_or_called() {
     assert!(ended.failed(2).contains("or set --insecure if"), "{ended:?}");
     assert_eq!(serving.port().parse::<u16>().map(|port| port > 0), Ok(true));
 }
+
+#[test]
+fn all_ranks_on_one_host_need_its_loopback_interface_and_proc() {
+    let run = |unshared: &str, script: &str| {
+        let script = format!("{script}; exec {RACKSUM} bench -b 4K -e 4K -n 1 -w 0");
+        Process::spawn(Command::new("unshare").args([unshared, "sh", "-c", &script])).end(20)
+    };
+    for (unshared, script, told) in [
+        ("-n", "true", "; set it up with `ip link set lo up`"),
+        ("-m", "umount -l /proc", "; mount it with `mount -t proc proc /proc`"),
+    ] {
+        let ended = run(unshared, script);
+        if ended.err.starts_with("unshare: ") {
+            return racksum_test_report::skip(&format!("namespaces take root: {}", ended.err));
+        }
+        assert!(ended.failed(3).ends_with(told), "{ended:?}");
+    }
+}

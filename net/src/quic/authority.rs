@@ -82,7 +82,8 @@ impl Authority {
     ///
     /// # Errors
     ///
-    /// [`NetError::IdentityFile`] that names the file and what is wrong with it.
+    /// [`NetError::IdentityFile`] that names the file and what is wrong with it, or
+    /// [`NetError::NoDescriptor`].
     pub fn load(path: &Path) -> Result<Self, NetError> {
         let wrong = |why: String| FileKind::Authority.wrong(path, why);
         let pem = read_secret(FileKind::Authority, path)?;

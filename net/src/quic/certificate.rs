@@ -70,7 +70,8 @@ impl Certificate {
     ///
     /// # Errors
     ///
-    /// [`NetError::IdentityFile`] that names the file and what is wrong with it.
+    /// [`NetError::IdentityFile`] that names the file and what is wrong with it, or
+    /// [`NetError::NoDescriptor`].
     pub fn all_of(path: &Path) -> Result<Vec<Self>, NetError> {
         let wrong = |why: String| FileKind::Certificates.wrong(path, why);
         let pem = read_secret(FileKind::Certificates, path)?;

@@ -14,7 +14,7 @@ use rustls::server::ParsedCertificate;
 use rustls::sign::CertifiedKey;
 
 use super::{Certificate, Role};
-use crate::file::{self, FileError};
+use crate::file::{self, FileError, lacks_descriptor};
 use crate::log_limit::LogLimit;
 use crate::{FileKind, NetError};
 
@@ -54,7 +54,8 @@ impl Identity {
     ///
     /// # Errors
     ///
-    /// [`NetError::IdentityFile`] that names the file and what is wrong with it.
+    /// [`NetError::IdentityFile`] that names the file and what is wrong with it, or
+    /// [`NetError::NoDescriptor`].
     pub fn load(path: &Path) -> Result<Self, NetError> {
         let pem = read_secret(FileKind::Identity, path)?;
         let wrong = |why: &str| FileKind::Identity.wrong(path, why);
@@ -176,6 +177,12 @@ pub(super) fn read_secret(what: FileKind, path: &Path) -> Result<Vec<u8>, NetErr
         Ok((bytes, mode))
     };
     let (bytes, mode) = read().map_err(|error| {
+        let error = match error {
+            FileError::Io(cause) if lacks_descriptor(&cause) => {
+                return NetError::NoDescriptor { what, path: path.into(), cause };
+            }
+            error => error,
+        };
         let advice = match &error {
             FileError::NotRegular => "; name one in PEM",
             FileError::Io(error) if error.kind() == ErrorKind::NotFound => {
