@@ -1,5 +1,6 @@
 //! The network interfaces of this host: what they are, and which to use.
 
+use std::borrow::Cow;
 use std::io::{self, ErrorKind::PermissionDenied};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 
@@ -94,15 +95,22 @@ pub fn leads_to(from: IpAddr, peer: SocketAddr) -> bool {
 /// Why an address is that of no host, so that nobody can be called or serve there; `None` where it
 /// can be one. Sends nothing.
 #[must_use]
-pub fn no_host(ip: IpAddr) -> Option<&'static str> {
-    match ip {
+pub fn no_host(ip: IpAddr) -> Option<Cow<'static, str>> {
+    // Sockets of IPv6 speak IPv6 only.
+    if let IpAddr::V6(ip) = ip
+        && let Some(mapped) = ip.to_ipv4_mapped()
+    {
+        return Some(format!("which is an IPv4 address (write {mapped})").into());
+    }
+    let why = match ip {
         ip if ip.is_unspecified() => Some("which is no host's address"),
         ip if ip.is_multicast() => Some("which is a multicast group, and no host's address"),
         IpAddr::V4(ip) if is_broadcast(ip).unwrap_or(false) => {
             Some("which is a broadcast address, and no host's")
         }
         _ => None,
-    }
+    };
+    why.map(Cow::Borrowed)
 }
 
 /// Whether an address is one to broadcast to, as only the kernel knows of its networks: it permits

@@ -21,6 +21,9 @@ pub fn aggregator_sets(text: &str) -> Result<Vec<Vec<String>>, String> {
     if sets.iter().flatten().any(String::is_empty) {
         return Err("an aggregator between + and , has no name; give each as HOST:PORT".into());
     }
+    if let Some(several) = sets.iter().flatten().find(|host| host.contains(';')) {
+        return Err(format!("{several:?} has a ; in it; put + or , between two aggregators"));
+    }
     let has_space = |host: &&String| host.contains(char::is_whitespace);
     if let Some(several) = sets.iter().flatten().find(has_space) {
         return Err(format!("{several:?} has a space in it; put + or , between two aggregators"));

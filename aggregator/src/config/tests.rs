@@ -147,6 +147,7 @@ fn a_parent_is_one_other_aggregator() {
         assert!(check(parent), "{parent}");
     }
     for parent in [
+        "[::ffff:10.0.0.1]:7177",
         "",
         "root",
         ":7177",

@@ -25,6 +25,14 @@ fn a_value_that_is_no_value_brings_up_one_that_is() {
             &[&["bench"], &far[..], &["127.0.0.1:7177 127.0.0.1:7178"]].concat(),
             "\"127.0.0.1:7177 127.0.0.1:7178\" has a space in it; put + or , between two",
         ),
+        (
+            &[&["bench"], &far[..], &["127.0.0.1:1;127.0.0.1:2"]].concat(),
+            "\"127.0.0.1:1;127.0.0.1:2\" has a ; in it; put + or , between two",
+        ),
+        (
+            &["aggregator", "--bind", "::ffff:10.0.0.1"],
+            "::ffff:10.0.0.1, which is an IPv4 address (write 10.0.0.1)",
+        ),
         (&["reduce", "file", "--out"], "a value is required for '--out"),
     ] {
         let ended = run(args);

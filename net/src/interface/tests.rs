@@ -117,6 +117,7 @@ fn an_address_of_no_host_is_told_from_one_of_some_host() {
     }
     for (ip, why) in [
         ("0.0.0.0", "no host's address"),
+        ("::ffff:127.0.0.1", "an IPv4 address (write 127.0.0.1)"),
         ("::", "no host's address"),
         ("224.0.0.1", "a multicast group"),
         ("ff15::1", "a multicast group"),

@@ -102,6 +102,7 @@ fn a_text_that_may_be_an_address_is_left_to_the_resolver() {
     }
     for (text, why) in [
         ("0.0.0.0:7177", "its host is 0.0.0.0, which is no host's address"),
+        ("[::ffff:10.0.0.1]:7177", "which is an IPv4 address (write 10.0.0.1)"),
         ("[::]:7177", "its host is ::, which is no host's address"),
         ("224.0.0.1:7177", "its host is 224.0.0.1, which is a multicast group"),
         ("255.255.255.255:7177", "its host is 255.255.255.255, which is a broadcast address"),
