@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs::File;
-use std::io::ErrorKind;
-use std::os::unix::fs::FileExt;
+use std::fs::{File, Metadata as FileMetadata};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use racksum_proto::dtype::DType;
@@ -22,7 +22,44 @@ pub(super) struct GradientFile {
     /// In the order in which they are reduced and written: that of safetensors' own writer.
     pub(super) tensors: Vec<Tensor>,
     file: File,
+    /// What the file was when it was opened.
+    opened: Version,
     data_start: u64,
+}
+
+/// What the system says of a file's contents, to tell whether they have changed.
+///
+/// The clock of these times moves in steps of a few milliseconds. A rewrite that keeps the length
+/// is missed if all of it falls into the step of the last change before the file was opened. Writes
+/// to a mapping count when the system first sees a page of it change.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Version {
+    len: u64,
+    /// Time of the last write, in seconds and nanoseconds.
+    written: (i64, i64),
+    /// Time of the last change of anything, which no program can set back.
+    changed: (i64, i64),
+    names: u64,
+}
+
+impl Version {
+    fn of(about: &FileMetadata) -> Self {
+        Self {
+            len: about.len(),
+            written: (about.mtime(), about.mtime_nsec()),
+            changed: (about.ctime(), about.ctime_nsec()),
+            names: about.nlink(),
+        }
+    }
+
+    /// Whether the contents may have changed since `opened`. A file that loses or gains a name, as
+    /// when another one is moved over it, keeps its contents, and only `changed` tells of it.
+    fn differs(&self, opened: &Self) -> bool {
+        let is_renamed = self.names != opened.names;
+        self.len != opened.len
+            || self.written != opened.written
+            || self.changed != opened.changed && !is_renamed
+    }
 }
 
 /// A tensor of a file.
@@ -50,9 +87,8 @@ impl GradientFile {
     /// # Errors
     /// A sentence that names the file and what is wrong with it.
     pub(super) fn open(path: &Path) -> Result<Self, Failure> {
-        let unreadable = |error: std::io::Error| {
-            Failure::usage(format!("cannot read {}: {error}", path.display()))
-        };
+        let unreadable =
+            |error: io::Error| Failure::usage(format!("cannot read {}: {error}", path.display()));
         let about = std::fs::metadata(path).map_err(unreadable)?;
         if !about.is_file() {
             let kind = if about.is_dir() { "a directory" } else { "a pipe or a device" };
@@ -63,7 +99,9 @@ impl GradientFile {
         let bad = |why: String| {
             Failure::usage(format!("{} is no safetensors file: {why}", path.display()))
         };
-        let len = about.len();
+        // Of the file that is open: another one may have taken its place since.
+        let opened = Version::of(&file.metadata().map_err(unreadable)?);
+        let len = opened.len;
         if len < LENGTH {
             return Err(bad(format!("it has {len} bytes, and the length of its header takes 8")));
         }
@@ -93,10 +131,16 @@ impl GradientFile {
         tensors.sort_by(|one, other| {
             stored_as(other.dtype).cmp(&stored_as(one.dtype)).then(one.name.cmp(&other.name))
         });
-        Ok(Self { path: path.to_owned(), tensors, file, data_start })
+        let opened = Self { path: path.to_owned(), tensors, file, opened, data_start };
+        opened.check_unchanged()?;
+        Ok(opened)
     }
 
     /// Reads bytes of a tensor, from the `from`th on.
+    ///
+    /// # Errors
+    /// A sentence that names the file, also if it has changed since it was opened: its bytes may be
+    /// of two states then.
     pub(super) fn read(&self, tensor: &Tensor, from: usize, out: &mut [u8]) -> Result<(), Failure> {
         let at = self.data_start + tensor.offset + from as u64;
         self.file.read_exact_at(out, at).map_err(|error| {
@@ -107,7 +151,25 @@ impl GradientFile {
                 }
                 _ => format!("cannot read {path}: {error}"),
             })
-        })
+        })?;
+        // After each read, so that the last one is covered, and no byte of a file that has changed
+        // is ever sent.
+        self.check_unchanged()
+    }
+
+    /// Checks that the file still is what was opened.
+    fn check_unchanged(&self) -> Result<(), Failure> {
+        let path = self.path.display();
+        let about = self
+            .file
+            .metadata()
+            .map_err(|error| Failure::failed(format!("cannot read {path}: {error}")))?;
+        if Version::of(&about).differs(&self.opened) {
+            return Err(Failure::failed(format!(
+                "{path} has changed while it was read; start again once it is whole"
+            )));
+        }
+        Ok(())
     }
 
     /// Checks that another file holds the same tensors.
@@ -335,6 +397,44 @@ mod tests {
         assert_eq!((again.len() % 8, metadata.data_len()), (0, 16));
     }
 
+    const GOOD: &str = r#"{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
+
+    #[test]
+    fn a_file_that_is_rewritten_in_place_while_it_is_read_is_refused() {
+        let path = file("rewritten", GOOD, 4);
+        let opened = GradientFile::open(&path).unwrap();
+        let mut bytes = [0; 4];
+        opened.read(&opened.tensors[0], 0, &mut bytes).unwrap();
+        let writer = File::options().write(true).open(&path).unwrap();
+        writer.write_all_at(&[8; 4], 8 + GOOD.len() as u64).unwrap();
+        // The clock of the file system may not have moved yet.
+        writer.set_modified(std::time::UNIX_EPOCH).unwrap();
+        let why = opened.read(&opened.tensors[0], 0, &mut bytes).unwrap_err().to_string();
+        assert!(
+            why.ends_with("-rewritten has changed while it was read; start again once it is whole"),
+            "{why}"
+        );
+        std::fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn a_writer_that_sets_the_time_back_is_seen_and_a_file_that_loses_its_name_stays_whole() {
+        let path = file("back", GOOD, 4);
+        let opened = GradientFile::open(&path).unwrap();
+        let mut bytes = [0; 4];
+        std::fs::rename(file("new", GOOD, 4), &path).unwrap();
+        opened.read(&opened.tensors[0], 0, &mut bytes).unwrap();
+        let opened = GradientFile::open(&path).unwrap();
+        let before = path.metadata().unwrap();
+        let writer = File::options().write(true).open(&path).unwrap();
+        while Version::of(&writer.metadata().unwrap()).changed == opened.opened.changed {
+            writer.set_modified(before.modified().unwrap()).unwrap();
+        }
+        let why = opened.read(&opened.tensors[0], 0, &mut bytes).unwrap_err().to_string();
+        assert!(why.contains(" has changed while it was read; "), "{why}");
+        std::fs::remove_file(path).unwrap();
+    }
+
     #[test]
     fn a_dtype_that_cannot_be_reduced_is_named_with_its_tensor() {
         for dtype in ["U8", "F8_E4M3", "nonsense"] {
@@ -365,7 +465,7 @@ mod tests {
 
     #[test]
     fn what_is_no_safetensors_file_is_refused_in_a_sentence() {
-        let good = r#"{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
+        let good = GOOD;
         assert!(open("good", good, 4).is_ok());
         for (name, header, data) in [
             ("short", good, 3),
