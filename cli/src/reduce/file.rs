@@ -13,6 +13,7 @@ use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde::Deserialize;
 
+use super::keys::check_unique;
 use crate::exit::Failure;
 
 /// A file of one rank's gradients.
@@ -115,6 +116,7 @@ impl GradientFile {
         }
         let mut header = vec![0; usize::try_from(header_len).unwrap_or(0)];
         file.read_exact_at(&mut header, LENGTH).map_err(unreadable)?;
+        check_unique(&header).map_err(bad)?;
         check_dtypes(path, &header)?;
         let metadata: Metadata =
             serde_json::from_slice(&header).map_err(|error| bad(PeerText::of(error).into()))?;
@@ -433,6 +435,22 @@ mod tests {
         let why = opened.read(&opened.tensors[0], 0, &mut bytes).unwrap_err().to_string();
         assert!(why.contains(" has changed while it was read; "), "{why}");
         std::fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn a_key_that_is_there_twice_is_named() {
+        let entry = r#"{"dtype":"F32","shape":[1],"data_offsets":[0,4]}"#;
+        for (header, key) in [
+            (format!(r#"{{"w":{entry},"w":{entry}}}"#), "\"w\""),
+            (format!(r#"{{"w":{entry},"\u0077":{entry}}}"#), "\"w\""),
+            (GOOD.replace("{\"dtype\"", "{\"dtype\":\"F64\",\"dtype\""), "\"dtype\""),
+            (format!(r#"{{"__metadata__":{{"a":"b","a":"c"}},"w":{entry}}}"#), "\"a\""),
+            (format!(r#"{{"__metadata__":{{}},"w":{entry},"__metadata__":{{}}}}"#), "\"__meta"),
+        ] {
+            let why = why("twice", &header, 4);
+            assert!(why.contains("is no safetensors file: its header has the key "), "{why}");
+            assert!(why.contains(key) && why.contains(" twice"), "{why}");
+        }
     }
 
     #[test]

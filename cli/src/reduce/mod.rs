@@ -1,6 +1,7 @@
 //! `racksum reduce`: sums the gradients in safetensors files, one file a rank.
 
 mod file;
+mod keys;
 mod out;
 mod parent;
 mod rank;

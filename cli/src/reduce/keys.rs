@@ -1,0 +1,80 @@
+//! Keys of a JSON header: the format allows each once in its object, and parsers keep one of two.
+
+use std::collections::HashSet;
+use std::fmt;
+
+use racksum_proto::peer_text::PeerText;
+use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
+
+use super::file::Quoted;
+
+/// Checks that no object of a header has a key twice. What is no JSON is left to the parser of
+/// headers to complain of.
+///
+/// # Errors
+/// A clause that names the key.
+pub(super) fn check_unique(header: &[u8]) -> Result<(), String> {
+    match serde_json::from_slice::<Unique>(header) {
+        Err(error) if error.is_data() => Err(PeerText::of(error).into()),
+        Ok(Unique) | Err(_) => Ok(()),
+    }
+}
+
+/// Any value whose objects have each key once.
+struct Unique;
+
+impl<'de> Deserialize<'de> for Unique {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        from.deserialize_any(Self)
+    }
+}
+
+impl<'de> Visitor<'de> for Unique {
+    type Value = Self;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("JSON")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self, A::Error> {
+        let mut keys = HashSet::new();
+        while let Some((key, Self)) = map.next_entry::<String, _>()? {
+            if let Some(key) = keys.replace(key) {
+                return Err(A::Error::custom(format_args!(
+                    "its header has the key {} twice",
+                    Quoted(&key)
+                )));
+            }
+        }
+        Ok(Self)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Self, A::Error> {
+        while let Some(Self) = list.next_element()? {}
+        Ok(Self)
+    }
+
+    fn visit_bool<E: Error>(self, _: bool) -> Result<Self, E> {
+        Ok(self)
+    }
+
+    fn visit_i64<E: Error>(self, _: i64) -> Result<Self, E> {
+        Ok(self)
+    }
+
+    fn visit_u64<E: Error>(self, _: u64) -> Result<Self, E> {
+        Ok(self)
+    }
+
+    fn visit_f64<E: Error>(self, _: f64) -> Result<Self, E> {
+        Ok(self)
+    }
+
+    fn visit_str<E: Error>(self, _: &str) -> Result<Self, E> {
+        Ok(self)
+    }
+
+    fn visit_unit<E: Error>(self) -> Result<Self, E> {
+        Ok(self)
+    }
+}
