@@ -51,6 +51,8 @@ struct Total<'a> {
     shards: usize,
     fanout: &'static str,
     elements: u64,
+    /// The ranks that some tensor lacks.
+    absent: BTreeSet<u16>,
     #[serde(flatten)]
     held: &'a Held,
     /// UDP payload with all headers, acknowledgements and repetitions, a rank.
@@ -104,6 +106,7 @@ impl Table<'_> {
             shards: first.shards,
             fanout: fanout(first),
             elements: self.elements(),
+            absent: absent(first),
             held: sum,
             tx_bytes: self.reports.iter().map(|report| report.tx_bytes).collect(),
             rx_bytes: self.reports.iter().map(|report| report.rx_bytes).collect(),
@@ -219,10 +222,14 @@ fn lacks(absent: &[u16]) -> String {
     }
 }
 
+/// The ranks that were lost before they had contributed to all of every tensor.
+fn absent(report: &Report) -> BTreeSet<u16> {
+    report.absent.iter().flatten().copied().collect()
+}
+
 /// Which ranks were lost, and how much of the result lacks them.
 fn write_absent(out: &mut impl Write, report: &Report) -> io::Result<()> {
-    let all: BTreeSet<u16> = report.absent.iter().flatten().copied().collect();
-    for rank in all {
+    for rank in absent(report) {
         let lack = report.absent.iter().filter(|absent| absent.contains(&rank)).count();
         let of = report.absent.len();
         writeln!(out, "# rank {rank} was lost: {lack} of {of} tensors lack some or all it had")?;
@@ -308,7 +315,42 @@ const MAX_NAME: usize = 48;
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser;
+
     use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Command {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    /// What the last object of JSON says of lost ranks, where each tensor lacks some.
+    fn absent_of_all(absent: &[&[u16]]) -> serde_json::Value {
+        let Command { args } = Command::parse_from(["reduce", "--format", "json", "file"]);
+        let report = Report {
+            held: Vec::new(),
+            absent: absent.iter().map(|ranks| ranks.to_vec()).collect(),
+            digest: 0,
+            shards: 1,
+            multicast: false,
+            tx_bytes: 0,
+            rx_bytes: 0,
+            retransmits: 0,
+            kernel_drops: 0,
+            time_us: 0.0,
+        };
+        let mut out = Vec::new();
+        let table = Table { args: &args, tensors: &[], rank: Some((0, 8)), reports: &[report] };
+        table.write(&mut out).unwrap();
+        serde_json::from_slice::<serde_json::Value>(&out).unwrap()["absent"].clone()
+    }
+
+    #[test]
+    fn programs_read_once_for_all_which_ranks_were_lost() {
+        assert_eq!(absent_of_all(&[&[], &[7], &[5, 7]]), serde_json::json!([5, 7]));
+        assert_eq!(absent_of_all(&[&[], &[]]), serde_json::json!([]));
+    }
 
     #[test]
     fn a_tensor_s_name_is_shown_without_control_characters_and_programs_read_it_as_it_is() {
