@@ -1,6 +1,28 @@
-//! Memory for tensors: where a limit leaves none, a sentence and not the end of the process.
+//! Memory for tensors: where there is none, a sentence and not the end of the process.
+
+use racksum_aggregator::host_mib;
+use racksum_proto::counted::counted;
 
 use crate::exit::Failure;
+
+/// Refuses tensors that this host has no memory for, `each` bytes at each of `ranks`: the system
+/// ends a rank that cannot have it, without a word. `what` names the tensors, and `advice` says what
+/// to do.
+pub(crate) fn check_host(what: &str, each: u64, ranks: u16, advice: &str) -> Result<(), Failure> {
+    // A system that does not say how much it has refuses nothing.
+    host_mib().map_or(Ok(()), |host_mib| check(host_mib, what, each, ranks, advice))
+}
+
+fn check(host_mib: u64, what: &str, each: u64, ranks: u16, advice: &str) -> Result<(), Failure> {
+    let need_mib = each.saturating_mul(ranks.into()) >> 20;
+    if need_mib <= host_mib {
+        return Ok(());
+    }
+    Err(Failure::usage(format!(
+        "{what} need {need_mib} MiB for {} on this host, which has {host_mib}; {advice}",
+        counted(ranks, "rank")
+    )))
+}
 
 /// As many bytes of zeros.
 pub(crate) fn zeros(len: usize) -> Result<Vec<u8>, Failure> {
@@ -30,6 +52,16 @@ fn reserved(len: usize) -> Result<Vec<u8>, Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_a_host_has_no_memory_for_is_refused_with_what_it_needs() {
+        let of = |each: u64, ranks: u16| check(100, "tensors", each, ranks, "use less");
+        of(50 << 20, 2).unwrap();
+        let failure = of(51 << 20, 2).unwrap_err();
+        let why = "tensors need 102 MiB for 2 ranks on this host, which has 100; use less";
+        assert_eq!((&failure.why[..], failure.exit), (why, crate::exit::Exit::USAGE));
+        assert!(of(u64::MAX, 2).is_err());
+    }
 
     #[test]
     fn memory_that_is_not_to_be_had_is_a_sentence() {

@@ -11,7 +11,6 @@ use std::sync::Arc;
 
 use clap::ValueEnum;
 use data::{Overlap, Pattern};
-use racksum_aggregator::host_mib;
 use racksum_proto::counted::{are, counted};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};
@@ -26,7 +25,7 @@ use crate::crew::end_with_parent;
 use crate::exit::{Failure, say};
 use crate::member::{Member, MemberArgs};
 use crate::progress::{Line, Pace, Work};
-use crate::stderr;
+use crate::{memory, stderr};
 
 /// What an op is given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -209,22 +208,13 @@ impl Args {
         })
     }
 
-    /// Refuses tensors that this host has no memory for: a rank that cannot have it is ended by the
-    /// system, without a word.
+    /// Refuses tensors that this host has no memory for.
     fn check_memory(&self, most: u64) -> Result<(), Failure> {
-        let Some(host_mib) = host_mib() else { return Ok(()) };
         let here = if self.member.is_rank() { 1 } else { self.workers.unwrap_or(WORKERS) };
         // Each op has a tensor, and all of a rank a copy to begin afresh from.
-        let tensors = u64::from(here) * (1 + u64::from(self.ops_in_flight.max(1)));
-        let need_mib = (most >> 20).saturating_mul(tensors);
-        if need_mib <= host_mib {
-            return Ok(());
-        }
-        Err(Failure::usage(format!(
-            "tensors of {most} bytes need {need_mib} MiB for {} on this host, which has \
-             {host_mib}; lower -e, --workers or --ops-in-flight",
-            counted(here, "rank")
-        )))
+        let each = most.saturating_mul(1 + u64::from(self.ops_in_flight.max(1)));
+        let what = format!("tensors of {most} bytes");
+        memory::check_host(&what, each, here, "lower -e, --workers or --ops-in-flight")
     }
 
     /// The op that reduces a tensor of at most `bytes`.

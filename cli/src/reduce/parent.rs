@@ -9,7 +9,7 @@ use racksum_proto::auth::DataAuth;
 use super::Args;
 use super::file::GradientFile;
 use super::out::OutFile;
-use super::rank::{Report, Said};
+use super::rank::{Report, Said, check_memory};
 use super::report::Table;
 use crate::crew::Crew;
 use crate::embedded::Embedded;
@@ -27,6 +27,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     for other in others {
         first.check_same(other)?;
     }
+    check_memory(first, world)?;
     args.tell_unnarrowed(first)?;
     args.descriptors(first)?;
     let out = args.out.as_deref().map(OutFile::create).transpose()?;

@@ -51,9 +51,25 @@ pub(super) enum Said {
     Failed(Failure),
 }
 
+/// Refuses a file whose tensors `ranks` of this host have no memory for.
+///
+/// Counts the tensors in flight, which a rank reads whole; their sums take their place. Leaves out
+/// packets, whose buffers have a fixed size, and the survey, which is a byte a block.
+pub(super) fn check_memory(file: &GradientFile, ranks: u16) -> Result<(), Failure> {
+    let tensors = || file.tensors.iter().map(|tensor| tensor.len as u64);
+    let (most, all) = (tensors().max().unwrap_or(0), tensors().sum::<u64>());
+    let what = format!("tensors of at most {most} bytes of {}", file.path.display());
+    let advice = match ranks {
+        1 => "split the largest tensors",
+        _ => "split the largest tensors, or run each rank on a host of its own with --rank",
+    };
+    memory::check_host(&what, all.min(most.max(MAX_BYTES as u64)), ranks, advice)
+}
+
 /// Runs one rank of a distributed reduction.
 pub(super) fn run(args: &Args, member: &Member, path: &Path) -> Result<(), Failure> {
     let file = GradientFile::open(path)?;
+    check_memory(&file, 1)?;
     args.tell_unnarrowed(&file)?;
     let mut out = args.out.as_deref().map(OutFile::create).transpose()?;
     if let Some(out) = &out {

@@ -270,6 +270,32 @@ fn a_reduction_that_fails_on_the_way_leaves_what_was_there() {
     assert_eq!(folder.names(), ["rank0", "rank1", "sum"]);
 }
 
+#[test]
+fn tensors_that_the_host_has_no_memory_for_are_refused_before_they_are_read() {
+    let folder = Folder::new("memory");
+    let header =
+        r#"{"w":{"dtype":"F64","shape":[1099511627776],"data_offsets":[0,8796093022208]}}"#;
+    let path = folder.path("rank");
+    std::fs::write(&path, [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat())
+        .unwrap();
+    let end = 8 + header.len() as u64 + (8 << 40);
+    File::options().write(true).open(&path).unwrap().set_len(end).unwrap();
+    let out = folder.path("sum");
+    for (member, need) in [
+        (&[&path[..]][..], "need 16777216 MiB for 2 ranks on this host, which has "),
+        (&RANK, "need 8388608 MiB for 1 rank on this host, which has "),
+    ] {
+        let args = [&["reduce", "--out", &out, &path], member].concat();
+        let ended = Process::start(&args).end(10);
+        let why = format!("tensors of at most 8796093022208 bytes of {path} {need}");
+        assert!(ended.failed(2).starts_with(&why), "{ended:?}");
+        assert_eq!(folder.names(), ["rank"]);
+    }
+}
+
+/// One rank of two, whose aggregator is never called.
+const RANK: [&str; 6] = ["--aggregator", "127.0.0.1:1", "--rank", "0", "--world", "2"];
+
 /// A reduction of three ranks that is so lossy that it takes until a signal ends it.
 fn endless(folder: &Folder) -> Process {
     let numbers = vec![1.0; 4_000_000];
