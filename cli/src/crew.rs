@@ -1,14 +1,18 @@
 //! The processes of the ranks of a job on this host.
 
+mod cause;
+
 use std::io::{self, BufRead, BufReader, ErrorKind};
 use std::path::Path;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 
 use racksum_net::with_limit;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use crate::environment;
-use crate::exit::{Exit, Failure};
+use crate::exit::{Exit, Failure, say};
 use crate::thread::spawn;
 
 /// A process for each rank. Those that still run are killed when it is dropped.
@@ -62,9 +66,19 @@ impl Crew {
         Ok(crew)
     }
 
-    /// The next line that some rank says, or that it says no more.
-    pub(crate) fn hear(&self) -> Result<(usize, Option<String>), Failure> {
-        self.said.recv().map_err(|_| Failure::failed("the ranks said nothing"))
+    /// What some rank tells next, or that it tells no more.
+    ///
+    /// # Errors
+    /// Why the job failed, if the rank tells that it did.
+    pub(crate) fn hear<T: DeserializeOwned>(&mut self) -> Result<(usize, Option<T>), Failure> {
+        let heard = self.said.recv();
+        let (rank, line) = heard.map_err(|_| Failure::failed("the ranks said nothing"))?;
+        let Some(line) = line else { return Ok((rank, None)) };
+        match serde_json::from_str(&line) {
+            Ok(Ok(told)) => Ok((rank, Some(told))),
+            Ok(Err(failure)) => Err(self.cause(rank, failure)),
+            Err(error) => Err(Failure::failed(format!("rank {rank} said {line:?}: {error}"))),
+        }
     }
 
     /// How a rank ended that says no more.
@@ -79,7 +93,7 @@ impl Crew {
             Ok(status) => {
                 let said = if status.code().is_some() { "; its message is above" } else { "" };
                 let why = format!("rank {rank} ended early ({status}){said}");
-                Failure { why, exit: Exit::of(status) }
+                Failure { exit: Exit::of(status), ..Failure::failed(why) }
             }
         }
     }
@@ -103,6 +117,11 @@ fn cannot_start(rank: u16, program: &Path, error: &io::Error) -> Failure {
             Failure::of_host(why, error)
         }
     }
+}
+
+/// Tells the parent of this process, which is a rank of a [`Crew`], what it did, or why it failed.
+pub(crate) fn tell_parent<T: Serialize>(told: &Result<T, Failure>) -> Result<(), Failure> {
+    say(&serde_json::to_string(told).unwrap_or_default())
 }
 
 /// Ends this process, which is a rank of a [`Crew`], when its parent is gone: it would wait for the

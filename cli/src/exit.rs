@@ -8,7 +8,8 @@ use racksum_aggregator::{Options, StartError};
 use racksum_net::NetError;
 use racksum_net::file::{FileError, lacks_descriptor};
 use racksum_net::local::CallError;
-use racksum_proto::error::SubmitError;
+use racksum_proto::error::{OpError, SubmitError};
+use racksum_proto::ids::Rank;
 use racksum_proto::peer_text::PeerText;
 use racksum_worker::{ConnectError, Error};
 use serde::{Deserialize, Serialize};
@@ -64,7 +65,7 @@ pub(crate) fn tell(line: &str) {
 /// Why nothing can be said on standard output.
 pub(crate) fn unheard(error: io::Error) -> Failure {
     let exit = if error.kind() == ErrorKind::BrokenPipe { Exit::UNREAD } else { Exit::FAILED };
-    Failure { why: format!("cannot write to standard output: {error}"), exit }
+    Failure { exit, ..Failure::failed(format!("cannot write to standard output: {error}")) }
 }
 
 impl Termination for Exit {
@@ -78,19 +79,30 @@ impl Termination for Exit {
 pub(crate) struct Failure {
     pub(crate) why: String,
     pub(crate) exit: Exit,
+    /// The ranks without which the work could not go on: they know more of it.
+    pub(crate) lost: Vec<u16>,
 }
 
 impl Failure {
+    fn new(why: impl Into<String>, exit: Exit) -> Self {
+        Self { why: why.into(), exit, lost: Vec::new() }
+    }
+
+    /// Notes which ranks were lost.
+    fn losing(self, ranks: &[Rank]) -> Self {
+        Self { lost: ranks.iter().map(|rank| rank.0).collect(), ..self }
+    }
+
     pub(crate) fn usage(why: impl Into<String>) -> Self {
-        Self { why: why.into(), exit: Exit::USAGE }
+        Self::new(why, Exit::USAGE)
     }
 
     pub(crate) fn failed(why: impl Into<String>) -> Self {
-        Self { why: why.into(), exit: Exit::FAILED }
+        Self::new(why, Exit::FAILED)
     }
 
     pub(crate) fn unavailable(why: impl Into<String>) -> Self {
-        Self { why: why.into(), exit: Exit::UNAVAILABLE }
+        Self::new(why, Exit::UNAVAILABLE)
     }
 }
 
@@ -212,7 +224,8 @@ impl From<ConnectError> for Failure {
         let why = environment::with_variable(error.options(), with_flags(&error));
         match error {
             error if error.is_usage() => Self::usage(why),
-            ConnectError::Incomplete { .. } | ConnectError::PeerLost { .. } => Self::failed(why),
+            ConnectError::PeerLost { ranks, .. } => Self::failed(why).losing(&ranks),
+            ConnectError::Incomplete { .. } => Self::failed(why),
             _ => Self::unavailable(why),
         }
     }
@@ -220,13 +233,14 @@ impl From<ConnectError> for Failure {
 
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
-        match error {
-            Error::Op(_)
-            | Error::Submit(
-                SubmitError::Ended { .. }
-                | SubmitError::PeerLost { .. }
-                | SubmitError::OpsExhausted,
-            ) => Self::failed(with_flags(error)),
+        match &error {
+            Error::Op(OpError::PeerLost { ranks, .. })
+            | Error::Submit(SubmitError::PeerLost { ranks, .. }) => {
+                Self::failed(with_flags(&error)).losing(ranks)
+            }
+            Error::Op(_) | Error::Submit(SubmitError::Ended { .. } | SubmitError::OpsExhausted) => {
+                Self::failed(with_flags(error))
+            }
             _ => Self::usage(with_flags(error)),
         }
     }
@@ -235,7 +249,6 @@ impl From<Error> for Failure {
 #[cfg(test)]
 mod tests {
     use racksum_proto::control::Loss;
-    use racksum_proto::ids::Rank;
 
     use super::*;
     use crate::args::EXIT_CODES;
@@ -317,6 +330,19 @@ mod tests {
         let failure = Failure::from(ConnectError::Refused(why.into()));
         assert_eq!(failure.to_string(), format!("the aggregator refused: {told}"));
         assert_eq!(Failure::usage("unknown key `job`").to_string(), "unknown key `job`");
+    }
+
+    #[test]
+    fn a_failure_knows_the_ranks_that_were_lost() {
+        let (ranks, why) = (vec![Rank(3), Rank(5)], Loss::Left);
+        for failure in [
+            Failure::from(ConnectError::PeerLost { ranks: ranks.clone(), why }),
+            Failure::from(Error::Op(OpError::PeerLost { ranks: ranks.clone(), why })),
+            Failure::from(Error::Submit(SubmitError::PeerLost { ranks: ranks.clone(), why })),
+        ] {
+            assert_eq!((&failure.lost[..], failure.exit), (&[3, 5][..], Exit::FAILED));
+        }
+        assert!(Failure::from(ConnectError::Draining).lost.is_empty());
     }
 
     #[test]

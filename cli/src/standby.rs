@@ -60,8 +60,8 @@ impl StandbyArgs {
 /// Why a standby did not start, with its flags instead of an aggregator's.
 fn of_standby(error: &StartError) -> Failure {
     let options = Options { port: "--standby", identity: "--standby-identity", memory: &[] };
-    let Failure { why, exit } = Failure::of_start(error, &options);
-    Failure { why: format!("no standby: {why}"), exit }
+    let failure = Failure::of_start(error, &options);
+    Failure { why: format!("no standby: {failure}"), ..failure }
 }
 
 /// A running standby.

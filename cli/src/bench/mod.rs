@@ -21,7 +21,7 @@ use report::Row;
 use serde::Deserialize;
 
 use crate::args::{self, Fanout, Format};
-use crate::crew::end_with_parent;
+use crate::crew::{end_with_parent, tell_parent};
 use crate::exit::{Failure, say};
 use crate::member::{Member, MemberArgs};
 use crate::progress::{Line, Pace, Work};
@@ -297,16 +297,17 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         ));
     }
     let Some(member) = args.member.member("bench")? else { return parent::run(args) };
-    let rank = member.rank;
     if args.raw {
         end_with_parent()?;
     }
     if args.interactive {
         return interact(args, &mut Runner::connect(args, &member)?);
     }
-    // The ranks of a parent share standard error.
-    let of_rank = |failure: Failure| Failure { why: format!("rank {rank}: {failure}"), ..failure };
-    measure(args, &member).map_err(|failure| if args.raw { of_rank(failure) } else { failure })
+    match measure(args, &member) {
+        // The parent says once for all ranks why the benchmark failed.
+        Err(failure) if args.raw => tell_parent(&Err::<(), _>(failure)),
+        measured => measured,
+    }
 }
 
 /// Measures all sizes as one rank.
@@ -333,28 +334,25 @@ fn measure(args: &Args, member: &Member) -> Result<(), Failure> {
         for bytes in args.sizes() {
             let measured = runner.measure(bytes, args, || {
                 work.advance(effort(bytes));
-                if is_told() { tell_parent(&Said::Reached(work.done())) } else { Ok(()) }
+                if is_told() { tell_parent(&Ok(Said::Reached(work.done()))) } else { Ok(()) }
             })?;
             wrong += measured.wrong.unwrap_or(0);
             if args.raw {
-                tell_parent(&Said::Measured(Box::new(measured)))?;
+                tell_parent(&Ok(Said::Measured(Box::new(measured))))?;
             } else if let Some(row) = Row::new(args, &pattern, Some(rank), &[measured]) {
                 print_alone(&|| print(args.format, &row))?;
             }
         }
     }
     drop(line);
-    verdict(wrong)
+    // The parent counts what is wrong at all ranks.
+    if args.raw { Ok(()) } else { verdict(wrong) }
 }
 
 /// A line that says how far some work is.
 fn line_of(work: &Arc<Work>) -> Line {
     let work = Arc::clone(work);
     Line::start(move |passed| format!("measuring: {}", work.text(passed)))
-}
-
-fn tell_parent(said: &Said) -> Result<(), Failure> {
-    say(&serde_json::to_string(said).unwrap_or_default())
 }
 
 /// About how long an op of so many bytes takes, in bytes: small ones take as long as 64 KiB.

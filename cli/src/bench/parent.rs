@@ -83,17 +83,10 @@ impl Workers {
             if let Some(rank) = (0..self.ended.len()).find(lacks) {
                 return Err(self.crew.ended_early(rank));
             }
-            let (rank, line) = self.crew.hear()?;
-            let Some(line) = line else {
-                self.ended[rank] = true;
-                continue;
-            };
-            match serde_json::from_str(&line) {
-                Ok(Said::Reached(done)) => work.reach(done),
-                Ok(Said::Measured(measured)) => self.ahead[rank].push_back(*measured),
-                Err(error) => {
-                    return Err(Failure::failed(format!("rank {rank} said {line:?}: {error}")));
-                }
+            match self.crew.hear()? {
+                (_, Some(Said::Reached(done))) => work.reach(done),
+                (rank, Some(Said::Measured(measured))) => self.ahead[rank].push_back(*measured),
+                (rank, None) => self.ended[rank] = true,
             }
         }
         Ok(self.ahead.iter_mut().filter_map(VecDeque::pop_front).collect())

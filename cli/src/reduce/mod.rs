@@ -18,8 +18,8 @@ use racksum_worker::{ConnectOptions, Faults};
 
 use self::file::{GradientFile, Quoted, Tensor};
 use crate::args::{self, Fanout, Format};
-use crate::crew::end_with_parent;
-use crate::exit::{Failure, say};
+use crate::crew::{end_with_parent, tell_parent};
+use crate::exit::Failure;
 use crate::member::{Member, MemberArgs};
 use crate::standby::StandbyArgs;
 use crate::stderr;
@@ -185,8 +185,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     };
     if args.raw {
         end_with_parent()?;
-        let said = rank::run_for_parent(args, &member, path);
-        return say(&serde_json::to_string(&said).unwrap_or_default());
+        return tell_parent(&rank::run_for_parent(args, &member, path));
     }
     rank::run(args, &member, path)
 }

@@ -9,7 +9,7 @@ use racksum_proto::auth::DataAuth;
 use super::Args;
 use super::file::GradientFile;
 use super::out::OutFile;
-use super::rank::{Report, Said, check_memory};
+use super::rank::{Report, check_memory};
 use super::report::Table;
 use crate::crew::Crew;
 use crate::embedded::Embedded;
@@ -81,19 +81,14 @@ fn start(
     })
 }
 
-/// What all ranks have to say; the first that fails ends the others.
+/// What all ranks have to say; one that fails ends the others.
 fn reports(mut crew: Crew, world: u16) -> Result<Vec<Report>, Failure> {
     let mut reports = vec![None; usize::from(world)];
     while reports.iter().any(Option::is_none) {
-        let (rank, line) = crew.hear()?;
-        match line.as_deref().map(serde_json::from_str) {
-            Some(Ok(Said::Done(report))) => reports[rank] = Some(*report),
-            Some(Ok(Said::Failed(failure))) => {
-                let why = format!("rank {rank}: {failure}");
-                return Err(Failure { why, ..failure });
-            }
-            None if reports[rank].is_some() => {}
-            None | Some(Err(_)) => return Err(crew.ended_early(rank)),
+        match crew.hear()? {
+            (rank, Some(report)) => reports[rank] = Some(report),
+            (rank, None) if reports[rank].is_none() => return Err(crew.ended_early(rank)),
+            (_, None) => {}
         }
     }
     Ok(reports.into_iter().flatten().collect())

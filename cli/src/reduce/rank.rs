@@ -43,14 +43,6 @@ pub(super) struct Report {
     pub(super) time_us: f64,
 }
 
-/// What a rank's process tells its parent.
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub(super) enum Said {
-    Done(Box<Report>),
-    Failed(Failure),
-}
-
 /// Refuses a file whose tensors `ranks` of this host have no memory for.
 ///
 /// Counts the tensors in flight, which a rank reads whole; their sums take their place. Leaves out
@@ -89,20 +81,17 @@ pub(super) fn run(args: &Args, member: &Member, path: &Path) -> Result<(), Failu
 }
 
 /// Runs one rank of a reduction on this host, whose parent keeps the result's file.
-pub(super) fn run_for_parent(args: &Args, member: &Member, path: &Path) -> Said {
-    let reduced = || {
-        let file = GradientFile::open(path)?;
-        let mut out = match &args.into {
-            None => None,
-            Some(into) => {
-                let named = args.out.as_deref().unwrap_or(into);
-                let opened = File::options().write(true).open(into);
-                Some(opened.map_err(|error| cannot_write(named, &error))?)
-            }
-        };
-        reduce(args, member, &file, out.as_mut())
+pub(super) fn run_for_parent(args: &Args, member: &Member, path: &Path) -> Result<Report, Failure> {
+    let file = GradientFile::open(path)?;
+    let mut out = match &args.into {
+        None => None,
+        Some(into) => {
+            let named = args.out.as_deref().unwrap_or(into);
+            let opened = File::options().write(true).open(into);
+            Some(opened.map_err(|error| cannot_write(named, &error))?)
+        }
     };
-    reduced().map_or_else(Said::Failed, |report| Said::Done(Box::new(report)))
+    reduce(args, member, &file, out.as_mut())
 }
 
 /// Reduces all tensors of a file.

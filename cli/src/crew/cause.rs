@@ -1,0 +1,135 @@
+//! Which rank to blame: the one that failed, and not those that only lost it.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use racksum_net::clock::Clock;
+use racksum_proto::time::Span;
+use serde::de::IgnoredAny;
+
+use super::Crew;
+use crate::exit::Failure;
+
+impl Crew {
+    /// Why the job failed, now that `rank` has told of `failure`. If it only lost other ranks, waits
+    /// for their own reasons: which rank is heard first is a matter of chance.
+    pub(super) fn cause(&mut self, rank: usize, failure: Failure) -> Failure {
+        let clock = Clock::start();
+        let start = clock.now();
+        let mut awaited: BTreeSet<usize> = lost(&failure).collect();
+        let mut heard = BTreeSet::from([rank]);
+        let first = of_rank(rank, failure);
+        // The end of a rank may have been heard before anybody missed it.
+        if let Some(failure) = awaited.iter().find_map(|rank| self.has_failed(*rank)) {
+            return failure;
+        }
+        while !awaited.is_subset(&heard) {
+            let left = Duration::from_nanos(PATIENCE.0.saturating_sub(clock.now().since(start).0));
+            let Ok((rank, line)) = self.said.recv_timeout(left) else { break };
+            let failure = match line {
+                Some(line) => failed(&line).map(|failure| of_rank(rank, failure)),
+                // One that has told why, or that has done its part, ends without an error.
+                None if self.end(rank).is_ok_and(|status| status.success()) => {
+                    heard.insert(rank);
+                    None
+                }
+                None => Some(self.ended_early(rank)),
+            };
+            let Some(failure) = failure else { continue };
+            if failure.lost.is_empty() {
+                return failure;
+            }
+            heard.insert(rank);
+            awaited.extend(lost(&failure));
+        }
+        first
+    }
+
+    /// Why a rank failed, if its process has ended with an error.
+    fn has_failed(&mut self, rank: usize) -> Option<Failure> {
+        let status = self.ranks.get_mut(rank)?.try_wait().ok().flatten()?;
+        (!status.success()).then(|| self.ended_early(rank))
+    }
+}
+
+/// The failure that a rank tells in a line, if it tells one.
+fn failed(line: &str) -> Option<Failure> {
+    serde_json::from_str::<Result<IgnoredAny, Failure>>(line).ok()?.err()
+}
+
+/// The ranks that a rank lost.
+fn lost(failure: &Failure) -> impl Iterator<Item = usize> {
+    failure.lost.iter().map(|rank| usize::from(*rank))
+}
+
+fn of_rank(rank: usize, failure: Failure) -> Failure {
+    Failure { why: format!("rank {rank}: {failure}"), ..failure }
+}
+
+/// How long the reason of a lost rank is waited for. It comes at once, unless the rank hangs.
+const PATIENCE: Span = Span::from_secs(3);
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Child, Command};
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    fn lost(rank: u16) -> Failure {
+        Failure { lost: vec![rank], ..Failure::failed(format!("lost rank {rank}")) }
+    }
+
+    /// What is reported of a crew whose rank 2 is heard first, and then these lines.
+    fn cause(failure: Failure, lines: &[(usize, Option<Failure>)], ranks: Vec<Child>) -> String {
+        let (tell, said) = channel();
+        for (rank, failure) in lines {
+            let done = serde_json::to_string(&Ok::<_, Failure>("part of it")).unwrap();
+            tell.send((*rank, Some(done))).unwrap();
+            let line = failure
+                .as_ref()
+                .map(|failure| serde_json::to_string(&Err::<(), _>(failure)).unwrap());
+            tell.send((*rank, line)).unwrap();
+        }
+        drop(tell);
+        Crew { ranks, _leashes: Vec::new(), said }.cause(2, failure).why
+    }
+
+    fn process(script: &str) -> Child {
+        Command::new("sh").args(["-c", script]).spawn().unwrap()
+    }
+
+    #[test]
+    fn a_rank_s_own_reason_goes_before_that_it_was_lost() {
+        let own = || Failure::usage("no memory");
+        assert_eq!(cause(own(), &[(1, Some(own()))], Vec::new()), "rank 2: no memory");
+        for lines in [
+            &[(1, Some(own()))][..],
+            &[(0, Some(lost(1))), (1, Some(own()))],
+            &[(0, Some(lost(2))), (1, Some(lost(3))), (3, Some(own()))],
+        ] {
+            let (rank, _) = lines[lines.len() - 1];
+            let why = cause(lost(1), lines, Vec::new());
+            assert_eq!(why, format!("rank {rank}: no memory"));
+        }
+    }
+
+    #[test]
+    fn a_rank_that_has_no_reason_of_its_own_is_named_by_one_that_lost_it() {
+        for lines in [&[][..], &[(1, Some(lost(2)))]] {
+            assert_eq!(cause(lost(1), lines, Vec::new()), "rank 2: lost rank 1");
+        }
+        let done = ["exit 0", "exit 0"].map(process).into();
+        assert_eq!(cause(lost(1), &[(1, None)], done), "rank 2: lost rank 1");
+    }
+
+    #[test]
+    fn a_rank_that_ended_without_a_word_is_named_whether_its_end_was_heard_or_not() {
+        let ended = || ["exit 0", "kill -9 $$"].map(process).into();
+        let why = "rank 1 ended early (signal: 9 (SIGKILL))";
+        assert_eq!(cause(lost(1), &[(1, None)], ended()), why);
+        let mut ranks: Vec<Child> = ended();
+        ranks[1].wait().unwrap();
+        assert_eq!(cause(lost(1), &[], ranks), why);
+    }
+}
