@@ -28,7 +28,7 @@ mod worker;
 use std::fs::File;
 use std::io;
 
-use clap::error::{ContextKind, ContextValue};
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use exit::{Exit, Failure, unheard};
 use racksum_net::local::fail_at_file_limit;
@@ -114,12 +114,27 @@ fn told(mut error: clap::Error) -> Result<Exit, Failure> {
             error.insert(ContextKind::Suggested, ContextValue::StyledStrs(tips));
         }
     }
+    if lacks_rank(&error) {
+        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![OF_ONE_RANK.into()]));
+    }
     let printed = error.print();
     if error.use_stderr() {
         return Ok(Exit::USAGE);
     }
     printed.map(|()| Exit::OK).map_err(unheard)
 }
+
+/// Whether a flag is given that only one rank of a run of many has, without saying which rank.
+fn lacks_rank(error: &clap::Error) -> bool {
+    let lacking = error.get(ContextKind::InvalidArg);
+    let of_rank = |flag: &String| flag.starts_with("--rank ") || flag.starts_with("--world ");
+    error.kind() == ErrorKind::MissingRequiredArgument
+        && matches!(lacking, Some(ContextValue::Strings(flags)) if flags.iter().any(of_rank))
+}
+
+/// The tip for who gives such a flag.
+const OF_ONE_RANK: &str = "flags that say how a rank connects are for one rank of many: add --rank \
+    and --world, or leave these flags out to run all ranks on this host";
 
 /// The command line. Its flags take negative numbers, to refuse them with the numbers that they may
 /// have: clap would take one for a flag that there is not.

@@ -516,6 +516,16 @@ fn arguments_that_contradict_each_other_are_refused() {
         assert_eq!(ended.code, Some(2), "{args:?}: {ended:?}");
         assert!(ended.err.starts_with("error: "), "{ended:?}");
     }
+    for flags in [&["--wait"][..], &["--insecure"], &["--rank", "1"], &["--job", "a"]] {
+        for command in [&["bench"][..], &["reduce", file]] {
+            let ended = run(&[command, flags].concat());
+            let tip =
+                "tip: flags that say how a rank connects are for one rank of many: add --rank";
+            assert!(ended.code == Some(2) && ended.err.contains(tip), "{ended:?}");
+        }
+    }
+    let file_less = run(&["reduce"]);
+    assert!(!file_less.err.contains("tip:"), "{file_less:?}");
     let two = ["reduce", "--aggregator", "127.0.0.1:1", "--rank", "0", "--world", "2", file, file];
     assert!(run(&two).failed(2).contains("give this rank's file alone, not 2"));
     let mut many = vec!["reduce"];
