@@ -95,8 +95,9 @@ impl GradientFile {
             let kind = if about.is_dir() { "a directory" } else { "a pipe or a device" };
             return Err(Failure::usage(format!("{} is {kind}, not a file", path.display())));
         }
-        let file = racksum_net::file::open(path)
-            .map_err(|error| Failure::usage(format!("cannot read {}: {error}", path.display())))?;
+        let file = racksum_net::file::open(path).map_err(|error| {
+            Failure::of_file(format!("cannot read {}: {error}", path.display()), &error)
+        })?;
         let bad = |why: String| {
             Failure::usage(format!("{} is no safetensors file: {why}", path.display()))
         };

@@ -72,9 +72,8 @@ impl OutFile {
     /// # Errors
     /// Why signals cannot be waited for.
     pub(super) fn remove_at_signal(&self) -> Result<(), Failure> {
-        let cannot = |error| Failure::failed(cannot_wait(&error));
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-        let runtime = runtime.map_err(cannot)?;
+        let cannot = |error: io::Error| Failure::of_host(cannot_wait(&error), &error);
+        let runtime = racksum_net::runtime::single_threaded().map_err(cannot)?;
         let entered = runtime.enter();
         let mut signals = Ending::listen().map_err(cannot)?;
         drop(entered);

@@ -91,12 +91,15 @@ fn an_aggregator_with_no_files_to_spare_serves_on_and_says_so_once() {
 #[test]
 fn too_few_files_are_an_error_and_never_a_panic() {
     let alone = "bench -b 4K -e 4K -n 1 -w 0".to_owned();
+    let folder = Folder::new("files");
     let reduced = format!("reduce {}", captured("digits")[..2].join(" "));
+    let written = format!("{reduced} --out {}", folder.path("sums"));
     // It ends by itself, since it cannot have both.
     let served =
         "aggregator --port 0 --pool-mib 64 --parent localhost:1 --fanout multicast".to_owned();
-    for (command, files) in
-        [&alone, &reduced, &served].into_iter().flat_map(|it| (4..=16).map(move |n| (it, n)))
+    for (command, files) in [&alone, &reduced, &written, &served]
+        .into_iter()
+        .flat_map(|it| (4..=16).map(move |n| (it, n)))
     {
         let limited = format!("ulimit -n {files}; exec {RACKSUM} {command}");
         let ended = Process::spawn(Command::new("sh").args(["-c", &limited])).end(60);

@@ -4,7 +4,7 @@
 use std::process::Command;
 
 use crate::files::{Folder, captured, check};
-use crate::process::{Process, RACKSUM, Serving};
+use crate::process::{Ended, Process, RACKSUM, Serving};
 
 /// Two hosts, `a` with the aggregator and `b` with the ranks. Removed when it is dropped.
 struct Hosts {
@@ -208,18 +208,37 @@ fn without_insecure_nothing_beyond_loopback_is_served_or_called() {
 
 #[test]
 fn all_ranks_on_one_host_need_its_loopback_interface_and_proc() {
-    let run = |unshared: &str, script: &str| {
-        let script = format!("{script}; exec {RACKSUM} bench -b 4K -e 4K -n 1 -w 0");
-        Process::spawn(Command::new("unshare").args([unshared, "sh", "-c", &script])).end(20)
-    };
+    let bench = ["bench", "-b", "4K", "-e", "4K", "-n", "1", "-w", "0"];
     for (unshared, script, told) in [
         ("-n", "true", "; set it up with `ip link set lo up`"),
         ("-m", "umount -l /proc", "; mount it with `mount -t proc proc /proc`"),
     ] {
-        let ended = run(unshared, script);
-        if ended.err.starts_with("unshare: ") {
-            return racksum_test_report::skip(&format!("namespaces take root: {}", ended.err));
-        }
+        let Some(ended) = unsharing(unshared, script, &bench) else { return };
         assert!(ended.failed(3).ends_with(told), "{ended:?}");
     }
+}
+
+#[test]
+fn a_host_without_a_way_to_the_aggregator_says_so() {
+    let why = "nothing leads from this host to 10.0.0.1:7: ";
+    let asking = ["status", "10.0.0.1:7", "--insecure"];
+    let Some(ended) = unsharing("-n", "true", &asking) else { return };
+    assert!(ended.failed(3).starts_with(why), "{ended:?}");
+    assert_eq!(ended.err.lines().count(), 1, "{ended:?}");
+    let joining = ["bench", "--aggregator", "10.0.0.1:7", "--rank", "0", "--world", "1"];
+    let joining = [&joining[..], &["--insecure", "--join-timeout", "2"]].concat();
+    let Some(ended) = unsharing("-n", "true", &joining) else { return };
+    assert!(ended.failed(3).starts_with(why), "{ended:?}");
+}
+
+/// Runs the program in namespaces of its own, after a script; none where that takes root.
+fn unsharing(unshared: &str, script: &str, args: &[&str]) -> Option<Ended> {
+    let script = format!("{script}; exec {RACKSUM} \"$@\"");
+    let shell = [&[unshared, "sh", "-c", &script, "sh"][..], args].concat();
+    let ended = Process::spawn(Command::new("unshare").args(shell)).end(60);
+    if ended.err.starts_with("unshare: ") {
+        racksum_test_report::skip(&format!("namespaces take root: {}", ended.err));
+        return None;
+    }
+    Some(ended)
 }

@@ -252,30 +252,19 @@ fn a_rank_that_finds_no_aggregator_says_so() {
         assert_eq!(ended.code, Some(2), "{ended:?}");
         assert!(ended.err.contains("between + and , has no name; give each as"), "{ended:?}");
     }
-    for (wrong, code, why) in [
-        (
-            "127.0.0.1:0",
-            2,
-            "\"127.0.0.1:0\" is no address of an aggregator (HOST:PORT): 0 is no port",
-        ),
-        ("127.0.0.1:7,127.0.0.1:7", 2, "the aggregator 127.0.0.1:7 is named twice"),
-        ("127.1:7", 2, "\"127.1:7\" is no address of an aggregator (HOST:PORT): its host is"),
+    for (wrong, why) in [
+        ("127.0.0.1:0", "\"127.0.0.1:0\" is no address of an aggregator (HOST:PORT): 0 is no port"),
+        ("127.0.0.1:7,127.0.0.1:7", "the aggregator 127.0.0.1:7 is named twice"),
+        ("127.1:7", "\"127.1:7\" is no address of an aggregator (HOST:PORT): its host is"),
         (
             "[fe80::1%lo]:7",
-            2,
             "\"[fe80::1%lo]:7\" is no address of an aggregator (HOST:PORT): link-local addresses \
              (fe80::/10) are not called; give another address of that host",
         ),
-        (
-            "255.255.255.255:7",
-            2,
-            "\"255.255.255.255:7\" is no address of an aggregator (HOST:PORT): ",
-        ),
-        // The kernel gives no socket a way there.
-        ("[::ffff:255.255.255.255]:7", 3, "nothing leads from this host to [::ffff:255.255.255.25"),
+        ("255.255.255.255:7", "\"255.255.255.255:7\" is no address of an aggregator (HOST:PORT): "),
     ] {
         let ended = bench_rank(wrong, 0, 1, &["--join-timeout", "2"]).end(60);
-        assert!(ended.failed(code).starts_with(why), "{ended:?}");
+        assert!(ended.failed(2).starts_with(why), "{ended:?}");
     }
 }
 
