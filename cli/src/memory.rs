@@ -6,8 +6,8 @@ use racksum_proto::counted::counted;
 use crate::exit::Failure;
 
 /// Refuses tensors that this host has no memory for, `each` bytes at each of `ranks`: the system
-/// ends a rank that cannot have it, without a word. `what` names the tensors, and `advice` says what
-/// to do.
+/// ends a rank that cannot have it, without a word. `what` names the tensors, and `advice` says
+/// what to do.
 pub(crate) fn check_host(what: &str, each: u64, ranks: u16, advice: &str) -> Result<(), Failure> {
     // A system that does not say how much it has refuses nothing.
     host_mib().map_or(Ok(()), |host_mib| check(host_mib, what, each, ranks, advice))

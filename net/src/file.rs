@@ -24,7 +24,7 @@ pub enum FileError {
     Io(#[from] io::Error),
 }
 
-/// Whether this process or the host has too many files open: a limit is in the way, and not the file.
+/// Whether this process or the host has too many files open: a limit is in the way, not the file.
 #[must_use]
 pub fn lacks_descriptor(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))

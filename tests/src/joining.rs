@@ -415,7 +415,10 @@ fn an_aggregator_that_goes_while_ranks_are_missing_is_told_of_with_them() {
             {
                 break;
             }
-            assert!(error.starts_with("nobody answered"), "{error}");
+            // It had not been called yet, or had yet to say who is missing.
+            let is_early =
+                error.starts_with("nobody answered") || error.contains("aggregator stops");
+            assert!(is_early, "{error}");
             stays *= 2;
         }
     });

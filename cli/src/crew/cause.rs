@@ -11,8 +11,8 @@ use super::Crew;
 use crate::exit::Failure;
 
 impl Crew {
-    /// Why the job failed, now that `rank` has told of `failure`. If it only lost other ranks, waits
-    /// for their own reasons: which rank is heard first is a matter of chance.
+    /// Why the job failed, now that `rank` has told of `failure`. If it only lost other ranks,
+    /// waits for their own reasons: which rank is heard first is a matter of chance.
     pub(super) fn cause(&mut self, rank: usize, failure: Failure) -> Failure {
         let clock = Clock::start();
         let start = clock.now();
