@@ -17,7 +17,6 @@ from conftest import Cluster
 from racksum.errors import WaitTimeout
 from racksum.torch import calls, work
 from racksum.torch.calls import Chain, Deferred
-from racksum.torch.profiled import Event
 from racksum.torch.work import InOrder, future_of
 from ranks import Ranks, in_group
 
@@ -109,8 +108,6 @@ def test_what_only_helps_goes_without_a_thread(
 ) -> None:
     monkeypatch.setattr(work, "_waiters", work.Waiters("none"))
     work.let_go(object())
-    event = Event("a collective")
-    event.end_after([], set()).wait(0.0)
 
 
 def test_a_call_whose_begin_was_interrupted_begins_never() -> None:
