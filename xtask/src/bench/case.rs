@@ -334,8 +334,10 @@ pub(crate) enum Figure {
     Gain(&'static str, &'static str),
     /// The first side's time as a multiple of the second's, which is to be small.
     Cost(&'static str, &'static str),
-    /// The same of each round by itself, and their median: what a small difference is judged by.
-    /// The two take their turns of a round within a moment, in which the machine changes least.
+    /// The same of each round and its mirror in the next set-up, in which the sides are set up and
+    /// take their turns in the opposite order, and the median of those: what a small difference is
+    /// judged by. The sides take their turns of a round within a moment, in which the machine
+    /// changes least.
     CostInTurn(&'static str, &'static str),
     /// The share by which a side's time misses what was predicted of it, which is to be small.
     Miss(&'static str),
@@ -347,6 +349,8 @@ pub(crate) struct Took<'a> {
     pub(crate) measured: f64,
     /// Of each round.
     pub(crate) rounds: &'a [f64],
+    /// Rounds of a set-up.
+    pub(crate) counted: u32,
     pub(crate) predicted: Option<f64>,
 }
 
@@ -361,9 +365,15 @@ impl Figure {
             Self::CostInTurn(side, other) => {
                 let (own, its) = (took(side)?.rounds, took(other)?.rounds);
                 // Where a side lacks rounds, those left are not of one turn.
-                let pairs = (own.len() == its.len()).then(|| own.iter().zip(its))?;
-                let ratios: Vec<_> = pairs.map(|(own, its)| own / its).collect();
-                Summary::of(&ratios)?.median
+                let rounds = (own.len() == its.len()).then(|| own.iter().zip(its))?;
+                let ratios: Vec<_> = rounds.map(|(own, its)| own / its).collect();
+                // Each round of a set-up has its mirror in the next one.
+                let counted = took(side)?.counted as usize;
+                let mirrored = ratios.chunks_exact(2 * counted).flat_map(|two| {
+                    let (one, other) = two.split_at(counted);
+                    one.iter().zip(other).map(|(one, other)| (one * other).sqrt())
+                });
+                Summary::of(&mirrored.collect::<Vec<_>>())?.median
             }
             Self::Miss(side) => (took(side)?.predicted? / time(side)? - 1.0).abs(),
         })
@@ -445,11 +455,15 @@ mod tests {
     use super::*;
 
     fn took(side: &str) -> Option<Took<'static>> {
-        let took = |measured, rounds, predicted| Some(Took { measured, rounds, predicted });
+        let took =
+            |measured, rounds, predicted| Some(Took { measured, rounds, counted: 2, predicted });
         match side {
             "racksum" => took(200.0, &[200.0, 100.0, 300.0], Some(180.0)),
             "gloo" => took(300.0, &[300.0, 40.0, 450.0], None),
             "failed" => took(300.0, &[300.0], None),
+            // Whoever is set up first takes a quarter longer; the last set-up has no mirror.
+            "first" => took(100.0, &[125.0, 125.0, 100.0, 100.0, 500.0, 500.0], None),
+            "second" => took(100.0, &[100.0, 100.0, 125.0, 125.0, 100.0, 100.0], None),
             _ => None,
         }
     }
@@ -459,7 +473,7 @@ mod tests {
         assert_eq!(Figure::Time("racksum").value(took), Some(200.0));
         assert_eq!(Figure::Gain("racksum", "gloo").value(took), Some(1.5));
         assert_eq!(Figure::Cost("gloo", "racksum").value(took), Some(1.5));
-        assert_eq!(Figure::CostInTurn("racksum", "gloo").value(took), Some(2.0 / 3.0));
+        assert_eq!(Figure::CostInTurn("first", "second").value(took), Some(1.0));
         assert_eq!(Figure::CostInTurn("racksum", "failed").value(took), None);
         assert_eq!(Figure::Gain("racksum", "openmpi").value(took), None);
         let miss = Figure::Miss("racksum").value(took).unwrap();

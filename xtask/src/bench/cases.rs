@@ -479,7 +479,7 @@ mod tests {
 
     #[test]
     fn every_bound_is_of_sides_that_race_and_reach_is_no_less_than_must() {
-        let took = Took { measured: 1.0, rounds: &[1.0], predicted: Some(2.0) };
+        let took = Took { measured: 1.0, rounds: &[1.0], counted: 1, predicted: Some(2.0) };
         for case in all(1) {
             let Case::Race(race) = case else { continue };
             assert!(!race.bounds.is_empty(), "{}", race.name);

@@ -72,9 +72,10 @@ struct PeersArgs {
     /// Rounds before those.
     #[arg(long, default_value_t = 2)]
     warmup: u32,
-    /// Set all sides up so often, each time for those rounds.
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
-    setups: u32,
+    /// Set all sides up so often, each time for those rounds. [default: 1; with --against 2, and
+    /// an even number]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    setups: Option<u32>,
     /// Append the results to this file, one JSON object a line.
     /// [default: peers/results.jsonl in cargo's target folder]
     #[arg(long, value_name = "FILE.jsonl")]
@@ -119,7 +120,12 @@ fn peers(root: &Path, args: &PeersArgs) -> Result<bool> {
     if let Some(bytes) = args.bytes {
         cases.iter_mut().for_each(|case| resize(case, bytes / 4 * 4));
     }
-    let rounds = Rounds { setups: args.setups, warmup: args.warmup, counted: args.rounds };
+    let usual = if args.against.is_some() { 2 } else { 1 };
+    let setups = args.setups.unwrap_or(usual);
+    if args.against.is_some() && setups % 2 == 1 {
+        bail!("--setups {setups} is odd: with --against every set-up has a mirror; give one more");
+    }
+    let rounds = Rounds { setups, warmup: args.warmup, counted: args.rounds };
     if args.against.is_some() {
         cases.iter_mut().for_each(Case::against_before);
         cases.retain(|case| !matches!(case, Case::Race(race) if race.sides.is_empty()));
