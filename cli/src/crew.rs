@@ -66,7 +66,7 @@ impl Crew {
         Ok(crew)
     }
 
-    /// What some rank tells next, or that it tells no more.
+    /// Returns the next message of any rank, or none from a rank that has ended.
     ///
     /// # Errors
     /// Why the job failed, if the rank tells that it did.

@@ -45,7 +45,7 @@ pub enum NetError {
     Bind {
         /// What was to be bound.
         addr: SocketAddr,
-        /// What the kernel said.
+        /// The error of the kernel.
         cause: io::Error,
     },
     /// The kernel gave no socket.
@@ -53,7 +53,7 @@ pub enum NetError {
     Socket {
         /// What the socket was for.
         addr: SocketAddr,
-        /// What the kernel said.
+        /// The error of the kernel.
         cause: io::Error,
     },
     /// The kernel refused a socket option that the protocol needs.
@@ -63,7 +63,7 @@ pub enum NetError {
         option: &'static str,
         /// What the socket was for.
         addr: SocketAddr,
-        /// What the kernel said.
+        /// The error of the kernel.
         cause: io::Error,
     },
     /// The interface carries datagrams that are too small.
@@ -97,7 +97,7 @@ pub enum NetError {
     Multicast {
         /// The interface by name.
         interface: String,
-        /// What the kernel said.
+        /// The error of the kernel.
         cause: io::Error,
     },
     /// No interface fits the pattern.
@@ -197,7 +197,7 @@ pub enum NetError {
     /// A file that should hold an identity or an authority does not.
     #[error("{what} {}: {why}", path.display())]
     IdentityFile {
-        /// What it should hold.
+        /// The kind of file that it should be.
         what: FileKind,
         /// The file.
         path: PathBuf,
@@ -207,11 +207,11 @@ pub enum NetError {
     /// A file that this process or the host has no descriptor left for.
     #[error("cannot open {what} {}: {}", path.display(), with_limit(cause))]
     NoDescriptor {
-        /// What it should hold.
+        /// The kind of file that it should be.
         what: FileKind,
         /// The file.
         path: PathBuf,
-        /// What the kernel said.
+        /// The error of the kernel.
         cause: io::Error,
     },
     /// A file that hangs, as on a network file system that is gone.

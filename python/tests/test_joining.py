@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -139,25 +139,36 @@ def test_a_rank_that_comes_late_blames_no_rank_that_lives(cluster: Cluster) -> N
     assert "ranks 0, 1 left the process group" in str(told[2])
 
 
+def failing_late(
+    group: dist.ProcessGroup, late: int, first: Callable[[], None] = lambda: None
+) -> racksum.Error:
+    """How a group fails that one rank comes to once it has failed at the others."""
+    if dist.get_rank() == late:
+        # Of the default group.
+        dist.barrier()
+    first()
+    with pytest.raises(racksum.Error) as error:
+        reduced(group)
+    if dist.get_rank() != late:
+        dist.barrier()
+    return error.value
+
+
 def fail_before_joining(address: str, job: str) -> str:
     """A collective of Gloo's runs into its timeout, and the group reduces after that."""
     options = backend_options(address, job, join_timeout=LONG)
     limit = timedelta(seconds=0.5)
     group = dist.new_group(backend="racksum", timeout=limit, pg_options=options)
-    exchanged, x = torch.zeros(2), torch.ones(2)
-    if dist.get_rank() == 1:
-        # Of the default group: rank 0 has failed to join by then.
-        dist.barrier()
-    with pytest.raises(RuntimeError):
-        dist.all_to_all_single(exchanged, x, group=group)
-    with pytest.raises(racksum.Error) as error:
-        reduced(group)
-    if dist.get_rank() == 0:
-        dist.barrier()
+
+    def exchange() -> None:
+        with pytest.raises(RuntimeError):
+            dist.all_to_all_single(torch.zeros(2), torch.ones(2), group=group)
+
+    error = failing_late(group, 1, exchange)
     # Both have heard before any leaves.
     dist.barrier()
     dist.destroy_process_group(group)
-    return f"{type(error.value).__name__}: {error.value}"
+    return f"{type(error).__name__}: {error}"
 
 
 def test_who_has_closed_its_connections_and_lives_is_not_said_to_have_ended(
@@ -177,17 +188,11 @@ def refuse_before_one_comes(address: str, job: str, refused: int, late: int) -> 
         given["interface"] = "none0"
     options = backend_options(address, job, **given)
     group = dist.new_group(backend="racksum", pg_options=options)
-    if dist.get_rank() == late:
-        # Of the default group: the others have failed to join by then.
-        dist.barrier()
-    with pytest.raises(racksum.Error) as error:
-        reduced(group)
-    if dist.get_rank() != late:
-        dist.barrier()
+    error = failing_late(group, late)
     # All have heard before any leaves.
     dist.barrier()
     dist.destroy_process_group(group)
-    return f"{type(error.value).__name__}: {error.value}"
+    return f"{type(error).__name__}: {error}"
 
 
 def test_why_a_rank_has_left_is_told_to_one_that_comes_late(three: Ranks, cluster: Cluster) -> None:
@@ -229,15 +234,9 @@ def test_a_rank_that_cannot_join_tells_the_others_why(
 def come_late(address: str, job: str, late: int) -> tuple[str, tuple[int, ...]]:
     options = backend_options(address, job, timeout=LONG, join_timeout=1.0)
     group = dist.new_group(backend="racksum", pg_options=options)
-    if dist.get_rank() == late:
-        # Of the default group, so that nobody has joined the other.
-        dist.barrier()
-    with pytest.raises(racksum.Error) as error:
-        reduced(group)
-    if dist.get_rank() != late:
-        dist.barrier()
+    error = failing_late(group, late)
     dist.destroy_process_group(group)
-    return type(error.value).__name__, getattr(error.value, "missing", ())
+    return type(error).__name__, getattr(error, "missing", ())
 
 
 @pytest.mark.parametrize("late", [0, 1])

@@ -80,7 +80,7 @@ mod tests {
         Failure { lost: vec![rank], ..Failure::failed(format!("lost rank {rank}")) }
     }
 
-    /// What is reported of a crew whose rank 2 is heard first, and then these lines.
+    /// Returns the reason that a crew reports which hears rank 2 first, and then these lines.
     fn cause(failure: Failure, lines: &[(usize, Option<Failure>)], ranks: Vec<Child>) -> String {
         let (tell, said) = channel();
         for (rank, failure) in lines {

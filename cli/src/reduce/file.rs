@@ -23,12 +23,12 @@ pub(super) struct GradientFile {
     /// In the order in which they are reduced and written: that of safetensors' own writer.
     pub(super) tensors: Vec<Tensor>,
     file: File,
-    /// What the file was when it was opened.
+    /// The version of the file when it was opened.
     opened: Version,
     data_start: u64,
 }
 
-/// What the system says of a file's contents, to tell whether they have changed.
+/// The length, times and names of a file, which show whether its contents have changed.
 ///
 /// The clock of these times moves in steps of a few milliseconds. A rewrite that keeps the length
 /// is missed if all of it falls into the step of the last change before the file was opened. Writes

@@ -81,7 +81,7 @@ fn start(
     })
 }
 
-/// What all ranks have to say; one that fails ends the others.
+/// Returns the messages of all ranks; a rank that fails ends the others.
 fn reports(mut crew: Crew, world: u16) -> Result<Vec<Report>, Failure> {
     let mut reports = vec![None; usize::from(world)];
     while reports.iter().any(Option::is_none) {

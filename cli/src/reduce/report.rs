@@ -325,7 +325,7 @@ mod tests {
         args: Args,
     }
 
-    /// What the last object of JSON says of lost ranks, where each tensor lacks some.
+    /// Returns `absent` of the last JSON object, where each tensor lacks some ranks.
     fn absent_of_all(absent: &[&[u16]]) -> serde_json::Value {
         let Command { args } = Command::parse_from(["reduce", "--format", "json", "file"]);
         let report = Report {
