@@ -11,6 +11,7 @@ mod arena;
 mod config;
 mod door;
 mod entry;
+mod expiry;
 mod failure;
 mod handshake;
 mod lifelines;
@@ -147,7 +148,7 @@ pub struct Aggregator {
     registry: Shared,
     endpoint: quinn::Endpoint,
     /// By which callers are believed.
-    credentials: Mutex<Credentials>,
+    credentials: Arc<Mutex<Credentials>>,
     /// Tells of callers who were believed before, that some are not any more.
     disbelieve: watch::Sender<()>,
     control: Option<JoinHandle<()>>,
@@ -207,13 +208,16 @@ impl Aggregator {
             disbelieve.subscribe(),
         );
         let telling = status.map(|status| status.serve(Arc::clone(&registry), addr));
+        let credentials = Arc::new(Mutex::new(credentials));
+        let expiry = expiry::watch(Arc::clone(&credentials));
         let control = failure.spawn("control".into(), move || {
-            // Both go on until the serving ends, and the runtime with it.
+            // All go on until the serving ends, and the runtime with it.
             let _telling = telling.map(|telling| runtime.spawn(telling));
             let _watching = runtime.spawn(wall_clock::watch(clock));
+            let _reminding = runtime.spawn(expiry);
             runtime.block_on(serving);
         })?;
-        let (credentials, control) = (Mutex::new(credentials), Some(control));
+        let control = Some(control);
         Ok(Self { addr, registry, endpoint, credentials, disbelieve, control, failure, warnings })
     }
 

@@ -18,7 +18,7 @@ use rustls::{
 
 use super::certificate::is_self_issued;
 use super::identity::NAME;
-use super::{Identity, Role};
+use super::{Certificate, Identity, Role};
 use crate::aside::Aside;
 use crate::log_limit::LogLimit;
 use crate::{FileKind, NetError};
@@ -157,6 +157,15 @@ impl Credentials {
         }
         credentials.check_dates(identity)?;
         Ok(credentials)
+    }
+
+    /// What the certificate of our own identity says.
+    ///
+    /// # Errors
+    ///
+    /// A sentence, if it is no certificate that racksum can read.
+    pub fn certificate(&self) -> Result<Certificate, String> {
+        self.identity.certificate()
     }
 
     /// Whether the certificates of the other side say who it is.

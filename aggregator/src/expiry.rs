@@ -1,0 +1,115 @@
+//! Saying so while the identity that an aggregator serves with expires.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use racksum_net::quic::{Certificate, Credentials};
+
+/// Looks at the present identity every hour for as long as it is polled. Warns when it begins to
+/// expire and when it has expired, and once a day after that.
+pub(crate) async fn watch(credentials: Arc<Mutex<Credentials>>) {
+    let look = || {
+        let credentials = credentials.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        // One that could be read at the start, or at a reload, can be read now.
+        credentials.certificate().ok()
+    };
+    // What is so at the start was said then.
+    let mut reminder = Reminder { said: look().as_ref().and_then(Concern::of), hours: 0 };
+    loop {
+        tokio::time::sleep(HOUR).await;
+        let Some(certificate) = look() else { continue };
+        match reminder.next(Concern::of(&certificate)) {
+            Some(Concern::EndsSoon) => tracing::warn!(
+                name = certificate.name,
+                until = certificate.not_after,
+                "this aggregator's identity expires soon; put another in its place and send SIGHUP"
+            ),
+            Some(Concern::NotValid) => tracing::error!(
+                name = certificate.name,
+                from = certificate.not_before,
+                until = certificate.not_after,
+                "this aggregator's identity is not valid now, and no rank can join; put another in \
+                 its place and send SIGHUP, or set this host's clock"
+            ),
+            None => {}
+        }
+    }
+}
+
+/// What an operator should know of an identity.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Concern {
+    EndsSoon,
+    NotValid,
+}
+
+impl Concern {
+    fn of(certificate: &Certificate) -> Option<Self> {
+        match certificate {
+            Certificate { valid: false, .. } => Some(Self::NotValid),
+            Certificate { ends_soon: true, .. } => Some(Self::EndsSoon),
+            _ => None,
+        }
+    }
+}
+
+/// Says what is new, and what was said a day ago.
+struct Reminder {
+    said: Option<Concern>,
+    /// Hours since it was said.
+    hours: u32,
+}
+
+impl Reminder {
+    /// What is to be said in the next hour.
+    fn next(&mut self, concern: Option<Concern>) -> Option<Concern> {
+        self.hours += 1;
+        if concern == self.said && self.hours < HOURS_OF_A_DAY {
+            return None;
+        }
+        *self = Self { said: concern, hours: 0 };
+        concern
+    }
+}
+
+const HOUR: Duration = Duration::from_secs(3600);
+const HOURS_OF_A_DAY: u32 = 24;
+
+#[cfg(test)]
+mod tests {
+    use racksum_net::quic::Role;
+
+    use super::*;
+
+    #[test]
+    fn what_is_new_is_said_at_once_and_then_once_a_day() {
+        let mut reminder = Reminder { said: None, hours: 0 };
+        let mut hours = |concern, count: u32| -> Vec<u32> {
+            (1..=count).filter(|_| reminder.next(concern).is_some()).collect()
+        };
+        assert_eq!(hours(None, 100), [0; 0]);
+        assert_eq!(hours(Some(Concern::EndsSoon), 50), [1, 25, 49]);
+        assert_eq!(hours(Some(Concern::NotValid), 30), [1, 25]);
+        assert_eq!(hours(None, 1), [0; 0]);
+        assert_eq!(hours(Some(Concern::EndsSoon), 2), [1]);
+    }
+
+    #[test]
+    fn an_identity_that_has_expired_is_not_one_that_does_so_soon() {
+        let fine = Certificate {
+            name: "agg-1".into(),
+            role: Role::Aggregator,
+            issuer: "racksum".into(),
+            not_before: String::new(),
+            not_after: String::new(),
+            valid: true,
+            ends_soon: false,
+            fingerprint: String::new(),
+        };
+        assert_eq!(Concern::of(&fine), None);
+        let soon = Certificate { ends_soon: true, ..fine };
+        assert_eq!(Concern::of(&soon), Some(Concern::EndsSoon));
+        let late = Certificate { valid: false, ..soon };
+        assert_eq!(Concern::of(&late), Some(Concern::NotValid));
+    }
+}
