@@ -120,7 +120,9 @@ impl Aside {
             work();
         };
         let spawned = Builder::new().name("aside".into()).spawn(done);
-        spawned.map(drop).map_err(|error| self.failed(error.to_string()))
+        spawned.map(drop).map_err(|error| {
+            self.failed(format!("no thread: {error}; raise the limit on threads (ulimit -u)"))
+        })
     }
 
     fn failed(&self, why: String) -> AsideError {

@@ -167,19 +167,15 @@ impl Job {
     /// Checks that a rank's job has the shape of this one.
     pub(super) fn check_shape(&self, join: &Join) -> Result<(), String> {
         let name = &join.job;
-        for (what, mine, theirs) in [
-            ("world", u64::from(self.world), u64::from(join.world)),
-            ("lanes", u64::from(self.lanes), u64::from(join.lanes)),
-            ("aggregators", u64::from(self.stripe.1), u64::from(join.stripe.1)),
-            ("place among aggregators", u64::from(self.stripe.0), u64::from(join.stripe.0)),
+        let (stripe, its) = (self.stripe, join.stripe);
+        let order = "; name the same aggregators in the same order at all ranks";
+        for (what, mine, theirs, advice) in [
+            ("world", self.world, join.world, ""),
+            ("lanes", self.lanes.into(), join.lanes.into(), ""),
+            ("a number of aggregators of", stripe.1.into(), its.1.into(), order),
+            ("a place among aggregators of", stripe.0.into(), its.0.into(), order),
         ] {
             if mine != theirs {
-                let advice = match what {
-                    "aggregators" | "place among aggregators" => {
-                        "; name the same aggregators in the same order at all ranks"
-                    }
-                    _ => "",
-                };
                 return Err(format!(
                     "job {name:?} was opened with {what} {mine}, but rank {} says {theirs}{advice}",
                     join.rank

@@ -205,8 +205,8 @@ fn a_rank_that_is_refused_has_never_had_a_place() {
         (Join { max_datagram: 1000, ..right.clone() }, "datagrams of 1000 bytes, as rank 1 can"),
         (
             Join { stripe: (0, 2), ..right.clone() },
-            "was opened with aggregators 1, but rank 1 says 2; name the same aggregators in the \
-             same order at all ranks",
+            "was opened with a number of aggregators of 1, but rank 1 says 2; name the same \
+             aggregators in the same order at all ranks",
         ),
         (Join { lanes: 2, ..right.clone() }, "was opened with lanes 1, but rank 1 says 2"),
         (Join { world: 3, ..right.clone() }, "was opened with world 2, but rank 1 says 3"),
