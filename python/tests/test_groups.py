@@ -35,6 +35,15 @@ def test_a_generation_of_none_is_not_given(ranks, cluster):
     assert generation >= before
 
 
+def generations_in_a_row(address: str, job: str) -> list[int]:
+    return [generation_of_none(address, job) for _ in range(8)]
+
+
+def test_lives_that_begin_within_a_second_have_generations_of_their_own(ranks, cluster):
+    [lives] = ranks.run(generations_in_a_row, cluster.address, cluster.new_job())
+    assert lives == sorted(set(lives))
+
+
 def options_that_are_none(address: str) -> None:
     for options in ({"rank": 0}, {"world": 1}, {"jobb": "mine"}):
         with pytest.raises(racksum.BadArgument, match=next(iter(options))):

@@ -54,7 +54,8 @@ def connect(
     # Who says which life it is has it end those before it.
     place = 0
     if not is_generation_given(options):
-        begun = [new_generation(), _first_free(group)]
+        first = _first_free(group)
+        begun = [new_generation(_name_of(group, first)), first]
         dist.broadcast_object_list(begun, group_src=0, group=group)
         options["generation"], place = begun
     given = {name: value for name, value in options.items() if value is not None}
@@ -152,9 +153,19 @@ def is_generation_given(options: dict[str, Any]) -> bool:
     return given or bool(os.environ.get("RACKSUM_GENERATION", "").strip())
 
 
-def new_generation() -> int:
-    """A greater one than any that began a second ago, and before."""
-    return int(time.time())
+def new_generation(name: str) -> int:
+    """A greater one than any that began a second ago and before, for the group of this name.
+
+    Nor one that this process has had for that name: it may leave a group and make it again within
+    a second.
+    """
+    generation = max(int(time.time()), _generations.get(name, 0) + 1)
+    _generations[name] = generation
+    return generation
+
+
+#: The last generation that this process began, by the names of groups.
+_generations: dict[str, int] = {}
 
 
 def of_group(options: ConnectOptions, name: str) -> ConnectOptions:

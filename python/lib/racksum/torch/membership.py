@@ -229,7 +229,7 @@ class Membership:
         limit = 2 * timedelta(seconds=options.join_timeout) + _SLACK
         agreeing = None
         if not is_generation_given(self._options.connect):
-            agreeing = _Number(self._gloo, new_generation(), limit)
+            agreeing = _Number(self._gloo, new_generation(self._name), limit)
         if self._world > 1:
             self._roll = RollCall(self._gloo, self._rank, self._world, self._name, limit)
 
