@@ -9,11 +9,11 @@ use racksum_proto::dtype::DType;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::Rank;
 use racksum_test_report::time;
-use racksum_worker::{Client, ConnectError, Error, Faults};
+use racksum_worker::{Client, ConnectError, ConnectOptions, Error, Faults};
 
 use crate::impostor::Impostor;
 use crate::inputs::seed;
-use crate::rig::{Rig, bounded};
+use crate::rig::{Rig, bounded, with_limits};
 use crate::waits::timed;
 
 fn sum_of(client: &Client, elements: usize) -> Result<(), Error> {
@@ -21,34 +21,36 @@ fn sum_of(client: &Client, elements: usize) -> Result<(), Error> {
     client.allreduce(&mut tensor, Descriptor::sum(elements as u64, DType::I32)).map(|_| ())
 }
 
+/// How long after a limit something gave up, in milliseconds: never before.
+fn past(limit: Duration, ms: u64) -> u64 {
+    let limit = u64::try_from(limit.as_millis()).unwrap();
+    ms.checked_sub(limit).unwrap_or_else(|| panic!("after {ms} ms of {limit}"))
+}
+
 #[test]
 fn ranks_that_do_not_join_are_named() {
     bounded(30, || {
         let rig = Rig::start(|_| {});
-        let connect = |rank| {
-            let mut options = rig.options("job", rank, 4);
-            options.join_timeout = Duration::from_millis(1500);
-            Client::connect(&options)
-        };
-        std::thread::scope(|scope| {
-            for rank in [0, 2] {
-                scope.spawn(move || {
-                    let (error, ms) = timed(|| connect(rank).unwrap_err());
-                    assert!(ms >= 1_500, "{ms} ms");
-                    time("a join gives up after its 1.5 s", ms, 4_000);
-                    let sentence = error.to_string();
-                    let ConnectError::Incomplete { missing, .. } = error else {
-                        panic!("{sentence}")
-                    };
-                    // The other may have given up a moment earlier.
-                    assert!(
-                        missing.starts_with(&[1]) || missing.starts_with(&[0, 1]),
-                        "{sentence}"
-                    );
-                    assert!(missing.ends_with(&[3]), "{sentence}");
-                    assert!(sentence.starts_with("after 1 s ranks "), "{sentence}");
-                });
+        with_limits(Duration::from_millis(1500), |limit| {
+            let connect = |rank| {
+                let options = ConnectOptions { join_timeout: limit, ..rig.options("job", rank, 4) };
+                timed(|| Client::connect(&options).unwrap_err())
+            };
+            let refusals = std::thread::scope(|scope| {
+                let ranks = [0, 2].map(|rank| scope.spawn(move || connect(rank)));
+                ranks.map(|rank| rank.join().unwrap())
+            });
+            for (error, ms) in refusals {
+                let sentence = error.to_string();
+                let ConnectError::Incomplete { missing, .. } = error else { return Err(sentence) };
+                time("a join gives up after its time", past(limit, ms), 2_500);
+                // The other may have given up a moment earlier.
+                assert!(missing.starts_with(&[1]) || missing.starts_with(&[0, 1]), "{sentence}");
+                assert!(missing.ends_with(&[3]), "{sentence}");
+                let after = format!("after {} s ranks ", limit.as_secs());
+                assert!(sentence.starts_with(&after), "{sentence}");
             }
+            Ok(())
         });
         // Those that gave up may come again, with all others.
         let sums = rig.ranks("job", 4, |_| {}, |client, _| sum_of(client, 10));
@@ -61,33 +63,47 @@ fn ranks_that_do_not_call_an_op_are_named_at_its_timeout() {
     bounded(30, || {
         for shards in [1, 3] {
             for elements in [1, 60 * 256 * 50] {
-                let rig = Rig::start(|config| config.shards = shards);
-                let short = |options: &mut racksum_worker::ConnectOptions| {
-                    options.op_timeout = Duration::from_millis(700);
-                };
-                let end = Barrier::new(3);
-                rig.ranks("op", 3, short, |client, rank| {
-                    sum_of(client, 5).unwrap();
-                    if rank != 1 {
-                        let (error, ms) = timed(|| sum_of(client, elements).unwrap_err());
-                        assert!(ms >= 700, "{ms} ms");
-                        time("an op gives up after its 0.7 s", ms, 2_500);
-                        let sentence = error.to_string();
-                        let Error::Op(OpError::Timeout { missing, .. }) = error else {
-                            panic!("{sentence}")
-                        };
-                        let [(Rank(1), silent)] = missing[..] else { panic!("{sentence}") };
-                        assert!(silent.as_millis() >= 200, "{sentence}");
-                        assert!(sentence.contains("waiting for rank 1 (silent for "), "{sentence}");
-                        let next = sum_of(client, 1).unwrap_err();
-                        let why = "an earlier op timed out";
-                        assert_eq!(next, Error::Submit(SubmitError::Ended { why: why.into() }));
-                    }
-                    end.wait();
+                with_limits(Duration::from_millis(700), |limit| {
+                    an_op_that_rank_1_does_not_call(shards, elements, limit)
                 });
             }
         }
     });
+}
+
+/// Has two ranks of three call an op that ends at its limit; or says why that was too short.
+fn an_op_that_rank_1_does_not_call(
+    shards: u8,
+    elements: usize,
+    limit: Duration,
+) -> Result<(), String> {
+    let rig = Rig::start(|config| config.shards = shards);
+    let limited = |options: &mut ConnectOptions| options.op_timeout = limit;
+    let end = Barrier::new(3);
+    let outcomes = rig.ranks("op", 3, limited, |client, rank| {
+        let begun = sum_of(client, 5);
+        let called = (rank != 1).then(|| (timed(|| sum_of(client, elements)), sum_of(client, 1)));
+        end.wait();
+        begun.map(|()| called)
+    });
+    for outcome in outcomes {
+        let Some(((called, ms), next)) = outcome.map_err(|error| error.to_string())? else {
+            continue;
+        };
+        let error = called.unwrap_err();
+        let sentence = error.to_string();
+        let Error::Op(OpError::Timeout { missing, .. }) = error else { panic!("{sentence}") };
+        if missing.is_empty() {
+            return Err(sentence);
+        }
+        time("an op gives up after its time", past(limit, ms), 1_800);
+        let [(Rank(1), silent)] = missing[..] else { panic!("{sentence}") };
+        assert!(silent.as_millis() >= 200, "{sentence}");
+        assert!(sentence.contains("waiting for rank 1 (silent for "), "{sentence}");
+        let why = "an earlier op timed out";
+        assert_eq!(next, Err(Error::Submit(SubmitError::Ended { why: why.into() })));
+    }
+    Ok(())
 }
 
 #[test]

@@ -187,6 +187,23 @@ pub(crate) fn in_a_process_of_its_own(name: &str, test: impl FnOnce() + Send + '
     assert!(ended.status.success() && out.contains("1 passed"), "{}", ended.status);
 }
 
+/// Tries something with time limits that double from the first, for as long as it says that its
+/// limit was too short, and why: on a busy machine a short one may be over before those have run
+/// who are asked within it.
+pub(crate) fn with_limits<T>(
+    first: Duration,
+    mut attempt: impl FnMut(Duration) -> Result<T, String>,
+) -> T {
+    let mut limit = first;
+    loop {
+        match attempt(limit) {
+            Ok(done) => return done,
+            Err(why) => assert!(limit < first * 64, "in {limit:?}: {why}"),
+        }
+        limit *= 2;
+    }
+}
+
 /// Runs a test that may take so many seconds on a quiet machine: fails if it hangs.
 pub(crate) fn bounded(seconds: u64, test: impl FnOnce() + Send + 'static) {
     let (done, wait) = channel();

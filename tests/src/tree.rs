@@ -13,7 +13,7 @@ use racksum_proto::ids::{Generation, Rank};
 use racksum_test_report::time;
 use racksum_worker::{Client, ConnectError, ConnectOptions, Error};
 
-use crate::rig::{Rig, Shape, Tree, bounded, in_a_process_of_its_own};
+use crate::rig::{Rig, Shape, Tree, bounded, in_a_process_of_its_own, with_limits};
 use crate::waits::{await_that, timed};
 
 /// Two racks of two ranks.
@@ -102,19 +102,27 @@ fn a_rank_that_does_not_call_an_op_is_named_at_its_timeout_in_every_rack() {
     bounded(60, || {
         let tree = Tree::start(&racks(), |_| {});
         // Rank 3 is not the one by which the other rack is known.
-        let short = |options: &mut ConnectOptions| options.op_timeout = Duration::from_secs(2);
-        let done = Barrier::new(4);
-        tree.ranks("missing", short, |client, rank| {
-            ones(client, 40).unwrap();
-            if rank != 3 {
-                let error = ones(client, 40).unwrap_err();
+        with_limits(Duration::from_secs(2), |limit| {
+            let short = |options: &mut ConnectOptions| options.op_timeout = limit;
+            let done = Barrier::new(4);
+            let outcomes = tree.ranks("missing", short, |client, rank| {
+                let begun = ones(client, 40);
+                let called = (rank != 3).then(|| ones(client, 40).unwrap_err());
+                done.wait();
+                begun.map(|_| called)
+            });
+            tree.await_peace();
+            for outcome in outcomes {
+                let Some(error) = outcome.map_err(|error| error.to_string())? else { continue };
                 let Error::Op(OpError::Timeout { missing, .. }) = &error else { panic!("{error}") };
                 let ranks: Vec<_> = missing.iter().map(|(rank, _)| *rank).collect();
-                assert_eq!(ranks, [Rank(3)], "rank {rank}: {error}");
+                if ranks.is_empty() {
+                    return Err(error.to_string());
+                }
+                assert_eq!(ranks, [Rank(3)], "{error}");
             }
-            done.wait();
+            Ok(())
         });
-        tree.await_peace();
     });
 }
 
@@ -122,22 +130,24 @@ fn a_rank_that_does_not_call_an_op_is_named_at_its_timeout_in_every_rack() {
 fn ranks_that_have_not_joined_are_named_wherever_they_would() {
     bounded(30, || {
         let tree = Tree::start(&racks(), |_| {});
-        std::thread::scope(|scope| {
-            for rank in [0, 1, 2] {
-                let mut options = tree.options("absent", rank);
-                options.join_timeout = Duration::from_secs(2);
-                scope.spawn(move || {
-                    let error = Client::connect(&options).unwrap_err();
-                    let sentence = error.to_string();
-                    let ConnectError::Incomplete { missing, .. } = error else {
-                        panic!("{sentence}")
-                    };
-                    // Others may have given up a moment earlier.
-                    assert!(missing.contains(&3), "rank {rank}: {sentence}");
-                });
+        with_limits(Duration::from_secs(2), |join_timeout| {
+            let connect = |rank| {
+                let options = ConnectOptions { join_timeout, ..tree.options("absent", rank) };
+                Client::connect(&options).unwrap_err()
+            };
+            let refusals = std::thread::scope(|scope| {
+                let ranks = [0, 1, 2].map(|rank| scope.spawn(move || connect(rank)));
+                ranks.map(|rank| rank.join().unwrap())
+            });
+            tree.await_peace();
+            for error in refusals {
+                let sentence = error.to_string();
+                let ConnectError::Incomplete { missing, .. } = error else { return Err(sentence) };
+                // Others may have given up a moment earlier.
+                assert!(missing.contains(&3), "{sentence}");
             }
+            Ok(())
         });
-        tree.await_peace();
         // Those that gave up may come again, with all others.
         let sums = tree.ranks("absent", |_| {}, |client, _| ones(client, 40).unwrap());
         assert!(sums.iter().all(|sum| *sum == [4; 40]));
