@@ -94,7 +94,7 @@ impl Authority {
         let told = Certificate::parse_own(&certificate).map_err(wrong)?;
         if told.role != Role::Authority {
             let (name, role) = (told.name, told.role);
-            return Err(wrong(format!("{name:?} is no authority but a {role}; issue with one")));
+            return Err(wrong(format!("{name:?} is not an authority ({role}); issue with one")));
         }
         let key = key_of(&pem).map_err(|why| wrong(why.into()))?;
         check_key(&certificate, &key).map_err(|why| wrong(why.into()))?;

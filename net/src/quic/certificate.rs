@@ -170,6 +170,12 @@ pub(super) fn is_self_issued(der: &CertificateDer<'_>) -> bool {
     x509(der).is_ok_and(|x509| x509.subject().as_raw() == x509.issuer().as_raw())
 }
 
+/// Whether a certificate names another's subject as its issuer.
+pub(super) fn is_issued_by(der: &CertificateDer<'_>, issuer: &CertificateDer<'_>) -> bool {
+    let (Ok(own), Ok(issuer)) = (x509(der), x509(issuer)) else { return false };
+    own.issuer().as_raw() == issuer.subject().as_raw()
+}
+
 /// The common name.
 fn name_of(name: &X509Name<'_>) -> String {
     let common = name.iter_common_name().next().and_then(|name| name.as_str().ok());

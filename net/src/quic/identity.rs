@@ -13,6 +13,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, Serve
 use rustls::server::ParsedCertificate;
 use rustls::sign::CertifiedKey;
 
+use super::certificate::is_issued_by;
 use super::{Certificate, Role};
 use crate::file::{self, FileError, lacks_descriptor};
 use crate::log_limit::LogLimit;
@@ -97,6 +98,11 @@ impl Identity {
         Certificate::parse(&self.certificate)
     }
 
+    /// Whether one of the authorities that it believes has issued its certificate.
+    pub(super) fn is_of_its_authorities(&self) -> bool {
+        self.authorities.iter().any(|authority| is_issued_by(&self.certificate, authority))
+    }
+
     /// Whether its certificate is one that callers take for an aggregator's.
     pub(super) fn bears_name(&self) -> bool {
         let parsed = ParsedCertificate::try_from(&self.certificate);
@@ -161,10 +167,15 @@ pub(super) fn key_of(pem: &[u8]) -> Result<PrivateKeyDer<'static>, &'static str>
              without one, as `openssl pkey` does",
         );
     }
-    PrivateKeyDer::from_pem_slice(pem).map_err(|error| match error {
-        pem::Error::NoItemsFound => "it holds no private key beside its certificate",
-        error => not_pem(&error),
-    })
+    let mut keys = PrivateKeyDer::pem_slice_iter(pem);
+    let key = keys.next().ok_or("it holds no private key beside its certificate")?;
+    if keys.next().is_some() {
+        return Err(
+            "it holds more than one private key; leave its own alone in it: an authority's stays \
+             where identities are issued",
+        );
+    }
+    key.map_err(|error| not_pem(&error))
 }
 
 /// Reads a file that may hold a key.

@@ -46,6 +46,8 @@ enum Trust {
 
 /// Identities that expire soon: a sidecar reads its own for every job.
 static ENDS_SOON: LogLimit = LogLimit::new(4);
+/// Likewise identities of an authority that they do not hold.
+static FOREIGN: LogLimit = LogLimit::new(4);
 
 impl Credentials {
     /// Why a connection could not be had, for who calls with these: one without an identity is not
@@ -102,15 +104,15 @@ impl Credentials {
             None => Self::new(None, insecure),
             identity => FILES.wait(PATIENCE, move || {
                 let credentials = Self::new(identity.as_deref(), insecure)?;
-                credentials.check_dates(identity.as_deref())?;
+                credentials.check_certificate(identity.as_deref())?;
                 Ok(credentials)
             })?,
         }
     }
 
     /// Checks that the certificate of an identity file is valid now, which the other side would
-    /// refuse otherwise. Warns if it is not for long.
-    fn check_dates(&self, path: Option<&Path>) -> Result<(), NetError> {
+    /// refuse otherwise. Warns if it is not for long, or of an authority that is not in the file.
+    fn check_certificate(&self, path: Option<&Path>) -> Result<(), NetError> {
         let Some(path) = path else { return Ok(()) };
         let wrong = |why: String| FileKind::Identity.wrong(path, why);
         let told = self.identity.certificate().map_err(wrong)?;
@@ -120,6 +122,18 @@ impl Credentials {
                  identity issue`, or set this host's clock",
                 told.not_before, told.not_after
             )));
+        }
+        if !self.identity.is_of_its_authorities() {
+            FOREIGN.note(|left_out| {
+                let (path, issuer) = (path.display(), &told.issuer);
+                tracing::warn!(
+                    %path,
+                    issuer,
+                    left_out,
+                    "the certificate of the authority that issued this identity is not in its \
+                     file: peers of that authority are not believed"
+                );
+            });
         }
         if told.ends_soon {
             ENDS_SOON.note(|left_out| {
@@ -155,7 +169,7 @@ impl Credentials {
                  issue NAME --role aggregator`"
             )));
         }
-        credentials.check_dates(identity)?;
+        credentials.check_certificate(identity)?;
         Ok(credentials)
     }
 

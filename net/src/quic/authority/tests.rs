@@ -223,11 +223,14 @@ fn files_that_hold_no_identity_say_what_they_lack() {
         let path = folder.write(name, pem);
         Credentials::new(Some(&path), false).unwrap_err().to_string()
     };
+    let other = Authority::create("own", 1).unwrap();
+    let both = format!("{whole}{other}");
     for (pem, why) in [
         ("", "it holds no certificate"),
         (&whole[..key], "it holds no private key beside its certificate"),
         (&whole[..behind], "it holds no certificate of an authority behind its own"),
-        (&Authority::create("own", 1).unwrap(), "it is an authority's own file, which stays where"),
+        (&other, "it is an authority's own file, which stays where"),
+        (&both, "it holds more than one private key; leave its own alone in it"),
         ("-----BEGIN CERTIFICATE-----\n!\n-----END CERTIFICATE-----\n", ""),
     ] {
         let told = told("broken.pem", pem);
@@ -240,9 +243,24 @@ fn files_that_hold_no_identity_say_what_they_lack() {
     assert!(told.starts_with("identity ") && told.contains("missing.pem: No such file"), "{told}");
     let node = folder.write("node.pem", &whole);
     let told = Authority::load(&node).unwrap_err().to_string();
-    assert!(told.contains("\"n\" is no authority but a worker"), "{told}");
+    assert!(told.contains("\"n\" is not an authority (worker)"), "{told}");
     let told = Credentials::new(Some(&node), true).unwrap_err().to_string();
     assert!(told.starts_with("an identity is of no use with `insecure`"), "{told}");
+}
+
+#[test]
+fn an_identity_says_whether_the_authority_that_issued_it_is_in_its_file() {
+    let folder = Folder::new("issuer");
+    let authority = folder.authority("rack");
+    let own = folder.credentials(&authority, "n", Role::Worker);
+    assert!(own.identity.is_of_its_authorities());
+    let (pem, _) = authority.issue(&Subject { name: "n", role: Role::Worker, days: None }).unwrap();
+    let other = Authority::create("other", 1).unwrap();
+    let behind = pem.rfind("-----BEGIN CERTIFICATE").unwrap();
+    let end = other.find("-----BEGIN PRIVATE").unwrap();
+    let foreign = folder.write("foreign.pem", &(pem[..behind].to_owned() + &other[..end]));
+    let foreign = Credentials::new(Some(&foreign), false).unwrap();
+    assert!(!foreign.identity.is_of_its_authorities());
 }
 
 /// `openssl x509 -req` without extensions.
