@@ -48,13 +48,9 @@ impl OutFile {
         }
         // What a link leads to is replaced, and the link stays.
         let (path, before) = replaceable(path)?;
-        let permissions = before.and_then(|before| kept(own_user(), &before));
+        let permissions = before.as_ref().and_then(|before| kept(own_user(), before));
         let mut options = File::options();
-        options.read(true).write(true);
-        // Until the file is whole, nobody else may read more of it. Its owner may write to it.
-        if permissions.is_some() {
-            options.mode(0o600);
-        }
+        options.read(true).write(true).mode(at_first(before.as_ref(), permissions.is_some()));
         let (name, file) = match unnamed(folder_of(&path), options.clone()) {
             Some(file) => (None, file),
             None => {
@@ -155,6 +151,18 @@ fn remove(name: &mut Option<PathBuf>) {
 fn kept(user: u32, before: &Metadata) -> Option<Permissions> {
     let mode = before.permissions().mode() & 0o777;
     (before.uid() == user && is_known_user(user)).then(|| Permissions::from_mode(mode))
+}
+
+/// The permissions, but for the umask's, that a result is made with. Its owner may write to it; and
+/// nobody may read it who could not read the file that it replaces, whosever that was.
+fn at_first(before: Option<&Metadata>, keeps: bool) -> u32 {
+    let others = match before {
+        None => 0o066,
+        // Not before it is whole.
+        Some(_) if keeps => 0,
+        Some(before) => before.permissions().mode() & 0o066,
+    };
+    0o600 | others
 }
 
 /// Where the result goes, and the file that is there, if there is one. A path is resolved before it
@@ -314,6 +322,9 @@ mod tests {
             assert_eq!(path.metadata().unwrap().mode() & 0o7777, 0o751);
             assert!(kept(before.uid(), &before).is_some());
             assert!(kept(before.uid() + 1, &before).is_none(), "of another user");
+            assert_eq!(at_first(Some(&before), true), 0o600);
+            assert_eq!(at_first(Some(&before), false), 0o640, "of another user: no wider");
+            assert_eq!(at_first(None, false), 0o666);
             std::fs::remove_dir_all(folder).unwrap();
         }
     }
