@@ -289,6 +289,18 @@ def _flag(text: str) -> bool:
     raise ValueError("it is 1 or 0")
 
 
+def _whole(text: str) -> int:
+    with suppress(ValueError):
+        return int(text)
+    raise ValueError("it is a whole number")
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        return float(text)
+    raise ValueError("it is a number of seconds")
+
+
 _NEEDED = {
     "aggregator": (
         'pass connect("HOST:PORT") or, for a sidecar, connect("unix:PATH"), or set '
@@ -339,12 +351,12 @@ OPTIONS = tuple(name for name in _CHECKS if name not in ("group", "secret"))
 _VARIABLES: dict[str, dict[str, Callable[[str], Any]]] = {
     "aggregator": {"RACKSUM_AGGREGATOR": str},
     "job": {"RACKSUM_JOB": str, "TORCHELASTIC_RUN_ID": _run_of_torchrun},
-    "rank": {"RACKSUM_RANK": int, "RANK": int},
-    "world": {"RACKSUM_WORLD": int, "WORLD_SIZE": int},
-    "local_world": {"RACKSUM_LOCAL_WORLD": int, "LOCAL_WORLD_SIZE": int},
-    "generation": {"RACKSUM_GENERATION": int, "TORCHELASTIC_RESTART_COUNT": int},
-    "lanes": {"RACKSUM_LANES": int},
-    "pool_slots": {"RACKSUM_POOL_SLOTS": int},
+    "rank": {"RACKSUM_RANK": _whole, "RANK": _whole},
+    "world": {"RACKSUM_WORLD": _whole, "WORLD_SIZE": _whole},
+    "local_world": {"RACKSUM_LOCAL_WORLD": _whole, "LOCAL_WORLD_SIZE": _whole},
+    "generation": {"RACKSUM_GENERATION": _whole, "TORCHELASTIC_RESTART_COUNT": _whole},
+    "lanes": {"RACKSUM_LANES": _whole},
+    "pool_slots": {"RACKSUM_POOL_SLOTS": _whole},
     "multicast": {"RACKSUM_MULTICAST": _flag},
     "identity": {"RACKSUM_IDENTITY": str},
     "insecure": {"RACKSUM_INSECURE": _flag},
@@ -352,9 +364,9 @@ _VARIABLES: dict[str, dict[str, Callable[[str], Any]]] = {
     "wait": {"RACKSUM_WAIT": _flag},
     "rejoin": {"RACKSUM_REJOIN": _flag},
     "on_rank_loss": {"RACKSUM_ON_RANK_LOSS": str},
-    "join_timeout": {"RACKSUM_JOIN_TIMEOUT": float},
-    "timeout": {"RACKSUM_TIMEOUT": float},
-    "mtu": {"RACKSUM_MTU": int},
+    "join_timeout": {"RACKSUM_JOIN_TIMEOUT": _seconds},
+    "timeout": {"RACKSUM_TIMEOUT": _seconds},
+    "mtu": {"RACKSUM_MTU": _whole},
     "interface": {
         "RACKSUM_INTERFACE": str,
         "NCCL_SOCKET_IFNAME": str,
