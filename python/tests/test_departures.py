@@ -44,13 +44,18 @@ def until_it_fails(call: Callable[[], None]) -> None:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Watches look at once, and nobody waits for long."""
+    """Watches look at once."""
     monkeypatch.setattr(departures, "_GRACE", 0.0)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for long."""
     monkeypatch.setattr(departures, "_PATIENCE", 0.01)
 
 
 @pytest.mark.parametrize("call", [Watch.check, Watch.look], ids=["check", "look"])
-def test_a_watch_does_not_wait_for_a_store_that_does_not_answer(at_once, call):
+def test_a_watch_does_not_wait_for_a_store_that_does_not_answer(at_once, impatient, call):
     store: Any = Stuck()
     watch = Watch(store, 0, [1])
     for _ in range(3):
@@ -60,14 +65,34 @@ def test_a_watch_does_not_wait_for_a_store_that_does_not_answer(at_once, call):
     assert store.gave_up.wait(60)
 
 
-def test_leaving_does_not_wait_for_a_store_that_does_not_answer(at_once, monkeypatch):
-    left = Departures(dist.HashStore(), "g", 0, 2)
+def test_leaving_does_not_wait_for_a_store_that_does_not_answer(impatient, monkeypatch):
+    of_all = dist.HashStore()
+    first, second = (Departures(of_all, name, 0, 2) for name in "ab")
     store: Any = Stuck()
-    monkeypatch.setattr(left, "_store", store)
-    left.note()
+    monkeypatch.setattr(first._voice, "_shared", store)
+    first.note()
+    # One group after the other leaves: that it is late costs time only once.
+    monkeypatch.setattr(departures, "_PATIENCE", LONG)
+    second.note()
     assert not store.gave_up.is_set()
     store.gives_up.set()
     assert store.gave_up.wait(60)
+
+
+def test_a_rank_leaves_all_groups_of_a_store_over_one_connection(at_once, monkeypatch):
+    connected = departures._connected
+    connections = []
+    monkeypatch.setattr(
+        departures, "_connected", lambda store: connections.append(store) or connected(store)
+    )
+    store = dist.HashStore()
+    groups = [[Departures(store, name, rank, 2) for rank in range(2)] for name in "abc"]
+    for leaving, _ in groups:
+        leaving.note()
+    assert len(connections) == 1
+    for _, waiting in groups:
+        with pytest.raises(racksum.PeerLost, match="rank 0 left the process group"):
+            until_it_fails(waiting.watch(LONG).check)
 
 
 def test_ranks_that_have_left_are_named(at_once):
@@ -147,7 +172,7 @@ def test_leaving_does_not_try_for_long_to_reach_a_server_that_is_gone(monkeypatc
     limit = timedelta(seconds=100)
     port = server.port
     client = dist.TCPStore("127.0.0.1", port, timeout=limit, wait_for_workers=False)
-    groups = [Departures(dist.PrefixStore(name, client), name, 0, 2) for name in "abc"]
+    groups = [Departures(client, name, 0, 2) for name in "abc"]
     watch = groups[0].watch(LONG)
     begun: list[threading.Thread] = []
 

@@ -28,6 +28,7 @@ from racksum.torch.delegates import DelegatesToGloo
 from racksum.torch.departures import Departures, of_this_life
 from racksum.torch.extents import OnMemory, extents_of, share_memory
 from racksum.torch.gathering import broadcast, gather_into
+from racksum.torch.groups import store_of_all
 from racksum.torch.membership import Membership
 from racksum.torch.options import Options
 from racksum.torch.profiled import calling
@@ -80,7 +81,7 @@ class RacksumBackend(DelegatesToGloo):
         self._on_memory = OnMemory(self._in_flight)
         self._calling = threading.Lock()
         self._sequence = 0
-        departures = Departures(group.store, self._name, self.rank(), self.size())
+        departures = Departures(store_of_all(group.store), self._name, self.rank(), self.size())
         store = of_this_life(group.store, "gloo")
         self._gloo: Any = ProcessGroupGloo(store, self.rank(), self.size(), group.timeout)
         self._membership = Membership(

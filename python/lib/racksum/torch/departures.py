@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -95,20 +96,65 @@ def _connected(store: Store) -> Store:
     return store.clone()
 
 
+class _Voice:
+    """A connection to a store, over which a rank speaks of all of its groups.
+
+    The process that serves the store may be gone, and then each call takes longer than the store's
+    own limit; and another thread may wait at the store for a rank that waits for this one. So it
+    speaks on a thread and a connection of its own. That is one for all groups: where the store's
+    host has a name server that does not answer, torch's server takes seconds for each new one.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._shared = store
+        self._own: Store | None = None
+        self._turn = threading.Lock()
+        # Something that it was to say was not said in time.
+        self._is_late = False
+
+    def say(self, words: Callable[[Store], None]) -> None:
+        """Has something said, and waits for that while the store takes it soon."""
+        # One group after the other leaves: a server that is down costs time only once.
+        if _server_of(self._shared) in _unreachable:
+            return
+        said = threading.Event()
+
+        def speak() -> None:
+            try:
+                with self._turn:
+                    self._speak(words)
+            finally:
+                said.set()
+
+        do_waiting(speak)
+        self._is_late = not said.wait(0 if self._is_late else _PATIENCE)
+
+    def _speak(self, words: Callable[[Store], None]) -> None:
+        try:
+            if self._own is None:
+                self._own = _connected(self._shared)
+            words(self._own)
+        except (RuntimeError, OSError):
+            # The next words are worth another try.
+            self._own = None
+
+
+#: For the store of all ranks, for as long as a group of it is there.
+_voices: weakref.WeakValueDictionary[Store, _Voice] = weakref.WeakValueDictionary()
+
+
 class Departures:
     """What the ranks of a group say of their leaving.
 
     Made before the ranks first meet: an earlier group of this name may have used the same store.
 
-    The process that serves the store may be gone, and then each call takes longer than the store's
-    own limit; and another thread may wait at the store for a rank that waits for this one. So calls
-    are made on threads and connections of their own.
-
+    :param store: That of all ranks.
     :param name: The name of the group, which messages contain.
     """
 
     def __init__(self, store: Store, name: str, rank: int, world: int) -> None:
-        self._store = of_this_life(store, "left")
+        self._voice = _voices.setdefault(store, _Voice(store))
+        self._store = _part_of(store, name)
         self._name = name
         self._rank = rank
         self._others = [other for other in range(world) if other != rank]
@@ -134,28 +180,26 @@ class Departures:
         return Watch(self._store, self._rank, self._others, limit)
 
     def _say(self, ranks: Sequence[int], how: str, missing: Sequence[int] = ()) -> None:
-        # One group after the other leaves: a server that is down costs time only once.
-        if _server_of(self._store) in _unreachable:
-            return
         word = json.dumps([how, *missing])
-        said = threading.Event()
+        # Not the group's: what speaks may be late, and must not keep it.
+        own, name = self._rank, self._name
 
-        def say() -> None:
-            try:
-                with suppress(RuntimeError, OSError):
-                    store = _connected(self._store)
-                    for rank in ranks:
-                        if rank == self._rank:
-                            store.set(str(rank), word)
-                        else:
-                            # What a rank says itself stays.
-                            store.compare_set(str(rank), "", word)
-                    store.set(_ANY, "yes")
-            finally:
-                said.set()
+        def words(store: Store) -> None:
+            part = _part_of(store, name)
+            for rank in ranks:
+                if rank == own:
+                    part.set(str(rank), word)
+                else:
+                    # What a rank says itself stays.
+                    part.compare_set(str(rank), "", word)
+            part.set(_ANY, "yes")
 
-        do_waiting(say)
-        said.wait(_PATIENCE)
+        self._voice.say(words)
+
+
+def _part_of(store: Store, name: str) -> PrefixStore:
+    """The part of a store that is about a group."""
+    return of_this_life(store, f"left/{name}")
 
 
 def _here(rank: int) -> str:
