@@ -66,12 +66,22 @@ def in_a_stream(chain: Chain, refuse: Callable[[], None]) -> Deferred:
     return deferred
 
 
-@pytest.mark.parametrize("fail", [in_begin, in_an_event, in_a_stream])
+def on_other_memory(chain: Chain, refuse: Callable[[], None]) -> Deferred:
+    x, may_begin = torch.ones(2), threading.Event()
+    earlier: Any = SimpleNamespace(wait_for=lambda _: may_begin.wait(PATIENCE))
+    deferred = chain.defer([earlier], lambda: [], [torch.ones(2), x], refuse)
+    x.data = torch.zeros(2)
+    may_begin.set()
+    return deferred
+
+
+@pytest.mark.parametrize("fail", [in_begin, in_an_event, in_a_stream, on_other_memory])
 def test_what_fails_on_the_chain_is_told_and_the_next_begins(
     fail: Callable[[Chain, Callable[[], None]], Deferred],
 ) -> None:
     chain, refused = Chain(), threading.Event()
-    with pytest.raises(RuntimeError, match=r"device-side assert|at the worst moment") as error:
+    why = r"device-side assert|at the worst moment|was given other memory while the op"
+    with pytest.raises(RuntimeError, match=why) as error:
         fail(chain, refused.set).wait(PATIENCE)
     assert not isinstance(error.value, WaitTimeout)
     assert refused.is_set(), "the other ranks hear of it"

@@ -239,7 +239,8 @@ class Session:
 
         def make() -> Outcome[T]:
             absent, _ = started.outcome()
-            check_unmoved(x, memory)
+            if memory.owner is not x:
+                check_unmoved(x, memory.address)
             return Outcome(x, absent)
 
         handle = Handle(started.wait, make)

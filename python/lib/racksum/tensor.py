@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from racksum.errors import BadArgument
 
-__all__ = ["Memory", "check_unmoved", "checked_dtype", "empty_like", "memory_of"]
+__all__ = ["Memory", "address_of", "check_unmoved", "checked_dtype", "empty_like", "memory_of"]
 
 #: The element types that can be reduced.
 _LONG_NAMES = {
@@ -83,7 +83,7 @@ def _of_torch(torch: Any, x: Any) -> Memory:
         raise BadArgument(f"{_described(x)} is not contiguous; pass x.contiguous()")
     if x.is_conj() or x.is_neg():
         raise BadArgument(f"{_described(x)} is a lazy view; pass x.resolve_conj().resolve_neg()")
-    address = _address(x)
+    address = address_of(x)
     if x.nbytes and not address:
         raise BadArgument(
             f"{_described(x)} has no memory of its own; of a DTensor pass x.to_local()"
@@ -93,7 +93,8 @@ def _of_torch(torch: Any, x: Any) -> Memory:
     return Memory(address, x.nbytes, x.numel(), dtype, tag_of_shape(x.shape), x.untyped_storage())
 
 
-def _address(x: Any) -> int:
+def address_of(x: Any) -> int:
+    """Where the elements of a tensor begin; 0 if it has no memory of its own."""
     try:
         return int(x.data_ptr())
     except RuntimeError:
@@ -121,12 +122,12 @@ def _of_array(numpy: Any, x: Any) -> Memory:
     return Memory(x.ctypes.data, x.nbytes, x.size, dtype, tag_of_shape(x.shape), x)
 
 
-def check_unmoved(x: Any, memory: Memory) -> None:
+def check_unmoved(x: Any, address: int) -> None:
     """Refuses a tensor that was given other memory while an op reduced what it had."""
-    if memory.owner is not x and _address(x) != memory.address:
+    if address_of(x) != address:
         raise BadArgument(
-            f"{_described(x)} was given other memory while the op ran, by x.data = ... or "
-            "x.set_(): the sums are where it was before"
+            f"{_described(x)} was given other memory while the op ran or waited to begin, by "
+            "x.data = ... or x.set_(): what was summed is where it was before"
         )
 
 

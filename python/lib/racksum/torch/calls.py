@@ -16,6 +16,7 @@ import torch
 
 from racksum.errors import WaitTimeout
 from racksum.session import PartOf
+from racksum.tensor import address_of, check_unmoved
 from racksum.torch.staging import so_far
 from racksum.torch.work import InOrder, Parts, as_exception, own_streams_on
 
@@ -111,11 +112,14 @@ class Chain:
     ) -> Deferred:
         """Has a collective begin once these have ended, well or not.
 
+        :param touched: What it reads and writes. A tensor that is given other memory before is
+            refused, as while an op runs.
         :param refuse: Tells the other ranks of what has not begun, if something fails before.
         """
         devices = {x.device for x in touched}
         ready = [so_far(device) for device in devices if device.type != "cpu"]
         inference = torch.is_inference_mode_enabled()
+        addresses = [address_of(x) for x in touched]
 
         def begin_in_turn() -> Sequence[Waits]:
             with own_streams_on(devices), torch.inference_mode(inference), torch.no_grad():
@@ -125,6 +129,8 @@ class Chain:
                     # Whoever waits for it is told.
                     with contextlib.suppress(Exception):
                         work.wait_for(None)
+                for x, address in zip(touched, addresses, strict=True):
+                    check_unmoved(x, address)
                 return begin()
 
         deferred = Deferred()
