@@ -28,7 +28,8 @@ pub(crate) struct Args {
     bind: Option<IpAddr>,
     /// UDP port of the control plane; shard i takes the port i + 1 after it
     /// [default: 7177].
-    #[arg(long, value_name = "PORT", value_parser = args::number::<u16>(0..=65_535))]
+    #[arg(long, value_name = "PORT")]
+    #[arg(value_parser = args::number::<u16>(args::of_configuration("port")))]
     port: Option<u16>,
     /// Threads, each with a socket of its own [default: 1].
     #[arg(long, value_name = "K", value_parser = args::number::<u8>(args::SHARDS))]

@@ -8,6 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use racksum_net::clock::Clock;
+use racksum_proto::counted::counted;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::OpError;
 use racksum_proto::ids::Rank;
@@ -211,8 +212,9 @@ fn difference(
         return Failure::failed(format!("the tensors of rank {one} and rank {other} differ"));
     }
     Failure::failed(format!(
-        "rank {one} has {} tensors, but rank {other} has {}",
-        counts[0], counts[1]
+        "rank {one} has {}, but rank {other} has {}",
+        counted(counts[0], "tensor"),
+        counts[1]
     ))
 }
 

@@ -453,7 +453,7 @@ fn ranks_with_other_tensors_are_told_which_before_any_is_sent() {
         (&size, &[][..], "tensor \"b\" is not the same at all ranks: rank "),
         (&name, &[], "differ in its name or shape"),
         (&shape, &[], "tensor \"b\" is not the same at all ranks: rank "),
-        (&fewer, &[], " tensors, but rank "),
+        (&fewer, &[], ", but rank "),
         (&one, &["--op", "max"], "the ranks were given different --op: rank "),
         (
             &one,

@@ -62,7 +62,7 @@ _OF_PROCESS = (
 
 
 class State:
-    """What :func:`allreduce_hook` needs, and keeps from step to step.
+    """What :func:`allreduce_hook` needs, and keeps from step to step: one for each model.
 
     A checkpoint of a rank has its state, pickled. Then ``session`` and ``process_group`` are to be
     given to it anew, and its steps count from 0: a new DDP has buckets of another order at first.
@@ -410,5 +410,5 @@ def _check_layout(state: State, bucket: Any, name: str) -> None:
         raise BadArgument(
             f"{name} has {bucket.buffer().numel()} elements, and had {elements} before, not all of "
             "the same parameters: what was left out of them then cannot be added; begin with a "
-            "state, or a memory, that is new"
+            "state, or a memory, that is new, and give each model its own"
         )
