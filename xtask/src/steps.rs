@@ -240,9 +240,9 @@ impl fmt::Display for Record {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { step, took, .. } = self;
         if self.passed {
-            return write!(f, "{step:<8}passed   {}", Wall(*took));
+            return write!(f, "{step:<8} passed   {}", Wall(*took));
         }
-        write!(f, "{step:<8}FAILED   {}   (again: cargo xtask test --only {step})", Wall(*took))
+        write!(f, "{step:<8} FAILED   {}   (again: cargo xtask test --only {step})", Wall(*took))
     }
 }
 
@@ -295,8 +295,8 @@ mod tests {
         let python = record(Step::Python, true, &[("t::a", gpu), ("t::b", raw), ("t::c", gpu)]);
         assert_eq!(
             summary(&[record(Step::Doc, false, &[]), python]),
-            "doc     FAILED   1 min 01 s   (again: cargo xtask test --only doc)\n\
-             python  passed   1 min 01 s\n\
+            "doc      FAILED   1 min 01 s   (again: cargo xtask test --only doc)\n\
+             python   passed   1 min 01 s\n\
              skipped:\n  \
              python: 2 tests, from t::a: no CUDA device\n  \
              python: t::b: raw sockets take root\n\
