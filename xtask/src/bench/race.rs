@@ -97,9 +97,20 @@ pub(crate) fn run(
     Ok(Outcome::of(race, rounds.counted, &all))
 }
 
-/// Sets the sides up, and has them take their turns; in a mirrored set-up in the opposite order.
-/// Who is set up first is slower by some 4 %, for as long as it lives, and who comes first in a
-/// round finds the machine asleep, which costs small ops up to 5 %.
+/// The sides in the order in which they are set up and take their turns. In a mirrored set-up the
+/// neighbours change places: a side and its earlier build are neighbours, so each has the other's
+/// place once. The whole order turned round would give one pair the places at the ends, and
+/// another those in the middle.
+fn in_order<T>(mut sides: Vec<T>, mirrored: bool) -> Vec<T> {
+    if mirrored {
+        sides.chunks_mut(2).for_each(<[T]>::reverse);
+    }
+    sides
+}
+
+/// Sets the sides up, and has them take their turns. Who is set up first is slower by some 4 %, for
+/// as long as it lives, and who comes first in a round finds the machine asleep, which costs small
+/// ops up to 5 %.
 fn run_once(
     race: &Race,
     rounds: Rounds,
@@ -111,11 +122,7 @@ fn run_once(
     tell("setting up the network and the aggregators");
     let place = Place::new(race, setup, logs)?;
     let mut racers: Vec<_> = race.sides.iter().map(|side| Racer::start(side, setup)).collect();
-    let mut settings: Vec<_> = race.sides.iter().zip(&mut racers).collect();
-    if mirrored {
-        settings.reverse();
-    }
-    for (side, racer) in settings {
+    for (side, racer) in in_order(race.sides.iter().zip(&mut racers).collect(), mirrored) {
         if racer.log.skipped.is_none() {
             tell(&format!("setting up {}", side.name));
             let team = Team::start(race, side, &place, setup, logs);
@@ -125,8 +132,8 @@ fn run_once(
     }
     let total = rounds.warmup + rounds.counted;
     for round in 1..=total {
-        let mut turns: Vec<_> = race.sides.iter().zip(&mut racers).collect();
-        if (round % 2 == 0) != mirrored {
+        let mut turns = in_order(race.sides.iter().zip(&mut racers).collect(), mirrored);
+        if round % 2 == 0 {
             turns.reverse();
         }
         for (side, racer) in turns {
@@ -305,6 +312,13 @@ mod tests {
         let outcome = Outcome::of(&race(), 3, &[all, Log::default(), Log::default()]);
         assert_eq!(outcome.sides[0].times_us, [[10.0], [20.0], [30.0], [40.0]]);
         assert!(outcome.sides[0].failed.is_some());
+    }
+
+    #[test]
+    fn a_side_and_its_earlier_build_have_each_other_s_places_in_a_mirrored_setup() {
+        let sides = || vec!["a", "a, before", "b", "b, before", "c"];
+        assert_eq!(in_order(sides(), false), sides());
+        assert_eq!(in_order(sides(), true), ["a, before", "a", "b, before", "b", "c"]);
     }
 
     #[test]
