@@ -26,8 +26,8 @@ pub(crate) struct Args {
     /// The address to serve on [default: 127.0.0.1].
     #[arg(long, value_name = "IP", value_parser = bind_address)]
     bind: Option<IpAddr>,
-    /// UDP port of the control plane; shard i takes the port i + 1 after it
-    /// [default: 7177].
+    /// UDP port of the control plane; shard i takes the port i + 1 after it; with 0 all take free
+    /// ones [default: 7177].
     #[arg(long, value_name = "PORT")]
     #[arg(value_parser = args::number::<u16>(args::of_configuration("port")))]
     port: Option<u16>,

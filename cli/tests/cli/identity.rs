@@ -42,7 +42,7 @@ fn keys_are_for_their_owner_and_never_written_over() {
     assert!(ended.failed(2).contains("is there already, and a key is not written"), "{ended:?}");
     assert_eq!(std::fs::read(&authority).unwrap(), before);
     let ended = run(&["identity", "issue", "x", "--authority", &node, "--out", &folder.path("x")]);
-    assert!(ended.failed(2).contains("\"node-7\" is no authority but a worker"), "{ended:?}");
+    assert!(ended.failed(2).contains("\"node-7\" is not an authority (worker)"), "{ended:?}");
     let ended = run(&["identity", "issue", "x", "--authority", &folder.path("no")]);
     assert!(ended.failed(2).starts_with("authority ") && ended.err.contains("no: No such file"));
     let ended = run(&["identity", "init", "--out", &folder.path("none/a.pem")]);
