@@ -135,7 +135,8 @@ async fn a_certificate_without_the_name_of_aggregators_serves_nobody_and_both_si
         let key = KeyPair::generate().unwrap();
         let certificate = params.signed_by(&key, &authority.issuer).unwrap();
         let of_authority = std::fs::read_to_string(folder.0.join("rack.pem")).unwrap();
-        let pem = certificate.pem() + &key.serialize_pem() + &of_authority;
+        let (of_authority, _) = of_authority.split_once("-----BEGIN PRIVATE").unwrap();
+        let pem = certificate.pem() + &key.serialize_pem() + of_authority;
         let path = folder.write("agg", &pem);
         let why = Credentials::of_aggregator(Some(&path), false).unwrap_err().to_string();
         assert!(why.contains("lacks the name that callers of an aggregator ask for, "), "{why}");
