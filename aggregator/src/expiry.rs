@@ -36,7 +36,7 @@ pub(crate) async fn watch(credentials: Arc<Mutex<Credentials>>) {
     }
 }
 
-/// What an operator should know of an identity.
+/// A reason to replace an identity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Concern {
     EndsSoon,
@@ -53,15 +53,15 @@ impl Concern {
     }
 }
 
-/// Says what is new, and what was said a day ago.
+/// Remembers the concern that was logged last.
 struct Reminder {
     said: Option<Concern>,
-    /// Hours since it was said.
+    /// Hours since it was logged.
     hours: u32,
 }
 
 impl Reminder {
-    /// What is to be said in the next hour.
+    /// Returns the concern to log this hour: one that is new, or was logged a day ago.
     fn next(&mut self, concern: Option<Concern>) -> Option<Concern> {
         self.hours += 1;
         if concern == self.said && self.hours < HOURS_OF_A_DAY {

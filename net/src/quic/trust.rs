@@ -173,7 +173,7 @@ impl Credentials {
         Ok(credentials)
     }
 
-    /// What the certificate of our own identity says.
+    /// Returns the certificate of our own identity.
     ///
     /// # Errors
     ///

@@ -334,9 +334,9 @@ pub(crate) enum Figure {
     Gain(&'static str, &'static str),
     /// The first side's time as a multiple of the second's, which is to be small.
     Cost(&'static str, &'static str),
-    /// The same of each round and its mirror in the next set-up, in which the sides have changed
-    /// places, and the median of those: what a small difference is judged by. The sides take their
-    /// turns of a round within a moment, in which the machine changes least.
+    /// The median cost of a round and its mirror, which judges small differences. The mirror is the
+    /// round of the same number in the next set-up, where the sides have changed places. The sides
+    /// take their turns of a round within a moment, in which the machine changes least.
     CostInTurn(&'static str, &'static str),
     /// The share by which a side's time misses what was predicted of it, which is to be small.
     Miss(&'static str),

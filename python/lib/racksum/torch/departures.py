@@ -190,7 +190,7 @@ class Departures:
                 if rank == own:
                     part.set(str(rank), word)
                 else:
-                    # What a rank says itself stays.
+                    # A reason that the rank has given itself is kept.
                     part.compare_set(str(rank), "", word)
             part.set(_ANY, "yes")
 

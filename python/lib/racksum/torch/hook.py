@@ -62,7 +62,7 @@ _OF_PROCESS = (
 
 
 class State:
-    """What :func:`allreduce_hook` needs, and keeps from step to step: one for each model.
+    """Settings and memory of :func:`allreduce_hook`. Each model has its own.
 
     A checkpoint of a rank has its state, pickled. Then ``session`` and ``process_group`` are to be
     given to it anew, and its steps count from 0: a new DDP has buckets of another order at first.
