@@ -89,7 +89,8 @@ def test_a_rank_leaves_all_groups_of_a_store_over_one_connection(at_once, monkey
     groups = [[Departures(store, name, rank, 2) for rank in range(2)] for name in "abc"]
     for leaving, _ in groups:
         leaving.note()
-    assert len(connections) == 1
+    # A thread of the test before may make another of its store.
+    assert connections.count(store) == 1
     for _, waiting in groups:
         with pytest.raises(racksum.PeerLost, match="rank 0 left the process group"):
             until_it_fails(waiting.watch(LONG).check)
@@ -100,6 +101,8 @@ def test_ranks_that_have_left_are_named(at_once):
     ranks = [Departures(store, "g", rank, 3) for rank in range(3)]
     watch = ranks[0].watch(LONG)
     watch.check()
+    # A look that is late would find the first of them alone.
+    assert watch._rests.wait(60)
     for rank in (1, 2):
         ranks[rank].note()
     with pytest.raises(racksum.PeerLost, match="ranks 1, 2 left the process group g") as lost:
