@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any, TypeVar, cast
 
 __all__ = ["eager", "eager_methods"]
@@ -28,12 +28,16 @@ def eager(function: F) -> F:
     disable = getattr(torch, "_disable_dynamo", None)
     if disable is None:
         return function
+    from torch._C._dynamo import eval_frame  # noqa: PLC0415 - as above; this imports no Dynamo.
+
     # This imports Dynamo when it is first called, so it is not called before somebody else has.
     disabled = disable(function)
+    # Threads without this callback compile nothing, which PyTorch did not tell before 2.4.
+    callback = getattr(eval_frame, "get_eval_frame_callback", _dynamo)
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
-        return (disabled if "torch._dynamo" in sys.modules else function)(*args, **named)
+        return (function if callback() is None else disabled)(*args, **named)
 
     # Compiled code calls this without looking into it, and so does C++ that compiled code calls.
     vars(call)["_torchdynamo_disable"] = True
@@ -41,9 +45,13 @@ def eager(function: F) -> F:
     return cast("F", call)
 
 
+def _dynamo() -> ModuleType | None:
+    return sys.modules.get("torch._dynamo")
+
+
 def _skip(code: CodeType) -> None:
     """Has Dynamo never compile a frame of this code, though what the frame calls."""
-    from torch._C._dynamo import eval_frame  # noqa: PLC0415 - as above; Dynamo is not imported.
+    from torch._C._dynamo import eval_frame  # noqa: PLC0415 - as above.
 
     if hasattr(eval_frame, "skip_code"):
         eval_frame.skip_code(code)

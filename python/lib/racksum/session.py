@@ -26,7 +26,7 @@ from racksum.options import (
     whole_from,
 )
 from racksum.shared import tensor_in
-from racksum.tensor import check_unmoved, empty_like, memory_of, tag_of
+from racksum.tensor import address_of, check_unmoved, empty_like, memory_of, tag_of
 
 if TYPE_CHECKING:
     import os
@@ -223,7 +223,7 @@ class Session:
         :raises racksum.OpTimeout: It took longer than the session's ``timeout``.
         """
         with self._turn(part_of) as turn:
-            with self._telling(turn):
+            try:
                 memory = memory_of(x)
                 call = _call(
                     elements=memory.elements,
@@ -234,6 +234,9 @@ class Session:
                     lane=lane,
                     tag=memory.tag if tag is None else tag,
                 )
+            except BaseException:
+                self._tell_of(turn)
+                raise
             self._take_turn()
             started = self._session.submit(turn, call, memory.address, memory.nbytes, memory.owner)
 
@@ -271,7 +274,7 @@ class Session:
             sorted, and their reduced values, flat; or a :class:`Handle` of both.
         """
         with self._turn(part_of) as turn:
-            with self._telling(turn):
+            try:
                 places, memory = memory_of(indices), memory_of(values)
                 if places.dtype != "i64":
                     raise BadArgument(f"the indices of blocks are int64, and not {indices.dtype}")  # type: ignore[attr-defined]
@@ -284,6 +287,9 @@ class Session:
                     lane=lane,
                     tag=tag,
                 )
+            except BaseException:
+                self._tell_of(turn)
+                raise
             self._take_turn()
             started = self._session.submit_blocks(
                 turn, call, places.address, places.elements, memory.address, memory.nbytes
@@ -294,7 +300,7 @@ class Session:
             sums = cast("_racksum.Sums", sums)
             where = empty_like(indices, sums.count)
             reduced = empty_like(values, sums.nbytes // values.itemsize)  # type: ignore[attr-defined]
-            sums.copy_to(memory_of(where).address, memory_of(reduced).address)
+            sums.copy_to(address_of(where), address_of(reduced))
             return Outcome((where, reduced), absent)
 
         handle = Handle(started.wait, make)
@@ -317,8 +323,11 @@ class Session:
         """
         with self._turn(part_of) as turn:
             self.catch_up()
-            with self._telling(turn):
+            try:
                 yield turn
+            except BaseException:
+                self._tell_of(turn)
+                raise
 
     def catch_up(self) -> None:
         """Has calls that were interrupted come before those that other threads are given next."""
@@ -330,21 +339,18 @@ class Session:
 
         The other ranks are told of it before the next op, at the latest.
         """
-        return self._session.turn(part_of or PartOf(), _thread.begins_ops)
+        return self._session.turn(part_of or _ONE_OP, _thread.begins_ops)
 
-    @contextlib.contextmanager
-    def _telling(self, turn: _racksum.Turn) -> Iterator[None]:
-        """Tells the other ranks at once if the call fails."""
-        try:
-            yield
-        # Whoever catches what a signal's handler raises, Ctrl-C too, may go on.
-        except BaseException:
-            # First: another signal may end the wait for earlier ops.
-            turn.owe()
-            # A session that is over has no ops to keep in step.
-            with contextlib.suppress(Error):
-                self._tell()
-            raise
+    def _tell_of(self, turn: _racksum.Turn) -> None:
+        """Tells the other ranks at once of a call that has failed here.
+
+        That is for whatever ended it: whoever catches what a signal's handler raises may go on.
+        """
+        # First: another signal may end the wait for earlier ops.
+        turn.owe()
+        # A session that is over has no ops to keep in step.
+        with contextlib.suppress(Error):
+            self._tell()
 
     def _tell(self) -> None:
         """Tells the other ranks of the calls that are owed, once all earlier ops have begun."""
@@ -454,6 +460,9 @@ class PartOf(NamedTuple):
     root: int = 0
     #: Its number among the calls of its group.
     number: int = 0
+
+
+_ONE_OP = PartOf()
 
 
 class Call(NamedTuple):

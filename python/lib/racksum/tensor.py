@@ -83,28 +83,26 @@ def _of_torch(torch: Any, x: Any) -> Memory:
         raise BadArgument(f"{_described(x)} is not contiguous; pass x.contiguous()")
     if x.is_conj() or x.is_neg():
         raise BadArgument(f"{_described(x)} is a lazy view; pass x.resolve_conj().resolve_neg()")
-    address = address_of(x)
-    if x.nbytes and not address:
+    address, nbytes = address_of(x), x.nbytes
+    if nbytes and not address:
         raise BadArgument(
             f"{_described(x)} has no memory of its own; of a DTensor pass x.to_local()"
         )
-    if x.nbytes and address + x.nbytes > _end_of_storage(x):
+    storage = x.untyped_storage()
+    if nbytes and address + nbytes > storage.data_ptr() + storage.nbytes():
         raise BadArgument(f"{_described(x)} reaches beyond its storage, which was resized")
-    return Memory(address, x.nbytes, x.numel(), dtype, tag_of_shape(x.shape), x.untyped_storage())
+    return Memory(address, nbytes, x.numel(), dtype, tag_of_shape(x.shape), storage)
 
 
 def address_of(x: Any) -> int:
     """Where the elements of a tensor begin; 0 if it has no memory of its own."""
     try:
         return int(x.data_ptr())
+    except AttributeError:
+        return int(x.ctypes.data)
     except RuntimeError:
         # A FakeTensor, as a trace has, raises an error that says so.
         return 0
-
-
-def _end_of_storage(x: Any) -> int:
-    storage = x.untyped_storage()
-    return int(storage.data_ptr() + storage.nbytes())
 
 
 def _of_array(numpy: Any, x: Any) -> Memory:

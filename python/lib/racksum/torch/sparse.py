@@ -46,47 +46,51 @@ def allreduce_sparse(
     :return: Of a new tensor, coalesced, with the entries that are not zeros at all ranks.
     """
     session = checked_session(session)
-    with session.telling_refusals(part_of):
-        if op not in ("sum", "avg"):
-            raise BadArgument(f"sparse tensors can be summed and averaged, and not {op!r}")
-        if x.layout is not torch.sparse_coo or x.sparse_dim() == 0:
-            raise BadArgument(
-                f"the tensor of shape {tuple(x.shape)} and layout {x.layout} is not sparse COO in "
-                "any dimension; Session.allreduce takes dense ones"
-            )
-        if math.prod(x.shape) > MAX_ELEMENTS:
-            raise BadArgument(
-                f"the sparse tensor of shape {tuple(x.shape)} has {math.prod(x.shape)} places for "
-                f"elements, and may have {MAX_ELEMENTS} at most"
-            )
-    staging = staging_of(session)
     telling = partial(session.telling_refusals, part_of)
     how: dict[str, Any] = {"wire": wire, "lane": lane, "part_of": part_of}
-    if not staging.takes(x.device):
-        return _started(session, x, op, **how)
+    with telling():
+        _check(x, op)
+        staging = staging_of(session)
+        packed = None if staging.takes(x.device) else _Packed.of(x)
+    if packed is not None:
+        return _started(session, packed, op, **how)
 
     def start() -> Handle[torch.Tensor]:
         with telling():
             indices, values = to_host(x._indices(), x._values())
             entries = torch.sparse_coo_tensor(indices, values, x.shape, check_invariants=False)
-        return _started(session, entries, op, **how)
+            packed = _Packed.of(entries)
+        return _started(session, packed, op, **how)
 
     finish = lambda sums: sums.to(x.device, non_blocking=True)  # noqa: E731
     return staging.stage(x.device, start, finish, telling)
 
 
+def _check(x: torch.Tensor, op: str) -> None:
+    if op not in ("sum", "avg"):
+        raise BadArgument(f"sparse tensors can be summed and averaged, and not {op!r}")
+    if x.layout is not torch.sparse_coo or x.sparse_dim() == 0:
+        raise BadArgument(
+            f"the tensor of shape {tuple(x.shape)} and layout {x.layout} is not sparse COO in any "
+            "dimension; Session.allreduce takes dense ones"
+        )
+    if math.prod(x.shape) > MAX_ELEMENTS:
+        raise BadArgument(
+            f"the sparse tensor of shape {tuple(x.shape)} has {math.prod(x.shape)} places for "
+            f"elements, and may have {MAX_ELEMENTS} at most"
+        )
+
+
 def _started(
     session: Session,
-    x: torch.Tensor,
+    packed: _Packed,
     op: str,
     *,
     wire: str | None,
     lane: int,
     part_of: PartOf | None,
 ) -> Handle[torch.Tensor]:
-    with session.telling_refusals(part_of):
-        layout = _Layout.of(x)
-        indices, values, unpack = layout.pack(x)
+    layout, indices, values, unpack = packed
     handle: Handle[tuple[torch.Tensor, torch.Tensor]] = session.allreduce_blocks(
         indices,
         values,
@@ -96,11 +100,26 @@ def _started(
         block=layout.block,
         lane=lane,
         # Ranks that have another shape, or none of it sparse, are told so.
-        tag=f"sparse {tuple(x.shape)} {layout.sparse_dim}",
+        tag=f"sparse {tuple(layout.shape)} {layout.sparse_dim}",
         async_op=True,
         part_of=part_of,
     )
     return handle.then(lambda sums: layout.sparse(*unpack(*sums)))
+
+
+class _Packed(NamedTuple):
+    """The blocks of a sparse tensor that hold entries."""
+
+    layout: _Layout
+    indices: torch.Tensor
+    values: torch.Tensor
+    #: Makes rows of the blocks of the result.
+    unpack: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> _Packed:
+        layout = _Layout.of(x)
+        return cls(layout, *layout.pack(x))
 
 
 class _Layout(NamedTuple):
@@ -193,7 +212,7 @@ class _Layout(NamedTuple):
         for size in reversed(self.shape[1 : self.sparse_dim]):
             parts.append(rows % size)
             rows = rows.div(size, rounding_mode="floor")
-        indices = torch.stack([rows, *reversed(parts)])
+        indices = torch.stack([rows, *reversed(parts)]) if parts else rows[None]
         values = values.view(len(rows), *self.shape[self.sparse_dim :])
         return torch.sparse_coo_tensor(
             indices, values, self.shape, is_coalesced=True, check_invariants=False
