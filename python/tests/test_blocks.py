@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import racksum
 import racksum.torch
@@ -49,6 +50,17 @@ def test_blocks_of_torch_that_ranks_lack_and_the_short_last_one(cluster):
     for where, sums in cluster.run(WORLD, work):
         assert where.tolist() == [3]
         assert sums.tolist() == [2.0] * 4
+
+
+def test_sums_are_not_made_of_fake_tensors(cluster):
+    def work(session):
+        indices, values = torch.tensor([0, 2]), torch.ones(64)
+        handle = session.allreduce_blocks(indices, values, 96, block=32, async_op=True)
+        with FakeTensorMode(), pytest.raises(racksum.BadArgument, match="no memory of its own"):
+            handle.wait()
+        return handle.wait()[0].tolist()
+
+    assert cluster.run(2, work) == [[0, 2]] * 2
 
 
 def test_what_is_listed_twice_is_combined(cluster):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from racksum.eager import eager
 from racksum.torch.backend import RacksumBackend
 from racksum.torch.compress import BlockTopKRatio
 from ranks import Ranks, group_on_backend, session_of_group, wrapped
@@ -111,6 +114,22 @@ def step_that_reduces(address: str, job: str) -> int:
 
 def test_what_cpp_calls_is_not_compiled(ranks, cluster):
     assert ranks.run(step_that_reduces, cluster.address, cluster.new_job()) == [0, 0]
+
+
+def test_dynamo_stands_between_only_where_a_thread_compiles():
+    callers = []
+
+    @eager
+    def note_caller() -> None:
+        callers.append(Path(sys._getframe(1).f_code.co_filename).name)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        note_caller()
+        return x + 1
+
+    step(torch.ones(1))
+    torch.compile(step, backend="eager")(torch.ones(1))
+    assert callers == ["eager.py", "eval_frame.py"]
 
 
 def reduce_in_a_compiled_step(address: str, job: str) -> list[Any]:

@@ -30,14 +30,15 @@ def eager(function: F) -> F:
         return function
     from torch._C._dynamo import eval_frame  # noqa: PLC0415 - as above; this imports no Dynamo.
 
-    # This imports Dynamo when it is first called, so it is not called before somebody else has.
+    # Its first call imports Dynamo, which a thread with a callback has done before.
     disabled = disable(function)
-    # Threads without this callback compile nothing, which PyTorch did not tell before 2.4.
-    callback = getattr(eval_frame, "get_eval_frame_callback", _dynamo)
+    # Dynamo compiles nothing in a thread that has no callback. Older PyTorch cannot say whether a
+    # thread has one: there, an imported Dynamo counts as one.
+    get_callback = getattr(eval_frame, "get_eval_frame_callback", _dynamo_if_imported)
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
-        return (function if callback() is None else disabled)(*args, **named)
+        return (function if get_callback() is None else disabled)(*args, **named)
 
     # Compiled code calls this without looking into it, and so does C++ that compiled code calls.
     vars(call)["_torchdynamo_disable"] = True
@@ -45,7 +46,8 @@ def eager(function: F) -> F:
     return cast("F", call)
 
 
-def _dynamo() -> ModuleType | None:
+def _dynamo_if_imported() -> ModuleType | None:
+    """Returns Dynamo's module, or None before anyone has imported it."""
     return sys.modules.get("torch._dynamo")
 
 

@@ -169,7 +169,7 @@ def whole_from(least: int, most: int) -> Check:
     """Takes whole numbers of a range."""
 
     def check(name: str, value: Any) -> int:
-        # A `suppress` here would take longer than the check, which each op makes four times.
+        # Each op makes this check four times, and `suppress` would take longer than the check.
         try:
             number = operator.index(value)
         except TypeError:
@@ -198,7 +198,7 @@ def seconds_from(least: float) -> Check:
 
 def text(name: str, value: Any) -> str:
     """Takes strings, but for the halves of characters that Python's may have."""
-    if isinstance(value, str) and (value.isascii() or _is_encodable(value)):
+    if isinstance(value, str) and (str.isascii(value) or _is_encodable(value)):
         return value
     raise _not("a string", name, value)
 

@@ -26,7 +26,7 @@ from racksum.options import (
     whole_from,
 )
 from racksum.shared import tensor_in
-from racksum.tensor import address_of, check_unmoved, empty_like, memory_of, tag_of
+from racksum.tensor import check_unmoved, empty_like, memory_of, tag_of
 
 if TYPE_CHECKING:
     import os
@@ -300,7 +300,7 @@ class Session:
             sums = cast("_racksum.Sums", sums)
             where = empty_like(indices, sums.count)
             reduced = empty_like(values, sums.nbytes // values.itemsize)  # type: ignore[attr-defined]
-            sums.copy_to(address_of(where), address_of(reduced))
+            sums.copy_to(memory_of(where).address, memory_of(reduced).address)
             return Outcome((where, reduced), absent)
 
         handle = Handle(started.wait, make)
@@ -344,9 +344,9 @@ class Session:
     def _tell_of(self, turn: _racksum.Turn) -> None:
         """Tells the other ranks at once of a call that has failed here.
 
-        That is for whatever ended it: whoever catches what a signal's handler raises may go on.
+        This is done for every exception, Ctrl-C too: the caller may catch it and go on.
         """
-        # First: another signal may end the wait for earlier ops.
+        # The call is owed first, since another signal may end the wait for earlier ops.
         turn.owe()
         # A session that is over has no ops to keep in step.
         with contextlib.suppress(Error):
@@ -462,6 +462,7 @@ class PartOf(NamedTuple):
     number: int = 0
 
 
+#: The part of an op that belongs to no collective.
 _ONE_OP = PartOf()
 
 

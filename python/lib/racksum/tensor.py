@@ -98,8 +98,6 @@ def address_of(x: Any) -> int:
     """Where the elements of a tensor begin; 0 if it has no memory of its own."""
     try:
         return int(x.data_ptr())
-    except AttributeError:
-        return int(x.ctypes.data)
     except RuntimeError:
         # A FakeTensor, as a trace has, raises an error that says so.
         return 0

@@ -59,8 +59,8 @@ def allreduce_sparse(
         with telling():
             indices, values = to_host(x._indices(), x._values())
             entries = torch.sparse_coo_tensor(indices, values, x.shape, check_invariants=False)
-            packed = _Packed.of(entries)
-        return _started(session, packed, op, **how)
+            there = _Packed.of(entries)
+        return _started(session, there, op, **how)
 
     finish = lambda sums: sums.to(x.device, non_blocking=True)  # noqa: E731
     return staging.stage(x.device, start, finish, telling)
@@ -108,12 +108,12 @@ def _started(
 
 
 class _Packed(NamedTuple):
-    """The blocks of a sparse tensor that hold entries."""
+    """A sparse tensor as the blocks that hold its entries."""
 
     layout: _Layout
     indices: torch.Tensor
     values: torch.Tensor
-    #: Makes rows of the blocks of the result.
+    #: Turns the result's blocks back into rows.
     unpack: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
     @classmethod
