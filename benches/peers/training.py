@@ -62,7 +62,7 @@ class Timed(common.Run):
             end = time.monotonic_ns()
             answer = {"us": (end - start) / 1e3, "start_ns": start, "end_ns": end}
             print(json.dumps(answer), flush=True)
-        self.close()
+        self.end()
 
     def predicted(self, model, optimizer, loss, batches) -> float | None:
         """Seconds that a step is to take, if it is known of what link the ranks have."""

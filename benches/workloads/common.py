@@ -7,10 +7,11 @@ import hashlib
 import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -170,13 +171,20 @@ class Run:
             final_loss=self._mean(loss, model, held_out),
             weights=_digest(model),
         )
-        self.close()
+        self.end()
 
-    def close(self) -> None:
-        """Leaves the job and the group."""
+    def end(self) -> NoReturn:
+        """Leaves the job and the group, and ends the process with 0.
+
+        A mesh keeps Gloo's threads, which may abort a Python that finalizes: see "How a script
+        ends" in docs/pytorch.md.
+        """
         if self.session is not None:
             self.session.close()
         dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
     def _study(
         self,
@@ -191,7 +199,7 @@ class Run:
         found = racksum.torch.study(model, batches, loss, optimizer=optimizer)
         if self.rank == 0:
             print(found)
-        self.close()
+        self.end()
 
     def _load(self, keeps: dict[str, Any]) -> int:
         """Takes up what a checkpoint holds, if there is one; returns the step it is of."""

@@ -8,6 +8,9 @@ torchrun --standalone --nproc-per-node 4 fsdp2.py
 
 from __future__ import annotations
 
+import os
+import sys
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -47,3 +50,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    # The mesh keeps threads of Gloo, which may abort a Python that ends by itself.
+    sys.stdout.flush()
+    os._exit(0)
