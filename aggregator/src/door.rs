@@ -7,11 +7,12 @@
 //! share its places in the same way.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::oneshot;
 
+use crate::network::network;
 use crate::queue::{MAX_WAITING, MAX_WAITING_EACH};
 
 /// Handshakes at a time, of all addresses together.
@@ -232,14 +233,6 @@ impl Places {
             self.counts.insert((after, of));
         }
         self.taken = self.taken + after - before;
-    }
-}
-
-/// Returns the address that limits apply to: for IPv6 the /64, since a host has all of it.
-pub(crate) fn network(addr: IpAddr) -> IpAddr {
-    match addr.to_canonical() {
-        IpAddr::V6(v6) => Ipv6Addr::from_bits(v6.to_bits() >> 64 << 64).into(),
-        v4 => v4,
     }
 }
 

@@ -8,12 +8,11 @@ use racksum_proto::control::{FromAggregator, FromWorker, Join};
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
 
+use crate::control_stream::{JOIN_TIMEOUT, WAITING_PERIOD, Words, say};
 use crate::door::Place;
 use crate::queue;
-use crate::registry::{Caller, Joined, Progress, Returning, Seat, settle, watch};
-use crate::server::{JOIN_TIMEOUT, Shared, WAITING_PERIOD, lock, say};
+use crate::registry::{Caller, Joined, Progress, Returning, Seat, Shared, lock, settle, watch};
 use crate::tenancy::Refusal;
-use crate::words::Words;
 
 /// Takes a rank into its job, once there is room for it if the rank wants to wait; returns `None`
 /// if the rank leaves first. Its place with callers that have not joined is given up once it

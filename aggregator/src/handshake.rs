@@ -7,8 +7,8 @@ use racksum_net::quic::quinn;
 use racksum_proto::time::Span;
 use tokio::time::timeout;
 
+use crate::control_stream::JOIN_TIMEOUT;
 use crate::door::{Doors, Needed, Party, Place};
-use crate::server::JOIN_TIMEOUT;
 
 /// How long a caller may send nothing in the middle of a handshake.
 const SILENCE: Span = Span::from_secs(2);
@@ -16,9 +16,6 @@ const SILENCE: Span = Span::from_secs(2);
 /// Callers of whom nothing is known: those that were not answered, found no place, or failed to
 /// shake hands. All in one, since anybody may bring about all of them.
 pub(crate) static STRANGERS: LogLimit = LogLimit::new(3);
-/// Joins that were refused: the ranks of a large job may all be told the same at once.
-pub(crate) static NOT_JOINED: LogLimit = LogLimit::new(64);
-
 /// Answers a caller's packet. Returns the handshake that it begins, and its place, unless the
 /// caller is to show first that it hears, or finds no place, in the handshake or after it. Where
 /// `knows` says that identities are known, the latter turns out only then.

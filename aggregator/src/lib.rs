@@ -9,6 +9,7 @@
 mod admission;
 mod arena;
 mod config;
+mod control_stream;
 mod door;
 mod entry;
 mod expiry;
@@ -16,10 +17,12 @@ mod failure;
 mod handshake;
 mod lifelines;
 mod locks;
-mod outbox;
+mod multicast_probe;
+mod network;
 mod parent;
 mod paths;
 mod queue;
+mod rank_session;
 mod registry;
 mod server;
 mod shard;
@@ -30,7 +33,6 @@ mod turn;
 mod visit;
 mod wall_clock;
 mod ways;
-mod words;
 
 use std::collections::BTreeSet;
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -47,14 +49,11 @@ use racksum_net::clock::Clock;
 use racksum_net::quic::{Credentials, change_credentials, quinn, server as endpoint};
 use racksum_net::{NetError, with_limit};
 pub use registry::MAX_LANES;
-use registry::Registry;
-pub use registry::State as JobState;
-use server::Shared;
+use registry::{Registry, Shared, lock};
 pub use shard::ShardStats;
 use shard::{ShardHandle, make_siblings};
 pub use slots::MAX_WORLD;
 use status::StatusSocket;
-pub use status::{JobStatus, RankStatus, ShardStatus, Status};
 use tokio::sync::watch;
 
 /// Why an aggregator did not start.
@@ -230,19 +229,19 @@ impl Aggregator {
     /// What each shard has counted, up to a moment ago.
     #[must_use]
     pub fn stats(&self) -> Vec<ShardStats> {
-        server::lock(&self.registry).shards().iter().map(ShardHandle::stats).collect()
+        lock(&self.registry).shards().iter().map(ShardHandle::stats).collect()
     }
 
     /// The addresses of the shards' data sockets.
     #[must_use]
     pub fn data_addrs(&self) -> Vec<SocketAddr> {
-        server::lock(&self.registry).shards().iter().map(|shard| shard.addr).collect()
+        lock(&self.registry).shards().iter().map(|shard| shard.addr).collect()
     }
 
     /// The configuration that it goes by.
     #[must_use]
     pub fn config(&self) -> Config {
-        server::lock(&self.registry).config().clone()
+        lock(&self.registry).config().clone()
     }
 
     /// Goes by another configuration from now on. Jobs that run keep what they were granted. Where
@@ -254,11 +253,11 @@ impl Aggregator {
     pub fn reload(&self, reload: Reload) -> Result<Vec<&'static str>, StartError> {
         let Reload { config, fixed, credentials } = reload;
         let Some(credentials) = credentials else {
-            server::lock(&self.registry).reconfigure(config);
+            lock(&self.registry).reconfigure(config);
             return Ok(fixed);
         };
         change_credentials(&self.endpoint, &credentials)?;
-        server::lock(&self.registry).reconfigure(config);
+        lock(&self.registry).reconfigure(config);
         let mut before = self.credentials.lock().unwrap_or_else(PoisonError::into_inner);
         if !credentials.believe_like(&before) {
             self.disbelieve.send_replace(());
@@ -270,7 +269,7 @@ impl Aggregator {
     /// Takes no more jobs, and asks the ranks of those that run to go on at another aggregator.
     /// Those that know none are served to their end: [`Self::jobs`] says how many jobs are left.
     pub fn drain(&self) {
-        server::lock(&self.registry).drain();
+        lock(&self.registry).drain();
     }
 
     /// Waits until nobody is connected.
@@ -298,14 +297,14 @@ impl Aggregator {
     /// How many jobs there are.
     #[must_use]
     pub fn jobs(&self) -> usize {
-        server::lock(&self.registry).jobs()
+        lock(&self.registry).jobs()
     }
 
     /// Sentences about what is less than it should be: receive buffers, say. What is so of
     /// several shards is said once.
     #[must_use]
     pub fn warnings(&self) -> Vec<String> {
-        let registry = server::lock(&self.registry);
+        let registry = lock(&self.registry);
         let all = registry.shards().iter().filter_map(|shard| shard.shortfall.clone());
         let all: BTreeSet<_> = all.collect();
         self.warnings.iter().cloned().chain(all).collect()
@@ -344,7 +343,7 @@ impl Reload {
 
 impl Drop for Aggregator {
     fn drop(&mut self) {
-        server::lock(&self.registry).stop();
+        lock(&self.registry).stop();
         self.endpoint.close(0u32.into(), b"the aggregator stops");
         if let Some(control) = self.control.take() {
             // A panic in the control server was printed where it happened.

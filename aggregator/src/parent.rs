@@ -14,9 +14,9 @@ use racksum_proto::time::Span;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
+use crate::multicast_probe::probe;
 use crate::paths::prove;
-use crate::registry::{Call, Joined, Seat, WORDS, settle};
-use crate::server::{Shared, lock, probe};
+use crate::registry::{Call, Joined, Seat, Shared, WORDS, lock, settle};
 
 /// How long the parent may take to answer a connection.
 const PATIENCE: Span = Span::from_secs(5);

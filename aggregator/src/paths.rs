@@ -17,8 +17,8 @@ use racksum_proto::path::{Blocked, COMMON_MTUS, Prover, SMALL};
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::time::timeout;
 
-use crate::registry::other_ip_version;
-use crate::server::{Shared, end, lock, say};
+use crate::control_stream::{end, say};
+use crate::registry::{Shared, lock, other_ip_version};
 use crate::shard::{Command, Proof};
 
 /// How long a caller may take to prove its data path, and to join then.

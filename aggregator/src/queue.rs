@@ -16,7 +16,7 @@ use tokio::sync::Notify;
 
 use crate::admission::rule_of;
 use crate::config::Config;
-use crate::door::network;
+use crate::network::network;
 use crate::tenancy::{Tally, Tenant};
 
 /// Most ranks that wait at a time: those of 16 of the largest jobs.

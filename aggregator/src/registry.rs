@@ -6,25 +6,29 @@ mod job;
 mod lives;
 mod member;
 mod moving;
+mod parent_link;
 mod progress;
 mod rejoin;
 mod tree;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub(crate) use checks::other_ip_version;
 pub(crate) use ending::settle;
-pub use job::State;
-use job::{Job, group_of};
+use job::{Job, group_of, millis};
 use lives::beginner_of;
 use member::Member;
 pub(crate) use member::WORDS;
+use parent_link::ParentLink;
 pub(crate) use progress::{Progress, watch};
 use racksum_net::log_limit::LogLimit;
-use racksum_proto::control::{Absent, FromAggregator, Join, Loss, Welcome};
+use racksum_proto::control::{Absent, FromAggregator, Join, Welcome};
 use racksum_proto::ids::{JobId, Rank};
 use racksum_proto::job_name::JobName;
+use racksum_proto::loss::Loss;
+use racksum_proto::status::{AggregatorStatus, JobState};
 pub(crate) use rejoin::Returning;
 use tokio::sync::mpsc::Sender;
 use tokio::sync::oneshot;
@@ -34,10 +38,9 @@ use crate::config::{Config, Fanout};
 use crate::locks::Locks;
 use crate::queue::{Place, Queue};
 use crate::shard::{Command, NewJob, ShardHandle, ShardReport};
-use crate::status::{ShardStatus, Status, millis};
 use crate::tenancy::{ROUNDING, Refusal, Tally, Tenant, buffers_of_slot, check_room};
 pub(crate) use tree::Call;
-use tree::{Above, lost_with};
+use tree::lost_with;
 
 /// Most lanes of a job.
 pub const MAX_LANES: u8 = 8;
@@ -52,6 +55,16 @@ const DEMANDED_PROBES: u32 = 250;
 /// Ranks that were lost, and jobs that ended by that: a tenant may lose any number, and all jobs
 /// that have ranks on a host lose some at once when it fails.
 static LOST: LogLimit = LogLimit::new(64);
+
+/// Joins that were refused: the ranks of a large job may all be told the same at once.
+pub(crate) static NOT_JOINED: LogLimit = LogLimit::new(64);
+
+/// The registry, shared by the connections. No lock is held across a wait.
+pub(crate) type Shared = Arc<Mutex<Registry>>;
+
+pub(crate) fn lock(registry: &Shared) -> MutexGuard<'_, Registry> {
+    registry.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// A rank's place in a job, which another job of the same name does not have.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -205,12 +218,12 @@ impl Registry {
     }
 
     /// What there is to tell but for what the shards know.
-    pub(crate) fn status(&self, addr: SocketAddr) -> Status {
+    pub(crate) fn status(&self, addr: SocketAddr) -> AggregatorStatus {
         let shards = self.shards.iter().map(|shard| {
             let addr = shard.addr.to_string();
-            ShardStatus::new(addr, &shard.stats())
+            shard.stats().status(addr)
         });
-        Status {
+        AggregatorStatus {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             addr: addr.to_string(),
             up_ms: millis(self.started),
@@ -298,7 +311,7 @@ impl Registry {
         let wanted = Tenant::new(&self.config, &join.job, identity, (join.world, join.lanes));
         let mut held = self.held_beside(&join.job);
         check_room(&self.config, &held, &wanted)?;
-        let mut above = self.config.parent.is_some().then(Above::default);
+        let mut above = self.config.parent.is_some().then(ParentLink::default);
         if !self.jobs.contains_key(&join.job) {
             // Those that have their turn have not all come yet.
             let called = self.queue.called_before(&self.config, join, identity, ip);
@@ -311,7 +324,7 @@ impl Registry {
         let share = Tally::of(&self.config, &held).share_of(&self.config, &wanted);
         if self.jobs.contains_key(&join.job) {
             let before = self.supersede(join);
-            above = above.map(|_| Above::after(before));
+            above = above.map(|_| ParentLink::after(before));
         } else {
             self.queue.note_served(&self.config, join, identity, ip);
         }
@@ -340,7 +353,7 @@ impl Registry {
             members: (0..join.world).map(|_| None).collect(),
             order: Vec::new(),
             above,
-            state: State::Gathering,
+            state: JobState::Gathering,
             opened: now,
         };
         self.jobs.insert(join.job.clone(), job);
@@ -403,7 +416,7 @@ impl Registry {
         job.least_buffer = buffers.min().unwrap_or(0);
         job.granted = Some((Welcome { group, ..welcome }, locks));
         if group.is_some() {
-            job.state = State::Probing;
+            job.state = JobState::Probing;
             return Ok(Joined::Probe);
         }
         self.run(name);
@@ -439,7 +452,7 @@ impl Registry {
 
     /// Sends one probe to the group of a job that is being probed. Returns false once it is not.
     pub(crate) fn probe(&mut self, seat: &Seat) -> bool {
-        let probing = self.job(seat).is_some_and(|job| job.state == State::Probing);
+        let probing = self.job(seat).is_some_and(|job| job.state == JobState::Probing);
         if let Some(shard) = self.shards.first().filter(|_| probing) {
             shard.tell(Command::Probe(seat.id));
         }
@@ -453,7 +466,7 @@ impl Registry {
             member.hears = true;
         }
         let mut listening = job.members.iter().flatten().filter(|member| member.join.multicast);
-        if job.state == State::Probing && listening.all(|member| member.hears) {
+        if job.state == JobState::Probing && listening.all(|member| member.hears) {
             self.run(&seat.job);
         }
     }
@@ -461,7 +474,7 @@ impl Registry {
     /// Ends the probing of a job: who has not heard the group is sent copies, or refused.
     pub(crate) fn end_probe(&mut self, seat: &Seat) {
         let demanded = self.config.fanout == Fanout::Multicast;
-        let Some(job) = self.job(seat).filter(|job| job.state == State::Probing) else { return };
+        let Some(job) = self.job(seat).filter(|job| job.state == JobState::Probing) else { return };
         let deaf = job.members.iter().flatten().find(|member| !member.hears);
         match deaf.filter(|_| demanded).map(Member::unreached) {
             Some(reason) => self.refuse_all(&seat.job, &reason),
@@ -471,7 +484,7 @@ impl Registry {
 
     fn run(&mut self, name: &JobName) {
         let Some(job) = self.jobs.get_mut(name) else { return };
-        job.state = State::Running;
+        job.state = JobState::Running;
         let hears = job.hears();
         for shard in &self.shards {
             shard.tell(Command::Listeners(job.id, hears.clone()));
@@ -516,13 +529,13 @@ impl Registry {
         let goes_on = job.goes_on_without(&[absent], now);
         let over = match (why, job.state) {
             // Whoever was told to wait goes on waiting.
-            (_, State::Gathering) => false,
+            (_, JobState::Gathering) => false,
             // Of those that it runs without all are told at once.
-            (_, State::Probing) if goes_on => {
+            (_, JobState::Probing) if goes_on => {
                 job.absent.push(absent);
                 false
             }
-            (why, State::Running) if goes_on => {
+            (why, JobState::Running) if goes_on => {
                 job.tell(&FromAggregator::Without(absent));
                 job.absent.push(absent);
                 if why != Loss::Left {
@@ -534,13 +547,13 @@ impl Registry {
                 self.tell_shards(|| Command::Gone(seat.id, Rank(rank)));
                 false
             }
-            (Loss::Left, State::Probing | State::Running) => {
+            (Loss::Left, JobState::Probing | JobState::Running) => {
                 if let Some(number) = number {
                     self.tell_shards(|| Command::Left(seat.id, number));
                 }
                 false
             }
-            (why, State::Probing | State::Running) => {
+            (why, JobState::Probing | JobState::Running) => {
                 LOST.note(|left_out| {
                     tracing::warn!(job = ?name, ?ranks, left_out, "rank lost: {}", why.name());
                 });

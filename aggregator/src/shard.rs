@@ -2,9 +2,11 @@
 
 mod floods;
 mod handle;
+mod outbox;
 mod proof;
 mod receive;
 mod relay;
+mod report;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -16,9 +18,8 @@ use bytes::BytesMut;
 use racksum_net::auth::{Opener, Sealer};
 use racksum_net::clock::Clock;
 use racksum_net::udp::{self, Gather, RECV_BATCH, RecvRing, UdpSocket, Waker};
-use racksum_proto::aggregator::{Aggregation, Config, Failed, RankProgress, Transmit};
+use racksum_proto::aggregator::{Aggregation, Config, Failed, Transmit};
 use racksum_proto::auth::Key;
-use racksum_proto::error::Rejects;
 use racksum_proto::geometry::WINDOW_BYTES;
 use racksum_proto::ids::{JobId, Rank};
 use racksum_proto::time::{Span, Time};
@@ -28,7 +29,6 @@ use tokio::sync::oneshot;
 use crate::arena::Arena;
 use crate::failure::Failure;
 use crate::locks::Locks;
-use crate::outbox::Outbox;
 use crate::slots::Slots;
 use crate::turn::Turn;
 use crate::ways::{To, Ways};
@@ -36,10 +36,13 @@ use crate::ways::{To, Ways};
 use floods::Floods;
 use handle::Siblings;
 pub(crate) use handle::{ShardHandle, make_siblings};
+use outbox::Outbox;
 pub(crate) use proof::Proof;
 use proof::Proofs;
 use relay::Above;
 pub(crate) use relay::NewAbove;
+pub use report::ShardStats;
+pub(crate) use report::{JobReport, ShardReport};
 
 /// A job as a shard is told of it.
 #[derive(Debug)]
@@ -106,45 +109,6 @@ pub(crate) struct Rejoin {
     pub(crate) addr: SocketAddr,
     /// With its new key.
     pub(crate) locks: Locks,
-}
-
-/// What a shard has counted.
-#[derive(Debug, Clone, Default)]
-pub struct ShardStats {
-    /// Datagrams received and sent.
-    pub datagrams: [u64; 2],
-    /// Bytes of them.
-    pub bytes: [u64; 2],
-    /// Windows folded.
-    pub folds: u64,
-    /// Messages that the kernel dropped because the receive buffer was full.
-    pub kernel_drops: u64,
-    /// Messages that the kernel refused to send, or had no room for too long; they are in what was
-    /// sent all the same.
-    pub send_failures: u64,
-    /// Datagrams that changed nothing, by reason.
-    pub rejects: Rejects,
-    /// Packet buffers in all, and free.
-    pub buffers: [usize; 2],
-}
-
-/// How far the jobs of a shard are.
-#[derive(Debug, Default)]
-pub(crate) struct ShardReport {
-    pub(crate) jobs: BTreeMap<JobId, JobReport>,
-}
-
-/// How far a job is at a shard.
-#[derive(Debug)]
-pub(crate) struct JobReport {
-    /// How long no window was folded, if some are to be.
-    pub(crate) stalled: Option<Span>,
-    /// By rank.
-    pub(crate) ranks: Vec<RankProgress>,
-    /// Every rank has acknowledged all results.
-    pub(crate) settled: bool,
-    /// Datagrams sealed.
-    pub(crate) sealed: u64,
 }
 
 /// A job at the shard.

@@ -1,7 +1,6 @@
-//! What an aggregator is doing, told on a unix socket to whoever may open it: one JSON object, and
-//! the end.
+//! Gathers what an aggregator is doing, and writes it as one JSON object to whoever opens its unix
+//! socket.
 
-use std::collections::BTreeMap;
 use std::io;
 use std::net::SocketAddr;
 use std::path::Path;
@@ -9,188 +8,47 @@ use std::time::Duration;
 
 use racksum_net::local::{Name, listen_for_streams};
 use racksum_proto::ids::JobId;
-use racksum_proto::job_name::JobName;
-use racksum_proto::peer_text::PeerText;
-use serde::{Deserialize, Serialize};
+use racksum_proto::status::{AggregatorStatus, JobStatus};
 use tokio::io::AsyncWriteExt;
 use tokio::net::UnixListener;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
-use crate::server::{Shared, lock};
-use crate::shard::{ShardReport, ShardStats};
+use crate::registry::{Shared, lock};
+use crate::shard::ShardReport;
 
 /// How long a shard may take to say how far its jobs are, and a reader to read it.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// What an aggregator is doing.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Status {
-    /// The release that runs.
-    #[serde(deserialize_with = "PeerText::string")]
-    pub version: String,
-    /// Where its control plane is.
-    #[serde(deserialize_with = "PeerText::string")]
-    pub addr: String,
-    /// Milliseconds since it started.
-    pub up_ms: u64,
-    /// The aggregator that it sends its sums to, if it has a parent.
-    #[serde(default, deserialize_with = "PeerText::option")]
-    pub parent: Option<String>,
-    /// Whether it believes everyone.
-    pub insecure: bool,
-    /// How datagrams are authenticated.
-    #[serde(deserialize_with = "PeerText::string")]
-    pub data_auth: String,
-    /// Most jobs at a time.
-    pub max_jobs: u16,
-    /// Whether it takes no more jobs, since it is about to stop.
-    pub draining: bool,
-    /// The jobs, by name.
-    pub jobs: Vec<JobStatus>,
-    /// Jobs that wait for room, the first first.
-    pub queued: Vec<JobName>,
-    /// The shards.
-    pub shards: Vec<ShardStatus>,
-}
-
-/// A job.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct JobStatus {
-    /// Its name.
-    #[serde(deserialize_with = "PeerText::string")]
-    pub job: String,
-    /// Which of its groups; empty if it has none.
-    #[serde(deserialize_with = "PeerText::string")]
-    pub group: String,
-    /// Its number here.
-    pub id: u32,
-    /// Its life.
-    pub generation: u32,
-    /// How many ranks it has.
-    pub world: u16,
-    /// How many lanes.
-    pub lanes: u8,
-    /// The name of its [`JobState`](crate::JobState).
-    #[serde(deserialize_with = "PeerText::string")]
-    pub state: String,
-    /// Milliseconds since its first rank joined.
-    pub age_ms: u64,
-    /// Ranks that have not joined, or are there no more.
-    pub missing: Vec<u16>,
-    /// The ranks that it has lost and goes on without.
-    pub absent: Vec<u16>,
-    /// Milliseconds since a window was last folded, while windows are to be: how long the ranks
-    /// that are behind have been waited for.
-    pub stalled_ms: Option<u64>,
-    /// Its ranks.
-    pub ranks: Vec<RankStatus>,
-}
-
-/// A rank of a job.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct RankStatus {
-    /// Its number.
-    pub rank: u16,
-    /// Its number in datagrams.
-    pub number: u16,
-    /// The ranks whose sum it sends, if it is an aggregator that has joined for them.
-    pub rack: Vec<u16>,
-    /// Where its data comes from.
-    #[serde(deserialize_with = "PeerText::string")]
-    pub addr: String,
-    /// The name in its certificate.
-    #[serde(default, deserialize_with = "PeerText::option")]
-    pub identity: Option<String>,
-    /// The first op that it has not opened at some shard.
-    pub next_op: u32,
-    /// Windows that it has opened, over all shards.
-    pub opened: u64,
-    /// Windows whose results it has, or that had none.
-    pub delivered: u64,
-    /// Milliseconds since any shard heard it.
-    pub silent_ms: u64,
-    /// The next window waits for this rank.
-    pub behind: bool,
-}
-
-/// A shard.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct ShardStatus {
-    /// Where its data socket is.
-    #[serde(deserialize_with = "PeerText::string")]
-    pub addr: String,
-    /// Datagrams received and sent.
-    pub datagrams: [u64; 2],
-    /// Bytes of them.
-    pub bytes: [u64; 2],
-    /// Windows folded.
-    pub folds: u64,
-    /// Messages that the kernel dropped because the receive buffer was full.
-    pub kernel_drops: u64,
-    /// Messages that could not be sent.
-    pub send_failures: u64,
-    /// Datagrams that changed nothing, by reason, where there were any.
-    #[serde(deserialize_with = "PeerText::counts")]
-    pub rejects: BTreeMap<String, u64>,
-    /// Packet buffers in all, and free.
-    pub buffers: [usize; 2],
-}
-
-impl ShardStatus {
-    pub(crate) fn new(addr: String, stats: &ShardStats) -> Self {
-        let ShardStats { datagrams, bytes, folds, kernel_drops, send_failures, buffers, .. } =
-            *stats;
-        let rejects = stats.rejects.iter().filter(|(_, count)| *count > 0);
-        let rejects = rejects.map(|(why, count)| (why.name().to_owned(), count)).collect();
-        Self { addr, datagrams, bytes, folds, kernel_drops, send_failures, rejects, buffers }
+/// Cuts the JSON of a status into parts that each fit a message.
+pub(crate) fn parts(status: &AggregatorStatus) -> Vec<String> {
+    let json = serde_json::to_string(status).unwrap_or_default();
+    let mut parts = Vec::new();
+    let mut rest = &*json;
+    while !rest.is_empty() {
+        let (part, others) = rest.split_at(rest.floor_char_boundary(MAX_PART));
+        parts.push(part.to_owned());
+        rest = others;
     }
-}
-
-impl Status {
-    /// Leaves out the jobs of which somebody is not to know.
-    pub(crate) fn keep_only(&mut self, may_know: impl Fn(&str) -> bool) {
-        self.jobs.retain(|job| may_know(&job.job));
-        self.queued.retain(|job| may_know(&job.name));
-    }
-
-    /// Its JSON, in parts that each fit a message.
-    pub(crate) fn parts(&self) -> Vec<String> {
-        let json = serde_json::to_string(self).unwrap_or_default();
-        let mut parts = Vec::new();
-        let mut rest = &*json;
-        while !rest.is_empty() {
-            let (part, others) = rest.split_at(rest.floor_char_boundary(MAX_PART));
-            parts.push(part.to_owned());
-            rest = others;
-        }
-        parts
-    }
+    parts
 }
 
 /// Bytes of a part: written as JSON once more, it has at most six times as many.
 const MAX_PART: usize = 8 << 10;
 
-impl JobStatus {
-    /// Adds what the shards say of the job's progress.
-    pub(crate) fn merge(&mut self, reports: &[ShardReport]) {
-        let id = JobId(self.id);
-        let all: Vec<_> = reports.iter().filter_map(|report| report.jobs.get(&id)).collect();
-        let millis = |span: racksum_proto::time::Span| span.as_millis();
-        self.stalled_ms = all.iter().filter_map(|job| job.stalled).map(millis).max();
-        for rank in &mut self.ranks {
-            let each = || all.iter().filter_map(|job| job.ranks.get(usize::from(rank.number)));
-            rank.next_op = each().map(|at| at.next_op.0).max().unwrap_or(0);
-            rank.opened = each().map(|at| at.opened).sum();
-            rank.delivered = each().map(|at| at.delivered).sum();
-            rank.silent_ms = each().map(|at| millis(at.silent)).min().unwrap_or(0);
-            rank.behind = each().any(|at| at.behind);
-        }
+/// Adds what the shards say of a job's progress.
+fn merge(job: &mut JobStatus, reports: &[ShardReport]) {
+    let id = JobId(job.id);
+    let all: Vec<_> = reports.iter().filter_map(|report| report.jobs.get(&id)).collect();
+    let millis = |span: racksum_proto::time::Span| span.as_millis();
+    job.stalled_ms = all.iter().filter_map(|report| report.stalled).map(millis).max();
+    for rank in &mut job.ranks {
+        let each = || all.iter().filter_map(|report| report.ranks.get(usize::from(rank.number)));
+        rank.next_op = each().map(|at| at.next_op.0).max().unwrap_or(0);
+        rank.opened = each().map(|at| at.opened).sum();
+        rank.delivered = each().map(|at| at.delivered).sum();
+        rank.silent_ms = each().map(|at| millis(at.silent)).min().unwrap_or(0);
+        rank.behind = each().any(|at| at.behind);
     }
-}
-
-/// Milliseconds since a moment.
-pub(crate) fn millis(since: Instant) -> u64 {
-    u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX)
 }
 
 /// The socket, which is removed when it is dropped.
@@ -232,7 +90,7 @@ impl StatusSocket {
 }
 
 /// Gathers what is to be told.
-pub(crate) async fn status(registry: &Shared, addr: SocketAddr) -> Status {
+pub(crate) async fn status(registry: &Shared, addr: SocketAddr) -> AggregatorStatus {
     let (mut status, asked) = {
         let registry = lock(registry);
         (registry.status(addr), registry.ask_shards(None))
@@ -245,7 +103,7 @@ pub(crate) async fn status(registry: &Shared, addr: SocketAddr) -> Status {
         }
     }
     for job in &mut status.jobs {
-        job.merge(&reports);
+        merge(job, &reports);
     }
     status
 }

@@ -24,7 +24,7 @@ fn a_shard_that_panics_ends_the_aggregator_and_its_ranks_are_told() {
         while rank.quic().stats().frame_rx.handshake_done == 0 {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
-        server::lock(&aggregator.registry).shards()[1].tell(Command::Panic);
+        lock(&aggregator.registry).shards()[1].tell(Command::Panic);
         let both = async { (aggregator.failed().await, rank.quic().closed().await) };
         tokio::time::timeout(Duration::from_secs(200), both).await.unwrap()
     });

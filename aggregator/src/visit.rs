@@ -9,19 +9,32 @@ use racksum_net::quic::{Certificate, Role, frames, quinn};
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join};
 use racksum_proto::peer_text::Unshown;
 use tokio::sync::mpsc::channel;
+use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 
 use crate::admission::admit;
-use crate::door::{Party, Place};
+use crate::control_stream::{JOIN_TIMEOUT, Words, end, say};
+use crate::door::{Doors, Party, Place};
 use crate::entry::enter;
-use crate::handshake::{NOT_JOINED, STRANGERS};
+use crate::handshake::STRANGERS;
 use crate::lifelines::Lifelines;
 use crate::paths::{answers_elsewhere, hear_proof};
-use crate::registry::{Caller, WORDS};
-use crate::server::{JOIN_TIMEOUT, Seated, Server, Shared, end, lock, say};
-use crate::status::status;
+use crate::rank_session::Seated;
+use crate::registry::{Caller, NOT_JOINED, Shared, WORDS, lock};
+use crate::status::{parts, status};
 use crate::tenancy::Refusal;
-use crate::words::Words;
+
+/// What serves callers.
+#[derive(Clone)]
+pub(crate) struct Server {
+    pub(crate) registry: Shared,
+    pub(crate) lifelines: Lifelines,
+    pub(crate) doors: Doors,
+    /// Where it is called.
+    pub(crate) addr: Option<SocketAddr>,
+    /// Tells that some who were believed when they called are not any more.
+    pub(crate) disbelieved: watch::Receiver<()>,
+}
 
 /// Serves whoever calls. Until it has joined it may have to give its place to another.
 pub(crate) async fn serve_caller(connection: quinn::Connection, handshake: Place, server: Server) {
@@ -153,7 +166,7 @@ impl<'a> Visit<'a> {
             let rules = lock(registry).config().admit.clone();
             told.keep_only(|job| admit(&rules, self.identity(), job).is_ok());
         }
-        let mut parts = told.parts().into_iter().peekable();
+        let mut parts = parts(&told).into_iter().peekable();
         while let Some(part) = parts.next() {
             let more = parts.peek().is_some();
             if !say(send, &FromAggregator::Status { part: Unshown(part), more }).await {

@@ -1,12 +1,11 @@
 //! What variables of the environment say where the command line says nothing. A variable only
 //! completes a command: none makes a rank of a distributed run of one that runs on this host.
 
-use std::collections::BTreeMap;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
 
 use crate::exit::Failure;
+use crate::option_source::{take, with_variable};
 
 /// The aggregators of a distributed run.
 pub(crate) const AGGREGATOR: &str = "RACKSUM_AGGREGATOR";
@@ -16,25 +15,6 @@ pub(crate) const IDENTITY: &str = "RACKSUM_IDENTITY";
 pub(crate) const INTERFACE: &str = "RACKSUM_INTERFACE";
 /// What is logged.
 pub(crate) const LOG: &str = "RACKSUM_LOG";
-
-/// The variables that say what no flag does: the option that each is for, and `NAME="value"`.
-static TAKEN: Mutex<BTreeMap<&str, String>> = Mutex::new(BTreeMap::new());
-
-/// Takes an option from a variable.
-fn take(option: &'static str, name: &str, value: &OsStr) {
-    let mut taken = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
-    taken.insert(option, format!("{name}={value:?}"));
-}
-
-/// A sentence about some options, with the variable that said one of them if no flag did: nobody
-/// looks for the fault there otherwise.
-pub(crate) fn with_variable(options: &[&str], why: String) -> String {
-    let taken = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
-    match options.iter().find_map(|option| taken.get(option)) {
-        Some(variable) => format!("{variable}: {why}"),
-        None => why,
-    }
-}
 
 /// What a variable says; one that is empty says nothing.
 ///

@@ -14,7 +14,7 @@ use racksum_proto::peer_text::PeerText;
 use racksum_worker::{ConnectError, Error};
 use serde::{Deserialize, Serialize};
 
-use crate::{environment, stderr};
+use crate::{option_source, stderr};
 
 /// How the process ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -185,7 +185,7 @@ const OPTIONS: [&str; 8] =
 
 impl From<NetError> for Failure {
     fn from(error: NetError) -> Self {
-        let why = environment::with_variable(error.options(), with_flags(&error));
+        let why = option_source::with_variable(error.options(), with_flags(&error));
         match error.is_usage() {
             true => Self::usage(why),
             false => Self::unavailable(why),
@@ -204,7 +204,7 @@ impl Failure {
     pub(crate) fn of_start(error: &StartError, options: &Options) -> Self {
         let why = with_flags(error.told_with(options));
         let why = match error {
-            StartError::Net(error) => environment::with_variable(error.options(), why),
+            StartError::Net(error) => option_source::with_variable(error.options(), why),
             _ => why,
         };
         match error {
@@ -221,7 +221,7 @@ impl Failure {
 
 impl From<ConnectError> for Failure {
     fn from(error: ConnectError) -> Self {
-        let why = environment::with_variable(error.options(), with_flags(&error));
+        let why = option_source::with_variable(error.options(), with_flags(&error));
         match error {
             error if error.is_usage() => Self::usage(why),
             ConnectError::PeerLost { ranks, .. } => Self::failed(why).losing(&ranks),
@@ -248,7 +248,7 @@ impl From<Error> for Failure {
 
 #[cfg(test)]
 mod tests {
-    use racksum_proto::control::Loss;
+    use racksum_proto::loss::Loss;
 
     use super::*;
     use crate::args::EXIT_CODES;

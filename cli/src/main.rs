@@ -14,6 +14,7 @@ mod identity;
 mod logs;
 mod member;
 mod memory;
+mod option_source;
 mod progress;
 mod reduce;
 mod signals;

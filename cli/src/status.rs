@@ -14,13 +14,13 @@ use std::path::{Path, PathBuf};
 use std::thread::{Builder, ScopedJoinHandle};
 use std::time::Duration;
 
-use racksum_aggregator::{JobStatus, RankStatus, ShardStatus, Status};
 use racksum_net::clock::Clock;
 use racksum_net::local::{CallError, Peer, call_for_stream, remove_dead};
 use racksum_proto::counted::counted;
 use racksum_proto::ids::listed;
 use racksum_proto::job_name::JobName;
 use racksum_proto::peer_text::PeerText;
+use racksum_proto::status::{AggregatorStatus, JobStatus, RankStatus, ShardStatus};
 use racksum_worker::{aggregator_sets, check_address};
 
 use crate::args::{self, Format};
@@ -171,7 +171,7 @@ fn ask_each(
     sockets: Vec<(PathBuf, u32)>,
     patience: Duration,
     total: Duration,
-    mut hear: impl FnMut(&Path, Result<Status, CallError>) -> Result<(), Failure>,
+    mut hear: impl FnMut(&Path, Result<AggregatorStatus, CallError>) -> Result<(), Failure>,
 ) -> Result<usize, Failure> {
     let (clock, mut unasked) = (Clock::start(), 0);
     let started = clock.now();
@@ -317,7 +317,7 @@ fn is_path(text: &str) -> bool {
 }
 
 /// Reads what an aggregator has answered.
-fn parse(told: &[u8]) -> Result<Status, String> {
+fn parse(told: &[u8]) -> Result<AggregatorStatus, String> {
     serde_json::from_slice(told).map_err(|error| {
         let error = PeerText::of(error);
         format!("its answer cannot be read ({error}), so it may be of another release")
@@ -326,7 +326,7 @@ fn parse(told: &[u8]) -> Result<Status, String> {
 
 /// Asks who listens at a socket, which must be a process of this user or of root; root may ask
 /// everybody.
-fn ask(socket: &Path, owner: u32, patience: Duration) -> Result<Status, CallError> {
+fn ask(socket: &Path, owner: u32, patience: Duration) -> Result<AggregatorStatus, CallError> {
     let clock = Clock::start();
     let started = clock.now();
     let stream = call_for_stream(socket, patience)?;
@@ -375,7 +375,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// The most bytes that are read of an answer: many times those of the most jobs and ranks.
 const MAX_ANSWER: usize = 16 << 20;
 
-fn print(status: &Status, format: Format) -> Result<(), Failure> {
+fn print(status: &AggregatorStatus, format: Format) -> Result<(), Failure> {
     match format {
         Format::Json => {
             let json = serde_json::to_string(status);
@@ -386,9 +386,18 @@ fn print(status: &Status, format: Format) -> Result<(), Failure> {
 }
 
 /// What people read.
-fn text(status: &Status) -> String {
-    let Status {
-        version, addr, up_ms, insecure, data_auth, max_jobs, jobs, queued, shards, ..
+fn text(status: &AggregatorStatus) -> String {
+    let AggregatorStatus {
+        version,
+        addr,
+        up_ms,
+        insecure,
+        data_auth,
+        max_jobs,
+        jobs,
+        queued,
+        shards,
+        ..
     } = status;
     let parent = status.parent.as_ref();
     let parent = parent.map_or_else(String::new, |parent| format!(", parent {parent}"));

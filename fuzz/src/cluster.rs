@@ -5,9 +5,9 @@ use std::collections::{BTreeMap, VecDeque};
 
 use racksum_proto::aggregator::{self, Aggregation, Fold, Place, Recipient};
 use racksum_proto::descriptor::Descriptor;
-use racksum_proto::error::Reject;
 use racksum_proto::geometry::{Fragmentation, Geometry, MAX_FRAGMENTS, WINDOW_BYTES};
 use racksum_proto::ids::{OpId, Rank, WindowId};
+use racksum_proto::reject::Reject;
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::{self, Header};
 use racksum_proto::worker::{self, Delivery, Scan, Worker};

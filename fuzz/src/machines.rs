@@ -1,9 +1,9 @@
 //! A job driven by a script: ops are started, datagrams arrive, are lost, doubled, changed and
 //! made up, time passes. No machine panics, says what it may not, or goes on for ever.
 
-use racksum_proto::control::Loss;
 use racksum_proto::geometry::Fragmentation;
 use racksum_proto::ids::Rank;
+use racksum_proto::loss::Loss;
 use racksum_proto::time::Span;
 
 use super::cluster::{Cluster, End, Shape};

@@ -10,8 +10,8 @@ mod replay;
 use aegis::aegis128x2::{Aegis128X2, Nonce, Tag};
 use aws_lc_rs::constant_time::verify_slices_are_equal;
 use racksum_proto::auth::{DataAuth, Key, Keys};
-use racksum_proto::error::Reject;
 use racksum_proto::ids::{Generation, Rank};
+use racksum_proto::reject::Reject;
 use racksum_proto::wire::Header;
 use replay::ReplayWindow;
 

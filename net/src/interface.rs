@@ -7,7 +7,9 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use rustix::net::sockopt::{ip_mtu, ipv6_mtu};
 
 use crate::NetError;
-use crate::udp::MAX_DATAGRAM;
+
+/// The largest UDP payload over IPv4: 65,535 less an IP and a UDP header.
+pub const MAX_DATAGRAM: usize = 65_507;
 
 mod list;
 

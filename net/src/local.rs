@@ -1,5 +1,6 @@
 //! Processes of one host: messages that carry descriptors, and memory that is shared.
 
+mod call_error;
 mod limits;
 mod line;
 mod listener;
@@ -11,8 +12,9 @@ mod systemd;
 mod tests;
 mod trust;
 
+pub use call_error::CallError;
 pub use limits::{fail_at_file_limit, is_known_user, own_user, raise_open_files};
-pub use line::{CallError, Line, LineError, Peer, call_for_stream};
+pub use line::{Line, LineError, Peer, call_for_stream};
 pub use listener::Listener;
 pub use memory::SharedMemory;
 pub use name::{Name, listen_for_streams, remove_dead};

@@ -10,7 +10,6 @@ use std::os::fd::AsFd;
 use socket2::{InterfaceIndexOrAddress, Socket};
 
 use crate::interface::Interface;
-use crate::udp::{UdpConfig, UdpSocket};
 use crate::{NetError, options};
 
 /// A multicast group on one interface.
@@ -44,20 +43,6 @@ impl Multicast {
         }
         Ok(())
     }
-}
-
-/// Opens a socket that receives what is sent to the group, and nothing else.
-///
-/// Bound to the group's own address, so that no unicast finds it; and any number of processes on a
-/// host may be members, each with a copy of its own.
-///
-/// # Errors
-///
-/// As [`UdpSocket::open`], and [`NetError::Multicast`] if the interface cannot join.
-pub fn open_member(group: &Multicast, receive_buffer: usize) -> Result<UdpSocket, NetError> {
-    let config = UdpConfig::member(group.clone());
-    // A member only receives: its send buffer stays as the kernel has it.
-    UdpSocket::open(&UdpConfig { receive_buffer, send_buffer: 0, ..config })
 }
 
 /// Makes a bound socket a member.

@@ -16,6 +16,7 @@ mod endpoint;
 pub mod frames;
 mod identity;
 pub mod lifeline;
+mod pem_file;
 mod trust;
 
 pub use authority::{Authority, Subject};
@@ -32,6 +33,10 @@ pub use trust::Credentials;
 /// The protocol both sides must name in the handshake (ALPN): racksum's control messages, first
 /// version.
 pub const PROTOCOL: &str = "racksum/1";
+
+/// The name in every aggregator's certificate and the one that clients ask for. Addresses say where
+/// an aggregator is; the certificate says that it is one.
+const NAME: &str = "racksum";
 
 /// How often a silent connection shows that it is alive.
 pub const KEEP_ALIVE: Span = Span::from_millis(500);

@@ -25,8 +25,7 @@ pub use socket::{UdpConfig, UdpSocket};
 pub use train::Train;
 pub use wait::{MAX_FDS, Waker, wait, wait_writable};
 
-/// The largest UDP payload over IPv4: 65,535 less an IP and a UDP header.
-pub const MAX_DATAGRAM: usize = 65_507;
+pub use crate::interface::MAX_DATAGRAM;
 
 /// How many datagrams the kernel cuts from one message; newer kernels would do more.
 pub const MAX_SEGMENTS: usize = 64;

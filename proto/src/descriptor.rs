@@ -4,7 +4,7 @@ use core::fmt;
 
 use crate::call::{Call, Collective};
 use crate::dtype::{DType, Reduction, WireType};
-use crate::error::{DescriptorError, Reject};
+use crate::reject::Reject;
 
 /// What all ranks must call an op with. Compared as a whole when the ranks agree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -202,4 +202,29 @@ impl fmt::Display for Descriptor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(&Shown { descriptor: *self, lane: true, tag: true }, f)
     }
+}
+
+/// Why a descriptor cannot be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum DescriptorError {
+    /// The block size is not a power of two from 32 to 1024.
+    #[error("a block has 32 to 1024 elements, a power of two; {0} is not")]
+    Block(usize),
+    /// The wire type cannot carry the dtype.
+    #[error("wire type {wire} cannot carry a tensor of {dtype}")]
+    Wire {
+        /// The tensor's dtype, by name.
+        dtype: &'static str,
+        /// The wire type, by name.
+        wire: &'static str,
+    },
+    /// More elements than windows can be numbered for.
+    #[error("a tensor of {0} elements is too large for one op; split it")]
+    TooLarge(u64),
+    /// A root where the collective has none.
+    #[error("{0} has no root")]
+    Root(&'static str),
+    /// A refused call with elements.
+    #[error("a refused call has no elements, and not {0}")]
+    Refused(u64),
 }

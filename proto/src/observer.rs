@@ -1,7 +1,8 @@
 //! What the machines tell whoever watches: counters, traces, checkers.
 
-use crate::error::{OpError, Reject};
+use crate::error::OpError;
 use crate::ids::{OpId, Rank, WindowId};
+use crate::reject::Reject;
 
 /// Something that happened in a machine.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -6,8 +6,8 @@ mod support;
 use racksum_proto::aggregator::{self, Aggregation, Recipient};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
-use racksum_proto::error::Reject;
 use racksum_proto::ids::{OpId, Rank};
+use racksum_proto::reject::Reject;
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::{
     self, AskEntries, AskEntry, Disagreement, Header, Kind, MissingRanks, OpenDecoder,

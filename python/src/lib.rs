@@ -2,6 +2,7 @@
 //! else. What users see is the package `racksum` beside this; read `session` first.
 
 mod client;
+mod connected;
 mod errors;
 mod logs;
 mod memory;

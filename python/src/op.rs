@@ -8,10 +8,10 @@ use pyo3::types::PyTuple;
 use racksum_worker::{Blocks, Error};
 
 use crate::client::{Client, Running};
+use crate::connected::Connected;
 use crate::errors::of_op;
 use crate::memory::write_to;
 use crate::patience::wait_in_slices;
-use crate::session::Connected;
 
 /// An op in flight. If it goes, the op goes on, since the other ranks need it.
 #[pyclass(frozen, module = "racksum._racksum")]

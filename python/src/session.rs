@@ -14,6 +14,7 @@ use racksum_proto::error::SubmitError;
 use racksum_worker::{Blocks, ConnectError, ConnectOptions, Connecting, Error, Operand, sidecar};
 
 use crate::client::Client;
+use crate::connected::Connected;
 use crate::errors::{of_connect, of_op, raise, read};
 use crate::memory::{read_from, region_of};
 use crate::op::Op;
@@ -32,62 +33,6 @@ pub(crate) struct Session {
     /// Calls that ended before their ops began. Ranks pair ops by their order, so the other ranks
     /// are told of these before the next op.
     unsaid: Arc<Unsaid>,
-}
-
-/// A client, of the process that it was connected in. A child that was forked from that has none of
-/// its threads, and its locks may be held by them for ever.
-#[derive(Debug, Clone)]
-pub(crate) struct Connected {
-    client: Option<Arc<Client>>,
-    pid: u32,
-}
-
-impl Connected {
-    fn new(client: Client) -> Self {
-        Self { client: Some(Arc::new(client)), pid: std::process::id() }
-    }
-
-    /// Whether this is another process than the one that connected.
-    pub(crate) fn is_forked(&self) -> bool {
-        std::process::id() != self.pid
-    }
-
-    /// The client, in the process that it is of.
-    pub(crate) fn get(&self, py: Python<'_>) -> PyResult<&Client> {
-        match &self.client {
-            Some(client) if !self.is_forked() => Ok(client),
-            _ => Err(raise(
-                py,
-                "SessionClosed",
-                format!(
-                    "the session was connected by process {}, from which this one, {}, was \
-                     forked; connect after the fork",
-                    self.pid,
-                    std::process::id()
-                ),
-            )),
-        }
-    }
-
-    /// Hands back sums that are of no more use.
-    pub(crate) fn recycle(&self, blocks: Blocks) {
-        if let Some(client) = self.client.as_ref().filter(|_| !self.is_forked()) {
-            client.recycle(blocks);
-        }
-    }
-}
-
-impl Drop for Connected {
-    #[expect(clippy::mem_forget, reason = "what a fork has copied cannot be closed")]
-    fn drop(&mut self) {
-        let client = self.client.take();
-        if self.is_forked() {
-            std::mem::forget(client);
-        } else {
-            // A client that closes waits for its threads, which may take seconds.
-            Python::attach(|py| py.detach(|| drop(client)));
-        }
-    }
 }
 
 /// A rank that calls its sidecar, which may be about to start, and joins there.

@@ -14,10 +14,12 @@ import torch.distributed as dist
 
 import racksum
 from conftest import Cluster
+from racksum import threads
 from racksum.errors import WaitTimeout
-from racksum.torch import calls, work
+from racksum.futures import future_of
+from racksum.threads import SerialExecutor
+from racksum.torch import calls
 from racksum.torch.calls import Chain, Deferred
-from racksum.torch.work import InOrder, future_of
 from ranks import Ranks, in_group
 
 #: Seconds after which something counts as hanging.
@@ -116,8 +118,8 @@ def test_a_thread_that_does_not_start_is_started_for_the_next(
 def test_what_only_helps_goes_without_a_thread(
     no_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work, "_waiters", work.Waiters("none"))
-    work.let_go(object())
+    monkeypatch.setattr(threads, "_waiters", threads.Waiters("none"))
+    threads.let_go(object())
 
 
 def test_a_call_whose_begin_was_interrupted_begins_never() -> None:
@@ -152,17 +154,16 @@ def test_a_future_of_what_panics_has_the_error() -> None:
 def test_all_stuck_threads_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
-    class Stuck(InOrder):
+    class Stuck(SerialExecutor):
         def join(self, seconds: float) -> None:
             nonlocal now
             now += seconds
 
     stuck = [Stuck(f"stuck-{nth}") for nth in range(5)]
-    monkeypatch.setattr(work, "_all", stuck)
-    monkeypatch.setattr(work, "close_all", lambda: None)
-    monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: now))
-    work._end_all()
-    assert now == work._PATIENCE
+    monkeypatch.setattr(threads, "_all", stuck)
+    monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=lambda: now))
+    threads.end_all()
+    assert now == threads._PATIENCE
 
 
 @pytest.fixture

@@ -14,13 +14,14 @@ use racksum_proto::geometry::{Fragmentation, Geometry};
 use racksum_proto::ids::Rank;
 use racksum_proto::wire::{self, Header, Kind};
 use racksum_sim::check::oracle::{Oracle, Truth};
-use racksum_sim::check::{Checker, Checkers, Machine, Sight, Trace, Violation};
+use racksum_sim::check::{Checker, Checkers, Sight, Trace, Violation};
 use racksum_sim::cluster::{Cluster, OVERHEAD_BYTES};
 use racksum_sim::engine::Picos;
 use racksum_sim::fault::{Effect, Leg, Rule};
 use racksum_sim::inputs::Inputs;
 use racksum_sim::link::LinkConfig;
 use racksum_sim::plan::{JobPlan, Network, Plan, PortPlan};
+use racksum_sim::run::Machine;
 
 fn main() {
     println!(

@@ -9,7 +9,7 @@ use racksum_proto::ids::{Rank, WindowId};
 use racksum_proto::wire::{self, Kind};
 
 use crate::engine::Picos;
-use crate::plan::Host;
+use crate::host::Host;
 use crate::random::Random;
 
 /// Which way a datagram goes through the switch.

@@ -10,12 +10,14 @@ pub mod check;
 pub mod cluster;
 pub mod engine;
 pub mod fault;
+pub mod host;
 pub mod inputs;
 pub mod link;
 pub mod node;
 pub mod plan;
 pub mod random;
 pub mod relay;
+pub mod run;
 pub mod swarm;
 
 #[cfg(test)]

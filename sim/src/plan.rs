@@ -9,6 +9,7 @@ use racksum_proto::worker;
 
 use crate::engine::Picos;
 use crate::fault::Rule;
+use crate::host::Host;
 use crate::inputs::Inputs;
 use crate::link::LinkConfig;
 use crate::random::Random;
@@ -137,20 +138,6 @@ pub struct Pause {
     pub at: Picos,
     /// For how long.
     pub lasts: Picos,
-}
-
-/// A host.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Host {
-    /// Of one rank of one job.
-    Worker {
-        /// The job's place in the plan.
-        job: usize,
-        /// The rank.
-        rank: Rank,
-    },
-    /// Of one shard, for all jobs.
-    Shard(u8),
 }
 
 /// One life of the shards.

@@ -12,12 +12,14 @@ use racksum_proto::time::Span;
 use racksum_proto::wire::{self, Kind};
 
 use crate::check::oracle::Oracle;
-use crate::check::{Checker, Checkers, FewBytes, Foreign, Machine, SameBits, Sight, Violation};
-use crate::cluster::{Cluster, Run};
+use crate::check::{Checker, Checkers, FewBytes, Foreign, SameBits, Sight, Violation};
+use crate::cluster::Cluster;
 use crate::engine::Picos;
 use crate::fault::{Effect, Leg, Match, Rule};
 use crate::inputs::{Inputs, Values};
 use crate::plan::{Absence, JobPlan, Missing, Network, Plan};
+use crate::run::Machine;
+use crate::run::Run;
 use crate::swarm;
 
 fn network() -> Network {

@@ -3,11 +3,11 @@
 use std::sync::Barrier;
 use std::time::Duration;
 
-use racksum_proto::control::Loss;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::Rank;
+use racksum_proto::loss::Loss;
 use racksum_test_report::time;
 use racksum_worker::{Client, ConnectError, ConnectOptions, Error, Faults};
 

@@ -5,7 +5,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use racksum_aggregator::{Aggregator, Config, Fanout, ShardStats};
-use racksum_proto::error::Rejects;
+use racksum_proto::reject::Rejects;
 use racksum_worker::{Client, ConnectOptions};
 
 use crate::oracle::Place;

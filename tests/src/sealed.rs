@@ -10,8 +10,8 @@ use racksum_proto::auth::{DataAuth, Key, Keys};
 use racksum_proto::control::Welcome;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
-use racksum_proto::error::Reject;
 use racksum_proto::ids::{Generation, OpId, Rank, WindowId};
+use racksum_proto::reject::Reject;
 use racksum_proto::wire::{AskEntries, AskEntry, Header, Kind};
 use racksum_worker::{Client, ConnectError, ConnectOptions};
 

@@ -6,11 +6,11 @@ use std::sync::{Barrier, Mutex};
 use std::time::Duration;
 
 use racksum_net::local::Listener;
-use racksum_proto::control::Loss;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::Rank;
+use racksum_proto::loss::Loss;
 use racksum_worker::sidecar::{self, Limits, Sidecar};
 use racksum_worker::{Blocks, Client, ConnectOptions, Error, Operand};
 

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
-use racksum_proto::error::Reject;
 use racksum_proto::ids::{Generation, JobId, OpId, Rank, WindowId};
+use racksum_proto::reject::Reject;
 use racksum_proto::wire::{Flags, Header, Kind};
 use racksum_worker::Client;
 

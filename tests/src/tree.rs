@@ -5,11 +5,12 @@ use std::sync::Barrier;
 use std::time::Duration;
 
 use racksum_aggregator::Fanout;
-use racksum_proto::control::{Loss, OnRankLoss};
+use racksum_proto::control::OnRankLoss;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::{Generation, Rank};
+use racksum_proto::loss::Loss;
 use racksum_test_report::time;
 use racksum_worker::{Client, ConnectError, ConnectOptions, Error};
 

@@ -10,15 +10,17 @@ use std::time::Duration;
 use racksum_net::clock::Clock;
 use racksum_net::log_limit::LogLimit;
 use racksum_proto::call::Call;
-use racksum_proto::control::{Absent, Loss, Welcome};
+use racksum_proto::control::{Absent, Welcome};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::WireType;
 use racksum_proto::error::SubmitError;
 use racksum_proto::ids::{OpId, Rank};
+use racksum_proto::loss::Loss;
 use racksum_proto::time::Span;
 
 use crate::blocks::Blocks;
-use crate::control::{Awaited, Closed, Mailbox, Voices, Word};
+use crate::control::{Awaited, Closed, ControlSenders, Mailbox, Message};
+use crate::driver::{Driver, State};
 use crate::engine::{Engine, Finished, Stats};
 use crate::error::{ConnectError, Error};
 use crate::exponents::{self, Exponents, agreement};
@@ -26,13 +28,9 @@ use crate::grant::{Granted, grant};
 use crate::operand::Operand;
 use crate::options::ConnectOptions;
 use crate::payload::{Data, Payload};
+use crate::span::span;
 use crate::supervisor::{Supervisor, join_first};
 use crate::tensor::lend;
-
-mod shared;
-
-pub(crate) use shared::Shared;
-use shared::State;
 
 /// A rank of a job. Ops end in any order; each rank must start the same ops in the same order.
 ///
@@ -41,7 +39,7 @@ use shared::State;
 /// and this rank may not, it also acknowledges between ops, and each call costs two hand-overs.
 #[derive(Debug)]
 pub struct Client {
-    shared: Arc<Shared>,
+    shared: Arc<Driver>,
     welcome: Welcome,
     shards: usize,
     multicast: bool,
@@ -49,9 +47,9 @@ pub struct Client {
     /// Whose turn it is to start an op, where starting one takes several.
     turn: Mutex<()>,
     /// What its aggregators hear.
-    voices: Voices,
+    senders: ControlSenders,
     /// Ends the session.
-    stop: Sender<Word>,
+    stop: Sender<Message>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -73,7 +71,7 @@ pub struct Reduced<T> {
 pub struct Handle<T> {
     op: OpId,
     /// Whose op it is. Not kept alive by it: a client that is closed has no ops.
-    client: Weak<Shared>,
+    client: Weak<Driver>,
     result: PhantomData<fn() -> T>,
 }
 
@@ -106,18 +104,18 @@ impl Client {
         let Granted { config, links, welcome, membership } = grant(options, session)?;
         let (multicast, shards) = (!links.groups.is_empty(), links.shards.len());
         let engine = Engine::new(config, options.world, links, Clock::start(), &options.faults);
-        let shared = Arc::new(Shared::new(engine)?);
+        let shared = Arc::new(Driver::new(engine)?);
         let op_timeout = span(options.op_timeout);
         let (turn, threads) = (Mutex::default(), Vec::new());
-        let voices = Voices::default();
-        voices.set(&membership.controls);
+        let senders = ControlSenders::default();
+        senders.set(&membership.controls);
         let mut client =
-            Self { shared, welcome, shards, multicast, op_timeout, turn, voices, stop, threads };
+            Self { shared, welcome, shards, multicast, op_timeout, turn, senders, stop, threads };
         let driver = Arc::clone(&client.shared);
         client.threads.push(spawn("racksum-drive", move || driver.drive_in_background())?);
         let (shared, options) = (Arc::clone(&client.shared), options.clone());
-        let (voices, absent) = (client.voices.clone(), Vec::new());
-        let supervisor = Supervisor { options, at, membership, voices, absent, mailbox, shared };
+        let (senders, absent) = (client.senders.clone(), Vec::new());
+        let supervisor = Supervisor { options, at, membership, senders, absent, mailbox, shared };
         client.threads.push(spawn("racksum-session", move || supervisor.run())?);
         Ok(client)
     }
@@ -346,7 +344,7 @@ impl Client {
 
     /// Says that a rank is gone which this client speaks for besides its own: the job loses it.
     pub(crate) fn part(&self, rank: u16, why: Loss) {
-        self.voices.part(Absent { rank, why });
+        self.senders.part(Absent { rank, why });
     }
 
     /// How long a client that closes is there for ranks that may lack its sums: longer than it
@@ -382,7 +380,7 @@ impl Client {
         self.shared.work.notify_all();
         self.shared.waker.wake();
         // A session that has ended needs no word.
-        drop(self.stop.send(Word::Stop(Closed { next_op })));
+        drop(self.stop.send(Message::Stop(Closed { next_op })));
     }
 
     /// Whether there are no more ops: the client was closed, or the session has ended.
@@ -427,7 +425,7 @@ pub struct Connecting {
 /// Gives up an attempt to connect.
 #[derive(Debug, Clone)]
 pub struct GiveUp {
-    tell: Sender<Word>,
+    tell: Sender<Message>,
 }
 
 impl Default for Connecting {
@@ -468,7 +466,7 @@ impl GiveUp {
     /// Gives it up: it ends with [`ConnectError::GivenUp`], unless it has ended.
     pub fn give_up(&self) {
         // An attempt that has ended needs no word.
-        drop(self.tell.send(Word::Stop(Closed { next_op: None })));
+        drop(self.tell.send(Message::Stop(Closed { next_op: None })));
     }
 }
 
@@ -489,10 +487,6 @@ fn taken_back<T: TryFrom<Operand>>(payload: Payload) -> Result<T, Error> {
 
 fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> std::io::Result<JoinHandle<()>> {
     std::thread::Builder::new().name(name.into()).spawn(run)
-}
-
-pub(crate) fn span(duration: Duration) -> Span {
-    Span(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX))
 }
 
 /// That nobody is asked who it is: a sidecar says so for every job.

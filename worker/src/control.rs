@@ -12,10 +12,10 @@ use racksum_proto::ids::OpId;
 use racksum_proto::time::Span;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 
-use crate::client::span;
 use crate::error::ConnectError;
 use crate::options::ConnectOptions;
 use crate::route::Route;
+use crate::span::span;
 
 /// How long an aggregator may take to answer a connection.
 const CONNECT_PATIENCE: Span = Span::from_secs(5);
@@ -33,7 +33,7 @@ pub(crate) enum Event {
 
 /// What a worker is told.
 #[derive(Debug)]
-pub(crate) enum Word {
+pub(crate) enum Message {
     /// By a control connection: which session it is of, and which of its aggregators it is to.
     Told { session: u32, place: u8, event: Event },
     /// By the client, which is closed.
@@ -50,8 +50,8 @@ pub(crate) struct Closed {
 /// Where all that a worker is told comes together.
 #[derive(Debug)]
 pub(crate) struct Mailbox {
-    tell: Sender<Word>,
-    hear: Receiver<Word>,
+    tell: Sender<Message>,
+    hear: Receiver<Message>,
     session: u32,
     /// The client is closed.
     pub(crate) closed: Option<Closed>,
@@ -82,7 +82,7 @@ impl Mailbox {
     }
 
     /// How it is told.
-    pub(crate) fn sender(&self) -> Sender<Word> {
+    pub(crate) fn sender(&self) -> Sender<Message> {
         self.tell.clone()
     }
 
@@ -106,11 +106,11 @@ impl Mailbox {
                 Some(within) => Some(self.hear.recv_timeout(within).ok()?),
             };
             match word {
-                Some(Word::Told { session, place, event }) if session == self.session => {
+                Some(Message::Told { session, place, event }) if session == self.session => {
                     return Some((place, event));
                 }
-                Some(Word::Told { .. }) => {}
-                Some(Word::Stop(closed)) => self.closed = Some(closed),
+                Some(Message::Told { .. }) => {}
+                Some(Message::Stop(closed)) => self.closed = Some(closed),
                 None => self.closed = Some(Closed { next_op: None }),
             }
         }
@@ -121,7 +121,7 @@ impl Mailbox {
 /// How a control connection tells the worker.
 #[derive(Debug, Clone)]
 struct Events {
-    tell: Sender<Word>,
+    tell: Sender<Message>,
     session: u32,
     place: u8,
 }
@@ -142,7 +142,7 @@ impl Events {
     /// Returns false when nobody listens any more.
     fn send(&self, event: Event) -> bool {
         let Self { ref tell, session, place } = *self;
-        tell.send(Word::Told { session, place, event }).is_ok()
+        tell.send(Message::Told { session, place, event }).is_ok()
     }
 }
 
@@ -262,7 +262,7 @@ impl Drop for Control {
 /// How a client says which of the ranks that it speaks for are gone, to the aggregators that its
 /// job is at: wherever these are by now, and again where the job moves to.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Voices {
+pub(crate) struct ControlSenders {
     spoken: Arc<Mutex<Spoken>>,
 }
 
@@ -272,7 +272,7 @@ struct Spoken {
     parted: Vec<Absent>,
 }
 
-impl Voices {
+impl ControlSenders {
     /// Speaks to these from now on.
     pub(crate) fn set(&self, controls: &[Control]) {
         let mut spoken = self.lock();
@@ -306,7 +306,7 @@ impl Spoken {
 
 #[cfg(test)]
 mod tests {
-    use racksum_proto::control::Loss;
+    use racksum_proto::loss::Loss;
 
     use super::*;
 
@@ -319,7 +319,7 @@ mod tests {
         let without = |rank| FromAggregator::Without(Absent { rank, why: Loss::Died });
         for of_world in [waiting(vec![0, 1]), lost(vec![1]), without(1)] {
             assert!(events.hear(of_world.clone(), 2));
-            let Word::Told { event: Event::Said(said), .. } = told.recv().unwrap() else {
+            let Message::Told { event: Event::Said(said), .. } = told.recv().unwrap() else {
                 panic!("it is passed on")
             };
             assert_eq!(said, of_world);
@@ -331,7 +331,7 @@ mod tests {
             named(vec![1; 9000]).map(|message| (message, "it names 9000 ranks of a world of 2"));
         for (message, why) in beyond.chain(often) {
             assert!(!events.hear(message, 2), "{why}");
-            let Word::Told { event: Event::Closed(error), .. } = told.recv().unwrap() else {
+            let Message::Told { event: Event::Closed(error), .. } = told.recv().unwrap() else {
                 panic!("{why}: it is passed on")
             };
             assert!(error.to_string().ends_with(why), "{error}");
@@ -345,15 +345,15 @@ mod tests {
             (Control { say, thread: None, parting: LEAVE }, said)
         };
         let gone = |rank| Absent { rank, why: Loss::Died };
-        let (voices, (before, mut heard)) = (Voices::default(), control());
-        voices.set(slice::from_ref(&before));
-        voices.part(gone(1));
+        let (senders, (before, mut heard)) = (ControlSenders::default(), control());
+        senders.set(slice::from_ref(&before));
+        senders.part(gone(1));
         assert_eq!(heard.try_recv().unwrap(), FromWorker::Parted(gone(1)));
         drop((before, heard));
-        voices.part(gone(2));
+        senders.part(gone(2));
         let (after, mut heard) = control();
-        voices.set(slice::from_ref(&after));
-        voices.part(gone(3));
+        senders.set(slice::from_ref(&after));
+        senders.part(gone(3));
         for rank in 1..=3 {
             assert_eq!(heard.try_recv().unwrap(), FromWorker::Parted(gone(rank)));
         }

@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use racksum_net::NetError;
 use racksum_net::quic::SILENT;
-use racksum_proto::control::Loss;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::{Rank, listed};
+use racksum_proto::loss::Loss;
 
-use crate::client::span;
+use crate::span::span;
 
 /// Why a worker could not connect.
 #[derive(Debug, thiserror::Error)]
@@ -373,6 +373,14 @@ fn incomplete(missing: &[u16], waited: Duration) -> String {
 pub(crate) fn not_joined(missing: &[u16]) -> String {
     let s = if missing.len() == 1 { "" } else { "s" };
     format!("rank{s} {} had not joined", listed(missing.iter().copied()))
+}
+
+/// Why a session ends whose job has a next life.
+pub(crate) const SUPERSEDED: &str = "a greater generation of the job has begun";
+
+/// The same, with which life has ended which.
+pub(crate) fn superseded(lives: &str) -> String {
+    format!("{SUPERSEDED}: {lives}")
 }
 
 #[cfg(test)]

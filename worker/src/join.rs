@@ -10,7 +10,7 @@ use racksum_net::auth::Opener;
 use racksum_net::clock::Clock;
 use racksum_net::interface::max_datagram;
 use racksum_net::log_limit::LogLimit;
-use racksum_net::multicast::{Multicast, open_member};
+use racksum_net::multicast::Multicast;
 use racksum_net::udp::{self, RECV_BATCH, RECV_CAPACITY, RecvRing, UdpConfig, UdpSocket};
 use racksum_proto::auth::DataAuth;
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Resume, Welcome};
@@ -19,12 +19,13 @@ use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::Header;
 
 use crate::control::{Control, Event, Mailbox, patience};
+use crate::error::superseded;
 use crate::error::{ConnectError, not_joined};
-use crate::lookout::{Lookout, Standing};
+use crate::join_message::join_message;
 use crate::options::ConnectOptions;
+use crate::peer_poll::{JoinState, PeerPoll};
 use crate::proof::Proof;
 use crate::route::{Route, data_addr, find_ways};
-use crate::supervisor::superseded;
 
 /// How often a worker looks for multicast probes while it joins.
 const PROBE_POLL: Duration = Duration::from_millis(2);
@@ -73,12 +74,12 @@ pub(crate) fn join(
     options: &ConnectOptions,
     aggregators: &[String],
     resume: Option<&Resume>,
-    lookout: &mut Lookout<'_>,
+    peer_poll: &mut PeerPoll<'_>,
     mailbox: &mut Mailbox,
 ) -> Result<Outcome, ConnectError> {
     check(options, aggregators)?;
     let ways = find_ways(aggregators, options.interface.as_deref())?;
-    join_by(options, aggregators, ways, resume, lookout, mailbox)
+    join_by(options, aggregators, ways, resume, peer_poll, mailbox)
 }
 
 /// Joins by the first of several ways at which an aggregator answers.
@@ -87,7 +88,7 @@ pub(crate) fn join_by(
     aggregators: &[String],
     ways: Vec<Vec<Route>>,
     resume: Option<&Resume>,
-    lookout: &mut Lookout<'_>,
+    peer_poll: &mut PeerPoll<'_>,
     mailbox: &mut Mailbox,
 ) -> Result<Outcome, ConnectError> {
     let clock = Clock::start();
@@ -99,7 +100,7 @@ pub(crate) fn join_by(
         let join_timeout = options.join_timeout.saturating_sub(passed);
         let options = ConnectOptions { join_timeout, ..options.clone() };
         let patience = patience(&options, resume.is_some(), ways.len() - at);
-        match join_at((&options, patience), routes, resume, lookout, mailbox) {
+        match join_at((&options, patience), routes, resume, peer_poll, mailbox) {
             Err(error) if error.is_of_address() && is_named => {
                 let is_answered = error.is_answered();
                 tried.push(error);
@@ -118,7 +119,7 @@ fn join_at(
     (options, patience): (&ConnectOptions, Span),
     routes: &[Route],
     resume: Option<&Resume>,
-    lookout: &mut Lookout<'_>,
+    peer_poll: &mut PeerPoll<'_>,
     mailbox: &mut Mailbox,
 ) -> Result<Outcome, ConnectError> {
     mailbox.next_session();
@@ -140,8 +141,10 @@ fn join_at(
         tracing::warn!("{shortfall}");
     }
     let stripes = u8::try_from(routes.len()).unwrap_or(u8::MAX);
-    let wishes: Vec<Join> =
-        (0..).map(|place| wish(options, (place, stripes), resume)).take(routes.len()).collect();
+    let wishes: Vec<Join> = (0..)
+        .map(|place| join_message(options, (place, stripes), resume))
+        .take(routes.len())
+        .collect();
     let each = routes.iter().zip(&wishes);
     let start = |(route, wish)| Control::start(route, wish, (options, patience), mailbox);
     let started = each.map(start);
@@ -165,38 +168,10 @@ fn join_at(
     let mut session = Session { controls, early, socket, groups, welcomes };
     let parts = routes.iter().enumerate();
     let parts = parts.map(|(place, to)| Joining::new(options, place, to)).collect();
-    Ok(match complete(&mut session, parts, lookout, mailbox)? {
+    Ok(match complete(&mut session, parts, peer_poll, mailbox)? {
         Some(place) => Outcome::Elsewhere(place),
         None => Outcome::Complete(session),
     })
-}
-
-/// What a rank wants of a job at an aggregator that is this one of so many, but for how its data
-/// comes.
-pub(crate) fn wish(options: &ConnectOptions, stripe: (u8, u8), resume: Option<&Resume>) -> Join {
-    Join {
-        version: CONTROL_VERSION,
-        job: options.job_name(),
-        generation: options.generation,
-        rank: options.rank,
-        world: options.world,
-        lanes: options.lanes,
-        data_ports: Vec::new(),
-        receive_buffer: 0,
-        max_datagram: 0,
-        multicast: options.multicast,
-        data_auth: options.data_auth,
-        stripe,
-        pool_slots: options.pool_slots,
-        wait: options.wait,
-        on_rank_loss: options.on_rank_loss,
-        may_move: !options.standbys.is_empty(),
-        relays: !options.also.is_empty(),
-        secret: options.secret,
-        begun_by: None,
-        rejoin: options.rejoin && resume.is_none(),
-        resume: resume.cloned(),
-    }
 }
 
 /// Waits until every aggregator says that ops may start: for all at once, since each gives its
@@ -205,7 +180,7 @@ pub(crate) fn wish(options: &ConnectOptions, stripe: (u8, u8), resume: Option<&R
 fn complete(
     session: &mut Session,
     mut parts: Vec<Joining<'_>>,
-    lookout: &mut Lookout<'_>,
+    peer_poll: &mut PeerPoll<'_>,
     mailbox: &mut Mailbox,
 ) -> Result<Option<usize>, ConnectError> {
     let clock = Clock::start();
@@ -225,7 +200,7 @@ fn complete(
             }
         }
         parts.iter_mut().for_each(|part| part.look_for_probe(session));
-        goal = pursue(goal, &mut parts, session, lookout, clock.now());
+        goal = pursue(goal, &mut parts, session, peer_poll, clock.now());
         if let Some(goal) = &goal
             && parts.iter().all(|part| part.unanswered == 0)
         {
@@ -315,7 +290,7 @@ pub(crate) fn shard_addrs(
 /// Where a rank would rather be, and how it stood when it saw others there.
 struct Goal {
     place: usize,
-    standing: Standing,
+    state: JoinState,
     /// When it asked to be let go.
     asked: Time,
 }
@@ -325,35 +300,35 @@ fn pursue(
     goal: Option<Goal>,
     parts: &mut [Joining<'_>],
     session: &Session,
-    lookout: &mut Lookout<'_>,
+    peer_poll: &mut PeerPoll<'_>,
     now: Time,
 ) -> Option<Goal> {
     // wire: W-67
-    let standing = standing(parts);
+    let state = state(parts);
     let Some(goal) = goal else {
-        let place = lookout.seen(standing)?;
+        let place = peer_poll.seen(state)?;
         session.say_to_all(&FromWorker::Withdraw);
         parts.iter_mut().for_each(|part| part.unanswered += 1);
-        return Some(Goal { place, standing, asked: now });
+        return Some(Goal { place, state, asked: now });
     };
     // At one of them the job has begun, so that all ranks are here; or the rank has a place by now
     // that others may come to; or one does not answer, and others hold a place back for it.
     let is_held = parts.iter().any(|part| part.unanswered > 0);
-    if goal.standing != standing || is_held && now.since(goal.asked) >= FREE_TIMEOUT {
+    if goal.state != state || is_held && now.since(goal.asked) >= FREE_TIMEOUT {
         session.say_to_all(&FromWorker::Stay);
-        lookout.look_again();
+        peer_poll.look_again();
         return None;
     }
     Some(goal)
 }
 
 /// How a rank stands at all of its aggregators.
-fn standing(parts: &[Joining<'_>]) -> Standing {
+fn state(parts: &[Joining<'_>]) -> JoinState {
     if parts.iter().any(|part| part.welcome.is_some() || !(part.waits || part.queued.is_some())) {
-        return Standing::Busy;
+        return JoinState::Busy;
     }
     let queued = parts.iter().any(|part| part.queued.is_some());
-    if queued { Standing::Queued } else { Standing::Waits }
+    if queued { JoinState::Queued } else { JoinState::Waits }
 }
 
 /// One aggregator's part of joining.
@@ -493,7 +468,7 @@ impl<'a> Joining<'a> {
                 NO_GROUP.note(|left_out| tracing::warn!(%error, left_out, "no multicast"));
             };
             // Without the group this rank is sent copies.
-            self.group = open_member(&group, buffer).inspect_err(log).ok();
+            self.group = UdpSocket::open_member(&group, buffer).inspect_err(log).ok();
         }
         self.welcome = Some(granted);
         Ok(())

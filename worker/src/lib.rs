@@ -5,24 +5,27 @@
 //! Tensors are scanned, encoded and sent window by window as credit allows, never copied whole. The
 //! decisions are `racksum-proto`'s, the packets `racksum-net`'s.
 
+mod aggregator_selector;
 mod blocks;
 mod client;
 mod control;
+mod driver;
 mod engine;
 mod error;
 mod exponents;
 mod fault;
 mod grant;
 mod join;
-mod lookout;
+mod join_message;
 mod operand;
 mod options;
 mod payload;
+mod peer_poll;
 mod proof;
 mod route;
 mod scan;
-mod search;
 pub mod sidecar;
+mod span;
 mod supervisor;
 pub mod tensor;
 
@@ -34,6 +37,8 @@ pub use error::{ConnectError, Error};
 pub use fault::Faults;
 pub use operand::Operand;
 pub use options::{ConnectOptions, aggregator_sets};
-pub use route::{addresses, check_address, check_sidecar};
+pub use route::{addresses, check_address};
+
 pub use scan::scan;
+pub use sidecar::check_sidecar;
 pub use tensor::Region;

@@ -6,12 +6,9 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use racksum_net::interface::{
     Interface, interface_of, interfaces, leads_to, local_addr_towards, no_host, select,
 };
-use racksum_net::quic::Credentials;
 use racksum_net::resolve::{LINK_LOCAL, is_link_local, resolve_blocking};
 
 use crate::error::ConnectError;
-use crate::options::ConnectOptions;
-use crate::search::Search;
 
 /// The way to an aggregator.
 #[derive(Debug, Clone)]
@@ -40,46 +37,6 @@ impl Route {
     pub(crate) fn caller(&self) -> Option<IpAddr> {
         self.is_chosen.then(|| self.from.ip())
     }
-}
-
-/// Checks what can be known of a host's sidecar before a job is joined: its identity, the
-/// interface to call from, and that the aggregators may be called at all. Returns what is not known
-/// yet and may be later, a sentence each.
-///
-/// # Errors
-/// What will never do.
-pub fn check_sidecar(options: &ConnectOptions) -> Result<Vec<String>, ConnectError> {
-    let credentials = Credentials::of_aggregator(options.identity.as_deref(), options.insecure)?;
-    let pattern = options.interface.as_deref();
-    if let Some(pattern) = pattern {
-        select(&interfaces()?, pattern)?;
-    }
-    Search::new(options, 0).check()?;
-    let mut unknown = Vec::new();
-    for hosts in std::iter::once(&options.aggregators).chain(&options.standbys) {
-        for host in hosts {
-            match resolve(host) {
-                Ok(addrs) => {
-                    // One that may be called is enough.
-                    let checked: Vec<_> =
-                        addrs.iter().map(|addr| credentials.check(*addr)).collect();
-                    if checked.iter().all(Result::is_err) {
-                        checked.into_iter().collect::<Result<(), _>>()?;
-                    }
-                }
-                Err(ConnectError::Unresolved { .. }) => {}
-                Err(error) => return Err(error),
-            }
-        }
-        match find_ways(hosts, pattern) {
-            Ok(_) => {}
-            Err(later @ (ConnectError::Unresolved { .. } | ConnectError::NoWay { .. })) => {
-                unknown.push(later.to_string());
-            }
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(unknown)
 }
 
 /// Returns the addresses of the aggregator at `HOST:PORT` that this host has a way to, in the order

@@ -7,16 +7,17 @@ use std::time::Duration;
 
 use racksum_net::log_limit::LogLimit;
 use racksum_net::quic::SILENT;
-use racksum_proto::control::{Absent, FromAggregator, FromWorker, Loss, Resume};
+use racksum_proto::control::{Absent, FromAggregator, FromWorker, Resume};
 use racksum_proto::ids::Rank;
+use racksum_proto::loss::Loss;
 
-use crate::client::Shared;
-use crate::control::{Closed, Control, Event, Mailbox, Voices};
-use crate::error::ConnectError;
+use crate::aggregator_selector::AggregatorSelector;
+use crate::control::{Closed, Control, ControlSenders, Event, Mailbox};
+use crate::driver::Driver;
+use crate::error::{ConnectError, superseded};
 use crate::grant::{Granted, Membership, grant};
 use crate::join::Session;
 use crate::options::ConnectOptions;
-use crate::search::Search;
 
 /// How long the other ranks may take to come along: what an aggregator waits for them, and a little
 /// more.
@@ -40,20 +41,20 @@ pub(crate) fn join_first(
     options: &ConnectOptions,
     mailbox: &mut Mailbox,
 ) -> Result<(usize, Session), ConnectError> {
-    let mut search = Search::new(options, 0).within(options.join_timeout);
-    search.check()?;
+    let mut selector = AggregatorSelector::new(options, 0).within(options.join_timeout);
+    selector.check()?;
     let mut pause = PAUSE;
     loop {
-        let left = options.join_timeout.saturating_sub(search.waited());
-        if left.is_zero() && search.has_tried() {
-            return Err(search.failure());
+        let left = options.join_timeout.saturating_sub(selector.waited());
+        if left.is_zero() && selector.has_tried() {
+            return Err(selector.failure());
         }
-        let error = match search.join(left, None, mailbox) {
-            Ok(Some(session)) => return Ok((search.at(), session)),
+        let error = match selector.join(left, None, mailbox) {
+            Ok(Some(session)) => return Ok((selector.at(), session)),
             Ok(None) => continue,
             Err(error) => error,
         };
-        let (waited, elsewhere) = (search.waited(), search.text_of_others());
+        let (waited, elsewhere) = (selector.waited(), selector.text_of_others());
         match error {
             // Another aggregator would make no difference.
             error if error.is_usage() => return Err(error),
@@ -70,8 +71,8 @@ pub(crate) fn join_first(
                 return Err(ConnectError::Incomplete { missing, waited, elsewhere });
             }
             error => {
-                if search.pass_over(error) {
-                    let Some(longest) = search.next_try() else { return Err(search.failure()) };
+                if selector.pass_over(error) {
+                    let Some(longest) = selector.next_try() else { return Err(selector.failure()) };
                     mailbox.pause(pause.min(longest));
                     if mailbox.closed.is_some() {
                         return Err(ConnectError::GivenUp);
@@ -90,19 +91,11 @@ pub(crate) struct Supervisor {
     pub(crate) at: usize,
     pub(crate) membership: Membership,
     /// How the client speaks to the aggregators of it.
-    pub(crate) voices: Voices,
+    pub(crate) senders: ControlSenders,
     /// The ranks that the job is known to go on without.
     pub(crate) absent: Vec<Absent>,
     pub(crate) mailbox: Mailbox,
-    pub(crate) shared: Arc<Shared>,
-}
-
-/// Why a session ends whose job has a next life.
-pub(crate) const SUPERSEDED: &str = "a greater generation of the job has begun";
-
-/// The same, with which life has ended which.
-pub(crate) fn superseded(lives: &str) -> String {
-    format!("{SUPERSEDED}: {lives}")
+    pub(crate) shared: Arc<Driver>,
 }
 
 impl Supervisor {
@@ -182,12 +175,12 @@ impl Supervisor {
     /// ends because an op's time is over.
     fn move_on(&mut self, why: String) {
         let options = self.options.clone();
-        let mut search = Search::new(&options, self.at);
+        let mut selector = AggregatorSelector::new(&options, self.at);
         MOVING.note(|left_out| {
-            tracing::warn!(aggregator = search.name(), left_out, "moving on: {why}");
+            tracing::warn!(aggregator = selector.name(), left_out, "moving on: {why}");
         });
-        search.leave(why);
-        let text = search.text();
+        selector.leave(why);
+        let text = selector.text();
         let first_op = self.shared.tell(|engine| (!engine.has_ended()).then(|| engine.leave(text)));
         let controls = std::mem::take(&mut self.membership.controls);
         // To all before any is waited for.
@@ -195,12 +188,12 @@ impl Supervisor {
         controls.into_iter().for_each(Control::depart);
         let Some(Some(first_op)) = first_op else { return };
         let resume = Resume { first_op, absent: self.absent.clone() };
-        while self.mailbox.closed.is_none() && self.note_tried(search.text_of_try()) {
-            let joined = search.join(MOVE_TIMEOUT, Some(&resume), &mut self.mailbox);
+        while self.mailbox.closed.is_none() && self.note_tried(selector.text_of_try()) {
+            let joined = selector.join(MOVE_TIMEOUT, Some(&resume), &mut self.mailbox);
             let granted = joined
                 .and_then(|session| session.map(|session| grant(&options, session)).transpose());
             match granted {
-                Ok(Some(granted)) => return self.resume(search.at(), search.name(), granted),
+                Ok(Some(granted)) => return self.resume(selector.at(), selector.name(), granted),
                 Ok(None) => {}
                 Err(ConnectError::PeerLost { ranks, why }) => {
                     // There is no more to hear there.
@@ -209,7 +202,7 @@ impl Supervisor {
                     return;
                 }
                 Err(error) => {
-                    if search.pass_over(error) {
+                    if selector.pass_over(error) {
                         // What is said now is of attempts that have failed.
                         self.mailbox.pause(PAUSE);
                     }
@@ -235,7 +228,7 @@ impl Supervisor {
         // Otherwise it leaves at once, since the others would wait for it.
         if resumed == Some(true) {
             self.membership = granted.membership;
-            self.voices.set(&self.membership.controls);
+            self.senders.set(&self.membership.controls);
         }
     }
 }

@@ -9,11 +9,14 @@
 mod arrows;
 mod attack;
 mod bench;
+mod circles;
 mod deadline;
 mod interrupt;
 mod machine;
+mod problem;
 mod python;
 mod shell;
+mod skip;
 mod soak;
 mod source;
 mod steps;

@@ -12,6 +12,7 @@ use racksum_test_report as report;
 use serde::{Deserialize, Serialize};
 
 use crate::shell::{Cmd, path, target};
+use crate::skip::Skip;
 use crate::{bench, machine, python, tidy};
 
 /// One step of the test run. The order here is the order they run in: cheap verdicts first.
@@ -98,14 +99,6 @@ impl Step {
         };
         done.map(|()| Vec::new())
     }
-}
-
-/// Something that was left out, and why.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Skip {
-    /// A test, or what a step would have done.
-    pub(crate) what: String,
-    pub(crate) why: String,
 }
 
 /// The list for one thing that may have been left out.

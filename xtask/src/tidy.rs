@@ -4,46 +4,15 @@
 //! function and a row in [`FILE_RULES`].
 
 use std::ffi::OsStr;
-use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
 use crate::arrows::Graph;
+use crate::problem::Problem;
 use crate::source::{Source, has_word, is_in};
-use crate::wire;
-
-/// One broken rule at one place.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Problem {
-    path: PathBuf,
-    line: Option<usize>,
-    rule: &'static str,
-    message: String,
-}
-
-impl Problem {
-    /// A problem with `path`, at `line` (from 1) if it has one.
-    pub(crate) fn new(
-        path: impl AsRef<Path>,
-        line: Option<usize>,
-        rule: &'static str,
-        message: impl Into<String>,
-    ) -> Self {
-        Self { path: path.as_ref().to_owned(), line, rule, message: message.into() }
-    }
-}
-
-impl fmt::Display for Problem {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.path.display())?;
-        if let Some(line) = self.line {
-            write!(f, ":{line}")?;
-        }
-        write!(f, ": [{}] {}", self.rule, self.message)
-    }
-}
+use crate::{circles, wire};
 
 /// What a look over the tree found.
 #[derive(Debug, Default)]
@@ -100,6 +69,12 @@ pub(crate) fn check(root: &Path) -> Result<Findings> {
     } else {
         findings.skipped.push(format!("wire: there is no {} yet", wire::SPEC));
     }
+    findings.problems.extend(circles::in_crates(&sources));
+    if root.join(PACKAGE).exists() {
+        findings.problems.extend(circles::in_package(Path::new(PACKAGE), &package(root)?));
+    } else {
+        findings.skipped.push(format!("circles: there is no {PACKAGE}"));
+    }
     findings.problems.extend(shared_clippy_keys(root)?);
     let arrows = Graph::load(root)?.problems().into_iter();
     findings
@@ -121,6 +96,9 @@ const MAX_LINES: usize = 600;
 /// Lines a file may have at all: room to finish a change before splitting.
 const HARD_MAX_LINES: usize = 700;
 
+/// The Python package.
+const PACKAGE: &str = "python/lib/racksum";
+
 /// The rooms that may hold unsafe code: behind safe types, or for tests only.
 const UNSAFE_ROOMS: [&str; 8] = [
     "net",
@@ -134,12 +112,8 @@ const UNSAFE_ROOMS: [&str; 8] = [
 ];
 
 /// Where messages of other processes are defined.
-const MESSAGES: [&str; 4] = [
-    "proto/src/control.rs",
-    "aggregator/src/status.rs",
-    "worker/src/sidecar/message.rs",
-    "worker/src/sidecar/status.rs",
-];
+const MESSAGES: [&str; 3] =
+    ["proto/src/control.rs", "proto/src/status.rs", "worker/src/sidecar/message.rs"];
 
 /// Marks of unfinished work in a comment, split so that this file does not hold them.
 const COMMENT_MARKS: [&str; 4] =
@@ -285,10 +259,18 @@ fn shared_clippy_keys(root: &Path) -> Result<Vec<Problem>> {
 fn sources(root: &Path) -> Result<Vec<Source>> {
     let mut paths = Vec::new();
     for room in rooms(root)? {
-        rust_files(&room, &mut paths)?;
+        files_of(&room, "rs", &mut paths)?;
     }
     paths.sort();
     paths.into_iter().map(|path| Ok(Source::new(path.strip_prefix(root)?, read(&path)?))).collect()
+}
+
+/// Every file of the Python package, with its text.
+fn package(root: &Path) -> Result<Vec<(PathBuf, String)>> {
+    let mut paths = Vec::new();
+    files_of(&root.join(PACKAGE), "py", &mut paths)?;
+    paths.sort();
+    paths.into_iter().map(|path| Ok((path.strip_prefix(root)?.to_owned(), read(&path)?))).collect()
 }
 
 /// The folders of `root` that hold source: neither hidden nor build output.
@@ -298,11 +280,11 @@ fn rooms(root: &Path) -> Result<Vec<PathBuf>> {
     Ok(rooms)
 }
 
-fn rust_files(dir: &Path, found: &mut Vec<PathBuf>) -> Result<()> {
+fn files_of(dir: &Path, extension: &str, found: &mut Vec<PathBuf>) -> Result<()> {
     for path in entries(dir)? {
         if path.is_dir() {
-            rust_files(&path, found)?;
-        } else if path.extension() == Some(OsStr::new("rs")) {
+            files_of(&path, extension, found)?;
+        } else if path.extension() == Some(OsStr::new(extension)) {
             found.push(path);
         }
     }
@@ -449,22 +431,33 @@ mod tests {
         let findings = check(dir.path()).unwrap();
         assert_eq!(findings.problems, []);
         assert_eq!(findings.files, 1);
-        assert_eq!(findings.skipped, ["wire: there is no docs/wire.md yet"]);
+        assert_eq!(
+            findings.skipped,
+            ["wire: there is no docs/wire.md yet", "circles: there is no python/lib/racksum"]
+        );
         assert!(report(dir.path()).unwrap());
     }
 
     #[test]
     fn every_kind_of_rule_is_applied_to_the_tree() {
         let dir = workspace("unsafe fn a() {}\n");
-        fs::create_dir(dir.path().join("docs")).unwrap();
-        fs::write(dir.path().join("docs/wire.md"), "W-1 MUST\n").unwrap();
-        fs::write(dir.path().join("proto/clippy.toml"), "").unwrap();
-        let manifest = "[package]\nname = \"racksum-odd\"\nedition = \"2024\"\n";
-        fs::write(dir.path().join("proto/Cargo.toml"), manifest).unwrap();
+        let put = |path: &str, text: &str| {
+            let path = dir.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        put("proto/src/one.rs", "//! D.\nuse crate::other::O;\n");
+        put("proto/src/other.rs", "//! D.\nuse crate::one::O;\n");
+        put("python/lib/racksum/one.py", "from .other import o\n");
+        put("python/lib/racksum/other.py", "from .one import o\n");
+        put("docs/wire.md", "W-1 MUST\n");
+        put("proto/clippy.toml", "");
+        put("proto/Cargo.toml", "[package]\nname = \"racksum-odd\"\nedition = \"2024\"\n");
         let mut found: Vec<_> =
             check(dir.path()).unwrap().problems.iter().map(|problem| problem.rule).collect();
+        assert_eq!(found.iter().filter(|rule| **rule == "circles").count(), 2);
         found.dedup();
-        assert_eq!(found, ["module-doc", "unsafe", "wire", "clippy-keys", "arrows"]);
+        assert_eq!(found, ["module-doc", "unsafe", "wire", "circles", "clippy-keys", "arrows"]);
         assert!(!report(dir.path()).unwrap());
     }
 }

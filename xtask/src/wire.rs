@@ -5,8 +5,8 @@
 //! (`W-<n>`, in bold or not). A heading's item runs to the next heading or id, any other to the
 //! next blank line or id. Source cites in a comment: `wire:`, then one id or several.
 
+use crate::problem::Problem;
 use crate::source::{Line, Source, has_word};
-use crate::tidy::Problem;
 
 /// Where the spec is, from the workspace root.
 pub(crate) const SPEC: &str = "docs/wire.md";

@@ -3,15 +3,16 @@
 
 use std::time::Duration;
 
-use racksum_proto::control::{Absent, FromAggregator, Join, Loss};
+use racksum_proto::control::{Absent, FromAggregator, Join};
 use racksum_proto::ids::{JobId, Rank};
+use racksum_proto::loss::Loss;
+use racksum_proto::status::JobState;
 use tokio::time::{Instant, timeout};
 
-use super::job::{Job, State};
+use super::job::Job;
 use super::lives::beginner_of;
 use super::progress::watch;
-use super::{Caller, Registry, Seat};
-use crate::server::{Shared, lock};
+use super::{Caller, Registry, Seat, Shared, lock};
 use crate::shard::Command;
 use crate::tenancy::{Tenant, check_room};
 
@@ -29,7 +30,7 @@ pub(crate) struct Ending {
 impl Registry {
     /// The life of a job that is about to end since a rank joins the next.
     pub(crate) fn ending_by_join(&self, join: &Join, caller: &Caller) -> Option<Ending> {
-        let ends = |job: &&Job| job.state == State::Running && job.generation < join.generation;
+        let ends = |job: &&Job| job.state == JobState::Running && job.generation < join.generation;
         let id = self.jobs.get(&join.job).filter(ends)?.id;
         let join = Join { begun_by: Some(beginner_of(join, caller)), ..join.clone() };
         let identity = caller.identity.as_deref();
@@ -46,7 +47,7 @@ impl Registry {
         let job = self.jobs.get(&seat.job).filter(|job| job.id == seat.id)?;
         let there = job.members.get(usize::from(seat.rank)).is_some_and(Option::is_some);
         let absent = Absent { rank: seat.rank, why };
-        let ends = job.state == State::Running
+        let ends = job.state == JobState::Running
             && there
             && why != Loss::Left
             && !job.goes_on_without(&[absent], now);
@@ -62,13 +63,13 @@ impl Registry {
                 | FromAggregator::ParentLost { .. }
                 | FromAggregator::Superseded { .. }
         );
-        (ends && job.state == State::Running).then_some(Ending { id: job.id, lost: None })
+        (ends && job.state == JobState::Running).then_some(Ending { id: job.id, lost: None })
     }
 
     /// The job that is about to end since a rank below one of its members is gone.
     pub(crate) fn ending_below(&self, seat: &Seat, why: Loss) -> Option<Ending> {
         let job = self.jobs.get(&seat.job).filter(|job| job.id == seat.id)?;
-        let ends = job.state == State::Running && why != Loss::Left;
+        let ends = job.state == JobState::Running && why != Loss::Left;
         ends.then_some(Ending { id: job.id, lost: None })
     }
 }

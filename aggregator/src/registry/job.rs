@@ -12,19 +12,17 @@ use racksum_proto::counted::counted;
 use racksum_proto::geometry::{Fragmentation, WINDOW_BYTES};
 use racksum_proto::ids::{Generation, JobId, OpId, Rank};
 use racksum_proto::job_name::JobName;
-use racksum_proto::wire::Header;
+use racksum_proto::status::{JobState, JobStatus, RankStatus};
+use racksum_proto::wire::{Flags, Header};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use super::member::Member;
-use super::moving::{given_up, too_many_absent};
+use super::member::{Left, Member, Return};
+use super::parent_link::ParentLink;
 use super::progress::Progress;
-use super::rejoin::Return;
-use super::tree::Above;
 use crate::config::Config as AggregatorConfig;
 use crate::locks::Locks;
 use crate::shard::ShardHandle;
-use crate::status::{JobStatus, RankStatus, millis};
 use crate::tenancy::Tenant;
 
 /// A job, gathering its ranks or running.
@@ -71,44 +69,9 @@ pub(super) struct Job {
     /// The places of those of them that have a number in datagrams, in the order of these.
     pub(super) order: Vec<u16>,
     /// The way to the parent, if this aggregator has one.
-    pub(super) above: Option<Above>,
-    pub(super) state: State,
+    pub(super) above: Option<ParentLink>,
+    pub(super) state: JobState,
     pub(super) opened: Instant,
-}
-
-/// A rank that has left.
-#[derive(Debug, Clone)]
-pub(super) struct Left {
-    /// The op that it would start next, unless it left in the middle of one.
-    pub(super) next_op: Option<OpId>,
-    /// The caller that had the seat.
-    pub(super) by: Beginner,
-}
-
-/// How far a job is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum State {
-    /// Ranks are missing.
-    Gathering,
-    /// Finding out who hears the multicast group.
-    Probing,
-    /// Ops may run.
-    Running,
-}
-
-impl State {
-    /// All, in the order in which a job has them.
-    pub const ALL: [Self; 3] = [Self::Gathering, Self::Probing, Self::Running];
-
-    /// Returns its name, as `racksum status` prints it.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Gathering => "gathering",
-            Self::Probing => "probing",
-            Self::Running => "running",
-        }
-    }
 }
 
 impl Job {
@@ -119,7 +82,7 @@ impl Job {
         if self.is_absent(join.rank) {
             return Err(given_up(name, join.rank));
         }
-        if self.state != State::Gathering && self.left.contains_key(&join.rank) {
+        if self.state != JobState::Gathering && self.left.contains_key(&join.rank) {
             return Err(format!(
                 "rank {} has left job {name:?}; it may come back between two ops if it says so, \
                  as an option of the worker library; or restart all ranks with a greater \
@@ -127,7 +90,7 @@ impl Job {
                 join.rank
             ));
         }
-        if self.state != State::Gathering {
+        if self.state != JobState::Gathering {
             return Err(format!(
                 "job {name:?} is running in generation {}, begun by {}: all its ranks ({}) have \
                  joined; choose another `job`, wait until it has ended, or restart all its ranks \
@@ -382,3 +345,21 @@ pub(super) fn group_of(id: JobId, shard: SocketAddr) -> SocketAddr {
 /// should stay in the processor's cache. On slower links, whose datagrams are small, more in
 /// flight mends losses sooner.
 const MAX_LOCAL_IN_FLIGHT: usize = 1 << 19;
+
+/// Why a job cannot go on without so many ranks.
+pub(super) fn too_many_absent() -> String {
+    format!("a job goes on without {} ranks at most", Flags::MAX_ABSENT)
+}
+
+/// Why a rank that others have lost is none of the job's any more.
+pub(super) fn given_up(job: &JobName, rank: u16) -> String {
+    format!(
+        "the other ranks of job {job:?} had lost rank {rank}, and go on without it; to have it \
+         again, start all ranks with a greater `generation`"
+    )
+}
+
+/// Milliseconds since a moment.
+pub(super) fn millis(since: Instant) -> u64 {
+    u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX)
+}

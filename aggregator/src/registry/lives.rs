@@ -4,14 +4,13 @@
 //! the same job, and not another that happens to have its name.
 
 use std::collections::BTreeSet;
-use std::net::SocketAddr;
 
 use racksum_proto::control::{Beginner, FromAggregator, Join};
 use racksum_proto::lives::{self, Known};
 
 use super::job::Job;
-use super::member::Member;
-use super::tree::Above;
+use super::member::{Member, who};
+use super::parent_link::ParentLink;
 use super::{Caller, Registry};
 
 /// Who joins: the identity or the address that calls, or of an aggregator and a sidecar what these
@@ -19,14 +18,6 @@ use super::{Caller, Registry};
 pub(super) fn beginner_of(join: &Join, caller: &Caller) -> Beginner {
     let own = who(caller.identity.as_deref(), caller.addr);
     if join.relays { join.begun_by.clone().unwrap_or(own) } else { own }
-}
-
-/// Returns the caller as this side knows it: its identity, or its address where it has none.
-pub(super) fn who(identity: Option<&str>, addr: SocketAddr) -> Beginner {
-    identity.map_or_else(
-        || Beginner::Address(addr.ip().to_canonical()),
-        |name| Beginner::Identity(name.into()),
-    )
 }
 
 impl Registry {
@@ -39,7 +30,7 @@ impl Registry {
     }
 
     /// Ends a life of a job because the next begins. Returns the way that it had to the parent.
-    pub(super) fn supersede(&mut self, join: &Join) -> Option<Above> {
+    pub(super) fn supersede(&mut self, join: &Join) -> Option<ParentLink> {
         let mut job = self.remove(&join.job)?;
         let why = format!(
             "generation {} of job {:?}, begun by {}, has ended generation {}, begun by {}",

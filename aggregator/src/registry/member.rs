@@ -3,13 +3,13 @@
 use std::net::{IpAddr, SocketAddr};
 
 use racksum_proto::control::{Beginner, FromAggregator, Join};
+use racksum_proto::ids::OpId;
 use racksum_proto::wire::Flags;
 use tokio::sync::mpsc::Sender;
+use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::Caller;
-use super::job::Left;
-use super::lives::who;
 
 /// Words to a member that may wait to be sent: more than twice a welcome, a start, each rank that
 /// the job can go on without, a drain and a last word.
@@ -96,6 +96,32 @@ impl Member {
             drop(self.tell.try_send(message));
         }
     }
+}
+
+/// A rank that has left.
+#[derive(Debug, Clone)]
+pub(super) struct Left {
+    /// The op that it would start next, unless it left in the middle of one.
+    pub(super) next_op: Option<OpId>,
+    /// The caller that had the seat.
+    pub(super) by: Beginner,
+}
+
+/// The caller that is on its way back as a rank.
+#[derive(Debug)]
+pub(super) struct Return {
+    pub(super) number: u64,
+    pub(super) by: Beginner,
+    /// Told when another caller is preferred.
+    pub(super) replaced: oneshot::Sender<()>,
+}
+
+/// Returns the caller as this side knows it: its identity, or its address where it has none.
+pub(super) fn who(identity: Option<&str>, addr: SocketAddr) -> Beginner {
+    identity.map_or_else(
+        || Beginner::Address(addr.ip().to_canonical()),
+        |name| Beginner::Identity(name.into()),
+    )
 }
 
 /// Why who joins from `ip` has no part in a job that demands multicast.

@@ -3,13 +3,15 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
-use racksum_proto::control::{Absent, FromAggregator, Join, Loss, OnRankLoss, Resume};
+use racksum_proto::control::{Absent, FromAggregator, Join, OnRankLoss, Resume};
 use racksum_proto::ids::listed;
 use racksum_proto::job_name::JobName;
+use racksum_proto::loss::Loss;
+use racksum_proto::status::JobState;
 use racksum_proto::wire::Flags;
 use tokio::time::Instant;
 
-use super::job::{Job, State};
+use super::job::{Job, given_up, too_many_absent};
 use super::member::Member;
 use super::{Joined, LOST, Registry, Seat};
 
@@ -31,7 +33,7 @@ impl Registry {
         let draining = self.draining;
         let Some(job) = self.job(seat) else { return Joined::Ready };
         match job.state {
-            State::Gathering => {
+            JobState::Gathering => {
                 let missing = job.missing();
                 let patience = match (&job.above, job.moved_at) {
                     (Some(_), _) => patience + PARENT_FIRST,
@@ -46,7 +48,7 @@ impl Registry {
                 }
                 self.give_up(seat, &missing, patience);
             }
-            State::Running if !draining => {
+            JobState::Running if !draining => {
                 let late = |since| now.saturating_duration_since(since) >= PATIENCE;
                 if job.departed_at.is_some_and(late) {
                     job.departed_at = None;
@@ -56,7 +58,7 @@ impl Registry {
                     }
                 }
             }
-            State::Probing | State::Running => {}
+            JobState::Probing | JobState::Running => {}
         }
         Joined::Ready
     }
@@ -128,7 +130,7 @@ impl Registry {
             return;
         }
         self.queue.wake();
-        let gathering = |job: &&Job| job.state == State::Gathering;
+        let gathering = |job: &&Job| job.state == JobState::Gathering;
         let names =
             self.jobs.iter().filter(|(_, job)| gathering(job)).map(|(name, _)| name.clone());
         for name in names.collect::<Vec<_>>() {
@@ -174,7 +176,7 @@ impl Registry {
     /// told so.
     pub(crate) fn withdraw(&mut self, seat: &Seat) -> bool {
         // wire: W-67
-        let gathers = |job: &&mut Job| job.state == State::Gathering && job.above.is_none();
+        let gathers = |job: &&mut Job| job.state == JobState::Gathering && job.above.is_none();
         let job = self.job(seat).filter(gathers);
         let member = job.and_then(|job| job.members[usize::from(seat.rank)].as_mut());
         let Some(member) = member else { return false };
@@ -203,7 +205,7 @@ impl Registry {
         }
         let member = job.members[usize::from(seat.rank)].take();
         // One that has only tried to come here was never part of what runs.
-        if member.is_some() && job.state != State::Gathering {
+        if member.is_some() && job.state != JobState::Gathering {
             job.departed.push(seat.rank);
             job.departed_at.get_or_insert(now);
         }
@@ -279,19 +281,6 @@ pub(super) fn check_resume(join: &Join) -> Result<(), String> {
         ));
     }
     Ok(())
-}
-
-/// Why a job cannot go on without so many ranks.
-pub(super) fn too_many_absent() -> String {
-    format!("a job goes on without {} ranks at most", Flags::MAX_ABSENT)
-}
-
-/// Why a rank that others have lost is none of the job's any more.
-pub(super) fn given_up(job: &JobName, rank: u16) -> String {
-    format!(
-        "the other ranks of job {job:?} had lost rank {rank}, and go on without it; to have it \
-         again, start all ranks with a greater `generation`"
-    )
 }
 
 #[cfg(test)]

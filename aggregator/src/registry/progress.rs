@@ -8,8 +8,7 @@ use racksum_proto::ids::{JobId, Rank};
 use tokio::sync::watch;
 use tokio::time::sleep;
 
-use super::Registry;
-use crate::server::{Shared, lock};
+use super::{Registry, Shared, lock};
 use crate::shard::{JobReport, ShardReport};
 
 /// How often the shards are asked.

@@ -3,29 +3,22 @@
 //! A rank comes back once, however many callers say that they are it: one of them at a time waits
 //! until it may.
 
-use racksum_proto::control::{Beginner, FromAggregator, Join, Loss, OnRankLoss, Welcome};
+use racksum_proto::control::{FromAggregator, Join, OnRankLoss, Welcome};
 use racksum_proto::ids::{JobId, OpId, Rank};
+use racksum_proto::loss::Loss;
+use racksum_proto::status::JobState;
 use racksum_proto::wire::Header;
 
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::job::{Job, Left, State};
-use super::lives::{beginner_of, who};
-use super::member::Member;
+use super::job::Job;
+use super::lives::beginner_of;
+use super::member::{Left, Member, Return, who};
 use super::{Caller, Joined, Registry, Seat};
 use crate::config::Fanout;
 use crate::shard::{Command, Rejoin};
 use crate::tenancy::Refusal;
-
-/// The caller that is on its way back as a rank.
-#[derive(Debug)]
-pub(super) struct Return {
-    number: u64,
-    by: Beginner,
-    /// Told when another caller is preferred.
-    replaced: oneshot::Sender<()>,
-}
 
 /// The state that a returning caller holds until its rank has rejoined.
 #[derive(Debug)]
@@ -87,7 +80,7 @@ impl Registry {
     /// A rank leaves, in the middle of an op or before its next, where it may come back.
     pub(crate) fn part(&mut self, seat: &Seat, next_op: Option<OpId>, now: Instant) {
         let Some(job) = self.job(seat) else { return };
-        if job.state == State::Running
+        if job.state == JobState::Running
             && let Some(member) = &job.members[usize::from(seat.rank)]
         {
             job.left.insert(seat.rank, Left { next_op, by: member.beginner() });
@@ -121,7 +114,7 @@ impl Registry {
                     .into(),
             ));
         }
-        let runs = |job: &&Job| job.generation == join.generation && job.state == State::Running;
+        let runs = |job: &&Job| job.generation == join.generation && job.state == JobState::Running;
         let Some(job) = self.jobs.get(&join.job).filter(runs) else {
             return Err(Refusal::Never(format!(
                 "no job {:?} runs here in generation {} that rank {} could come back to",

@@ -5,6 +5,7 @@ use racksum_net::clock::Clock;
 use racksum_proto::auth::DataAuth;
 use racksum_proto::control::{CONTROL_VERSION, OnRankLoss, Resume};
 use racksum_proto::ids::{Generation, OpId};
+use racksum_proto::status::JobState;
 use racksum_test_report::lines_logged;
 use tokio::sync::mpsc::{Receiver, channel};
 use tracing::Level;
@@ -145,7 +146,7 @@ fn a_seat_of_an_earlier_job_means_nothing_in_a_later_one_of_its_name() {
         assert!(!registry.probe(seat));
     }
     let job = &registry.jobs[&"job".into()];
-    assert_eq!((job.state, job.hears()), (State::Probing, vec![false; 3]));
+    assert_eq!((job.state, job.hears()), (JobState::Probing, vec![false; 3]));
     assert!(registry.probe(&lives[1][0].0));
 }
 
@@ -174,7 +175,7 @@ fn a_rank_that_does_not_listen_is_not_probed_for() {
     assert_eq!(join(&mut auto, deaf(2)).unwrap().1, Joined::Probe);
     auto.heard(&first);
     auto.heard(&second);
-    assert_eq!(auto.jobs[&"job".into()].state, State::Running);
+    assert_eq!(auto.jobs[&"job".into()].state, JobState::Running);
     // If none listens, there is nothing to find out.
     let mut none = registry(Fanout::Auto, 0);
     let joined = [0, 1, 2].map(|rank| join(&mut none, deaf(rank)).unwrap().1);

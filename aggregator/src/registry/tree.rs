@@ -9,55 +9,23 @@ use std::net::SocketAddr;
 use racksum_net::auth::{Opener, Sealer};
 use racksum_proto::aggregator::Config;
 use racksum_proto::control::{
-    Absent, CONTROL_VERSION, FromAggregator, FromWorker, Join, Loss, OnRankLoss, Welcome,
+    Absent, CONTROL_VERSION, FromAggregator, FromWorker, Join, OnRankLoss, Welcome,
 };
 use racksum_proto::counted::counted;
 use racksum_proto::ids::{OpId, Rank};
+use racksum_proto::loss::Loss;
 use racksum_proto::peer_text::PeerText;
+use racksum_proto::status::JobState;
 use racksum_proto::worker;
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::job::{Job, State};
+use super::job::Job;
 use super::member::Member;
-use super::{Joined, LOST, Registry, Seat};
-use crate::handshake::NOT_JOINED;
+use super::parent_link::ParentLink;
+use super::{Joined, LOST, NOT_JOINED, Registry, Seat};
 use crate::shard::{Command, NewAbove};
-
-/// A job's way to the parent.
-#[derive(Debug, Default)]
-pub(super) struct Above {
-    /// Somebody calls the parent, or is about to.
-    called: bool,
-    /// What is said to the parent goes here, while it is called.
-    words: Option<UnboundedSender<FromWorker>>,
-    /// The same of the job's lives before, until the parent ends those by itself: a last word would
-    /// say to the other racks that a rank of this one has left.
-    before: Vec<UnboundedSender<FromWorker>>,
-    /// Ends the call when it is dropped, unless the parent has answered: then words end it.
-    _over: Option<oneshot::Sender<()>>,
-    /// The ranks that have joined nowhere, as the parent says.
-    pub(super) missing: Option<Vec<u16>>,
-    /// What there is no room for at the parent, as it says.
-    pub(super) queued: Option<String>,
-    /// The parent's address, and what it granted.
-    pub(super) granted: Option<(SocketAddr, Welcome)>,
-}
-
-impl Above {
-    /// The way of a job whose life before had this one.
-    pub(super) fn after(before: Option<Self>) -> Self {
-        let Self { mut before, words, .. } = before.unwrap_or_default();
-        before.extend(words);
-        // Those of a parent that ends none are not kept without end.
-        before.drain(..before.len().saturating_sub(MOST_BEFORE));
-        Self { before, ..Self::default() }
-    }
-}
-
-/// Lives of a job before the present one whose conversations with the parent go on.
-const MOST_BEFORE: usize = 4;
 
 /// A call of the parent: what is said first, and whatever is said then.
 #[derive(Debug)]
@@ -98,7 +66,7 @@ impl Registry {
         let buffers = self.shards.iter().map(|shard| shard.receive_buffer).min().unwrap_or(0);
         let receive_buffer = u32::try_from(buffers).unwrap_or(u32::MAX);
         let data_auth = Some(self.config.data_auth());
-        let job = self.job(seat).filter(|job| job.state == State::Gathering)?;
+        let job = self.job(seat).filter(|job| job.state == JobState::Gathering)?;
         let (tell, words) = unbounded_channel();
         let mut joins = job.members.iter().flatten().flat_map(Member::joins).cloned();
         let first = joins.next()?;
@@ -107,8 +75,13 @@ impl Registry {
         let before = std::mem::take(&mut job.above.get_or_insert_default().before);
         let (ends, over) = oneshot::channel();
         let (words_to, ends) = (Some(tell), Some(ends));
-        let above =
-            Above { called: true, words: words_to, before, _over: ends, ..Above::default() };
+        let above = ParentLink {
+            called: true,
+            words: words_to,
+            before,
+            _over: ends,
+            ..ParentLink::default()
+        };
         job.above = Some(above);
         let join =
             Join { data_ports, receive_buffer, data_auth, multicast: false, relays: true, ..first };
@@ -138,7 +111,7 @@ impl Registry {
                     ),
                 );
             }
-            FromAggregator::Refused { reason } if job.state != State::Gathering => {
+            FromAggregator::Refused { reason } if job.state != JobState::Gathering => {
                 let reason = parent_gone(&format!("{parent} refused: {reason}"));
                 job.tell(&FromAggregator::ParentLost { reason });
                 self.remove(name);
@@ -157,9 +130,9 @@ impl Registry {
                 above.queued = Some(why.clone());
                 job.tell(&message);
             }
-            FromAggregator::Welcome(_) if job.state != State::Gathering => {}
+            FromAggregator::Welcome(_) if job.state != JobState::Gathering => {}
             FromAggregator::Welcome(granted) => return self.welcomed(seat, parent, granted),
-            FromAggregator::Drain if job.state == State::Gathering => {
+            FromAggregator::Drain if job.state == JobState::Gathering => {
                 self.refuse_all(name, &format!("its parent at {parent} is about to stop"));
             }
             FromAggregator::PeerLost { ranks, why } => {
@@ -228,17 +201,17 @@ impl Registry {
     pub(crate) fn hung_up(&mut self, seat: &Seat, parent: &str, why: &str) -> bool {
         let Some(job) = self.job(seat) else { return false };
         let hung_up_here = job.above.as_ref().is_some_and(|above| above.words.is_none());
-        if job.state == State::Gathering && hung_up_here {
+        if job.state == JobState::Gathering && hung_up_here {
             return true;
         }
-        let reason = if job.state == State::Gathering {
+        let reason = if job.state == JobState::Gathering {
             format!("the aggregator's parent at {parent} cannot be had: {why}")
         } else {
             parent_gone(&format!("{parent}: {why}"))
         };
         let reason = String::from(PeerText::of(reason));
         LOST.note(|left_out| tracing::warn!(job = ?seat.job, left_out, "{reason}"));
-        if job.state == State::Gathering {
+        if job.state == JobState::Gathering {
             self.refuse_all(&seat.job, &reason);
         } else if let Some(job) = self.remove(&seat.job) {
             job.tell(&FromAggregator::ParentLost { reason });
@@ -249,7 +222,9 @@ impl Registry {
     /// Refuses one rank of a job that gathers ranks, wherever below it has joined; the parent is
     /// called anew for the others.
     fn refuse_rank(&mut self, seat: &Seat, parent: SocketAddr, rank: u16, reason: &str) {
-        let Some(job) = self.job(seat).filter(|job| job.state == State::Gathering) else { return };
+        let Some(job) = self.job(seat).filter(|job| job.state == JobState::Gathering) else {
+            return;
+        };
         let with = |member: &Option<Member>| {
             member.as_ref().is_some_and(|member| member.ranks().any(|other| other == rank))
         };
@@ -283,7 +258,7 @@ impl Registry {
             return None;
         }
         // Once the job runs, the aggregator has been told which of its ranks do.
-        if job.state != State::Gathering {
+        if job.state != JobState::Gathering {
             return Some(Joined::Ready);
         }
         let rank = join.rank;
@@ -353,7 +328,9 @@ impl Registry {
     /// A rank is gone that had joined an aggregator which is a member.
     pub(crate) fn parted(&mut self, seat: &Seat, absent: Absent) {
         let Absent { rank, why } = absent;
-        let Some(job) = self.job(seat).filter(|job| job.state != State::Gathering) else { return };
+        let Some(job) = self.job(seat).filter(|job| job.state != JobState::Gathering) else {
+            return;
+        };
         let member = job.members[usize::from(seat.rank)].as_ref();
         if !member.is_some_and(|member| member.ranks().any(|other| other == rank)) {
             return;
@@ -445,7 +422,7 @@ impl Job {
                 drop(words.send(FromWorker::Parted(Absent { rank: *rank, why })));
             }
         }
-        if self.state == State::Gathering {
+        if self.state == JobState::Gathering {
             self.hang_up();
         }
     }

@@ -1,12 +1,23 @@
-use racksum_net::quic::{self, Connection, Credentials, Ended, Line, connect, server as endpoint};
-use racksum_proto::control::{Absent, CONTROL_VERSION, Join, Loss, OnRankLoss};
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+
+use racksum_net::quic::{
+    self, Connection, Credentials, Ended, Line, connect, frames, server as endpoint,
+};
+use racksum_proto::control::{
+    Absent, CONTROL_VERSION, FromAggregator, FromWorker, Join, OnRankLoss,
+};
 use racksum_proto::ids::Generation;
+use racksum_proto::loss::Loss;
 use racksum_proto::time::Span;
+use tokio::time::Instant;
 
 use super::*;
 use crate::config::Config;
+use crate::control_stream::say;
 use crate::door::STRANGERS_OF_ONE;
 use crate::failure::Failure;
+use crate::registry::{Registry, Seat};
 
 /// Runs a test on one thread, with time for everything but hanging.
 fn bounded<T>(test: impl Future<Output = T>) -> T {
@@ -368,11 +379,4 @@ fn what_is_too_long_to_be_said_is_refused_in_its_place() {
         let Some(FromAggregator::Refused { reason }) = heard else { panic!("{heard:?}") };
         assert!(reason.ends_with("bytes, too many"), "{reason}");
     });
-}
-
-#[test]
-fn a_member_with_one_rank_has_no_aggregator_below_to_lose() {
-    let said = [Loss::Died, Loss::Silent, Loss::Broke, Loss::Left, Loss::Relay];
-    let taken = [Loss::Died, Loss::Silent, Loss::Broke, Loss::Left, Loss::Broke];
-    assert_eq!(said.map(loss_of_only), taken);
 }

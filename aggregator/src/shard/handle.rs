@@ -15,12 +15,12 @@ use racksum_proto::time::Time;
 use tokio::sync::oneshot;
 
 use super::floods::Floods;
+use super::outbox::Outbox;
 use super::proof::Proofs;
 use super::{Command, LONGEST_PAUSE, MULTICAST_TTL, Shard, ShardReport, ShardStats};
 use crate::StartError;
 use crate::arena::Arena;
 use crate::failure::Failure;
-use crate::outbox::Outbox;
 
 /// How a shard is told something.
 #[derive(Debug, Clone)]

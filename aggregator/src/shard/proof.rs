@@ -9,8 +9,8 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use racksum_net::udp::UdpSocket;
 use racksum_proto::auth::Key;
-use racksum_proto::error::Reject;
 use racksum_proto::path::Datagram;
+use racksum_proto::reject::Reject;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::ShardStats;

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use racksum_net::udp::{self, Received};
 use racksum_proto::aggregator::{Place, Verdict};
-use racksum_proto::error::{Reject, Rejects};
 use racksum_proto::ids::{JobId, Rank};
 use racksum_proto::path;
+use racksum_proto::reject::{Reject, Rejects};
 use racksum_proto::time::Time;
 use racksum_proto::wire::{self, Header, Kind};
 

@@ -6,15 +6,16 @@ use std::net::SocketAddr;
 use racksum_net::auth::{Opener, Sealer};
 use racksum_net::udp::UdpSocket;
 use racksum_proto::aggregator::{Failed, Place, ResultFragments};
-use racksum_proto::error::{OpError, Reject};
+use racksum_proto::error::OpError;
 use racksum_proto::geometry::{Geometry, Stripe};
 use racksum_proto::ids::WindowId;
+use racksum_proto::reject::Reject;
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::{Disagreement, Header};
 use racksum_proto::worker::{Config, Outcome, Transmit, Verdict, Worker};
 
 use super::Job;
-use crate::outbox::Outbox;
+use super::outbox::Outbox;
 use crate::turn::MESSAGE_COST;
 use crate::ways::To;
 

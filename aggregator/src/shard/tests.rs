@@ -5,10 +5,10 @@ use racksum_net::udp::{Received, UdpConfig};
 use racksum_proto::auth::DataAuth;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
-use racksum_proto::error::Reject;
 use racksum_proto::geometry::Fragmentation;
 use racksum_proto::ids::{Generation, OpId, WindowId};
 use racksum_proto::path::Datagram;
+use racksum_proto::reject::Reject;
 use racksum_proto::wire::{AskEntries, AskEntry, Kind, OpenEncoder, Opening};
 
 use super::*;

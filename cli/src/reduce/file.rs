@@ -1,7 +1,6 @@
 //! Safetensors files as gradients: what they hold, read without loading it.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::fs::{File, Metadata as FileMetadata};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -14,6 +13,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use serde::Deserialize;
 
 use super::keys::check_unique;
+use super::quoted::Quoted;
 use crate::exit::Failure;
 
 /// A file of one rank's gradients.
@@ -241,22 +241,6 @@ impl Tensor {
     }
 }
 
-/// A text of a file inside a sentence: in quotes and without control characters, and cut so that
-/// the rest of the sentence is seen.
-pub(super) struct Quoted<'a>(pub(super) &'a str);
-
-impl fmt::Display for Quoted<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let at = self.0.char_indices().nth(MAX_QUOTED).map_or(self.0.len(), |(at, _)| at);
-        let (start, rest) = self.0.split_at(at);
-        write!(f, "{start:?}")?;
-        if rest.is_empty() { Ok(()) } else { write!(f, " [and {} bytes more]", rest.len()) }
-    }
-}
-
-/// Characters of a text in a sentence.
-const MAX_QUOTED: usize = 128;
-
 /// A stable hash: 64-bit FNV-1a (Fowler, Noll, Vo).
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Digest(u64);
@@ -477,9 +461,6 @@ mod tests {
         }
         let flag = r#"{"a `wait` b":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#;
         assert!(why("flag", flag, 4).starts_with("tensor \"a `wait` b\" of "));
-        assert_eq!(Quoted("w\n").to_string(), "\"w\\n\"");
-        let cut = Quoted(&"ä".repeat(MAX_QUOTED + 1)).to_string();
-        assert_eq!(cut, format!("\"{}\" [and 2 bytes more]", "ä".repeat(MAX_QUOTED)));
     }
 
     #[test]

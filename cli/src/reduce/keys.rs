@@ -6,7 +6,7 @@ use std::fmt;
 use racksum_proto::peer_text::PeerText;
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
-use super::file::Quoted;
+use super::quoted::Quoted;
 
 /// Checks that no object of a header has a key twice. What is no JSON is left to the parser of
 /// headers to complain of.

@@ -4,6 +4,7 @@ mod file;
 mod keys;
 mod out;
 mod parent;
+mod quoted;
 mod rank;
 mod report;
 mod survey;
@@ -16,7 +17,8 @@ use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{Reduction, WireType};
 use racksum_worker::{ConnectOptions, Faults};
 
-use self::file::{GradientFile, Quoted, Tensor};
+use self::file::{GradientFile, Tensor};
+use self::quoted::Quoted;
 use crate::args::{self, Fanout, Format};
 use crate::crew::{end_with_parent, tell_parent};
 use crate::exit::Failure;

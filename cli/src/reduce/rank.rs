@@ -13,36 +13,17 @@ use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::OpError;
 use racksum_proto::ids::Rank;
 use racksum_worker::{Blocks, Client, Error, Handle, Reduced, Stats};
-use serde::{Deserialize, Serialize};
 
 use super::Args;
-use super::file::{Digest, GradientFile, Quoted, Tensor, header_of};
+use super::file::{Digest, GradientFile, Tensor, header_of};
 use super::out::{OutFile, cannot_write};
-use super::report::Table;
+use super::quoted::Quoted;
+use super::report::{Report, Table};
 use super::survey::{Held, Survey};
 use crate::exit::{Failure, with_flags};
 use crate::member::Member;
 use crate::memory;
 use crate::progress::{self, Line, Work};
-
-/// What a rank has to say once all its tensors are reduced.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct Report {
-    /// What the ranks hold of each tensor.
-    pub(super) held: Vec<Held>,
-    /// The ranks that were lost before they had contributed to all of it, tensor by tensor.
-    pub(super) absent: Vec<Vec<u16>>,
-    /// A hash of all results, which must be the same at every rank.
-    pub(super) digest: u64,
-    pub(super) shards: usize,
-    pub(super) multicast: bool,
-    /// Bytes of UDP payload that the tensors took, headers and acknowledgements included.
-    pub(super) tx_bytes: u64,
-    pub(super) rx_bytes: u64,
-    pub(super) retransmits: u64,
-    pub(super) kernel_drops: u64,
-    pub(super) time_us: f64,
-}
 
 /// Refuses a file whose tensors `ranks` of this host have no memory for.
 ///

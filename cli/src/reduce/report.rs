@@ -6,14 +6,32 @@ use std::io::{self, Write};
 use racksum_proto::counted::counted;
 use racksum_proto::ids::listed;
 use racksum_proto::peer_text::PeerText;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::Args;
 use super::file::Tensor;
-use super::rank::Report;
 use super::survey::Held;
 use crate::args::Format;
 use crate::exit::{Failure, unheard};
+
+/// What a rank has to say once all its tensors are reduced.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Report {
+    /// What the ranks hold of each tensor.
+    pub(super) held: Vec<Held>,
+    /// The ranks that were lost before they had contributed to all of it, tensor by tensor.
+    pub(super) absent: Vec<Vec<u16>>,
+    /// A hash of all results, which must be the same at every rank.
+    pub(super) digest: u64,
+    pub(super) shards: usize,
+    pub(super) multicast: bool,
+    /// Bytes of UDP payload that the tensors took, headers and acknowledgements included.
+    pub(super) tx_bytes: u64,
+    pub(super) rx_bytes: u64,
+    pub(super) retransmits: u64,
+    pub(super) kernel_drops: u64,
+    pub(super) time_us: f64,
+}
 
 /// What is to be printed.
 pub(super) struct Table<'a> {

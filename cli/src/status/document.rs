@@ -2,9 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use racksum_aggregator::JobState;
-use racksum_proto::error::Reject;
-use racksum_worker::sidecar::Stage;
+use racksum_proto::reject::Reject;
+use racksum_proto::status::{JobState, SidecarJobState};
 use serde_json::{Value, to_value};
 
 use super::{sidecar, tests, text};
@@ -66,6 +65,9 @@ fn the_document_of_the_status_lists_every_word_of_a_sidecar() {
 #[test]
 fn the_document_of_the_status_lists_every_state_and_every_reason() {
     assert_eq!(names("States of a job", 0), JobState::ALL.map(JobState::name));
-    assert_eq!(names("States of a job of a sidecar", 0), Stage::ALL.map(Stage::name));
+    assert_eq!(
+        names("States of a job of a sidecar", 0),
+        SidecarJobState::ALL.map(SidecarJobState::name)
+    );
     assert_eq!(names("Reasons of rejects", 0), Reject::ALL.map(Reject::name));
 }

@@ -3,10 +3,10 @@
 use std::fmt;
 use std::net::SocketAddr;
 
-use racksum_aggregator::Status;
 use racksum_net::quic::{Caller, Credentials, Ended, ask_status};
 use racksum_net::runtime::single_threaded;
 use racksum_net::{NetError, with_limit};
+use racksum_proto::status::AggregatorStatus;
 use racksum_proto::time::Span;
 use racksum_worker::{ConnectError, addresses};
 
@@ -15,7 +15,7 @@ use crate::environment;
 use crate::exit::{Failure, with_flags};
 
 /// Asks at each address of `HOST:PORT` until one answers.
-pub(super) fn ask(addr: &str, args: &Args) -> Result<Status, Failure> {
+pub(super) fn ask(addr: &str, args: &Args) -> Result<AggregatorStatus, Failure> {
     let addrs = addresses(addr).map_err(|error| match error {
         no_address @ ConnectError::NoAddress { .. } => Failure::usage(format!(
             "{no_address}; nor is there a status socket of that name, and a sidecar is unix:PATH"
@@ -29,7 +29,11 @@ pub(super) fn ask(addr: &str, args: &Args) -> Result<Status, Failure> {
 }
 
 /// Asks at each address until one answers.
-fn ask_each(name: &str, addrs: &[SocketAddr], caller: &Caller) -> Result<Status, Failure> {
+fn ask_each(
+    name: &str,
+    addrs: &[SocketAddr],
+    caller: &Caller,
+) -> Result<AggregatorStatus, Failure> {
     let unknown = |why: &dyn fmt::Display| {
         Failure::unavailable(format!("{name} cannot be asked: {}", with_flags(why)))
     };

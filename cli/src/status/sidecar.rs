@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use racksum_proto::counted::counted;
-use racksum_worker::sidecar::{AskError, JobStatus, Status, ask};
+use racksum_proto::status::{SidecarJobStatus, SidecarStatus};
+use racksum_worker::sidecar::{AskError, ask};
 
 use super::{advice, job_name, list};
 use crate::args::Format;
@@ -36,9 +37,17 @@ pub(super) fn print(path: &Path, format: Format) -> Result<(), Failure> {
 }
 
 /// What people read.
-pub(super) fn text(status: &Status) -> String {
-    let Status { version, up_ms, max_jobs, ranks, max_ranks, memory: [lent, most], jobs, .. } =
-        status;
+pub(super) fn text(status: &SidecarStatus) -> String {
+    let SidecarStatus {
+        version,
+        up_ms,
+        max_jobs,
+        ranks,
+        max_ranks,
+        memory: [lent, most],
+        jobs,
+        ..
+    } = status;
     let aggregators = match &status.aggregators[..] {
         [] => String::new(),
         all => format!(", aggregator {}", all.join(", then ")),
@@ -61,8 +70,8 @@ pub(super) fn text(status: &Status) -> String {
     text
 }
 
-fn job_text(job: &JobStatus) -> String {
-    let JobStatus { generation, uid, world, local_world, state, age_ms, .. } = job;
+fn job_text(job: &SidecarJobStatus) -> String {
+    let SidecarJobStatus { generation, uid, world, local_world, state, age_ms, .. } = job;
     let mut text = format!(
         "job {:?}, generation {generation}, of user {uid}: {state}, {local_world} of {} here, \
          {} s old",
@@ -96,14 +105,14 @@ fn job_text(job: &JobStatus) -> String {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use racksum_worker::sidecar::RankStatus;
+    use racksum_proto::status::SidecarRankStatus;
 
     use super::*;
 
     /// What a sidecar says that has something of everything.
-    pub(in crate::status) fn status() -> Status {
-        let rank = RankStatus { rank: 0, pid: 1, next_op: 0, lent_bytes: 0, behind: true };
-        let job = JobStatus {
+    pub(in crate::status) fn status() -> SidecarStatus {
+        let rank = SidecarRankStatus { rank: 0, pid: 1, next_op: 0, lent_bytes: 0, behind: true };
+        let job = SidecarJobStatus {
             job: "0".into(),
             group: "0".into(),
             generation: 0,
@@ -119,7 +128,7 @@ pub(super) mod tests {
             stalled_ms: Some(1),
             ranks: vec![rank],
         };
-        Status {
+        SidecarStatus {
             version: "0".into(),
             up_ms: 0,
             aggregators: vec!["0".into(), "1".into()],

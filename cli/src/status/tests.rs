@@ -2,7 +2,7 @@ use std::io::Write;
 
 use super::*;
 
-pub(super) fn status(text: &str) -> Status {
+pub(super) fn status(text: &str) -> AggregatorStatus {
     let name = || text.to_owned();
     let rank = RankStatus {
         rank: 0,
@@ -40,7 +40,7 @@ pub(super) fn status(text: &str) -> Status {
         rejects: [(name(), 1)].into(),
         buffers: [0; 2],
     };
-    Status {
+    AggregatorStatus {
         version: name(),
         addr: name(),
         up_ms: 0,
@@ -84,7 +84,7 @@ fn listener(name: &str) -> (PathBuf, std::os::unix::net::UnixListener) {
 }
 
 /// What comes of asking somebody who answers so.
-fn asked(name: &str, answer: Vec<u8>) -> Result<Status, CallError> {
+fn asked(name: &str, answer: Vec<u8>) -> Result<AggregatorStatus, CallError> {
     let (path, listener) = listener(name);
     let answering = std::thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();

@@ -8,7 +8,6 @@
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
@@ -24,6 +23,7 @@ use rustix::net::{
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::call_error::CallError;
 use super::limits::own_user;
 use super::trust;
 use crate::alive::Alive;
@@ -33,38 +33,6 @@ const MAX_MESSAGE: usize = 64 << 10;
 
 /// How long the other side may read nothing before a line fails.
 const SEND_PATIENCE: Duration = Duration::from_secs(10);
-
-/// Why a process of this host was not called.
-#[derive(Debug, thiserror::Error)]
-pub enum CallError {
-    /// There is another file than a socket, so nobody will ever listen there.
-    #[error("it is no socket")]
-    NoSocket,
-    /// A process listens there that is not believed: a sentence that says why.
-    #[error("{0}")]
-    NotBelieved(String),
-    /// The kernel's: nobody listens there, or this user may not call.
-    #[error("{0}")]
-    Io(#[from] io::Error),
-}
-
-impl CallError {
-    /// Why a path could not be called, of which the kernel says the same whether nobody listens
-    /// there or it is no socket.
-    fn of(path: &Path, error: io::Error) -> Self {
-        match path.metadata() {
-            Ok(found) if !found.file_type().is_socket() => Self::NoSocket,
-            _ => Self::Io(error),
-        }
-    }
-
-    /// Whether nobody listens there, now at least.
-    #[must_use]
-    pub fn is_absence(&self) -> bool {
-        use io::ErrorKind::{ConnectionRefused, NotFound};
-        matches!(self, Self::Io(error) if matches!(error.kind(), NotFound | ConnectionRefused))
-    }
-}
 
 /// Calls the process that listens at a path for streams, whoever it is. Waits no longer than
 /// `patience` while the calls before this one fill its queue.

@@ -11,8 +11,8 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
+use super::call_error::CallError;
 use super::is_known_user;
-use super::line::CallError;
 
 /// How many symbolic links a path may lead through, as the kernel has it.
 const MAX_LINKS: usize = 40;

@@ -6,7 +6,7 @@ use racksum_proto::time::Span;
 
 use super::*;
 use crate::interface::{interface_of, interfaces};
-use crate::udp::{RECV_CAPACITY, RecvRing, SendRing, Transmit, wait};
+use crate::udp::{RECV_CAPACITY, RecvRing, SendRing, Transmit, UdpConfig, UdpSocket, wait};
 
 /// Group number `n` of this process, so that test runs side by side do not hear each other.
 fn group_v4(n: u8) -> SocketAddr {
@@ -40,7 +40,10 @@ fn receive(socket: &UdpSocket, want: usize) -> Vec<u8> {
 fn check_two_members(sender_ip: IpAddr, group: SocketAddr) {
     let interface = interface_of(sender_ip).expect("the sender's address is here");
     let group = Multicast { group, interface };
-    let members = [open_member(&group, 1 << 20).unwrap(), open_member(&group, 1 << 20).unwrap()];
+    let members = [
+        UdpSocket::open_member(&group, 1 << 20).unwrap(),
+        UdpSocket::open_member(&group, 1 << 20).unwrap(),
+    ];
     let sender = sender_on(sender_ip, &group.interface);
     let contents: Vec<u8> = (0..20 * 1200).map(|i| u8::try_from(i % 253).unwrap()).collect();
     let transmit = Transmit::new(group.destination(), &contents, 1200);
@@ -78,7 +81,8 @@ fn a_member_gets_nothing_of_another_group() {
     let interface = interface_of(Ipv4Addr::LOCALHOST.into()).unwrap();
     let [mine, other] =
         [2, 3].map(|n| Multicast { group: group_v4(n), interface: interface.clone() });
-    let (member, stranger) = (open_member(&mine, 0).unwrap(), open_member(&other, 0).unwrap());
+    let (member, stranger) =
+        (UdpSocket::open_member(&mine, 0).unwrap(), UdpSocket::open_member(&other, 0).unwrap());
     let sender = sender_on(Ipv4Addr::LOCALHOST.into(), &interface);
     let to_other = Transmit::new(other.destination(), b"other", 5);
     let to_mine = Transmit::new(mine.destination(), b"mine", 4);
@@ -91,7 +95,7 @@ fn a_member_gets_nothing_of_another_group() {
 fn what_is_no_group_is_refused_with_a_reason() {
     let interface = interface_of(Ipv4Addr::LOCALHOST.into()).unwrap();
     let unicast = Multicast { group: "10.1.2.3:7000".parse().unwrap(), interface };
-    let error = open_member(&unicast, 0).unwrap_err().to_string();
+    let error = UdpSocket::open_member(&unicast, 0).unwrap_err().to_string();
     assert!(error.starts_with("10.1.2.3:7000 is no multicast group; "), "{error}");
     let group = Multicast { group: "239.1.2.3:7000".parse().unwrap(), ..unicast };
     let config = UdpConfig { bind: "127.0.0.1:7000".parse().unwrap(), ..UdpConfig::member(group) };
@@ -104,7 +108,7 @@ fn an_interface_that_is_gone_is_an_error_that_names_it() {
     let interface = interface_of(Ipv4Addr::LOCALHOST.into()).unwrap();
     let gone = Interface { name: "gone0".to_owned(), index: 2_000_000, ..interface };
     let group = Multicast { group: group_v4(4), interface: gone.clone() };
-    let error = open_member(&group, 0).unwrap_err().to_string();
+    let error = UdpSocket::open_member(&group, 0).unwrap_err().to_string();
     assert!(error.starts_with("cannot use gone0 for multicast: "), "{error}");
     let sender = UdpSocket::open(&UdpConfig::new("127.0.0.1:0".parse().unwrap())).unwrap();
     let error = sender.set_multicast_sender(&gone, 1).unwrap_err();

@@ -12,8 +12,9 @@ use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::{self as pki_pem, PemObject};
 use time::{Duration, OffsetDateTime};
 
+use super::NAME;
 use super::certificate::{end_of, rfc3339};
-use super::identity::{NAME, check_key, key_of, not_pem, read_secret};
+use super::pem_file::{check_key, key_of, not_pem, read_secret};
 use super::{Certificate, Role};
 use crate::{FileKind, NetError};
 

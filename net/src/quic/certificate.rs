@@ -12,7 +12,8 @@ use time::format_description::well_known::Rfc3339;
 use x509_parser::prelude::{FromDer, X509Certificate};
 use x509_parser::x509::{X509Name, X509Version};
 
-use super::identity::{NAME, not_pem, read_secret};
+use super::NAME;
+use super::pem_file::{not_pem, read_secret};
 use crate::{FileKind, NetError};
 
 /// What the holder of a certificate may be.

@@ -19,9 +19,9 @@ use rustls::version::TLS13;
 use socket2::SockRef;
 use tokio::task::AbortHandle;
 
+use super::NAME;
 use super::connection_id::ConnectionIds;
 use super::frames::LONGEST;
-use super::identity::NAME;
 use super::{Credentials, IDLE_TIMEOUT, KEEP_ALIVE, PROTOCOL, duration};
 use crate::NetError;
 use crate::interface::{MIN_MTU, path_mtu};

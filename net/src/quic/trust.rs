@@ -16,8 +16,8 @@ use rustls::{
     RootCertStore, SignatureScheme,
 };
 
+use super::NAME;
 use super::certificate::is_self_issued;
-use super::identity::NAME;
 use super::{Certificate, Identity, Role};
 use crate::aside::Aside;
 use crate::log_limit::LogLimit;

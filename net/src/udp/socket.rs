@@ -156,6 +156,20 @@ impl UdpSocket {
         self.truncated.load(Ordering::Relaxed)
     }
 
+    /// Opens a socket that receives what is sent to the group, and nothing else.
+    ///
+    /// Bound to the group's own address, so that no unicast finds it; and any number of processes
+    /// on a host may be members, each with a copy of its own.
+    ///
+    /// # Errors
+    ///
+    /// As [`open`](Self::open), and [`NetError::Multicast`] if the interface cannot join.
+    pub fn open_member(group: &Multicast, receive_buffer: usize) -> Result<Self, NetError> {
+        let config = UdpConfig::member(group.clone());
+        // A member only receives: its send buffer stays as the kernel has it.
+        Self::open(&UdpConfig { receive_buffer, send_buffer: 0, ..config })
+    }
+
     /// Sends multicast from this socket through `interface`, to at most `ttl` routers' distance
     /// (1 stays in the local network), and to the members on this host as well.
     ///

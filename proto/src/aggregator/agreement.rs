@@ -4,8 +4,8 @@ use alloc::boxed::Box;
 use alloc::vec;
 
 use crate::descriptor::Descriptor;
-use crate::error::Reject;
 use crate::ids::{OpId, Rank};
+use crate::reject::Reject;
 use crate::wire::Disagreement;
 
 /// What a rank's descriptor means for the op.

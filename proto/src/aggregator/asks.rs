@@ -1,8 +1,8 @@
 //! What ranks ask for: results again, or a word of what there is.
 
 use super::Aggregation;
-use crate::error::Reject;
 use crate::ids::Rank;
+use crate::reject::Reject;
 use crate::time::Time;
 use crate::wire::{AskEntries, Header};
 

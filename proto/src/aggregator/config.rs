@@ -1,8 +1,8 @@
 //! What a job is granted at a shard.
 
-use crate::error::Reject;
 use crate::geometry::{Fragmentation, Geometry};
 use crate::ids::{Generation, JobId, OpId};
+use crate::reject::Reject;
 use crate::wire::Header;
 
 /// What a job was granted at a shard.

@@ -10,9 +10,7 @@ use bitvec::slice::BitSlice;
 use bitvec::vec::BitVec;
 
 use crate::ids::Rank;
-
-/// How far ahead of the lowest window a rank may open: the span of the rings below.
-pub const OPEN_AHEAD: u64 = 2 * crate::wire::Open::MAX_WINDOWS as u64;
+use crate::wire::OPEN_AHEAD;
 
 /// A bit a position, by position modulo [`OPEN_AHEAD`].
 type Ring = BitBox<u64, Lsb0>;

@@ -5,10 +5,10 @@ use super::agreement;
 use super::parent::Failed;
 use super::stream::Placed;
 use crate::descriptor::Descriptor;
-use crate::error::Reject;
 use crate::geometry::{Geometry, Stripe};
 use crate::ids::{OpId, Rank};
 use crate::observer::{Event, Observer};
+use crate::reject::Reject;
 use crate::wire::{Disagreement, Flags, Header};
 
 impl Aggregation {

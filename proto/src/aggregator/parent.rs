@@ -12,9 +12,9 @@
 use super::stream::Stream;
 use super::{Aggregation, Place};
 use crate::descriptor::Descriptor;
-use crate::error::Reject;
 use crate::ids::{OpId, Rank, WindowId};
 use crate::observer::{Event, Observer};
+use crate::reject::Reject;
 use crate::time::{Span, Time};
 use crate::wire::{Disagreement, Header, MissingRanks};
 use crate::worker::Delivery;

@@ -11,18 +11,18 @@ use alloc::vec;
 
 use self::parent::Above;
 use super::Config;
-use super::occupancy::{OPEN_AHEAD, Occupancy};
+use super::occupancy::Occupancy;
 use super::pool::Pool;
 use crate::congestion::Congestion;
 use crate::density::Density;
-use crate::error::Reject;
 use crate::geometry::{Fragmentation, Stripe};
 use crate::ids::{OpId, Rank, WindowId};
 use crate::recovery::{self, Answered};
+use crate::reject::Reject;
 use crate::rtt::Rtt;
 use crate::sequence::{Sequence, StreamOp};
 use crate::time::{Span, Time};
-use crate::wire::{AskEntry, Flags, Header, Open};
+use crate::wire::{AskEntry, Flags, Header, OPEN_AHEAD, Open};
 
 /// What one rank has done in a stream.
 #[derive(Debug, Clone, Copy)]

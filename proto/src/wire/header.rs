@@ -2,8 +2,8 @@
 
 use core::ops::Range;
 
-use crate::error::Reject;
 use crate::ids::{Generation, JobId, OpId, Rank, WindowId};
+use crate::reject::Reject;
 
 /// The protocol version of this build.
 pub const VERSION: u8 = 1;

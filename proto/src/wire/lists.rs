@@ -2,8 +2,8 @@
 
 use super::{COUNT_LEN, read_u16, read_u32, read_u64};
 use crate::descriptor::Descriptor;
-use crate::error::Reject;
 use crate::ids::{OpId, Rank, WindowId};
+use crate::reject::Reject;
 use crate::time::Span;
 
 /// One thing that the sender of an ask lacks.

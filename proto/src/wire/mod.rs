@@ -12,7 +12,7 @@ pub use header::{Flags, Header, Kind, VERSION};
 pub use lists::{AskEntries, AskEntry, Disagreement, MissingRanks};
 pub use open::{Open, OpenDecoder, OpenEncoder, Opening};
 
-use crate::error::Reject;
+use crate::reject::Reject;
 
 /// The messages of a datagram, one after the other. What follows a malformed one is lost with it
 /// (wire: W-54).
@@ -26,6 +26,9 @@ pub fn messages(datagram: &[u8]) -> impl Iterator<Item = Result<(Header, &[u8]),
         }))
     })
 }
+
+/// How far ahead of a stream's lowest window a rank may open.
+pub const OPEN_AHEAD: u64 = 2 * Open::MAX_WINDOWS as u64;
 
 /// Bytes of a list that starts with a `u16` count.
 const COUNT_LEN: usize = 2;

@@ -10,8 +10,8 @@ use zstd::bulk::{Compressor, Decompressor};
 
 use super::{read_u32, read_u64};
 use crate::descriptor::Descriptor;
-use crate::error::Reject;
 use crate::ids::OpId;
+use crate::reject::Reject;
 
 /// How the occupancy of a stretch is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

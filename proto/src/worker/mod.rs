@@ -36,12 +36,13 @@ use sum::{Failure, Waits};
 pub use transmit::{DataFragments, Transmit};
 
 use crate::congestion::Congestion;
-use crate::control::Loss;
 use crate::descriptor::Descriptor;
-use crate::error::{OpError, Rejects, SubmitError};
+use crate::error::{OpError, SubmitError};
 use crate::geometry::{Geometry, Stripe};
 use crate::ids::{JobId, OpId, Rank, WindowId};
+use crate::loss::Loss;
 use crate::observer::{Event, Observer};
+use crate::reject::Rejects;
 use crate::rtt::Rtt;
 use crate::time::{Span, Time};
 use crate::wire::{Flags, OpenEncoder};

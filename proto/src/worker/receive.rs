@@ -5,13 +5,14 @@ use alloc::vec::Vec;
 use super::sent::{Probe, Stalled};
 use super::stream::{Arrival, Stream};
 use super::{Path, Worker};
-use crate::control::Loss;
 use crate::descriptor::Descriptor;
-use crate::error::{OpError, Reject};
+use crate::error::OpError;
 use crate::geometry::{Fragmentation, Geometry};
 use crate::ids::{OpId, Rank, WindowId};
+use crate::loss::Loss;
 use crate::observer::{Event, Observer};
 use crate::recovery::{self, Asked};
+use crate::reject::Reject;
 use crate::time::Time;
 use crate::wire::{AskEntries, Disagreement, Flags, Header, Kind, MissingRanks};
 

@@ -89,7 +89,7 @@ impl Worker {
                     stream.stretch = stream.min_stretch();
                 }
                 // wire: W-35
-                let reach = stream.low + crate::aggregator::OPEN_AHEAD;
+                let reach = stream.low + crate::wire::OPEN_AHEAD;
                 let to = stream.scanned.min(entry.end()).min(reach);
                 // Sums below may stop to come until there is a result of those before.
                 let waits = self.config.relay.is_none() || stream.awaits();

@@ -3,9 +3,9 @@
 use racksum_proto::aggregator::{Aggregation, Recipient, Verdict};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
-use racksum_proto::error::Reject;
 use racksum_proto::geometry::Geometry;
 use racksum_proto::ids::{Generation, JobId, Rank};
+use racksum_proto::reject::Reject;
 use racksum_proto::time::Time;
 use racksum_proto::wire::{AskEntry, Flags, Header, Kind};
 

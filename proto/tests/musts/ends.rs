@@ -1,10 +1,11 @@
 //! How a worker has to end its ops.
 
-use racksum_proto::control::Loss;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
-use racksum_proto::error::{OpError, Reject, SubmitError};
+use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::{OpId, Rank};
+use racksum_proto::loss::Loss;
+use racksum_proto::reject::Reject;
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::{AskEntry, Disagreement, MissingRanks};
 use racksum_proto::worker::Verdict;

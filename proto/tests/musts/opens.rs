@@ -2,8 +2,8 @@
 
 use racksum_proto::aggregator::{self, Aggregation, Recipient, Verdict};
 use racksum_proto::descriptor::Descriptor;
-use racksum_proto::error::Reject;
 use racksum_proto::ids::{OpId, Rank};
+use racksum_proto::reject::Reject;
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::{Disagreement, Header, Kind, Open};
 

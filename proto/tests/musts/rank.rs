@@ -2,8 +2,8 @@
 
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
-use racksum_proto::error::Reject;
 use racksum_proto::ids::{OpId, Rank, WindowId};
+use racksum_proto::reject::Reject;
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::{AskEntries, AskEntry, Disagreement, Header, Kind, MissingRanks};
 use racksum_proto::worker::{Transmit, Verdict, Worker};

@@ -3,8 +3,8 @@
 use racksum_proto::aggregator::{Aggregation, Fold, Recipient, Transmit, Verdict};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
-use racksum_proto::error::Reject;
 use racksum_proto::ids::{Rank, WindowId};
+use racksum_proto::reject::Reject;
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::{AskEntries, AskEntry, Header, Kind, MissingRanks};
 

@@ -1,7 +1,7 @@
 //! What a worker has to do.
 
-use racksum_proto::error::Reject;
 use racksum_proto::ids::{Generation, JobId, OpId, Rank};
+use racksum_proto::reject::Reject;
 use racksum_proto::time::Time;
 use racksum_proto::wire::{AskEntry, Flags, Header, Kind, OpenDecoder};
 use racksum_proto::worker::{Config, Verdict, Worker};

@@ -59,7 +59,7 @@ class Handle(Generic[T]):
 
     def get_future(self) -> Future[T]:
         """A :class:`torch.futures.Future` of the result, which a thread completes."""
-        from racksum.torch.work import future_of  # noqa: PLC0415 - only who calls this has torch.
+        from racksum.futures import future_of  # noqa: PLC0415 - only who calls this has torch.
 
         return future_of(self)
 

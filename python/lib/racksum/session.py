@@ -27,6 +27,7 @@ from racksum.options import (
 )
 from racksum.shared import tensor_in
 from racksum.tensor import check_unmoved, empty_like, memory_of, tag_of
+from racksum.threads import end_all
 
 if TYPE_CHECKING:
     import os
@@ -523,7 +524,7 @@ def _seconds_of_group() -> float | None:
     """How long collectives of torch's default process group may take, if there is one."""
     if "torch.distributed" not in sys.modules:
         return None
-    from racksum.torch.groups import timeout_of  # noqa: PLC0415 - only who has torch has groups.
+    from racksum.group_timeout import timeout_of  # noqa: PLC0415 - only who has torch has groups.
 
     return timeout_of(None)
 
@@ -536,3 +537,5 @@ def close_all() -> None:
     """Leaves all jobs while the interpreter is still there."""
     for session in list(_open_sessions):
         session.close()
+    # They wait for ops, which have ended now.
+    end_all()

@@ -6,8 +6,8 @@ use std::mem::discriminant;
 use racksum_proto::ids::OpId;
 
 use super::{Checker, Invariant, Machine, Sight, Violation};
-use crate::cluster::Run;
 use crate::engine::Picos;
+use crate::run::Run;
 
 /// Compares the results of an op at all ranks, and the results of whole runs.
 #[derive(Debug, Default)]

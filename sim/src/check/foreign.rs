@@ -1,12 +1,12 @@
 //! I6: a datagram of another job, generation or sender changes nothing but a counter.
 
-use racksum_proto::error::Reject;
 use racksum_proto::observer::Event;
+use racksum_proto::reject::Reject;
 
 use super::{Checker, Invariant, Machine, Sight, Violation};
-use crate::cluster::Run;
 use crate::engine::Picos;
 use crate::plan::Plan;
+use crate::run::Run;
 
 /// Watches that strangers' datagrams do nothing but be rejected, that genuine ones are not taken
 /// for strangers', and compares runs with and without strangers.

@@ -19,7 +19,7 @@ use std::fmt;
 use std::rc::Rc;
 
 use racksum_proto::error::OpError;
-use racksum_proto::ids::{OpId, Rank};
+use racksum_proto::ids::OpId;
 use racksum_proto::observer::{Event, Observer};
 use serde::Serialize;
 
@@ -33,6 +33,7 @@ use self::oracle::Oracle;
 pub use self::trace::Trace;
 use crate::engine::Picos;
 use crate::plan::Plan;
+use crate::run::Machine;
 
 /// What must hold in every run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
@@ -59,25 +60,6 @@ pub struct Violation {
     pub invariant: Invariant,
     /// What was seen.
     pub sentence: String,
-}
-
-/// One of the machines of a run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Machine {
-    /// A rank.
-    Worker {
-        /// The job's place in the plan.
-        job: usize,
-        /// The rank.
-        rank: Rank,
-    },
-    /// A shard's part in a job.
-    Shard {
-        /// The job's place in the plan.
-        job: usize,
-        /// The shard.
-        shard: u8,
-    },
 }
 
 /// What a checker gets to see of a machine.
@@ -203,25 +185,6 @@ impl Observer for Watch<'_> {
     fn on_event(&mut self, event: &Event<'_>) {
         let sight = if self.foreign { Sight::Foreign(event) } else { Sight::Event(event) };
         self.checkers.see(self.at, self.machine, &sight);
-    }
-}
-
-impl Machine {
-    /// The machine's job.
-    #[must_use]
-    pub const fn job(self) -> usize {
-        match self {
-            Self::Worker { job, .. } | Self::Shard { job, .. } => job,
-        }
-    }
-}
-
-impl fmt::Display for Machine {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Worker { job, rank } => write!(f, "rank {} of job {job}", rank.0),
-            Self::Shard { job, shard } => write!(f, "shard {shard} of job {job}"),
-        }
     }
 }
 

@@ -2,16 +2,19 @@
 
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
-use racksum_proto::error::Reject;
 use racksum_proto::geometry::Fragmentation;
 use racksum_proto::ids::WindowId;
+use racksum_proto::reject::Reject;
 use racksum_proto::time::Span;
 use racksum_proto::wire::{Flags, Header, Kind};
 
+use racksum_proto::ids::Rank;
+
 use super::*;
-use crate::cluster::{Cluster, Run};
+use crate::cluster::Cluster;
 use crate::inputs::Inputs;
 use crate::plan::{JobPlan, Missing, Network};
+use crate::run::Run;
 
 const RANK: Machine = Machine::Worker { job: 0, rank: Rank(0) };
 const OTHER: Machine = Machine::Worker { job: 0, rank: Rank(1) };

@@ -9,12 +9,14 @@ use racksum_proto::time::Time;
 use racksum_proto::wire::Header;
 
 use super::Ended;
-use crate::check::{Checkers, Machine, Sight, Watch};
+use crate::check::{Checkers, Sight, Watch};
 use crate::engine::Picos;
+use crate::host::Host;
 use crate::link::Link;
 use crate::node::{Datagram, ShardNode, WorkerNode};
-use crate::plan::{Host, JobPlan, Life, Plan, PortPlan};
+use crate::plan::{JobPlan, Life, Plan, PortPlan};
 use crate::random::mix;
+use crate::run::Machine;
 
 /// A host at work.
 #[derive(Debug)]

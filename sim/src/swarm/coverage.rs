@@ -6,10 +6,11 @@ use std::collections::BTreeMap;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::wire::Header;
 
-use crate::cluster::Totals;
 use crate::fault::{Effect, Leg, Rule};
+use crate::host::Host;
 use crate::inputs::Values;
-use crate::plan::{Absence, Host, JobPlan, OpPlan, Plan};
+use crate::plan::{Absence, JobPlan, OpPlan, Plan};
+use crate::run::Totals;
 
 /// How many seeds had each feature, by its name.
 pub type Coverage = BTreeMap<String, u64>;

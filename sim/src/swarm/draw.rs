@@ -9,9 +9,10 @@ use racksum_proto::wire::Header;
 
 use crate::engine::Picos;
 use crate::fault::{Effect, Leg, Match, Rule};
+use crate::host::Host;
 use crate::inputs::{Inputs, Values};
 use crate::link::LinkConfig;
-use crate::plan::{Absence, Host, JobPlan, Missing, Move, Network, OpPlan, Pause, Plan, PortPlan};
+use crate::plan::{Absence, JobPlan, Missing, Move, Network, OpPlan, Pause, Plan, PortPlan};
 use crate::random::Random;
 
 /// The plan of `seed`.

@@ -16,9 +16,10 @@ use serde::Serialize;
 pub use self::coverage::Coverage;
 pub use self::draw::plan;
 use crate::check::{Foreign, Invariant, SameBits, Violation};
-use crate::cluster::{Cluster, Run, Totals};
+use crate::cluster::Cluster;
 use crate::plan::Plan;
 use crate::random::Random;
+use crate::run::{Run, Totals};
 
 /// What a seed came to.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]

@@ -26,7 +26,7 @@ struct Rig {
 
 fn rig() -> Rig {
     let Bench { engine, socket, mut shards, .. } = Bench::new(1, 2, Ipv4Addr::LOCALHOST);
-    let shared = Arc::new(Shared::new(engine).unwrap());
+    let shared = Arc::new(Driver::new(engine).unwrap());
     let driver = Arc::clone(&shared);
     let client = Client {
         shared,
@@ -35,7 +35,7 @@ fn rig() -> Rig {
         multicast: false,
         op_timeout: Span::from_secs(60),
         turn: Mutex::default(),
-        voices: Voices::default(),
+        senders: ControlSenders::default(),
         stop: Mailbox::new().sender(),
         threads: vec![spawn("drive", move || driver.drive_in_background()).unwrap()],
     };
@@ -128,7 +128,7 @@ fn closing_a_client_ends_what_is_in_flight() {
 
 /// A thread that sleeps until an op ends while this one drives, and what this one needs for that.
 struct Sleeper {
-    shared: Arc<Shared>,
+    shared: Arc<Driver>,
     rank: SocketAddr,
     shard: UdpSocket,
     op: OpId,
@@ -138,7 +138,7 @@ struct Sleeper {
 impl Sleeper {
     fn start() -> Self {
         let Bench { engine, socket, mut shards, .. } = Bench::new(1, 1, Ipv4Addr::LOCALHOST);
-        let shared = Arc::new(Shared::new(engine).unwrap());
+        let shared = Arc::new(Driver::new(engine).unwrap());
         let rank = socket.local_addr();
         let mut state = shared.lock();
         let data = Data::Owned(tensor());

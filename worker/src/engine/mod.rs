@@ -4,6 +4,7 @@ mod moving;
 mod receive;
 mod seal;
 mod send;
+mod staged;
 
 #[cfg(test)]
 pub(crate) mod tests;
@@ -15,9 +16,9 @@ use std::net::SocketAddr;
 use racksum_net::auth::{Opener, Sealer};
 use racksum_net::clock::Clock;
 use racksum_net::udp::UdpSocket;
-use racksum_proto::control::Loss;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::{OpId, Rank};
+use racksum_proto::loss::Loss;
 use racksum_proto::time::{Span, Time};
 use racksum_proto::worker::{Config, Outcome, Scan, Worker};
 use serde::{Deserialize, Serialize};

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use bytes::BytesMut;
 use racksum_net::udp::{RECV_BATCH, RECV_CAPACITY, Received, RecvRing, UdpSocket};
-use racksum_proto::error::Reject;
+use racksum_proto::reject::Reject;
 use racksum_proto::time::Time;
 use racksum_proto::wire::{self, Header, Kind};
 use racksum_proto::worker::{Delivery, Verdict};

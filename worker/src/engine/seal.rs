@@ -9,7 +9,7 @@ use racksum_proto::auth::DataAuth;
 use racksum_proto::ids::OpId;
 use racksum_proto::wire::Header;
 
-use super::send::{NOWHERE, Staged};
+use super::staged::{NOWHERE, Staged};
 use super::{Link, Links};
 use crate::payload::Payload;
 

@@ -1,8 +1,6 @@
 //! Datagrams out: windows are sent from the tensor, or gathered from it into a small staging buffer
 //! and sent as trains of datagrams; several trains a system call.
 
-use std::collections::BTreeMap;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::ops::Range;
 
 use racksum_net::udp::{self, RECV_CAPACITY, SEND_BATCH, SendRing, Train, Transmit as Message};
@@ -12,9 +10,9 @@ use racksum_proto::wire::Header;
 use racksum_proto::worker::{DataFragments, Transmit};
 
 use super::seal::SEALED;
+use super::staged::{NOWHERE, Staged, Stream};
 use super::{Engine, Links};
 use crate::fault::{Dice, Fate};
-use crate::payload::Payload;
 
 /// Messages that wait to be sent, and their bytes.
 pub(super) struct Staging {
@@ -28,52 +26,6 @@ pub(super) struct Staging {
     lanes: u8,
     /// A datagram held back by a fault.
     held: Option<(Stream, Vec<u8>)>,
-}
-
-/// What goes out as one: where its bytes are, and of which stream.
-#[derive(Debug, Clone)]
-pub(super) struct Staged {
-    start: usize,
-    train: Train,
-    pub(super) stream: Stream,
-    /// What follows in the datagram, and lies in a tensor.
-    pub(super) in_tensor: Option<(OpId, Range<usize>)>,
-}
-
-/// The stream of a message: its shard says where it goes, its lane how it is marked.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Stream {
-    lane: u8,
-    pub(super) shard: u8,
-}
-
-impl Staged {
-    /// What it has in the staging buffer.
-    pub(super) fn contents<'a>(&self, bytes: &'a [u8]) -> &'a [u8] {
-        &bytes[self.start..self.start + self.train.len()]
-    }
-
-    /// What it has in a tensor.
-    pub(super) fn tail<'a>(&self, payloads: &'a BTreeMap<OpId, Payload>) -> &'a [u8] {
-        let payload = |op| payloads.get(op).map(|payload| &payload.data);
-        let tail =
-            self.in_tensor.as_ref().and_then(|(op, range)| Some((payload(op)?, range.clone())));
-        tail.map_or(&[], |(data, range)| data.bytes(range))
-    }
-
-    /// What goes out of it, if it is not authenticated.
-    pub(super) fn message<'a>(
-        &self,
-        to: SocketAddr,
-        bytes: &'a [u8],
-        payloads: &'a BTreeMap<OpId, Payload>,
-    ) -> Message<'a> {
-        let contents = self.contents(bytes);
-        match self.in_tensor {
-            None => Message::new(to, contents, self.train.stride()),
-            Some(_) => Message::in_parts(to, [contents, self.tail(payloads), &[]]),
-        }
-    }
 }
 
 impl Staging {
@@ -244,8 +196,6 @@ fn send_by_chance(
     post(stream, &contents[rest..], stride);
 }
 
-/// Where nothing is sent.
-pub(super) const NOWHERE: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
 /// Bytes staged at a time: a few windows, so that they stay in the processor's cache.
 const STAGING: usize = 4 * RECV_CAPACITY;
 /// How often a full send buffer is waited for before a batch is given up.

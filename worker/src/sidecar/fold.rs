@@ -13,6 +13,7 @@ pub(super) use self::lists::give;
 pub(super) use self::place::{List, Memory, Place};
 use self::tensors::Tensors;
 use super::budget::Budget;
+use super::fold_error::FoldError;
 use super::sums::Sums;
 
 /// Bytes of a tensor that are folded at a time: those of all ranks of a host stay in a cache until
@@ -57,15 +58,6 @@ enum Work {
     Tensors(Tensors),
     /// Where some ranks have handed lists: a tensor is then a list of its blocks that are not zero.
     Lists(Lists),
-}
-
-/// What has spoilt a fold.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Spoilt {
-    /// This rank has handed a list that cannot be.
-    By(u16),
-    /// There is no memory for the sums, and why.
-    NoMemory(String),
 }
 
 impl Handed {
@@ -156,7 +148,7 @@ impl Fold {
     }
 
     /// What came of a fold that has ended: of lists, the sums of their union.
-    pub(super) fn sums(&self) -> Result<Option<&Sums>, Spoilt> {
+    pub(super) fn sums(&self) -> Result<Option<&Sums>, FoldError> {
         match &self.work {
             Work::Tensors(_) => Ok(None),
             Work::Lists(lists) => lists.sums().map(Some),

@@ -2,31 +2,33 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::AsFd;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
 use racksum_net::local::{Line, Peer};
 use racksum_proto::auth::Key;
-use racksum_proto::control::{Loss, MAX_OPS};
+use racksum_proto::control::MAX_OPS;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::ids::Generation;
 use racksum_proto::job_name::JobName;
+use racksum_proto::loss::Loss;
+use racksum_proto::status::{SidecarJobState, SidecarJobStatus, SidecarRankStatus};
 use racksum_proto::time::{Span, Time};
 
 use super::calls::{Folding, Gathering};
-use super::fold::{Fold, Handed, Memory, Share, Spoilt};
-use super::member::Member;
+use super::fold::{Fold, Handed, Memory, Share};
+use super::fold_error::FoldError;
+use super::member::{LOST, Member};
 use super::message::{FromSidecar, Join, Outcome};
-use super::server::LOST;
-use super::status::{JobStatus, RankStatus, Stage};
 use super::sums::Sums;
-use super::upstream::{Folded, Upstream};
+use super::upstream::{Folded, OpSink, Upstream};
 use super::verdict::{disagreement, in_words, not_joined, said};
-use crate::client::{Connecting, GiveUp, span};
+use crate::client::{Connecting, GiveUp};
 use crate::engine::Stats;
 use crate::error::Error;
 use crate::options::ConnectOptions;
+use crate::span::span;
 
 mod leaving;
 
@@ -177,9 +179,9 @@ impl Job {
         };
         state.give_up = Some(connecting.giver_up());
         drop(state);
-        let started = connecting
-            .run(&options)
-            .and_then(|client| Ok(Upstream::start(client, ranks, Arc::downgrade(self))?));
+        let started = connecting.run(&options).and_then(|client| {
+            Ok(Upstream::start(client, ranks, Arc::downgrade(self) as Weak<dyn OpSink>)?)
+        });
         let mut state = self.lock();
         match started {
             // Its ranks know.
@@ -302,46 +304,6 @@ impl Job {
         }
     }
 
-    /// Ends the job for want of an op's sums.
-    pub(super) fn spoilt(&self, op: u32, spoilt: Spoilt) {
-        let mut state = self.lock();
-        match spoilt {
-            Spoilt::By(rank) => state.break_with(rank, "has handed a list that cannot be"),
-            Spoilt::NoMemory(why) => {
-                LOST.note(|left_out| tracing::error!(left_out, "{why}"));
-                state.end(FromSidecar::CutOff { why });
-            }
-        }
-        state.let_go(op);
-        state.tell_end();
-    }
-
-    /// Tells the ranks what came of an op: of lists, the sums.
-    pub(super) fn ended(&self, op: u32, shares: &[Share], result: Result<Option<&Sums>, Error>) {
-        let mut state = self.lock();
-        let since = state.let_go(op);
-        match result {
-            Ok(sums) => {
-                sums.iter().for_each(|sums| sums.free());
-                shares.iter().for_each(|share| state.tell_sums(op, share, sums));
-            }
-            Err(error) => {
-                let (mut outcome, end) = said(error);
-                if let (Some(Outcome::Timeout { after, .. }), Some(since)) = (&mut outcome, since) {
-                    // The aggregator was there for a part of it.
-                    *after = Clock::start().now().since(since).as_millis();
-                }
-                if let Some(outcome) = outcome {
-                    state.tell_all(&FromSidecar::Ended { op, outcome });
-                }
-                if let Some(end) = end {
-                    state.end(end);
-                }
-            }
-        }
-        state.tell_end();
-    }
-
     /// Whether its ranks are gone.
     pub(super) fn is_deserted(&self) -> bool {
         self.lock().members.is_empty()
@@ -390,18 +352,18 @@ impl Job {
     }
 
     /// What there is to tell of it.
-    pub(super) fn status(&self) -> JobStatus {
+    pub(super) fn status(&self) -> SidecarJobStatus {
         let state = self.lock();
         let now = Clock::start().now();
         let oldest = state.gathering.values().next();
-        let rank = |(rank, member): (&u16, &Member)| RankStatus {
+        let rank = |(rank, member): (&u16, &Member)| SidecarRankStatus {
             rank: *rank,
             pid: member.pid,
             next_op: member.next_op,
             lent_bytes: member.lent as u64,
             behind: oldest.is_some_and(|oldest| !oldest.called.contains_key(rank)),
         };
-        JobStatus {
+        SidecarJobStatus {
             job: state.job.name.clone(),
             group: state.job.group.clone(),
             generation: self.generation.0,
@@ -438,6 +400,48 @@ impl Job {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl OpSink for Job {
+    /// Ends the job for want of an op's sums.
+    fn spoilt(&self, op: u32, spoilt: FoldError) {
+        let mut state = self.lock();
+        match spoilt {
+            FoldError::By(rank) => state.break_with(rank, "has handed a list that cannot be"),
+            FoldError::NoMemory(why) => {
+                LOST.note(|left_out| tracing::error!(left_out, "{why}"));
+                state.end(FromSidecar::CutOff { why });
+            }
+        }
+        state.let_go(op);
+        state.tell_end();
+    }
+
+    /// Tells the ranks what came of an op: of lists, the sums.
+    fn ended(&self, op: u32, shares: &[Share], result: Result<Option<&Sums>, Error>) {
+        let mut state = self.lock();
+        let since = state.let_go(op);
+        match result {
+            Ok(sums) => {
+                sums.iter().for_each(|sums| sums.free());
+                shares.iter().for_each(|share| state.tell_sums(op, share, sums));
+            }
+            Err(error) => {
+                let (mut outcome, end) = said(error);
+                if let (Some(Outcome::Timeout { after, .. }), Some(since)) = (&mut outcome, since) {
+                    // The aggregator was there for a part of it.
+                    *after = Clock::start().now().since(since).as_millis();
+                }
+                if let Some(outcome) = outcome {
+                    state.tell_all(&FromSidecar::Ended { op, outcome });
+                }
+                if let Some(end) = end {
+                    state.end(end);
+                }
+            }
+        }
+        state.tell_end();
     }
 }
 
@@ -507,12 +511,12 @@ impl State {
     }
 
     /// How far the job is.
-    const fn stage(&self) -> Stage {
+    const fn stage(&self) -> SidecarJobState {
         match (&self.over, self.began, self.is_called) {
-            (Some(_), ..) => Stage::Over,
-            (None, true, _) => Stage::Running,
-            (None, false, true) => Stage::Calling,
-            (None, false, false) => Stage::Gathering,
+            (Some(_), ..) => SidecarJobState::Over,
+            (None, true, _) => SidecarJobState::Running,
+            (None, false, true) => SidecarJobState::Calling,
+            (None, false, false) => SidecarJobState::Gathering,
         }
     }
 

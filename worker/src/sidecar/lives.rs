@@ -5,7 +5,7 @@ use racksum_proto::lives::{self, Known};
 
 use super::job::Job;
 use super::message::{FromSidecar, Join};
-use crate::supervisor::superseded;
+use crate::error::superseded;
 
 impl Job {
     /// Whether a rank of the job's user shows that it is of the same job: of this life, or of one

@@ -6,10 +6,14 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use racksum_net::local::{Line, LineError};
+use racksum_net::log_limit::LogLimit;
 
 use super::fold::Handed;
 use super::message::FromSidecar;
-use super::server::LOST;
+
+/// Jobs that ended otherwise than by their ranks, ranks that made them, and memory that was not
+/// taken: a user may cause any number.
+pub(super) static LOST: LogLimit = LogLimit::new(64);
 
 /// A rank that has joined.
 #[derive(Debug)]

@@ -3,10 +3,10 @@
 use std::net::SocketAddr;
 
 use racksum_proto::auth::Key;
-use racksum_proto::control::Loss;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::ids::Generation;
 use racksum_proto::job_name::JobName;
+use racksum_proto::loss::Loss;
 use racksum_proto::peer_text::PeerText;
 use serde::{Deserialize, Serialize};
 
@@ -95,8 +95,8 @@ pub(super) enum FromSidecar {
     },
     /// What has left the host for the job, and come back.
     Stats(Stats),
-    /// What the sidecar does: some of the JSON of a [`Status`](super::status::Status). It comes
-    /// without a descriptor, of which a user may have only so many on their way.
+    /// What the sidecar does: a part of the JSON of a `racksum_proto::status::SidecarStatus`. It
+    /// comes without a descriptor, of which a user may have only so many on their way.
     Status { part: Json, more: bool },
     /// An op has ended.
     Ended { op: u32, outcome: Outcome },

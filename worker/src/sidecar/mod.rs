@@ -15,22 +15,26 @@ mod chunks;
 mod client;
 mod door;
 mod fold;
-mod hearing;
+mod fold_error;
 mod job;
 mod lent;
 mod lives;
 mod member;
 mod message;
+mod preflight;
 mod queue;
+mod rank_session;
 mod server;
 mod status;
 mod sums;
 #[cfg(test)]
 mod tests;
+mod thread;
 mod upstream;
 mod verdict;
 
 pub use client::{Asked, Client, Handle, Traffic};
 pub use lent::Lent;
+pub use preflight::check_sidecar;
 pub use server::{Limits, Sidecar};
-pub use status::{AskError, JobStatus, RankStatus, Stage, Status, ask};
+pub use status::{AskError, ask};

@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -13,18 +12,21 @@ use std::time::Duration;
 use racksum_net::clock::Clock;
 use racksum_net::local::{Line, Listener, Peer, is_known_user};
 use racksum_net::log_limit::LogLimit;
-use racksum_proto::control::Loss;
 use racksum_proto::job_name::JobName;
+use racksum_proto::loss::Loss;
 use racksum_proto::peer_text::PeerText;
+use racksum_proto::status::SidecarStatus;
 use racksum_proto::time::{Span, Time};
 
 use super::budget::Budget;
 use super::door::Door;
-use super::hearing::Hearing;
 use super::job::Job;
+use super::member::LOST;
 use super::message::{FromRank, FromSidecar, Join, VERSION};
 use super::queue::Queue;
-use super::status::Status;
+use super::rank_session::RankSession;
+use super::status::tell;
+use super::thread::spawn;
 use super::verdict::parting;
 use crate::options::ConnectOptions;
 
@@ -162,9 +164,6 @@ impl Drop for Sidecar {
     }
 }
 
-/// Jobs that ended otherwise than by their ranks, ranks that made them, and memory that was not
-/// taken: a user may cause any number.
-pub(super) static LOST: LogLimit = LogLimit::new(64);
 /// Callers that keep to nothing, and ranks that were refused: all of a job may be at once.
 static CALLERS: LogLimit = LogLimit::new(16);
 static REFUSED: LogLimit = LogLimit::new(64);
@@ -288,13 +287,15 @@ impl Shared {
         };
         self.door.leave(line);
         tracing::info!(job = ?join.job, rank = join.rank, pid = peer.pid, "rank joined");
-        let why = Hearing::new(self, line, &job, join.rank).hear().unwrap_or_else(|error| {
-            LOST.note(|left_out| {
-                let (job, rank) = (&join.job, join.rank);
-                tracing::warn!(?job, rank, %error, left_out, "rank broke the connection");
+        let why = RankSession::new(&self.queue, &self.budget, line, &job, join.rank)
+            .serve()
+            .unwrap_or_else(|error| {
+                LOST.note(|left_out| {
+                    let (job, rank) = (&join.job, join.rank);
+                    tracing::warn!(?job, rank, %error, left_out, "rank broke the connection");
+                });
+                Loss::Broke
             });
-            Loss::Broke
-        });
         tracing::info!(job = ?join.job, rank = join.rank, "{}", parting(why));
         match why {
             // It takes its memory back once it is let go, and goes on with it.
@@ -389,7 +390,7 @@ impl Shared {
         let seen = jobs.values().filter(|job| sees_all || job.uid == peer.uid);
         let upstream = self.upstream.iter();
         let sets = upstream.flat_map(|it| std::iter::once(&it.aggregators).chain(&it.standbys));
-        let status = Status {
+        let status = SidecarStatus {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             up_ms: Clock::start().now().since(self.started).as_millis(),
             aggregators: sets.map(|set| set.join("+")).collect(),
@@ -403,7 +404,7 @@ impl Shared {
         };
         drop(jobs);
         // A caller that is gone, or does not read, needs no word.
-        drop(status.tell(line));
+        drop(tell(&status, line));
     }
 
     fn jobs(&self) -> MutexGuard<'_, BTreeMap<JobName, Arc<Job>>> {
@@ -440,21 +441,6 @@ fn own_uid() -> u32 {
 fn say(line: &Line, message: &FromSidecar) {
     // Whoever has hung up needs no word.
     drop(line.send_now(message, None));
-}
-
-/// Starts a thread whose panic ends the process: half of a sidecar would leave ops waiting for the
-/// other half, or memory with folds that still write to it.
-pub(super) fn spawn(
-    name: &str,
-    work: impl FnOnce() + Send + 'static,
-) -> io::Result<JoinHandle<()>> {
-    let work = || {
-        if catch_unwind(AssertUnwindSafe(work)).is_err() {
-            // It was printed where it happened.
-            std::process::exit(1);
-        }
-    };
-    std::thread::Builder::new().name(name.into()).spawn(work)
 }
 
 /// Why no more jobs are taken.

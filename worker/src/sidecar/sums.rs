@@ -9,7 +9,7 @@ use racksum_net::local::Sealed;
 use racksum_proto::descriptor::Descriptor;
 
 use super::budget::{Budget, Room};
-use super::fold::Spoilt;
+use super::fold_error::FoldError;
 use crate::blocks::{Blocks, values_len};
 
 /// The blocks of a union: their indices, and behind these their values.
@@ -27,7 +27,7 @@ impl Sums {
         descriptor: &Descriptor,
         indices: &[u32],
         budget: &Arc<Budget>,
-    ) -> Result<Self, Spoilt> {
+    ) -> Result<Self, FoldError> {
         let blocks = u32::try_from(indices.len()).unwrap_or(u32::MAX);
         let bytes: Vec<u8> = indices.iter().flat_map(|index| index.to_ne_bytes()).collect();
         let room = budget.take(bytes.len() + values_len(descriptor, indices)).map_err(no_memory)?;
@@ -44,7 +44,7 @@ impl Sums {
         descriptor: &Descriptor,
         blocks: &Blocks,
         budget: &Arc<Budget>,
-    ) -> Result<Self, Spoilt> {
+    ) -> Result<Self, FoldError> {
         let sums = Self::begin(descriptor, &blocks.indices, budget)?;
         sums.write(0, &blocks.values)?;
         sums.seal()?;
@@ -57,12 +57,12 @@ impl Sums {
     }
 
     /// Writes some values.
-    pub(super) fn write(&self, at: u64, values: &[u8]) -> Result<(), Spoilt> {
+    pub(super) fn write(&self, at: u64, values: &[u8]) -> Result<(), FoldError> {
         self.sealed.write_at(values, self.indices_len() + at).map_err(no_memory)
     }
 
     /// Lets nobody write any more.
-    pub(super) fn seal(&self) -> Result<(), Spoilt> {
+    pub(super) fn seal(&self) -> Result<(), FoldError> {
         self.sealed.seal().map_err(no_memory)
     }
 
@@ -101,8 +101,8 @@ impl AsFd for Sums {
     }
 }
 
-fn no_memory(error: impl Display) -> Spoilt {
-    Spoilt::NoMemory(format!("there is no memory for its sums: {error}"))
+fn no_memory(error: impl Display) -> FoldError {
+    FoldError::NoMemory(format!("there is no memory for its sums: {error}"))
 }
 
 #[cfg(test)]

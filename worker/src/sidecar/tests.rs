@@ -17,9 +17,10 @@ use racksum_net::local::Listener;
 use racksum_proto::arith;
 use racksum_proto::auth::Key;
 use racksum_proto::call::{Call, Collective};
-use racksum_proto::control::{Loss, MAX_OPS};
+use racksum_proto::control::MAX_OPS;
 use racksum_proto::dtype::{DType, Reduction};
 use racksum_proto::ids::Generation;
+use racksum_proto::loss::Loss;
 use racksum_proto::time::Span;
 
 use racksum_proto::descriptor::Descriptor;
@@ -27,7 +28,7 @@ use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::Rank;
 
 use super::message::FromRank;
-use super::server::spawn;
+use super::thread::spawn;
 use super::{Client, Limits, Sidecar, Traffic, ask};
 use crate::error::{ConnectError, Error};
 use crate::operand::Operand;

@@ -8,14 +8,14 @@ use std::time::Duration;
 
 use racksum_net::clock::Clock;
 use racksum_proto::call::Call;
-use racksum_proto::control::Loss;
 use racksum_proto::error::{OpError, SubmitError};
+use racksum_proto::loss::Loss;
 use racksum_proto::time::Time;
 
-use super::fold::{Fold, Handed, Place, Spoilt, budget_of, give};
-use super::job::Job;
-use super::server::spawn;
+use super::fold::{Fold, Handed, Place, Share, budget_of, give};
+use super::fold_error::FoldError;
 use super::sums::Sums;
+use super::thread::spawn;
 use crate::blocks::Blocks;
 use crate::client::{Client, Handle};
 use crate::engine::Stats;
@@ -33,6 +33,15 @@ pub(super) struct Upstream {
     /// The ranks of this host, for which the client has joined.
     ranks: Vec<u16>,
     folded: Sender<Passed>,
+}
+
+/// Takes what becomes of the ops that an [`Upstream`] passes on.
+pub(super) trait OpSink: Send + Sync {
+    /// Takes the job's result of an op, or why there is none.
+    fn ended(&self, op: u32, shares: &[Share], result: Result<Option<&Sums>, Error>);
+
+    /// Takes why an op's result could not be handed to the ranks.
+    fn spoilt(&self, op: u32, error: FoldError);
 }
 
 /// What a job passes on.
@@ -68,7 +77,11 @@ impl Upstream {
     ///
     /// # Errors
     /// The kernel's, when there are no threads.
-    pub(super) fn start(client: Client, ranks: Vec<u16>, job: Weak<Job>) -> io::Result<Self> {
+    pub(super) fn start(
+        client: Client,
+        ranks: Vec<u16>,
+        job: Weak<dyn OpSink>,
+    ) -> io::Result<Self> {
         let client = Arc::new(client);
         let ((folded, up), (flights, down)) = (channel(), channel());
         let (rising, above) = (Weak::clone(&job), Arc::clone(&client));
@@ -123,7 +136,7 @@ fn pass_up(
     client: &Client,
     passed: &Receiver<Passed>,
     flights: &Sender<(Folded, Flight)>,
-    job: &Weak<Job>,
+    job: &Weak<dyn OpSink>,
 ) {
     let (mut next, mut early, mut is_spoilt) = (0, BTreeMap::new(), false);
     for passed in passed {
@@ -207,7 +220,7 @@ fn sums_of(fold: &Fold) -> Result<Option<Blocks>, Error> {
 }
 
 /// Waits for ops, and gives all ranks of the host the job's sums.
-fn pass_down(client: &Client, flights: &Receiver<(Folded, Flight)>, job: &Weak<Job>) {
+fn pass_down(client: &Client, flights: &Receiver<(Folded, Flight)>, job: &Weak<dyn OpSink>) {
     for (folded, flight) in flights {
         let summed = match flight {
             Flight::Tensor(handle) => client.wait(handle).map(|_| {
@@ -231,7 +244,7 @@ fn pass_down(client: &Client, flights: &Receiver<(Folded, Flight)>, job: &Weak<J
 }
 
 /// Makes of a union what the ranks of the host get.
-fn hand_out(client: &Client, folded: &Folded, blocks: Blocks) -> Result<Sums, Spoilt> {
+fn hand_out(client: &Client, folded: &Folded, blocks: Blocks) -> Result<Sums, FoldError> {
     let (descriptor, shares) = (folded.fold.descriptor(), folded.fold.shares());
     give(&descriptor, shares, &blocks);
     let sums = Sums::of(&descriptor, &blocks, budget_of(shares));
@@ -249,7 +262,7 @@ impl Folded {
     }
 }
 
-fn tell(job: &Weak<Job>, folded: &Folded, result: Result<Option<&Sums>, Error>) {
+fn tell(job: &Weak<dyn OpSink>, folded: &Folded, result: Result<Option<&Sums>, Error>) {
     if let Some(job) = job.upgrade() {
         if let Ok(Some(own)) = folded.fold.sums() {
             own.free();

@@ -4,15 +4,14 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use racksum_net::NetError;
-use racksum_proto::control::Loss;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::{Rank, listed};
+use racksum_proto::loss::Loss;
 
 use super::fold::Handed;
 use super::message::{Called, FromSidecar, NotJoined, Outcome};
-use crate::error::{ConnectError, Error};
-use crate::supervisor::SUPERSEDED;
+use crate::error::{ConnectError, Error, SUPERSEDED};
 
 /// What has ended a job, for the log.
 pub(super) fn in_words(why: &FromSidecar) -> String {

@@ -19,6 +19,9 @@ use crate::deadline::Deadline;
 use crate::interrupt;
 use crate::shell::Cmd;
 
+/// How long an iteration may take.
+pub(crate) const ITERATION_TIMEOUT: Duration = Duration::from_secs(120);
+
 /// Processes that obey together.
 #[derive(Debug)]
 pub(crate) struct Crew {

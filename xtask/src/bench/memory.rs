@@ -7,10 +7,10 @@ use anyhow::{Context, Result};
 use serde::Serialize;
 
 use super::case::{Memory, Verdict};
-use super::crew::Crew;
+use super::crew::{Crew, ITERATION_TIMEOUT};
 use super::race::Rounds;
 use super::setup::Setup;
-use super::side::{ITERATION_TIMEOUT, START_TIMEOUT, aggregator, rank_of, ready};
+use super::side::{START_TIMEOUT, aggregator, rank_of, ready};
 
 /// What came of it. All sizes are in bytes.
 #[derive(Debug, Serialize)]

@@ -36,7 +36,7 @@ use self::race::Rounds;
 use self::report::{Ending, Record};
 use self::setup::{Given, Setup};
 use crate::interrupt;
-use crate::steps::Skip;
+use crate::skip::Skip;
 
 /// What to measure.
 #[derive(Debug, Args)]

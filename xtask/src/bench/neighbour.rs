@@ -7,8 +7,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::thread::{JoinHandle, sleep, spawn};
 use std::time::Duration;
 
-use super::crew::Crew;
-use super::side::ITERATION_TIMEOUT;
+use super::crew::{Crew, ITERATION_TIMEOUT};
 
 /// What the neighbour's thread and its owner share.
 #[derive(Debug, Default)]

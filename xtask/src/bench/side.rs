@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::case::{Build, Net, Program, Race, Racksum, Side, Training, Way, Wire};
-use super::crew::Crew;
+use super::crew::{Crew, ITERATION_TIMEOUT};
 use super::neighbour::Neighbour;
 use super::network::{Drops, Host, INTERFACE, Network};
 use super::setup::Setup;
@@ -491,9 +491,6 @@ fn free_port() -> Result<u16> {
 
 /// How long starting, or the first sum with its check, may take.
 pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(300);
-
-/// How long an iteration may take.
-pub(crate) const ITERATION_TIMEOUT: Duration = Duration::from_secs(120);
 
 #[cfg(test)]
 mod tests {

@@ -1,6 +1,6 @@
 use racksum_proto::auth::Key;
-use racksum_proto::control::Loss;
 use racksum_proto::ids::{Generation, OpId};
+use racksum_proto::loss::Loss;
 use tokio::time::Instant;
 
 use super::*;

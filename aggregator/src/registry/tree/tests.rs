@@ -3,6 +3,7 @@ use std::sync::{Arc, Mutex};
 use racksum_proto::auth::{DataAuth, Key, Keys};
 use racksum_proto::control::Resume;
 use racksum_proto::ids::{Generation, JobId};
+use racksum_proto::status::JobState;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc::error::TryRecvError;
 use tokio::time::Instant;
@@ -10,9 +11,9 @@ use tokio::time::Instant;
 use super::*;
 use crate::config::Fanout;
 use crate::parent::call;
-use crate::registry::WORDS;
+use crate::registry::parent_link::MOST_BEFORE;
 use crate::registry::tests::{Inbox, join, registry, told, wish};
-use crate::server::lock;
+use crate::registry::{WORDS, lock};
 
 mod refusals;
 
@@ -209,7 +210,7 @@ fn a_rank_that_goes_while_ranks_are_gathered_is_not_called_for_the_next_time() {
     assert!(call.words.blocking_recv().is_none());
     let late = FromAggregator::Welcome(welcome());
     assert_eq!(registry.hear_from_parent(&first, parent(), late), Joined::Ready);
-    assert_eq!(registry.jobs[&"job".into()].state, State::Gathering);
+    assert_eq!(registry.jobs[&"job".into()].state, JobState::Gathering);
     assert!(registry.hung_up(&first, PARENT, "left"));
     let call = registry.call(&first).unwrap();
     assert_eq!(call.join.rank, 1);

@@ -2,9 +2,10 @@
 
 use racksum_proto::auth::{DataAuth, Key};
 use racksum_proto::control::{
-    Absent, Beginner, FromAggregator, FromWorker, Join, Loss, OnRankLoss, Resume, Welcome,
+    Absent, Beginner, FromAggregator, FromWorker, Join, OnRankLoss, Resume, Welcome,
 };
 use racksum_proto::ids::{Generation, JobId, OpId, Rank};
+use racksum_proto::loss::Loss;
 use racksum_proto::peer_text::{PeerText, Unshown};
 use serde::Serialize;
 use serde::de::DeserializeOwned;

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from racksum.errors import WaitTimeout
-from racksum.session import PartOf
+from racksum.futures import as_exception, own_streams_on
+from racksum.session import PartOf, begin_ops_here
 from racksum.tensor import address_of, check_unmoved
+from racksum.threads import SerialExecutor
 from racksum.torch.staging import so_far
-from racksum.torch.work import InOrder, Parts, as_exception, own_streams_on
+from racksum.torch.work import Parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -90,7 +92,7 @@ class Chain:
     """
 
     def __init__(self) -> None:
-        self._thread = InOrder("racksum-chain", begins_ops=True)
+        self._thread = SerialExecutor("racksum-chain", begin_ops_here)
         # Of the last collective: its ops are in flight, or have failed.
         self._has_begun = threading.Event()
         self._has_begun.set()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch._C._distributed_c10d import PrefixStore
 
 from racksum.errors import JoinTimeout, PeerLost
-from racksum.torch.work import do_waiting
+from racksum.threads import do_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

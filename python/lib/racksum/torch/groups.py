@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch.distributed as dist
 
 from racksum.errors import BadArgument
+from racksum.group_timeout import timeout_of
 from racksum.options import ConnectOptions, Drawn, limits_of_group
 from racksum.session import Session
 from racksum.torch.departures import asking_store
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
-__all__ = ["connect", "timeout_of"]
+__all__ = ["connect"]
 
 
 def connect(
@@ -126,25 +127,6 @@ def drawn_in(store: Store | None) -> Drawn | None:
 
 #: Where a store keeps what was drawn.
 _KEY = "racksum/job"
-
-
-def timeout_of(group: ProcessGroup | None) -> float | None:
-    """Seconds that collectives of a group may take, by default the default one, if there is one."""
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    group = cast("ProcessGroup", group or dist.group.WORLD)
-    limits = [_timeout_of_backend(group._get_backend(device)) for device in group._device_types]
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _timeout_of_backend(backend: Any) -> float | None:
-    # Debugging wraps backends of PyTorch's own.
-    backend = getattr(backend, "wrapped_pg", backend)
-    try:
-        limit = backend.options._timeout
-    except (AttributeError, RuntimeError):
-        return None
-    return float(limit.total_seconds())
 
 
 def is_generation_given(options: dict[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from racksum.eager import eager
 from racksum.errors import BadArgument, Error, NoAggregator, OpTimeout, SessionClosed, WaitTimeout
+from racksum.futures import new_future
 from racksum.log import logger
 from racksum.session import Session, checked_session
 from racksum.torch.compress import (
@@ -31,7 +32,7 @@ from racksum.torch.compress import (
 )
 from racksum.torch.sparse import allreduce_sparse
 from racksum.torch.staging import allreduce
-from racksum.torch.work import Ends, at_end_of_backward, new_future
+from racksum.torch.work import Ends, at_end_of_backward
 
 __all__ = ["State", "allreduce_hook"]
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from racksum.errors import Error, JoinTimeout, SessionClosed
 from racksum.options import ConnectOptions, limits_of_group
 from racksum.session import PartOf, Session
+from racksum.threads import let_go
 from racksum.torch.departures import sentence
 from racksum.torch.groups import (
     drawn_in,
@@ -29,7 +30,6 @@ from racksum.torch.groups import (
 )
 from racksum.torch.roll import RollCall
 from racksum.torch.staging import staging_of
-from racksum.torch.work import let_go
 
 if TYPE_CHECKING:
     from collections.abc import Callable

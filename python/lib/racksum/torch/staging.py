@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from racksum.errors import BadArgument, WaitTimeout
-from racksum.session import DEFAULT_BLOCK, Handle, PartOf, Session
+from racksum.futures import as_exception, future_of
+from racksum.session import DEFAULT_BLOCK, Handle, PartOf, Session, begin_ops_here
 from racksum.tensor import tag_of_shape
-from racksum.torch.work import Ends, InOrder, as_exception, future_of
+from racksum.threads import SerialExecutor
+from racksum.torch.work import Ends
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -165,8 +167,8 @@ class Staging:
     """The way of tensors of GPUs to the host, where their ops start in order, and back."""
 
     def __init__(self) -> None:
-        self._up = InOrder("racksum-up", begins_ops=True)
-        self._down = InOrder("racksum-down")
+        self._up = SerialExecutor("racksum-up", begin_ops_here)
+        self._down = SerialExecutor("racksum-down")
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
         # Of the last op: it has started, or failed.
         self._has_started = threading.Event()

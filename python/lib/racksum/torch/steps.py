@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from racksum import _racksum
 from racksum.eager import eager
 from racksum.errors import BadArgument
+from racksum.futures import new_future
 from racksum.session import DEFAULT_BLOCK
 from racksum.tensor import memory_of
 from racksum.torch.compress import BLOCKS
-from racksum.torch.work import new_future
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

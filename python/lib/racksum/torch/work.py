@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
-import queue
 import threading
-import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -21,34 +16,23 @@ from torch.futures import Future
 
 from racksum.eager import eager, eager_methods
 from racksum.errors import WaitTimeout
-from racksum.session import begin_ops_here, close_all
+from racksum.futures import new_future, own_streams_on
+from racksum.threads import do_waiting
 from racksum.torch.profiled import waiting
 
 __all__ = [
     "Before",
     "Ends",
-    "InOrder",
     "Parts",
     "Pending",
     "Waits",
     "Work",
-    "as_exception",
     "at_end_of_backward",
     "copying",
     "count_writes",
-    "do_waiting",
-    "future_of",
-    "let_go",
-    "new_future",
-    "own_streams_on",
     "write",
     "writing_to",
 ]
-
-#: Seconds that the end of the process waits for all threads together.
-_PATIENCE = 5.0
-#: Threads that are kept when they have nothing to wait for.
-_MOST_IDLE = 8
 
 
 def at_end_of_backward(finish: Callable[[], Any]) -> bool:
@@ -230,7 +214,7 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
         if self not in self._in_flight:
             ended.set_result(None)
         else:
-            _waiters.do(complete)
+            do_waiting(complete)
             # DDP waits in C++, where an error has no type: this raises it before.
             at_end_of_backward(self.wait)
         return ended.then(self.result_after)
@@ -278,184 +262,3 @@ def count_writes(tensors: Sequence[torch.Tensor]) -> None:
     """Has autograd count a write to each, where it counts one of Gloo's."""
     counted = [x for x in tensors if not x.is_inference()]
     torch.autograd.graph.increment_version(counted)
-
-
-def new_future(devices: Iterable[torch.device]) -> Future[Any]:
-    """A future of tensors on these devices; it has those wait for streams who wait for it."""
-    return Future(devices=_with_streams(devices))
-
-
-def future_of(op: Ends, devices: Iterable[torch.device] = ()) -> Future[Any]:
-    """A future of an op's result, which a thread completes."""
-    future = new_future(devices)
-
-    def complete() -> None:
-        try:
-            with own_streams_on(devices):
-                future.set_result(op.wait())
-        except BaseException as error:
-            future.set_exception(as_exception(error))
-
-    _waiters.do(complete)
-    return future
-
-
-def as_exception(error: BaseException) -> Exception:
-    """What is raised to whoever waits for what has ended with an error on another thread.
-
-    A panic of the extension is no ``Exception``.
-    """
-    if isinstance(error, Exception):
-        return error
-    raised = RuntimeError(f"ended by {error!r}")
-    raised.__cause__ = error
-    return raised
-
-
-@contextlib.contextmanager
-def own_streams_on(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Has what comes wait on streams of its own, and not on those that GPUs train on."""
-    with contextlib.ExitStack() as stack:
-        for device in _with_streams(devices):
-            module = torch.get_device_module(device)
-            stack.enter_context(module.device(device))
-            stack.enter_context(module.stream(module.Stream(device)))
-        yield
-
-
-def _with_streams(devices: Iterable[torch.device]) -> list[Any]:
-    return [device for device in devices if device.type != "cpu"]
-
-
-class InOrder:
-    """A thread, once there is something for it, that does one thing after the other.
-
-    :param begins_ops: Whether it begins ops that other threads have called.
-    """
-
-    def __init__(self, name: str, *, begins_ops: bool = False) -> None:
-        self._name = name
-        self._begins_ops = begins_ops
-        self._lock = threading.Lock()
-        self._things: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._pid = 0
-        _all.add(self)
-
-    def do(self, thing: Callable[[], None]) -> None:
-        """Has the thread do something after what it was given before."""
-        with self._lock:
-            # A fork has no threads of the process that it was forked from.
-            if self._pid != os.getpid():
-                self._start()
-        self._things.put(thing)
-
-    def _start(self) -> None:
-        things: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        thread = threading.Thread(
-            target=_do_all, args=(things, self._begins_ops), name=self._name, daemon=True
-        )
-        # There may be no room for another thread.
-        thread.start()
-        self._things, self._thread, self._pid = things, thread, os.getpid()
-        # When nobody can give it anything any more, it ends.
-        weakref.finalize(self, things.put, None).atexit = False
-
-    def is_current(self) -> bool:
-        """Whether this is the thread."""
-        return self._thread is threading.current_thread()
-
-    def drain(self) -> None:
-        """Waits until all that the thread was given is done, unless it is this one."""
-        if self._pid == os.getpid() and not self.is_current():
-            drained = threading.Event()
-            self.do(drained.set)
-            drained.wait()
-
-    def end(self) -> None:
-        """Ends the thread after what it was given."""
-        if self._thread is not None and self._pid == os.getpid():
-            self._things.put(None)
-
-    def join(self, seconds: float) -> None:
-        """Waits until the thread has ended, so long at most."""
-        if self._thread is not None and self._pid == os.getpid():
-            self._thread.join(seconds)
-
-
-def _do_all(things: queue.SimpleQueue[Callable[[], None] | None], begins_ops: bool) -> None:
-    if begins_ops:
-        begin_ops_here()
-    while thing := things.get():
-        # Whoever has the future is told. A panic too: the thread has more to do.
-        with contextlib.suppress(BaseException):
-            thing()
-        # What it holds is let go before the next comes.
-        del thing
-
-
-class Waiters:
-    """Threads that wait, as many as there is to be waited for.
-
-    What is done when an op has ended, users' callbacks too, may wait for another op; and ops end in
-    any order.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.Lock()
-        self._idle: list[InOrder] = []
-
-    def do(self, thing: Callable[[], None]) -> None:
-        """Has a thread do what waits."""
-        with self._lock:
-            thread = self._idle.pop() if self._idle else InOrder(self._name)
-
-        def do_and_rest() -> None:
-            try:
-                thing()
-            finally:
-                with self._lock:
-                    if len(self._idle) < _MOST_IDLE:
-                        self._idle.append(thread)
-
-        thread.do(do_and_rest)
-
-
-def do_waiting(thing: Callable[[], None]) -> None:
-    """Has a thread of its own do what would keep this one waiting."""
-    _waiters.do(thing)
-
-
-def let_go(thing: object) -> None:
-    """Has a thread give up its reference to something, for what takes long to end."""
-    held = [thing]
-    # Where no thread starts, the caller's reference is the last.
-    with contextlib.suppress(RuntimeError):
-        _waiters.do(held.clear)
-
-
-_all: weakref.WeakSet[InOrder] = weakref.WeakSet()
-_waiters = Waiters("racksum-futures")
-
-
-def _begin_anew() -> None:
-    """In a fork there are no threads that would give a lock back."""
-    _waiters._lock = threading.Lock()
-    for thread in _all:
-        thread._lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_begin_anew)
-
-
-@atexit.register
-def _end_all() -> None:
-    """Ends threads while Python is there: one that it finds in torch would abort the process."""
-    close_all()
-    threads = list(_all)
-    for thread in threads:
-        thread.end()
-    deadline = time.monotonic() + _PATIENCE
-    for thread in threads:
-        thread.join(max(deadline - time.monotonic(), 0.0))

@@ -11,10 +11,11 @@ use std::time::Duration;
 
 use racksum_net::clock::Clock;
 use racksum_net::local::{Line, LineError, Sealed};
-use racksum_proto::control::{Loss, MAX_OPS};
+use racksum_proto::control::MAX_OPS;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::{OpId, Rank};
+use racksum_proto::loss::Loss;
 use racksum_proto::time::{Span, Time};
 
 use super::{Asked, Traffic};

@@ -13,9 +13,10 @@ use racksum_proto::arith;
 use racksum_proto::descriptor::Descriptor;
 
 use super::place::Place;
-use super::{CHUNK, Handed, SCANNED, Share, Spoilt, TURN, budget_of};
+use super::{CHUNK, Handed, SCANNED, Share, TURN, budget_of};
 use crate::blocks::{Blocks, Listed, Union, full_len, len_of};
 use crate::sidecar::chunks::Chunks;
+use crate::sidecar::fold_error::FoldError;
 use crate::sidecar::sums::Sums;
 
 /// What ranks have handed, of which some are lists.
@@ -27,7 +28,7 @@ pub(super) struct Lists {
     /// How many ranks the job has.
     world: u32,
     /// Made by the first thread that works on it: who waits for its turn takes no memory.
-    begun: OnceLock<Result<Begun, Spoilt>>,
+    begun: OnceLock<Result<Begun, FoldError>>,
     /// A thread is there that begins it.
     is_admitted: AtomicBool,
 }
@@ -41,7 +42,7 @@ struct Begun {
     sums: Sums,
     chunks: Chunks,
     /// Why not all sums could be written.
-    failed: OnceLock<Spoilt>,
+    failed: OnceLock<FoldError>,
 }
 
 impl Lists {
@@ -85,21 +86,21 @@ impl Lists {
     }
 
     /// The sums, once all is folded.
-    pub(super) fn sums(&self) -> Result<&Sums, Spoilt> {
+    pub(super) fn sums(&self) -> Result<&Sums, FoldError> {
         let begun = self.begun.get().expect("some thread has begun it");
         let Begun { sums, failed, .. } = begun.as_ref().map_err(Clone::clone)?;
         failed.get().map_or(Ok(sums), |failed| Err(failed.clone()))
     }
 
     /// Finds the union of what the ranks have handed.
-    fn begin(&self) -> Result<Begun, Spoilt> {
+    fn begin(&self) -> Result<Begun, FoldError> {
         let (mut listed, mut places) = (Vec::new(), Vec::new());
         for (list, share) in (0..).zip(&self.shares) {
             let add = |(index, at)| Listed { index, list, at: at * full_len(&self.descriptor) };
             match &share.handed {
                 Handed::List(handed) => {
                     let read = handed.read(&self.descriptor);
-                    let (indices, place) = read.ok_or(Spoilt::By(share.rank))?;
+                    let (indices, place) = read.ok_or(FoldError::By(share.rank))?;
                     listed.extend(indices.into_iter().zip(0..).map(add));
                     places.push(place);
                 }
@@ -123,7 +124,7 @@ impl Lists {
         begun: &Begun,
         blocks: Range<usize>,
         sum: &mut [u8],
-    ) -> Result<(), Spoilt> {
+    ) -> Result<(), FoldError> {
         let is_whole = self.shares.len() == self.world as usize;
         let partial = self.descriptor.of_partial_sum();
         let descriptor = if is_whole { self.descriptor } else { partial };

@@ -3,7 +3,7 @@
 use std::sync::{MutexGuard, PoisonError};
 use std::time::Duration;
 
-use racksum_proto::control::Loss;
+use racksum_proto::loss::Loss;
 
 use super::{FOR_EVER, Job, State};
 use crate::sidecar::calls::Folding;

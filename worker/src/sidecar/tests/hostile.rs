@@ -13,6 +13,7 @@ use crate::sidecar::budget::Budget;
 use crate::sidecar::fold::{Handed, List, Memory, Place};
 use crate::sidecar::job::Job;
 use crate::sidecar::message::{FromSidecar, Join, ListAt, Outcome, VERSION};
+use crate::sidecar::status::tell;
 
 /// A rank that says whatever it wants.
 pub(super) struct Rogue {
@@ -419,7 +420,7 @@ fn a_status_that_is_long_comes_in_parts() {
         let asks = scope.spawn(|| ask(&path).unwrap());
         let line = listener.accept().unwrap().unwrap();
         line.recv::<FromRank>().unwrap();
-        long.tell(&line).unwrap();
+        tell(&long, &line).unwrap();
         asks.join().unwrap()
     });
     assert!(told == long);

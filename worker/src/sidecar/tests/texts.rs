@@ -2,13 +2,12 @@
 
 use racksum_proto::job_name::JobName;
 use racksum_proto::peer_text::PeerText;
+use racksum_proto::status::{SidecarJobStatus, SidecarStatus};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::*;
-use crate::sidecar::Status;
 use crate::sidecar::message::{FromSidecar, Join, NotJoined, VERSION};
-use crate::sidecar::status::JobStatus;
 
 /// Checks what is shown of a message whose text, `TEXT`, is anything.
 fn feed<T: Serialize + DeserializeOwned + std::fmt::Debug>(message: &T) {
@@ -60,7 +59,7 @@ fn no_text_of_a_message_is_shown_as_it_came() {
 #[test]
 fn no_text_of_what_a_sidecar_does_is_shown_as_it_came() {
     let text = || TEXT.to_owned();
-    let job = JobStatus {
+    let job = SidecarJobStatus {
         job: text(),
         group: text(),
         generation: 0,
@@ -76,7 +75,7 @@ fn no_text_of_what_a_sidecar_does_is_shown_as_it_came() {
         stalled_ms: None,
         ranks: Vec::new(),
     };
-    feed(&Status {
+    feed(&SidecarStatus {
         version: text(),
         up_ms: 0,
         aggregators: vec![text()],

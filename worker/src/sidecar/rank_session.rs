@@ -1,4 +1,4 @@
-//! What the sidecar makes of what a rank says. Nothing of it is believed before it is checked.
+//! Serves a rank: takes its messages one by one, and trusts none before it is checked.
 
 use std::collections::HashMap;
 use std::io;
@@ -6,32 +6,40 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use racksum_net::local::{Line, LineError};
-use racksum_proto::control::Loss;
 use racksum_proto::descriptor::Descriptor;
+use racksum_proto::loss::Loss;
 
+use super::budget::Budget;
 use super::fold::{Handed, List, Memory, Place};
 use super::job::Job;
+use super::member::LOST;
 use super::message::{FromRank, FromSidecar, ListAt};
-use super::queue::Task;
-use super::server::{LOST, Shared};
+use super::queue::{Queue, Task};
 
 /// A rank, and the memory that it has lent.
 #[derive(Debug)]
-pub(super) struct Hearing<'a> {
-    shared: &'a Shared,
+pub(super) struct RankSession<'a> {
+    queue: &'a Queue,
+    budget: &'a Arc<Budget>,
     line: &'a Line,
     job: &'a Arc<Job>,
     rank: u16,
     memories: HashMap<u32, Arc<Memory>>,
 }
 
-impl<'a> Hearing<'a> {
-    pub(super) fn new(shared: &'a Shared, line: &'a Line, job: &'a Arc<Job>, rank: u16) -> Self {
-        Self { shared, line, job, rank, memories: HashMap::new() }
+impl<'a> RankSession<'a> {
+    pub(super) fn new(
+        queue: &'a Queue,
+        budget: &'a Arc<Budget>,
+        line: &'a Line,
+        job: &'a Arc<Job>,
+        rank: u16,
+    ) -> Self {
+        Self { queue, budget, line, job, rank, memories: HashMap::new() }
     }
 
-    /// Hears the rank until it is gone; returns what became of it.
-    pub(super) fn hear(mut self) -> Result<Loss, LineError> {
+    /// Serves the rank until it is gone; returns how it was lost.
+    pub(super) fn serve(mut self) -> Result<Loss, LineError> {
         while let Some((message, descriptor)) = self.line.recv()? {
             match message {
                 FromRank::Lend { memory } => self.lend(memory, descriptor)?,
@@ -70,7 +78,7 @@ impl<'a> Hearing<'a> {
     fn lend(&mut self, memory: u32, descriptor: Option<OwnedFd>) -> Result<(), LineError> {
         let none = || io::Error::other("its descriptor did not come: are too many files open?");
         let taken = descriptor.ok_or_else(none);
-        let taken = taken.and_then(|descriptor| Memory::of(&descriptor, &self.shared.budget));
+        let taken = taken.and_then(|descriptor| Memory::of(&descriptor, self.budget));
         let refused = match taken {
             Ok(taken) => {
                 self.memories.insert(memory, taken);
@@ -106,7 +114,7 @@ impl<'a> Hearing<'a> {
                 self.job.folded(op, &fold);
             } else {
                 let job = Arc::clone(self.job);
-                self.shared.queue.push(descriptor.lane, Task { fold, job, op });
+                self.queue.push(descriptor.lane, Task { fold, job, op });
             }
         }
         Ok(())

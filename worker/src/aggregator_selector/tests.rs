@@ -182,10 +182,10 @@ fn a_rank_goes_back_to_where_others_wait_once_all_let_it_go() {
     let first = Fake::start(refusing);
     let set = [gathering; 2].map(|answer| Fake::start(answer));
     let options = options(&first, &[&set[0], &set[1]]);
-    let mut search = Search::new(&options, 1);
-    assert!(search.join(LONG, None, &mut Mailbox::new()).unwrap().is_none());
-    assert_eq!(search.at(), 0);
-    assert!(search.waited() < LONG);
+    let mut selector = AggregatorSelector::new(&options, 1);
+    assert!(selector.join(LONG, None, &mut Mailbox::new()).unwrap().is_none());
+    assert_eq!(selector.at(), 0);
+    assert!(selector.waited() < LONG);
     assert_eq!(first.heard(), ["look"]);
     for fake in set {
         assert_eq!(fake.heard(), ["join", "withdraw", "leave"]);
@@ -198,9 +198,9 @@ fn a_rank_stays_where_its_job_begins_as_it_would_leave() {
     let first = Fake::start(refusing);
     let set = [gathering, beginning].map(|answer: Answer| Fake::start(answer));
     let options = options(&first, &[&set[0], &set[1]]);
-    let mut search = Search::new(&options, 1);
-    assert!(search.join(LONG, None, &mut Mailbox::new()).unwrap().is_some());
-    assert_eq!(search.at(), 1);
+    let mut selector = AggregatorSelector::new(&options, 1);
+    assert!(selector.join(LONG, None, &mut Mailbox::new()).unwrap().is_some());
+    assert_eq!(selector.at(), 1);
     for fake in set {
         assert_eq!(fake.heard(), ["join", "withdraw", "stay", "leave"]);
     }
@@ -211,9 +211,9 @@ fn a_rank_stays_if_one_of_its_aggregators_does_not_let_it_go() {
     let first = Fake::start(refusing);
     let set = [gathering_on, stuck].map(|answer: Answer| Fake::start(answer));
     let options = options(&first, &[&set[0], &set[1]]);
-    let mut search = Search::new(&options, 1);
+    let mut selector = AggregatorSelector::new(&options, 1);
     let long_enough = Duration::from_millis(5_500);
-    let error = search.join(long_enough, None, &mut Mailbox::new()).unwrap_err();
+    let error = selector.join(long_enough, None, &mut Mailbox::new()).unwrap_err();
     assert!(matches!(error, ConnectError::Incomplete { .. }), "{error}");
     for fake in set {
         // It asks once more, later.
@@ -227,8 +227,8 @@ fn a_rank_does_not_leave_for_an_aggregator_where_others_do_not_wait() {
     for answer in [deserted, empty] {
         let (first, other) = (Fake::start(answer), Fake::start(gathering));
         let options = options(&first, &[&other]);
-        let mut search = Search::new(&options, 1);
-        let error = search.join(SHORT, None, &mut Mailbox::new()).unwrap_err();
+        let mut selector = AggregatorSelector::new(&options, 1);
+        let error = selector.join(SHORT, None, &mut Mailbox::new()).unwrap_err();
         assert!(matches!(error, ConnectError::Incomplete { .. }), "{error}");
         let looks = first.heard();
         assert!(!looks.is_empty() && looks.iter().all(|word| *word == "look"), "{looks:?}");
@@ -240,19 +240,19 @@ fn a_rank_does_not_leave_for_an_aggregator_where_others_do_not_wait() {
 fn a_rank_does_not_soon_go_back_to_one_that_would_not_have_it() {
     let (first, other) = (Fake::start(refusing), Fake::start(gathering));
     let options = options(&first, &[&other]);
-    let (mut search, mut mailbox) = (Search::new(&options, 1), Mailbox::new());
-    assert!(search.join(LONG, None, &mut mailbox).unwrap().is_none());
-    let error = search.join(LONG, None, &mut mailbox).unwrap_err();
+    let (mut selector, mut mailbox) = (AggregatorSelector::new(&options, 1), Mailbox::new());
+    assert!(selector.join(LONG, None, &mut mailbox).unwrap().is_none());
+    let error = selector.join(LONG, None, &mut mailbox).unwrap_err();
     assert_eq!(error.to_string(), "the aggregator refused: it is full");
     let why = error.to_string();
-    assert!(!search.pass_over(error), "the one that it was at comes next");
-    search.join(SHORT, None, &mut mailbox).unwrap_err();
+    assert!(!selector.pass_over(error), "the one that it was at comes next");
+    selector.join(SHORT, None, &mut mailbox).unwrap_err();
     assert_eq!(first.heard(), ["look", "join", "leave"]);
     assert_eq!(other.heard(), ["join", "withdraw", "leave", "join", "leave"]);
-    assert_eq!(search.text_of_others(), format!("; {}: {why}", first.name));
+    assert_eq!(selector.text_of_others(), format!("; {}: {why}", first.name));
     // Later it looks again.
-    assert!(search.join(LONG, None, &mut mailbox).unwrap().is_none());
-    assert_eq!(search.at(), 0);
+    assert!(selector.join(LONG, None, &mut mailbox).unwrap().is_none());
+    assert_eq!(selector.at(), 0);
 }
 
 fn unresolved() -> ConnectError {
@@ -272,41 +272,41 @@ fn what_can_come_right_is_tried_again() {
     let cut_off = ConnectError::NoWay { to: "192.0.2.1:1".parse().unwrap(), why: "down".into() };
     let gone = ConnectError::Closed("gone".into());
     for error in [unresolved(), cut_off, unanswered(5), gone, ConnectError::Draining] {
-        let mut search = Search::new(&sets, 0);
-        search.pass_over(error);
-        assert!(search.pass_over(refused()), "a round is over");
-        assert!(search.may_succeed(), "the first may yet answer");
+        let mut selector = AggregatorSelector::new(&sets, 0);
+        selector.pass_over(error);
+        assert!(selector.pass_over(refused()), "a round is over");
+        assert!(selector.may_succeed(), "the first may yet answer");
     }
-    let mut search = Search::new(&sets, 0);
+    let mut selector = AggregatorSelector::new(&sets, 0);
     let other = NetError::WrongProtocol { addr: "192.0.2.1:1".parse().unwrap() };
-    search.pass_over(other.into());
-    search.pass_over(refused());
-    assert!(!search.may_succeed());
-    assert!(search.failure().to_string().ends_with("b:1: the aggregator refused: no"));
+    selector.pass_over(other.into());
+    selector.pass_over(refused());
+    assert!(!selector.may_succeed());
+    assert!(selector.failure().to_string().ends_with("b:1: the aggregator refused: no"));
 }
 
 #[test]
 fn one_that_is_back_may_take_a_rank_for_its_own_double() {
     let options = ConnectOptions::new("a:1", "job");
     let refused = || ConnectError::Refused("no".into());
-    let mut search = Search::new(&options, 0);
-    search.pass_over(ConnectError::Silent);
-    search.pass_over(refused());
-    assert!(search.may_succeed(), "it may not have missed the rank yet");
-    search.sets[0].gone_at = Some(Time(0));
-    assert!(!search.may_succeed(), "it has had time to miss the rank");
-    search.pass_over(unresolved());
-    search.pass_over(refused());
-    assert!(search.may_succeed(), "it was away again");
+    let mut selector = AggregatorSelector::new(&options, 0);
+    selector.pass_over(ConnectError::Silent);
+    selector.pass_over(refused());
+    assert!(selector.may_succeed(), "it may not have missed the rank yet");
+    selector.sets[0].gone_at = Some(Time(0));
+    assert!(!selector.may_succeed(), "it has had time to miss the rank");
+    selector.pass_over(unresolved());
+    selector.pass_over(refused());
+    assert!(selector.may_succeed(), "it was away again");
 }
 
 #[test]
 fn of_several_tries_the_one_that_says_most_is_kept() {
     let options = ConnectOptions::new("a:1", "job");
     let last = |errors: [ConnectError; 2]| {
-        let mut search = Search::new(&options, 0);
-        errors.into_iter().for_each(|error| assert!(search.pass_over(error)));
-        search.failure().to_string()
+        let mut selector = AggregatorSelector::new(&options, 0);
+        errors.into_iter().for_each(|error| assert!(selector.pass_over(error)));
+        selector.failure().to_string()
     };
     let (five, one) = (unanswered(5).to_string(), unanswered(1).to_string());
     assert_eq!(last([unanswered(5), unanswered(1)]), five);
@@ -322,13 +322,13 @@ fn of_several_tries_the_one_that_says_most_is_kept() {
 fn only_one_that_does_not_want_a_rank_is_shunned() {
     let sets =
         ConnectOptions { standbys: vec![vec!["b:1".into()]], ..ConnectOptions::new("a:1", "job") };
-    let mut search = Search::new(&sets, 0);
+    let mut selector = AggregatorSelector::new(&sets, 0);
     for error in [ConnectError::Refused("no".into()), unresolved()] {
-        search.goes_to_others = true;
-        search.pass_over(error);
+        selector.goes_to_others = true;
+        selector.pass_over(error);
     }
     let is_shunned = |set: &Set<'_>| set.shunned.is_some();
-    assert_eq!([0, 1].map(|at| is_shunned(&search.sets[at])), [true, false]);
+    assert_eq!([0, 1].map(|at| is_shunned(&selector.sets[at])), [true, false]);
 }
 
 /// One that is about to stop when it is first asked, and then is another that serves.
@@ -378,11 +378,12 @@ fn a_rank_that_left_a_queue_for_others_in_vain_queues_again() {
 #[test]
 fn why_nobody_was_joined_says_the_limit_that_the_user_gave() {
     let options = ConnectOptions::new("127.0.0.1:7", "job");
-    let search = |limit| Search::new(&options, 0).within(Duration::from_millis(limit));
+    let selector =
+        |limit| AggregatorSelector::new(&options, 0).within(Duration::from_millis(limit));
     let addr = "127.0.0.1:7".parse().unwrap();
     let waited = Span::from_millis(2699);
     let late = || NetError::NobodyThere { addr, waited, narrow: None }.into();
-    let mut long = search(300_000);
+    let mut long = selector(300_000);
     let warned = long.keep(late()).unwrap();
     let told = "nobody answered at 127.0.0.1:7 within 2.7 s; trying again for up to ";
     assert!(warned.starts_with(told), "{warned}");
@@ -390,7 +391,7 @@ fn why_nobody_was_joined_says_the_limit_that_the_user_gave() {
     let error = long.failure().to_string();
     assert!(error.starts_with("nobody answered at 127.0.0.1:7 within 300 s; check "), "{error}");
     // Without time for another try the error alone says it.
-    let mut short = search(400);
+    let mut short = selector(400);
     short.keep(late());
     assert!(short.next_try().is_none());
 }
@@ -398,13 +399,13 @@ fn why_nobody_was_joined_says_the_limit_that_the_user_gave() {
 #[test]
 fn a_warning_says_of_every_address_what_became_of_it() {
     let options = ConnectOptions::new("agg:7", "job");
-    let mut search = Search::new(&options, 0).within(Duration::from_secs(300));
+    let mut selector = AggregatorSelector::new(&options, 0).within(Duration::from_secs(300));
     let nobody = |addr: &str| {
         let (addr, waited) = (addr.parse().unwrap(), Span::from_secs(5));
         ConnectError::from(NetError::NobodyThere { addr, waited, narrow: None })
     };
     let tried = vec![nobody("10.0.0.1:7"), nobody("10.0.0.2:7")];
-    let warned = search.keep(ConnectError::Named { name: "agg:7".into(), tried }).unwrap();
+    let warned = selector.keep(ConnectError::Named { name: "agg:7".into(), tried }).unwrap();
     let told = "agg:7: nobody answered at 10.0.0.1:7 within 5 s; nobody answered at 10.0.0.2:7 \
                 within 5 s; trying again for up to ";
     assert!(warned.starts_with(told), "{warned}");
@@ -417,23 +418,23 @@ fn no_aggregator_is_named_twice() {
         standbys: vec![vec!["a:1".into(), "c:1".into()]],
         ..ConnectOptions::new("", "job")
     };
-    let error = Search::new(&options, 0).check().unwrap_err();
+    let error = AggregatorSelector::new(&options, 0).check().unwrap_err();
     assert_eq!(error.to_string(), "the aggregator a:1 is named twice");
     let options = ConnectOptions { standbys: vec![vec!["c:1".into(), "a:2".into()]], ..options };
-    Search::new(&options, 0).check().unwrap();
+    AggregatorSelector::new(&options, 0).check().unwrap();
 }
 
 #[test]
 fn a_rank_goes_back_again_at_once_where_it_only_met_nobody() {
     let (first, other) = (Fake::start(draining), Fake::start(gathering));
     let options = options(&first, &[&other]);
-    let (mut search, mut mailbox) = (Search::new(&options, 1), Mailbox::new());
+    let (mut selector, mut mailbox) = (AggregatorSelector::new(&options, 1), Mailbox::new());
     for _ in 0..2 {
-        assert!(search.join(LONG, None, &mut mailbox).unwrap().is_none());
-        let error = search.join(LONG, None, &mut mailbox).unwrap_err();
+        assert!(selector.join(LONG, None, &mut mailbox).unwrap().is_none());
+        let error = selector.join(LONG, None, &mut mailbox).unwrap_err();
         assert!(matches!(error, ConnectError::Draining), "{error}");
-        search.pass_over(error);
-        assert!(search.sights().iter().all(|sight| sight.from == search.began));
+        selector.pass_over(error);
+        assert!(selector.candidates().iter().all(|candidate| candidate.from == selector.began));
     }
 }
 
@@ -441,9 +442,9 @@ fn a_rank_goes_back_again_at_once_where_it_only_met_nobody() {
 fn a_rank_that_waits_for_room_goes_to_others_wherever_they_are() {
     let (first, other) = (Fake::start(full), Fake::start(refusing));
     let options = options(&first, &[&other]);
-    let mut search = Search::new(&options, 0);
-    assert!(search.join(LONG, None, &mut Mailbox::new()).unwrap().is_none());
-    assert_eq!(search.at(), 1);
+    let mut selector = AggregatorSelector::new(&options, 0);
+    assert!(selector.join(LONG, None, &mut Mailbox::new()).unwrap().is_none());
+    assert_eq!(selector.at(), 1);
     assert_eq!(other.heard(), ["look"]);
     assert_eq!(first.heard(), ["join", "withdraw", "leave"]);
 }
@@ -452,12 +453,12 @@ fn a_rank_that_waits_for_room_goes_to_others_wherever_they_are() {
 fn a_rank_that_has_come_back_looks_for_others_once_its_job_moves() {
     let (first, other) = (Fake::start(refusing), Fake::start(gathering));
     let options = ConnectOptions { rejoin: true, ..options(&first, &[&other]) };
-    let mut search = Search::new(&options, 1);
-    search.join(SHORT, None, &mut Mailbox::new()).unwrap_err();
+    let mut selector = AggregatorSelector::new(&options, 1);
+    selector.join(SHORT, None, &mut Mailbox::new()).unwrap_err();
     assert!(first.heard().is_empty());
     let resume = Resume { first_op: racksum_proto::ids::OpId(7), absent: Vec::new() };
-    assert!(search.join(LONG, Some(&resume), &mut Mailbox::new()).unwrap().is_none());
-    assert_eq!(search.at(), 0);
+    assert!(selector.join(LONG, Some(&resume), &mut Mailbox::new()).unwrap().is_none());
+    assert_eq!(selector.at(), 0);
 }
 
 /// Joins the only rank of a job by a name that has these addresses.
@@ -465,8 +466,8 @@ fn join_named(addrs: &[&str], join_timeout: Duration) -> Result<Outcome, Connect
     let hosts = ["aggregator.example:7177".to_owned()];
     let options = ConnectOptions { join_timeout, ..ConnectOptions::new(hosts[0].clone(), "job") };
     let ways = addrs.iter().map(|addr| find_ways(&[(*addr).to_owned()], None).unwrap().remove(0));
-    let mut lookout = Lookout::new(&options, None, 0, Vec::new());
-    join_by(&options, &hosts, ways.collect(), None, &mut lookout, &mut Mailbox::new())
+    let mut peer_poll = PeerPoll::new(&options, None, 0, Vec::new());
+    join_by(&options, &hosts, ways.collect(), None, &mut peer_poll, &mut Mailbox::new())
 }
 
 #[test]

@@ -10,13 +10,13 @@ use racksum_net::quic::IDLE_TIMEOUT;
 use racksum_proto::control::Resume;
 use racksum_proto::time::{Span, Time};
 
-use crate::client::span;
 use crate::control::Mailbox;
 use crate::error::ConnectError;
 use crate::join::{Outcome, Session, join};
-use crate::lookout::{Lookout, Sight};
 use crate::options::ConnectOptions;
+use crate::peer_poll::{Candidate, PeerPoll};
 use crate::route::check_address;
+use crate::span::span;
 
 /// How long a set is not looked at that would not have the rank, and twice as long each next time.
 const FIRST_SHUN: Duration = Duration::from_secs(4);
@@ -37,7 +37,7 @@ static NOT_JOINED: LogLimit = LogLimit::new(64);
 
 /// A search under way.
 #[derive(Debug)]
-pub(crate) struct Search<'a> {
+pub(crate) struct AggregatorSelector<'a> {
     options: &'a ConnectOptions,
     clock: Clock,
     began: Time,
@@ -69,7 +69,7 @@ struct Set<'a> {
     is_silent: bool,
 }
 
-impl<'a> Search<'a> {
+impl<'a> AggregatorSelector<'a> {
     /// A search that begins at the `first` set.
     pub(crate) fn new(options: &'a ConnectOptions, first: usize) -> Self {
         let all = std::iter::once(&options.aggregators).chain(&options.standbys);
@@ -178,10 +178,11 @@ impl<'a> Search<'a> {
     ) -> Result<Option<Session>, ConnectError> {
         let options = ConnectOptions { join_timeout: patience, ..self.options.clone() };
         // One that comes back goes to where its job runs.
-        let sights = if options.rejoin && resume.is_none() { Vec::new() } else { self.sights() };
-        let mut lookout = Lookout::new(&options, resume, self.at, sights);
+        let candidates =
+            if options.rejoin && resume.is_none() { Vec::new() } else { self.candidates() };
+        let mut peer_poll = PeerPoll::new(&options, resume, self.at, candidates);
         mailbox.awaited.set(format!("an answer of {}", self.name()));
-        match join(&options, self.sets[self.at].hosts, resume, &mut lookout, mailbox)? {
+        match join(&options, self.sets[self.at].hosts, resume, &mut peer_poll, mailbox)? {
             Outcome::Complete(session) => Ok(Some(session)),
             Outcome::Elsewhere(place) => {
                 let to = self.sets[place].name.clone();
@@ -196,12 +197,12 @@ impl<'a> Search<'a> {
     }
 
     /// Where others are looked for.
-    fn sights(&self) -> Vec<Sight> {
-        let sight = |(place, set): (usize, &Set<'_>)| {
+    fn candidates(&self) -> Vec<Candidate> {
+        let candidate = |(place, set): (usize, &Set<'_>)| {
             let from = set.shunned.map_or(self.began, |(until, _)| until);
-            Sight { place, hosts: set.hosts.to_vec(), from }
+            Candidate { place, hosts: set.hosts.to_vec(), from }
         };
-        self.sets.iter().enumerate().map(sight).collect()
+        self.sets.iter().enumerate().map(candidate).collect()
     }
 
     /// Passes over the set whose turn it is. Returns whether a round is over.

@@ -17,31 +17,31 @@ use crate::engine::{Engine, Next};
 
 /// What the client's threads share.
 #[derive(Debug)]
-pub(crate) struct Shared {
+pub(crate) struct Driver {
     state: Mutex<State>,
     /// Threads that want the state while another one drives.
     wanted: AtomicUsize,
     /// An op ended, or nobody drives any more.
     changed: Condvar,
     /// There is something to drive in the background.
-    pub(super) work: Condvar,
-    pub(super) waker: Waker,
+    pub(crate) work: Condvar,
+    pub(crate) waker: Waker,
     gather: Gather,
 }
 
 /// The engine, and who drives it.
 #[derive(Debug)]
-pub(super) struct State {
-    pub(super) engine: Engine,
+pub(crate) struct State {
+    pub(crate) engine: Engine,
     /// Some thread drives the sockets.
-    pub(super) driving: bool,
+    pub(crate) driving: bool,
     /// Threads that wait for an op: one of them drives, and not the client's own thread.
     waiting: usize,
     /// Those of them that sleep, since another drives.
-    pub(super) asleep: usize,
+    pub(crate) asleep: usize,
     /// Those of the sleeping that were woken and have yet to look: the driver lets them.
     woken: usize,
-    pub(super) closed: bool,
+    pub(crate) closed: bool,
     /// The engine panicked: every op has ended, and it is not to be used again.
     broken: bool,
 }
@@ -49,7 +49,7 @@ pub(super) struct State {
 impl State {
     /// Lets the engine work. If it panics it is never used again, and every op ends with an error:
     /// a thread that unwound while it drove would leave the others waiting for ever.
-    pub(super) fn run<T>(&mut self, work: impl FnOnce(&mut Engine) -> T) -> Option<T> {
+    pub(crate) fn run<T>(&mut self, work: impl FnOnce(&mut Engine) -> T) -> Option<T> {
         if self.broken {
             return None;
         }
@@ -63,24 +63,24 @@ impl State {
     }
 
     /// Starts an op.
-    pub(super) fn submit(
+    pub(crate) fn submit(
         &mut self,
         start: impl FnOnce(&mut Engine) -> Result<OpId, SubmitError>,
     ) -> Result<OpId, SubmitError> {
         self.run(start).unwrap_or_else(|| Err(SubmitError::Ended { why: PANICKED.into() }))
     }
 
-    pub(super) fn is_idle(&self) -> bool {
+    pub(crate) fn is_idle(&self) -> bool {
         self.broken || self.engine.is_idle()
     }
 
-    pub(super) fn is_at_rest(&self) -> bool {
+    pub(crate) fn is_at_rest(&self) -> bool {
         self.broken || self.engine.is_at_rest()
     }
 }
 
-impl Shared {
-    pub(super) fn new(engine: Engine) -> std::io::Result<Self> {
+impl Driver {
+    pub(crate) fn new(engine: Engine) -> std::io::Result<Self> {
         let gather = Gather::new(engine.sockets().0.report().got_receive, LONGEST_PAUSE);
         Ok(Self {
             wanted: AtomicUsize::new(0),
@@ -101,7 +101,7 @@ impl Shared {
     }
 
     /// The state. The lock is never poisoned: panics of the engine end in [`State::run`].
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.wanted.fetch_add(1, Relaxed);
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         self.wanted.fetch_sub(1, Relaxed);
@@ -109,7 +109,7 @@ impl Shared {
     }
 
     /// Drives the sockets until `done`, or waits while another thread does that waits itself.
-    pub(super) fn await_that<'a>(
+    pub(crate) fn await_that<'a>(
         &'a self,
         state: MutexGuard<'a, State>,
         done: impl FnMut(&mut State) -> bool,
@@ -118,7 +118,7 @@ impl Shared {
     }
 
     /// The same, but not beyond `deadline`: then it may not be done.
-    pub(super) fn await_until<'a>(
+    pub(crate) fn await_until<'a>(
         &'a self,
         deadline: Time,
         mut state: MutexGuard<'a, State>,
@@ -199,14 +199,14 @@ impl Shared {
     /// Waits until no other rank can lack a sum that this one has, in a job that may move, where it
     /// goes on they would wait for this rank in vain; but not longer than this. Returns whether
     /// none can.
-    pub(super) fn is_unneeded_within(&self, limit: Duration) -> bool {
+    pub(crate) fn is_unneeded_within(&self, limit: Duration) -> bool {
         let is_needed = |state: &mut State| !state.is_idle() && state.engine.rests_at().is_some();
         let waited = self.changed.wait_timeout_while(self.lock(), limit, is_needed);
         !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
     }
 
     /// Has all who sleep look whether what they wait for has come.
-    pub(super) fn wake_waiting(&self, state: &mut State) {
+    pub(crate) fn wake_waiting(&self, state: &mut State) {
         state.woken = state.asleep;
         self.changed.notify_all();
     }
@@ -223,7 +223,7 @@ impl Shared {
 
     /// Does what is due, or waits for something to happen, but not longer than `limit`. The lock is
     /// free while it waits.
-    pub(super) fn step<'a>(
+    pub(crate) fn step<'a>(
         &'a self,
         limit: Option<Span>,
         mut state: MutexGuard<'a, State>,
@@ -267,7 +267,7 @@ impl Shared {
     }
 
     /// Sends the first of an op that was just submitted, and sees to it that somebody drives.
-    pub(super) fn set_off(&self, mut state: MutexGuard<'_, State>) {
+    pub(crate) fn set_off(&self, mut state: MutexGuard<'_, State>) {
         self.advance(&mut state);
         let driven = state.driving || state.waiting > 0;
         drop(state);
@@ -279,7 +279,7 @@ impl Shared {
     }
 
     /// Drives ops that nobody waits for.
-    pub(super) fn drive_in_background(&self) {
+    pub(crate) fn drive_in_background(&self) {
         let mut state = self.lock();
         let needless = |state: &mut State| state.waiting > 0 || state.is_at_rest();
         while !state.closed {

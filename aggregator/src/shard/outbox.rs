@@ -7,7 +7,8 @@ use racksum_net::udp::{self, SEND_BATCH, SendRing, Train, Transmit as Message, U
 use racksum_proto::aggregator::{Recipient, ResultFragments};
 use racksum_proto::wire::{Flags, Header};
 
-use crate::shard::{Job, ShardStats};
+use super::Job;
+use super::report::ShardStats;
 use crate::turn::SEND_COST;
 use crate::ways::To;
 

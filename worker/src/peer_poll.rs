@@ -21,7 +21,7 @@ use tokio::sync::oneshot;
 
 use crate::control::patience;
 use crate::error::ConnectError;
-use crate::join::wish;
+use crate::join_message::join_message;
 use crate::options::ConnectOptions;
 use crate::route::{Route, find_ways};
 
@@ -32,7 +32,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(4);
 
 /// A set of aggregators that is looked at.
 #[derive(Debug, Clone)]
-pub(crate) struct Sight {
+pub(crate) struct Candidate {
     /// Its place in the order of the sets.
     pub(crate) place: usize,
     pub(crate) hosts: Vec<String>,
@@ -42,7 +42,7 @@ pub(crate) struct Sight {
 
 /// How a rank stands where it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Standing {
+pub(crate) enum JoinState {
     /// It has no answer yet, or its job begins.
     Busy,
     /// It waits for room.
@@ -53,33 +53,33 @@ pub(crate) enum Standing {
 
 /// A lookout from one set of aggregators.
 #[derive(Debug)]
-pub(crate) struct Lookout<'a> {
+pub(crate) struct PeerPoll<'a> {
     options: &'a ConnectOptions,
     /// Where the job goes on, of a rank that moves with it.
     resume: Option<&'a Resume>,
     /// The place of the set where the rank is.
     at: usize,
-    sights: Vec<Sight>,
+    candidates: Vec<Candidate>,
     /// The last look that was begun, for this standing, if it could be.
-    looking: Option<(Standing, Option<Looking>)>,
+    looking: Option<(JoinState, Option<Polling>)>,
 }
 
 /// A thread that looks. It ends soon after this is dropped, or has told what it has seen.
 #[derive(Debug)]
-struct Looking {
+struct Polling {
     seen: Receiver<usize>,
     _over: oneshot::Sender<()>,
 }
 
-impl<'a> Lookout<'a> {
+impl<'a> PeerPoll<'a> {
     /// A lookout from the set `at` this place to others.
     pub(crate) const fn new(
         options: &'a ConnectOptions,
         resume: Option<&'a Resume>,
         at: usize,
-        sights: Vec<Sight>,
+        candidates: Vec<Candidate>,
     ) -> Self {
-        Self { options, resume, at, sights, looking: None }
+        Self { options, resume, at, candidates, looking: None }
     }
 
     /// Looks as if it had not looked yet.
@@ -88,22 +88,22 @@ impl<'a> Lookout<'a> {
     }
 
     /// The place of a set where others wait, to whom a rank that stands so may go.
-    pub(crate) fn seen(&mut self, standing: Standing) -> Option<usize> {
-        if self.looking.as_ref().is_none_or(|(before, _)| *before != standing) {
+    pub(crate) fn seen(&mut self, state: JoinState) -> Option<usize> {
+        if self.looking.as_ref().is_none_or(|(before, _)| *before != state) {
             self.looking = None;
             let at = self.at;
-            let is_reached = |sight: &&Sight| match standing {
-                Standing::Busy => false,
-                Standing::Queued => sight.place != at,
-                Standing::Waits => sight.place < at,
+            let is_reached = |candidate: &&Candidate| match state {
+                JoinState::Busy => false,
+                JoinState::Queued => candidate.place != at,
+                JoinState::Waits => candidate.place < at,
             };
-            let sights: Vec<_> = self.sights.iter().filter(is_reached).cloned().collect();
-            if sights.is_empty() {
+            let candidates: Vec<_> = self.candidates.iter().filter(is_reached).cloned().collect();
+            if candidates.is_empty() {
                 return None;
             }
-            let looking = Looking::start(self.options, self.resume, sights)
+            let looking = Polling::start(self.options, self.resume, candidates)
                 .inspect_err(|error| tracing::warn!(%error, "cannot look for other ranks"));
-            self.looking = Some((standing, looking.ok()));
+            self.looking = Some((state, looking.ok()));
         }
         let (_, looking) = self.looking.as_ref()?;
         looking.as_ref()?.seen.try_recv().ok()
@@ -111,33 +111,33 @@ impl<'a> Lookout<'a> {
 }
 
 /// What looks need.
-struct Errand {
+struct PollTask {
     options: ConnectOptions,
     resume: Option<Resume>,
     credentials: Credentials,
     patience: Span,
 }
 
-impl Looking {
+impl Polling {
     fn start(
         options: &ConnectOptions,
         resume: Option<&Resume>,
-        sights: Vec<Sight>,
+        candidates: Vec<Candidate>,
     ) -> Result<Self, ConnectError> {
         let credentials = Credentials::read_blocking(options.identity.clone(), options.insecure)?;
         let patience = patience(options, resume.is_some(), 1);
         let (options, resume) = (options.clone(), resume.cloned());
-        let errand = Arc::new(Errand { options, resume, credentials, patience });
+        let task = Arc::new(PollTask { options, resume, credentials, patience });
         let runtime = single_threaded()?;
         let (tell, seen) = channel();
         let (over, is_over) = oneshot::channel::<()>();
         std::thread::Builder::new().name("lookout".into()).spawn(move || {
-            for sight in sights {
-                let (errand, tell) = (Arc::clone(&errand), tell.clone());
+            for candidate in candidates {
+                let (task, tell) = (Arc::clone(&task), tell.clone());
                 runtime.spawn(async move {
-                    errand.keep_looking(&sight).await;
+                    task.keep_looking(&candidate).await;
                     // Nobody listens any more if the lookout is over.
-                    tell.send(sight.place).unwrap_or_default();
+                    tell.send(candidate.place).unwrap_or_default();
                 });
             }
             drop(runtime.block_on(is_over));
@@ -147,18 +147,18 @@ impl Looking {
     }
 }
 
-impl Errand {
+impl PollTask {
     /// Looks until others of the job wait at every aggregator of a set.
-    async fn keep_looking(&self, sight: &Sight) {
+    async fn keep_looking(&self, candidate: &Candidate) {
         let ConnectOptions { rank, world, .. } = self.options;
-        let early = sight.from.since(Clock::start().now());
+        let early = candidate.from.since(Clock::start().now());
         tokio::time::sleep(Duration::from_nanos(early.0)).await;
         // Ranks that came at one time do not look at one time.
         let mut pause = FIRST_PAUSE + FIRST_PAUSE * u32::from(rank) / u32::from(world.max(1));
         loop {
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(LONGEST_PAUSE);
-            if self.others_wait(&sight.hosts).await {
+            if self.others_wait(&candidate.hosts).await {
                 return;
             }
         }
@@ -171,7 +171,7 @@ impl Errand {
             let (hosts, interface) = ([host.clone()], options.interface.clone());
             let find = move || find_ways(&hosts, interface.as_deref());
             let Ok(Ok(ways)) = tokio::task::spawn_blocking(find).await else { return false };
-            let join = wish(options, (place, count), self.resume.as_ref());
+            let join = join_message(options, (place, count), self.resume.as_ref());
             match self.look_at(host, &ways.concat(), &join).await {
                 // Where this rank is itself, what is said is of earlier.
                 Some(ranks) if ranks.is_empty() || ranks.contains(&options.rank) => return false,

@@ -1,13 +1,20 @@
-//! What a rank says, and how much of it is heeded.
+//! The control stream of a caller: what the aggregator sends on it, and how fast it reads.
 
 use std::time::Duration;
 
-use racksum_net::quic::{frames, quinn};
-use racksum_proto::control::FromWorker;
+use racksum_net::quic::frames::{self, FrameError};
+use racksum_net::quic::quinn;
+use racksum_proto::control::{FromAggregator, FromWorker};
 use tokio::sync::mpsc::{Receiver, channel};
 use tokio::task::AbortHandle;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep_until, timeout};
 
+/// How long a handshake may take, and then a connection to say who it is.
+pub(crate) const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a message may wait until a rank has read enough of those before; then it is lost.
+const READ_TIMEOUT: Duration = Duration::from_secs(10);
+/// How often a waiting rank is told whom it waits for.
+pub(crate) const WAITING_PERIOD: Duration = Duration::from_millis(500);
 /// Words of a rank that may wait to be heeded.
 const QUEUE: usize = 16;
 /// Words that are heeded at once: an aggregator says two of each of its ranks, and the largest jobs
@@ -56,6 +63,29 @@ impl Pace {
         let due = now + ahead.checked_sub(PERIOD * AT_ONCE)?;
         (due > now).then_some(due)
     }
+}
+
+/// Ends a conversation so that its last words still arrive.
+pub(crate) async fn end(connection: &quinn::Connection, mut send: quinn::SendStream) {
+    drop(send.finish());
+    drop(timeout(JOIN_TIMEOUT, connection.closed()).await);
+}
+
+/// Tells the rank something; returns false if it is gone or does not read. What is too long for one
+/// message is refused in its place: a rank that hears nothing could not tell what is wrong.
+pub(crate) async fn say(send: &mut quinn::SendStream, message: &FromAggregator) -> bool {
+    let said = async {
+        match frames::send(send, message).await {
+            // Nothing of it has been sent.
+            Err(FrameError::TooLong { len }) => {
+                let reason = format!("what the aggregator has to say has {len} bytes, too many");
+                tracing::error!("{reason}: this is a bug of racksum");
+                frames::send(send, &FromAggregator::Refused { reason }).await
+            }
+            said => said,
+        }
+    };
+    matches!(timeout(READ_TIMEOUT, said).await, Ok(Ok(())))
 }
 
 #[cfg(test)]

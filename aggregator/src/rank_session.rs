@@ -1,0 +1,216 @@
+//! A rank that has joined: its control connection, until the rank or its job is gone.
+
+use std::ops::ControlFlow;
+use std::pin::Pin;
+use std::sync::Arc;
+
+use racksum_net::quic::quinn;
+use racksum_proto::control::{FromAggregator, FromWorker};
+use racksum_proto::ids::OpId;
+use racksum_proto::loss::Loss;
+use tokio::sync::mpsc::Receiver;
+use tokio::time::{Instant, interval};
+
+use crate::control_stream::{WAITING_PERIOD, Words, say};
+use crate::multicast_probe::probe;
+use crate::parent::call;
+use crate::registry::{Joined, Seat, Shared, lock, settle};
+
+/// A rank that has joined.
+pub(crate) struct Seated<'a> {
+    pub(crate) seat: Seat,
+    pub(crate) joined: Joined,
+    pub(crate) send: quinn::SendStream,
+    pub(crate) words: Words,
+    pub(crate) inbox: Receiver<FromAggregator>,
+    /// Returns once the rank has died.
+    pub(crate) dead: Pin<Box<dyn Future<Output = ()> + Send + 'a>>,
+}
+
+impl Seated<'_> {
+    /// Serves the rank to its end. Returns where its last words go, unless it is gone.
+    pub(crate) async fn serve(
+        self: Box<Self>,
+        registry: &Shared,
+        connection: &quinn::Connection,
+    ) -> Option<quinn::SendStream> {
+        let Self { seat, joined, mut send, mut words, mut inbox, dead } = *self;
+        pursue(registry, &seat, joined);
+        let streams = (&mut send, &mut words);
+        let parting = tokio::select! {
+            parting = attend(registry, &seat, connection, streams, &mut inbox) => parting,
+            () = dead => Parting::Lost(Loss::Died),
+        };
+        note_parting(registry, &seat, parting, connection).await;
+        (!matches!(parting, Parting::Lost(_))).then_some(send)
+    }
+}
+
+/// Tells the registry how a rank and its job have parted.
+async fn note_parting(
+    registry: &Shared,
+    seat: &Seat,
+    parting: Parting,
+    connection: &quinn::Connection,
+) {
+    let now = Instant::now();
+    match parting {
+        Parting::Over => {}
+        Parting::Moved => lock(registry).depart(seat, now),
+        Parting::Left(next_op) => lock(registry).part(seat, next_op, now),
+        Parting::Retreated => lock(registry).retreat(seat, now),
+        Parting::Lost(why) => {
+            let is_silent = why == Loss::Broke && timed_out(connection);
+            let why = if is_silent { Loss::Silent } else { why };
+            let ending = lock(registry).ending_by_loss(seat, why, now);
+            let _fence = settle(registry, ending).await;
+            lock(registry).leave(seat, why, Instant::now());
+        }
+    }
+}
+
+/// Whether a connection ended because nothing was heard for too long.
+fn timed_out(connection: &quinn::Connection) -> bool {
+    matches!(connection.close_reason(), Some(quinn::ConnectionError::TimedOut))
+}
+
+/// How a rank and its job parted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Parting {
+    /// The rank is gone.
+    Lost(Loss),
+    /// The rank has left, and may come back at this op.
+    Left(Option<OpId>),
+    /// The rank has not come back after all.
+    Retreated,
+    /// The rank goes on with its job elsewhere.
+    Moved,
+    /// The job is over, and the rank was told why.
+    Over,
+}
+
+/// Passes messages both ways until the rank or its job is gone.
+async fn attend(
+    registry: &Shared,
+    seat: &Seat,
+    connection: &quinn::Connection,
+    (send, words): (&mut quinn::SendStream, &mut Words),
+    inbox: &mut Receiver<FromAggregator>,
+) -> Parting {
+    let joined = Instant::now();
+    let mut tick = interval(WAITING_PERIOD);
+    let mut heard_before = 0;
+    loop {
+        tokio::select! {
+            message = inbox.recv() => {
+                let Some(message) = message else { break Parting::Over };
+                if !say(send, &message).await {
+                    break Parting::Lost(Loss::Broke);
+                }
+            }
+            word = words.0.recv() => {
+                let Some(word) = word else { break Parting::Lost(Loss::Broke) };
+                if let ControlFlow::Break(parting) = heed(registry, seat, send, word).await {
+                    break parting;
+                }
+            }
+            now = tick.tick() => {
+                let received = connection.stats().udp_rx.datagrams;
+                if std::mem::replace(&mut heard_before, received) != received {
+                    lock(registry).hear_from(seat, now);
+                }
+                let looked = lock(registry).look_after(seat, now);
+                if let Joined::Waiting(missing) = looked {
+                    let waited = now.saturating_duration_since(joined);
+                    let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
+                    if !say(send, &FromAggregator::Waiting { missing, waited_ms }).await {
+                        break Parting::Lost(Loss::Broke);
+                    }
+                } else {
+                    pursue(registry, seat, looked);
+                }
+            }
+        }
+    }
+}
+
+/// Does what a member says.
+async fn heed(
+    registry: &Shared,
+    seat: &Seat,
+    send: &mut quinn::SendStream,
+    word: FromWorker,
+) -> ControlFlow<Parting> {
+    const BROKE: ControlFlow<Parting> = ControlFlow::Break(Parting::Lost(Loss::Broke));
+    match word {
+        FromWorker::Heard => lock(registry).heard(seat),
+        FromWorker::Also(join) => {
+            let joined = lock(registry).also(seat, join, Instant::now());
+            let Some(joined) = joined else { return BROKE };
+            pursue(registry, seat, joined);
+        }
+        FromWorker::Parted(absent) if lock(registry).is_only(seat, absent.rank) => {
+            return ControlFlow::Break(Parting::Lost(loss_of_only(absent.why)));
+        }
+        FromWorker::Parted(absent) => {
+            if !lock(registry).may_part(seat, absent.rank) {
+                return BROKE;
+            }
+            let ending = lock(registry).ending_below(seat, absent.why);
+            let _fence = settle(registry, ending).await;
+            lock(registry).parted(seat, absent);
+        }
+        FromWorker::Leave { next_op } => return ControlFlow::Break(Parting::Left(next_op)),
+        FromWorker::Retreat => return ControlFlow::Break(Parting::Retreated),
+        FromWorker::Withdraw => {
+            let is_free = lock(registry).withdraw(seat);
+            if is_free && !say(send, &FromAggregator::Free).await {
+                return BROKE;
+            }
+        }
+        FromWorker::Stay => {
+            let joined = lock(registry).stay(seat);
+            pursue(registry, seat, joined);
+        }
+        FromWorker::Move => return ControlFlow::Break(Parting::Moved),
+        FromWorker::Prove { .. }
+        | FromWorker::Arrived
+        | FromWorker::Join(_)
+        | FromWorker::Look(_)
+        | FromWorker::AskStatus { .. }
+        | FromWorker::Stop => return BROKE,
+    }
+    ControlFlow::Continue(())
+}
+
+/// How a member has lost its only rank, by its own word. What it says of other ranks' aggregators
+/// cannot be: it has none below.
+const fn loss_of_only(said: Loss) -> Loss {
+    match said {
+        Loss::Relay => Loss::Broke,
+        // That it has left it may say with a word of its own as well.
+        Loss::Died | Loss::Silent | Loss::Broke | Loss::Left => said,
+    }
+}
+
+/// Does what a job needs next.
+fn pursue(registry: &Shared, seat: &Seat, joined: Joined) {
+    let (registry, seat) = (Arc::clone(registry), seat.clone());
+    match joined {
+        Joined::Probe => drop(tokio::spawn(probe(registry, seat))),
+        Joined::Call => drop(tokio::spawn(call(registry, seat))),
+        Joined::Waiting(_) | Joined::Ready => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_member_with_one_rank_has_no_aggregator_below_to_lose() {
+        let said = [Loss::Died, Loss::Silent, Loss::Broke, Loss::Left, Loss::Relay];
+        let taken = [Loss::Died, Loss::Silent, Loss::Broke, Loss::Left, Loss::Broke];
+        assert_eq!(said.map(loss_of_only), taken);
+    }
+}

@@ -1,0 +1,143 @@
+//! Files in PEM: what is read of them, and what is wrong with those that hold something else.
+
+use std::io::{ErrorKind, Read};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use rustls::pki_types::pem::{self, PemObject};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::sign::CertifiedKey;
+
+use crate::file::{self, FileError, lacks_descriptor};
+use crate::log_limit::LogLimit;
+use crate::{FileKind, NetError};
+
+/// What is wrong with a file that should be PEM. The library's own words would show bytes of it.
+pub(super) const fn not_pem(error: &pem::Error) -> &'static str {
+    match error {
+        pem::Error::MissingSectionEnd { .. } => {
+            "it ends in the middle of a section (no -----END line); it may be half-written, so \
+             copy it anew"
+        }
+        pem::Error::IllegalSectionStart { .. } => "a -----BEGIN line in it is damaged",
+        pem::Error::Base64Decode(_) => "a section in it is damaged: it is not Base64",
+        _ => "it cannot be read as PEM",
+    }
+}
+
+/// Checks that a key is its certificate's.
+///
+/// # Errors
+/// That it is not.
+pub(super) fn check_key(
+    certificate: &CertificateDer<'static>,
+    key: &PrivateKeyDer<'static>,
+) -> Result<(), &'static str> {
+    let provider = rustls::crypto::aws_lc_rs::default_provider();
+    CertifiedKey::from_der(vec![certificate.clone()], key.clone_key(), &provider)
+        .map(drop)
+        .map_err(|_| "its private key is damaged, or of another certificate")
+}
+
+/// The key in a file that has a certificate.
+///
+/// # Errors
+/// Why there is none.
+pub(super) fn key_of(pem: &[u8]) -> Result<PrivateKeyDer<'static>, &'static str> {
+    let has = |mark: &[u8]| pem.windows(mark.len()).any(|bytes| bytes == mark);
+    // As PKCS #8 has it, and older tools.
+    if has(b"BEGIN ENCRYPTED PRIVATE KEY") || has(b"Proc-Type: 4,ENCRYPTED") {
+        return Err(
+            "its private key is encrypted, and nobody is asked for the passphrase; write the key \
+             without one, as `openssl pkey` does",
+        );
+    }
+    let mut keys = PrivateKeyDer::pem_slice_iter(pem);
+    let key = keys.next().ok_or("it holds no private key beside its certificate")?;
+    if keys.next().is_some() {
+        return Err(
+            "it holds more than one private key; leave its own alone in it: an authority's stays \
+             where identities are issued",
+        );
+    }
+    key.map_err(|error| not_pem(&error))
+}
+
+/// Reads a file that may hold a key.
+pub(super) fn read_secret(what: FileKind, path: &Path) -> Result<Vec<u8>, NetError> {
+    let read = || -> Result<(Vec<u8>, u32), FileError> {
+        let file = file::open(path)?;
+        let mode = file.metadata()?.permissions().mode();
+        let mut bytes = Vec::new();
+        file.take(MAX_FILE).read_to_end(&mut bytes)?;
+        Ok((bytes, mode))
+    };
+    let (bytes, mode) = read().map_err(|error| {
+        let error = match error {
+            FileError::Io(cause) if lacks_descriptor(&cause) => {
+                return NetError::NoDescriptor { what, path: path.into(), cause };
+            }
+            error => error,
+        };
+        let advice = match &error {
+            FileError::NotRegular => "; name one in PEM",
+            FileError::Io(error) if error.kind() == ErrorKind::NotFound => {
+                "; check the path, or see `racksum identity --help` for how to make one"
+            }
+            FileError::TooLarge { .. } | FileError::Io(_) => "",
+        };
+        what.wrong(path, format!("{error}{advice}"))
+    })?;
+    if mode & 0o077 != 0 && holds_key(&bytes) {
+        let mode = format!("{:o}", mode & 0o777);
+        READABLE.note(|left_out| {
+            let path = path.display();
+            tracing::warn!(%path, mode, left_out, "others may read this key: make it 0600");
+        });
+    }
+    Ok(bytes)
+}
+
+/// Whether a file in PEM holds a private key, be it damaged.
+fn holds_key(pem: &[u8]) -> bool {
+    pem.windows(KEY.len()).any(|bytes| bytes == KEY)
+}
+
+/// Ends the first line of a private key in PEM, whatever its kind, and the last.
+const KEY: &[u8] = b"PRIVATE KEY-----";
+
+/// Keys that others may read: a sidecar reads its own for every job.
+static READABLE: LogLimit = LogLimit::new(4);
+
+/// Bytes that are read of a file that should hold an identity.
+const MAX_FILE: u64 = 1 << 20;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quic::{Authority, Role, Subject};
+
+    #[test]
+    fn only_a_file_that_holds_a_key_gives_one_away() {
+        let path = std::env::temp_dir().join(format!("racksum-key-{}", std::process::id()));
+        std::fs::write(&path, Authority::create("rack", 1).unwrap()).unwrap();
+        let authority = Authority::load(&path).unwrap();
+        std::fs::remove_file(path).unwrap();
+        let subject = Subject { name: "node", role: Role::Worker, days: None };
+        let whole = authority.issue(&subject).unwrap().0;
+        let (certificate, key) = whole.split_at(whole.find("-----BEGIN PRIVATE").unwrap());
+        assert!(holds_key(whole.as_bytes()) && !holds_key(certificate.as_bytes()));
+        for (from, to) in [
+            ("BEGIN PRIVATE", "BEGIN ENCRYPTED PRIVATE"),
+            ("KEY-----\n", "KEY-----\nProc-Type: 4,ENCRYPTED\n"),
+        ] {
+            let encrypted = whole.replacen(from, to, 1);
+            let why = key_of(encrypted.as_bytes()).unwrap_err();
+            assert!(why.starts_with("its private key is encrypted"), "{why}");
+        }
+        assert!(key_of(whole.as_bytes()).is_ok());
+        // As older tools write it, and cut off.
+        let old = key.replace("PRIVATE KEY", "EC PRIVATE KEY");
+        assert!(holds_key(old.as_bytes()) && holds_key(&old.as_bytes()[..40]));
+    }
+}

@@ -1,0 +1,31 @@
+"""How long the collectives of torch's process groups may take. Whoever imports this has torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["timeout_of"]
+
+
+def timeout_of(group: ProcessGroup | None) -> float | None:
+    """Seconds that collectives of a group may take, by default the default one, if there is one."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    group = cast("ProcessGroup", group or dist.group.WORLD)
+    limits = [_timeout_of_backend(group._get_backend(device)) for device in group._device_types]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _timeout_of_backend(backend: Any) -> float | None:
+    # Debugging wraps backends of PyTorch's own.
+    backend = getattr(backend, "wrapped_pg", backend)
+    try:
+        limit = backend.options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return float(limit.total_seconds())

@@ -1,0 +1,59 @@
+//! A message that is about to go out: where its bytes are.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::ops::Range;
+
+use racksum_net::udp::{Train, Transmit as Message};
+use racksum_proto::ids::OpId;
+
+use crate::payload::Payload;
+
+/// What goes out as one: where its bytes are, and of which stream.
+#[derive(Debug, Clone)]
+pub(super) struct Staged {
+    pub(super) start: usize,
+    pub(super) train: Train,
+    pub(super) stream: Stream,
+    /// What follows in the datagram, and lies in a tensor.
+    pub(super) in_tensor: Option<(OpId, Range<usize>)>,
+}
+
+/// The stream of a message: its shard says where it goes, its lane how it is marked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Stream {
+    pub(super) lane: u8,
+    pub(super) shard: u8,
+}
+
+impl Staged {
+    /// What it has in the staging buffer.
+    pub(super) fn contents<'a>(&self, bytes: &'a [u8]) -> &'a [u8] {
+        &bytes[self.start..self.start + self.train.len()]
+    }
+
+    /// What it has in a tensor.
+    pub(super) fn tail<'a>(&self, payloads: &'a BTreeMap<OpId, Payload>) -> &'a [u8] {
+        let payload = |op| payloads.get(op).map(|payload| &payload.data);
+        let tail =
+            self.in_tensor.as_ref().and_then(|(op, range)| Some((payload(op)?, range.clone())));
+        tail.map_or(&[], |(data, range)| data.bytes(range))
+    }
+
+    /// What goes out of it, if it is not authenticated.
+    pub(super) fn message<'a>(
+        &self,
+        to: SocketAddr,
+        bytes: &'a [u8],
+        payloads: &'a BTreeMap<OpId, Payload>,
+    ) -> Message<'a> {
+        let contents = self.contents(bytes);
+        match self.in_tensor {
+            None => Message::new(to, contents, self.train.stride()),
+            Some(_) => Message::in_parts(to, [contents, self.tail(payloads), &[]]),
+        }
+    }
+}
+
+/// Where nothing is sent.
+pub(super) const NOWHERE: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);

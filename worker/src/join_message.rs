@@ -1,0 +1,37 @@
+//! What a rank asks of a job when it joins.
+
+use racksum_proto::control::{CONTROL_VERSION, Join, Resume};
+
+use crate::options::ConnectOptions;
+
+/// What a rank wants of a job at an aggregator that is this one of so many, but for how its data
+/// comes.
+pub(crate) fn join_message(
+    options: &ConnectOptions,
+    stripe: (u8, u8),
+    resume: Option<&Resume>,
+) -> Join {
+    Join {
+        version: CONTROL_VERSION,
+        job: options.job_name(),
+        generation: options.generation,
+        rank: options.rank,
+        world: options.world,
+        lanes: options.lanes,
+        data_ports: Vec::new(),
+        receive_buffer: 0,
+        max_datagram: 0,
+        multicast: options.multicast,
+        data_auth: options.data_auth,
+        stripe,
+        pool_slots: options.pool_slots,
+        wait: options.wait,
+        on_rank_loss: options.on_rank_loss,
+        may_move: !options.standbys.is_empty(),
+        relays: !options.also.is_empty(),
+        secret: options.secret,
+        begun_by: None,
+        rejoin: options.rejoin && resume.is_none(),
+        resume: resume.cloned(),
+    }
+}

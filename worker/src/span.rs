@@ -1,0 +1,10 @@
+//! Durations as the protocol counts them.
+
+use std::time::Duration;
+
+use racksum_proto::time::Span;
+
+/// Converts a duration to nanoseconds, at most `u64::MAX` of them.
+pub(crate) fn span(duration: Duration) -> Span {
+    Span(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX))
+}
