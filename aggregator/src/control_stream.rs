@@ -25,9 +25,9 @@ const PERIOD: Duration = Duration::from_millis(10);
 
 /// What a rank says, read by a task of its own: reading a frame must not be cancelled half-way.
 /// Whoever says more than ranks have to say is read no faster than it may be heeded.
-pub(crate) struct Words(pub(crate) Receiver<FromWorker>, AbortHandle);
+pub(crate) struct ControlReader(Receiver<FromWorker>, AbortHandle);
 
-impl Words {
+impl ControlReader {
     pub(crate) fn of(mut recv: quinn::RecvStream) -> Self {
         let (heard, words) = channel(QUEUE);
         let reader = tokio::spawn(async move {
@@ -43,9 +43,15 @@ impl Words {
         });
         Self(words, reader.abort_handle())
     }
+
+    /// Returns the rank's next message, or `None` once the rank has closed the stream or broken the
+    /// protocol. It may be dropped before it returns; no message is lost by that.
+    pub(crate) async fn next(&mut self) -> Option<FromWorker> {
+        self.0.recv().await
+    }
 }
 
-impl Drop for Words {
+impl Drop for ControlReader {
     fn drop(&mut self) {
         self.1.abort();
     }
@@ -73,7 +79,7 @@ pub(crate) async fn end(connection: &quinn::Connection, mut send: quinn::SendStr
 
 /// Tells the rank something; returns false if it is gone or does not read. What is too long for one
 /// message is refused in its place: a rank that hears nothing could not tell what is wrong.
-pub(crate) async fn say(send: &mut quinn::SendStream, message: &FromAggregator) -> bool {
+pub(crate) async fn send_message(send: &mut quinn::SendStream, message: &FromAggregator) -> bool {
     let said = async {
         match frames::send(send, message).await {
             // Nothing of it has been sent.

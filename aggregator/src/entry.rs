@@ -8,7 +8,7 @@ use racksum_proto::control::{FromAggregator, FromWorker, Join};
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
 
-use crate::control_stream::{JOIN_TIMEOUT, WAITING_PERIOD, Words, say};
+use crate::control_stream::{ControlReader, JOIN_TIMEOUT, WAITING_PERIOD, send_message};
 use crate::door::Place;
 use crate::queue;
 use crate::registry::{Caller, Joined, Progress, Returning, Seat, Shared, lock, settle, watch};
@@ -19,7 +19,7 @@ use crate::tenancy::Refusal;
 /// waits: from then on it counts with ranks that do.
 pub(crate) async fn enter(
     registry: &Shared,
-    (send, words): (&mut quinn::SendStream, &mut Words),
+    (send, reader): (&mut quinn::SendStream, &mut ControlReader),
     place: &mut Option<Place>,
     join: Join,
     caller: Caller,
@@ -44,7 +44,7 @@ pub(crate) async fn enter(
             }
         }
         if let Some(queued) = &queued {
-            queued.wait(&why, (send, words), join.relays).await?;
+            queued.wait(&why, (send, reader), join.relays).await?;
         }
     }
 }
@@ -67,18 +67,18 @@ impl Queued {
     async fn wait(
         &self,
         why: &str,
-        (send, words): (&mut quinn::SendStream, &mut Words),
+        (send, reader): (&mut quinn::SendStream, &mut ControlReader),
         relays: bool,
     ) -> Option<()> {
         let mut told = None;
         for _ in 0..LOOKS {
             let (_, before) = lock(&self.registry).turn(&self.place);
             if told.replace(before) != Some(before)
-                && !say(send, &FromAggregator::Queued { before, why: why.into() }).await
+                && !send_message(send, &FromAggregator::Queued { before, why: why.into() }).await
             {
                 return None;
             }
-            await_turn(&self.place.room, send, words, relays).await?;
+            await_turn(&self.place.room, send, reader, relays).await?;
             if lock(&self.registry).turn(&self.place).0 {
                 break;
             }
@@ -97,7 +97,7 @@ impl Drop for Queued {
 async fn await_turn(
     room: &Notify,
     send: &mut quinn::SendStream,
-    words: &mut Words,
+    reader: &mut ControlReader,
     relays: bool,
 ) -> Option<()> {
     // What there may be room for by the time that it is waited for is seen at the next look.
@@ -106,9 +106,9 @@ async fn await_turn(
         tokio::select! {
             _ = &mut turn => return Some(()),
             // An aggregator is not let go, and what it says of its ranks is heeded once it is in.
-            word = words.0.recv(), if !relays => match word {
+            message = reader.next(), if !relays => match message {
                 // wire: W-67
-                Some(FromWorker::Withdraw) => hold_back(send, words).await?,
+                Some(FromWorker::Withdraw) => hold_back(send, reader).await?,
                 Some(FromWorker::Stay) => {}
                 _ => return None,
             }
@@ -117,13 +117,13 @@ async fn await_turn(
 }
 
 /// Lets a rank go that waits for room. Returns once it stays after all, and nothing if it does not.
-async fn hold_back(send: &mut quinn::SendStream, words: &mut Words) -> Option<()> {
-    if !say(send, &FromAggregator::Free).await {
+async fn hold_back(send: &mut quinn::SendStream, reader: &mut ControlReader) -> Option<()> {
+    if !send_message(send, &FromAggregator::Free).await {
         return None;
     }
     // Others wait behind it.
-    let word = timeout(JOIN_TIMEOUT, words.0.recv()).await.ok()?;
-    (word == Some(FromWorker::Stay)).then_some(())
+    let message = timeout(JOIN_TIMEOUT, reader.next()).await.ok()?;
+    (message == Some(FromWorker::Stay)).then_some(())
 }
 
 /// Takes a rank back into its job. In a job that may move it waits until every rank has the results

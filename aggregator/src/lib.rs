@@ -8,15 +8,17 @@
 
 mod admission;
 mod arena;
+mod caller_session;
 mod config;
 mod control_stream;
+mod destinations;
 mod door;
 mod entry;
 mod expiry;
 mod failure;
 mod handshake;
+mod job_keys;
 mod lifelines;
-mod locks;
 mod multicast_probe;
 mod network;
 mod parent;
@@ -30,9 +32,7 @@ mod slots;
 mod status;
 mod tenancy;
 mod turn;
-mod visit;
 mod wall_clock;
-mod ways;
 
 use std::collections::BTreeSet;
 use std::hash::{BuildHasher, Hasher, RandomState};

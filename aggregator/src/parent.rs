@@ -16,7 +16,7 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 use crate::multicast_probe::probe;
 use crate::paths::prove;
-use crate::registry::{Call, Joined, Seat, Shared, WORDS, lock, settle};
+use crate::registry::{Call, Joined, MEMBER_QUEUE, Seat, Shared, lock, settle};
 
 /// How long the parent may take to answer a connection.
 const PATIENCE: Span = Span::from_secs(5);
@@ -28,7 +28,7 @@ pub(crate) async fn call(registry: Shared, seat: Seat) {
     let Some(parent) = lock(&registry).config().parent.clone() else { return };
     loop {
         let called = lock(&registry).call(&seat);
-        let Some(Call { join, words, over }) = called else { return };
+        let Some(Call { join, messages, over }) = called else { return };
         // Nothing has been said yet that would have to be taken back: of a data path that is not
         // proven to its end nothing is left.
         let answered = tokio::select! {
@@ -37,11 +37,11 @@ pub(crate) async fn call(registry: Shared, seat: Seat) {
         };
         let why = match answered {
             Ok(Answered { line, to, join }) => {
-                let (tell, heard) = channel(WORDS);
+                let (tell, heard) = channel(MEMBER_QUEUE);
                 let floods = Arc::new(AtomicBool::new(false));
                 let hear = hear(tell, Arc::clone(&floods));
-                let heeded = heed(&registry, &seat, to, heard);
-                let spoken = talk(line, FromWorker::Join(join), words, hear);
+                let heeded = handle_messages(&registry, &seat, to, heard);
+                let spoken = talk(line, FromWorker::Join(join), messages, hear);
                 let (ended, ()) = tokio::join!(spoken, heeded);
                 if floods.load(Relaxed) { FLOODS.to_owned() } else { ended.to_string() }
             }
@@ -175,14 +175,14 @@ async fn call_one(addrs: &[SocketAddr], caller: &Caller) -> Result<(Line, Socket
 }
 
 /// Does what the parent says, until it says no more.
-async fn heed(
+async fn handle_messages(
     registry: &Shared,
     seat: &Seat,
     parent: SocketAddr,
     mut heard: Receiver<FromAggregator>,
 ) {
     while let Some(message) = heard.recv().await {
-        let ending = lock(registry).ending_by_word(seat, &message);
+        let ending = lock(registry).ending_by_message(seat, &message);
         let _fence = settle(registry, ending).await;
         let joined = lock(registry).hear_from_parent(seat, parent, message);
         if joined == Joined::Probe {

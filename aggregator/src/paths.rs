@@ -17,7 +17,7 @@ use racksum_proto::path::{Blocked, COMMON_MTUS, Prover, SMALL};
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::time::timeout;
 
-use crate::control_stream::{end, say};
+use crate::control_stream::{end, send_message};
 use crate::registry::{Shared, lock, other_ip_version};
 use crate::shard::{Command, Proof};
 
@@ -68,7 +68,7 @@ pub(crate) async fn hear_proof(
         elsewhere => elsewhere.map(|reason| FromAggregator::Refused { reason }),
     };
     if let Some(refused) = refused {
-        if say(&mut send, &refused).await {
+        if send_message(&mut send, &refused).await {
             end(connection, send).await;
         }
         return None;
@@ -81,7 +81,7 @@ pub(crate) async fn hear_proof(
         Proof::OfCaller(arrived.get(shard).map(Arc::clone).unwrap_or_default())
     });
     let ip = connection.remote_address().ip().to_canonical();
-    if !say(&mut send, &FromAggregator::Prove { data_ports, token, ip }).await {
+    if !send_message(&mut send, &FromAggregator::Prove { data_ports, token, ip }).await {
         return None;
     }
     let answer = async {
@@ -90,7 +90,7 @@ pub(crate) async fn hear_proof(
             return Some(word);
         }
         let sizes = arrived.iter().map(|size| size.load(Relaxed)).collect();
-        if !say(&mut send, &FromAggregator::Arrived { sizes }).await {
+        if !send_message(&mut send, &FromAggregator::Arrived { sizes }).await {
             return None;
         }
         frames::recv(&mut recv).await.ok()?

@@ -11,34 +11,34 @@ use racksum_proto::loss::Loss;
 use tokio::sync::mpsc::Receiver;
 use tokio::time::{Instant, interval};
 
-use crate::control_stream::{WAITING_PERIOD, Words, say};
+use crate::control_stream::{ControlReader, WAITING_PERIOD, send_message};
 use crate::multicast_probe::probe;
 use crate::parent::call;
 use crate::registry::{Joined, Seat, Shared, lock, settle};
 
 /// A rank that has joined.
-pub(crate) struct Seated<'a> {
+pub(crate) struct RankSession<'a> {
     pub(crate) seat: Seat,
     pub(crate) joined: Joined,
     pub(crate) send: quinn::SendStream,
-    pub(crate) words: Words,
+    pub(crate) reader: ControlReader,
     pub(crate) inbox: Receiver<FromAggregator>,
     /// Returns once the rank has died.
     pub(crate) dead: Pin<Box<dyn Future<Output = ()> + Send + 'a>>,
 }
 
-impl Seated<'_> {
+impl RankSession<'_> {
     /// Serves the rank to its end. Returns where its last words go, unless it is gone.
     pub(crate) async fn serve(
         self: Box<Self>,
         registry: &Shared,
         connection: &quinn::Connection,
     ) -> Option<quinn::SendStream> {
-        let Self { seat, joined, mut send, mut words, mut inbox, dead } = *self;
-        pursue(registry, &seat, joined);
-        let streams = (&mut send, &mut words);
+        let Self { seat, joined, mut send, mut reader, mut inbox, dead } = *self;
+        take_next_step(registry, &seat, joined);
+        let streams = (&mut send, &mut reader);
         let parting = tokio::select! {
-            parting = attend(registry, &seat, connection, streams, &mut inbox) => parting,
+            parting = pass_messages(registry, &seat, connection, streams, &mut inbox) => parting,
             () = dead => Parting::Lost(Loss::Died),
         };
         note_parting(registry, &seat, parting, connection).await;
@@ -90,44 +90,45 @@ enum Parting {
 }
 
 /// Passes messages both ways until the rank or its job is gone.
-async fn attend(
+async fn pass_messages(
     registry: &Shared,
     seat: &Seat,
     connection: &quinn::Connection,
-    (send, words): (&mut quinn::SendStream, &mut Words),
+    (send, reader): (&mut quinn::SendStream, &mut ControlReader),
     inbox: &mut Receiver<FromAggregator>,
 ) -> Parting {
     let joined = Instant::now();
     let mut tick = interval(WAITING_PERIOD);
-    let mut heard_before = 0;
+    let mut received_before = 0;
     loop {
         tokio::select! {
             message = inbox.recv() => {
                 let Some(message) = message else { break Parting::Over };
-                if !say(send, &message).await {
+                if !send_message(send, &message).await {
                     break Parting::Lost(Loss::Broke);
                 }
             }
-            word = words.0.recv() => {
-                let Some(word) = word else { break Parting::Lost(Loss::Broke) };
-                if let ControlFlow::Break(parting) = heed(registry, seat, send, word).await {
+            message = reader.next() => {
+                let Some(message) = message else { break Parting::Lost(Loss::Broke) };
+                let handled = handle_message(registry, seat, send, message).await;
+                if let ControlFlow::Break(parting) = handled {
                     break parting;
                 }
             }
             now = tick.tick() => {
                 let received = connection.stats().udp_rx.datagrams;
-                if std::mem::replace(&mut heard_before, received) != received {
+                if std::mem::replace(&mut received_before, received) != received {
                     lock(registry).hear_from(seat, now);
                 }
                 let looked = lock(registry).look_after(seat, now);
                 if let Joined::Waiting(missing) = looked {
                     let waited = now.saturating_duration_since(joined);
                     let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
-                    if !say(send, &FromAggregator::Waiting { missing, waited_ms }).await {
+                    if !send_message(send, &FromAggregator::Waiting { missing, waited_ms }).await {
                         break Parting::Lost(Loss::Broke);
                     }
                 } else {
-                    pursue(registry, seat, looked);
+                    take_next_step(registry, seat, looked);
                 }
             }
         }
@@ -135,19 +136,19 @@ async fn attend(
 }
 
 /// Does what a member says.
-async fn heed(
+async fn handle_message(
     registry: &Shared,
     seat: &Seat,
     send: &mut quinn::SendStream,
-    word: FromWorker,
+    message: FromWorker,
 ) -> ControlFlow<Parting> {
     const BROKE: ControlFlow<Parting> = ControlFlow::Break(Parting::Lost(Loss::Broke));
-    match word {
+    match message {
         FromWorker::Heard => lock(registry).heard(seat),
         FromWorker::Also(join) => {
             let joined = lock(registry).also(seat, join, Instant::now());
             let Some(joined) = joined else { return BROKE };
-            pursue(registry, seat, joined);
+            take_next_step(registry, seat, joined);
         }
         FromWorker::Parted(absent) if lock(registry).is_only(seat, absent.rank) => {
             return ControlFlow::Break(Parting::Lost(loss_of_only(absent.why)));
@@ -164,13 +165,13 @@ async fn heed(
         FromWorker::Retreat => return ControlFlow::Break(Parting::Retreated),
         FromWorker::Withdraw => {
             let is_free = lock(registry).withdraw(seat);
-            if is_free && !say(send, &FromAggregator::Free).await {
+            if is_free && !send_message(send, &FromAggregator::Free).await {
                 return BROKE;
             }
         }
         FromWorker::Stay => {
             let joined = lock(registry).stay(seat);
-            pursue(registry, seat, joined);
+            take_next_step(registry, seat, joined);
         }
         FromWorker::Move => return ControlFlow::Break(Parting::Moved),
         FromWorker::Prove { .. }
@@ -194,7 +195,7 @@ const fn loss_of_only(said: Loss) -> Loss {
 }
 
 /// Does what a job needs next.
-fn pursue(registry: &Shared, seat: &Seat, joined: Joined) {
+fn take_next_step(registry: &Shared, seat: &Seat, joined: Joined) {
     let (registry, seat) = (Arc::clone(registry), seat.clone());
     match joined {
         Joined::Probe => drop(tokio::spawn(probe(registry, seat))),

@@ -5,7 +5,7 @@ mod ending;
 mod job;
 mod lives;
 mod member;
-mod moving;
+mod migration;
 mod parent_link;
 mod progress;
 mod rejoin;
@@ -19,8 +19,8 @@ pub(crate) use checks::other_ip_version;
 pub(crate) use ending::settle;
 use job::{Job, group_of, millis};
 use lives::beginner_of;
+pub(crate) use member::MEMBER_QUEUE;
 use member::Member;
-pub(crate) use member::WORDS;
 use parent_link::ParentLink;
 pub(crate) use progress::{Progress, watch};
 use racksum_net::log_limit::LogLimit;
@@ -35,7 +35,7 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use crate::config::{Config, Fanout};
-use crate::locks::Locks;
+use crate::job_keys::JobKeys;
 use crate::queue::{Place, Queue};
 use crate::shard::{Command, NewJob, ShardHandle, ShardReport};
 use crate::tenancy::{ROUNDING, Refusal, Tally, Tenant, buffers_of_slot, check_room};
@@ -291,7 +291,7 @@ impl Registry {
         if job.members.iter().flatten().count() == 1 {
             job.opened = now;
         }
-        let joined = match job.above {
+        let joined = match job.parent {
             Some(_) => job.note_joined(&join),
             None => self.start_if_complete(&seat.job)?,
         };
@@ -311,7 +311,7 @@ impl Registry {
         let wanted = Tenant::new(&self.config, &join.job, identity, (join.world, join.lanes));
         let mut held = self.held_beside(&join.job);
         check_room(&self.config, &held, &wanted)?;
-        let mut above = self.config.parent.is_some().then(ParentLink::default);
+        let mut parent = self.config.parent.is_some().then(ParentLink::default);
         if !self.jobs.contains_key(&join.job) {
             // Those that have their turn have not all come yet.
             let called = self.queue.called_before(&self.config, join, identity, ip);
@@ -324,7 +324,7 @@ impl Registry {
         let share = Tally::of(&self.config, &held).share_of(&self.config, &wanted);
         if self.jobs.contains_key(&join.job) {
             let before = self.supersede(join);
-            above = above.map(|_| ParentLink::after(before));
+            parent = parent.map(|_| ParentLink::after(before));
         } else {
             self.queue.note_served(&self.config, join, identity, ip);
         }
@@ -352,7 +352,7 @@ impl Registry {
             stripe: join.stripe,
             members: (0..join.world).map(|_| None).collect(),
             order: Vec::new(),
-            above,
+            parent,
             state: JobState::Gathering,
             opened: now,
         };
@@ -381,10 +381,10 @@ impl Registry {
         let auth = self.config.data_auth();
         let world = u16::try_from(job.order.len()).unwrap_or(job.world);
         let granted = job.grant(slots, auth, &self.shards).and_then(|granted| {
-            let locks = Locks::new(auth, world).map_err(|error| error.to_string())?;
-            Ok((granted, locks))
+            let job_keys = JobKeys::new(auth, world).map_err(|error| error.to_string())?;
+            Ok((granted, job_keys))
         });
-        let ((welcome, configs), locks) = match granted {
+        let ((welcome, configs), job_keys) = match granted {
             Ok(granted) => granted,
             Err(reason) => {
                 self.refuse_all(name, &reason);
@@ -401,20 +401,20 @@ impl Registry {
         let names = job.names();
         for (i, (shard, config)) in self.shards.iter().zip(configs).enumerate() {
             let (ranks, names) = (job.data_addrs(i), names.clone());
-            let (above, locks, share) = (job.above_of(&config), locks.clone(), job.share);
-            let new = NewJob { config, ranks, names, above, group, locks, share };
+            let (parent, job_keys, share) = (job.new_parent(&config), job_keys.clone(), job.share);
+            let new = NewJob { config, ranks, names, parent, group, job_keys, share };
             shard.tell(Command::Add(Box::new(new)));
         }
         for (number, member) in (0..).map(Rank).zip(job.numbered()) {
             let Some(member) = member else { continue };
             let group = group.filter(|_| member.join.multicast);
-            let (rank, keys) = (number, locks.keys_of(number));
+            let (rank, keys) = (number, job_keys.keys_of(number));
             let welcome = Welcome { group, rank, rack: member.rack(), keys, ..welcome.clone() };
             member.tell(FromAggregator::Welcome(welcome));
         }
         let buffers = job.members.iter().flatten().map(|member| member.join.receive_buffer);
         job.least_buffer = buffers.min().unwrap_or(0);
-        job.granted = Some((Welcome { group, ..welcome }, locks));
+        job.granted = Some((Welcome { group, ..welcome }, job_keys));
         if group.is_some() {
             job.state = JobState::Probing;
             return Ok(Joined::Probe);

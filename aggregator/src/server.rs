@@ -6,11 +6,11 @@ use racksum_net::quic::{not_connected, quinn};
 use tokio::sync::watch;
 use tokio::time::timeout;
 
+use crate::caller_session::{Server, serve_caller};
 use crate::door::Doors;
 use crate::handshake::{STRANGERS, answer, shake_hands};
 use crate::lifelines::Lifelines;
 use crate::registry::{Shared, lock};
-use crate::visit::{Server, serve_caller};
 
 /// Callers at a time that have not joined yet, whatever they do. Twice the ranks of a large job.
 pub(crate) const MAX_STRANGERS: usize = 512;

@@ -3,9 +3,9 @@
 mod floods;
 mod handle;
 mod outbox;
+mod parent;
 mod proof;
 mod receive;
-mod relay;
 mod report;
 
 use std::collections::BTreeMap;
@@ -27,20 +27,20 @@ use racksum_proto::wire::Header;
 use tokio::sync::oneshot;
 
 use crate::arena::Arena;
+use crate::destinations::{Destinations, To};
 use crate::failure::Failure;
-use crate::locks::Locks;
+use crate::job_keys::JobKeys;
 use crate::slots::Slots;
 use crate::turn::Turn;
-use crate::ways::{To, Ways};
 
 use floods::Floods;
 use handle::Siblings;
 pub(crate) use handle::{ShardHandle, make_siblings};
 use outbox::Outbox;
+pub(crate) use parent::NewParent;
+use parent::ParentStream;
 pub(crate) use proof::Proof;
 use proof::Proofs;
-use relay::Above;
-pub(crate) use relay::NewAbove;
 pub use report::ShardStats;
 pub(crate) use report::{JobReport, ShardReport};
 
@@ -53,10 +53,10 @@ pub(crate) struct NewJob {
     /// What people call the ranks.
     pub(crate) names: Vec<Rank>,
     /// The way to the parent, if there is one.
-    pub(crate) above: Option<NewAbove>,
+    pub(crate) parent: Option<NewParent>,
     /// The group that results are multicast to, if any.
     pub(crate) group: Option<SocketAddr>,
-    pub(crate) locks: Locks,
+    pub(crate) job_keys: JobKeys,
     /// Its share of the shard, in per cent.
     pub(crate) share: f64,
 }
@@ -108,7 +108,7 @@ pub(crate) struct Rejoin {
     /// Where its data comes from now.
     pub(crate) addr: SocketAddr,
     /// With its new key.
-    pub(crate) locks: Locks,
+    pub(crate) job_keys: JobKeys,
 }
 
 /// A job at the shard.
@@ -116,9 +116,9 @@ pub(crate) struct Rejoin {
 pub(crate) struct Job {
     pub(crate) machine: Aggregation,
     pub(crate) slots: Slots,
-    pub(crate) ways: Ways,
+    pub(crate) destinations: Destinations,
     /// The way to the parent, if there is one.
-    pub(crate) above: Option<Above>,
+    pub(crate) parent: Option<ParentStream>,
     /// When a window was last folded, or the first was yet to come.
     pub(crate) moved: Time,
     /// Whose turn it is, and for how long, among the jobs.
@@ -140,7 +140,7 @@ struct Shard {
     gather: Gather,
     jobs: BTreeMap<JobId, Job>,
     /// The jobs whose sums go to a parent, by their numbers there and the addresses of its shards.
-    risen: BTreeMap<(JobId, SocketAddr), JobId>,
+    parent_jobs: BTreeMap<(JobId, SocketAddr), JobId>,
     /// Proofs of data paths that are under way, by their tokens.
     proofs: Proofs,
     floods: Floods,
@@ -193,8 +193,8 @@ impl Shard {
 
     /// Whether time alone makes something due.
     fn is_due(&self) -> bool {
-        let risen = !self.risen.is_empty();
-        let of_jobs = self.jobs.values().map(Job::timeout).min().filter(|_| risen);
+        let parent_jobs = !self.parent_jobs.is_empty();
+        let of_jobs = self.jobs.values().map(Job::timeout).min().filter(|_| parent_jobs);
         of_jobs.unwrap_or(Time::NEVER).min(self.floods.timeout()) <= self.clock.now()
     }
 
@@ -212,7 +212,7 @@ impl Shard {
                 self.more_commands = false;
                 break;
             };
-            if !self.obey(command) {
+            if !self.handle_command(command) {
                 return None;
             }
         }
@@ -221,7 +221,7 @@ impl Shard {
         Some(received)
     }
 
-    fn obey(&mut self, command: Command) -> bool {
+    fn handle_command(&mut self, command: Command) -> bool {
         match command {
             Command::Add(new) => self.add(*new),
             Command::Probe(id) => {
@@ -231,7 +231,7 @@ impl Shard {
             }
             Command::Listeners(id, hears) => {
                 if let Some(job) = self.jobs.get_mut(&id) {
-                    job.ways.set_listeners(&hears);
+                    job.destinations.set_listeners(&hears);
                 }
             }
             Command::Left(id, rank) => {
@@ -285,8 +285,8 @@ impl Shard {
 
     fn add(&mut self, new: NewJob) {
         let (id, now) = (new.config.job, self.clock.now());
-        if let Some(above) = &new.above {
-            self.risen.insert((above.config.job, above.addr), id);
+        if let Some(parent) = &new.parent {
+            self.parent_jobs.insert((parent.config.job, parent.addr), id);
         }
         if let Some(mut old) = self.jobs.insert(id, Job::new(new, now)) {
             old.slots.release(&mut self.arena);
@@ -298,10 +298,10 @@ impl Shard {
         let counters = job.machine.counters();
         self.stats.folds += counters.folds;
         self.stats.rejects.add(&counters.rejects);
-        if let Some(above) = &job.above {
-            self.stats.rejects.add(&above.machine.counters().rejects);
+        if let Some(parent) = &job.parent {
+            self.stats.rejects.add(&parent.machine.counters().rejects);
         }
-        self.risen.retain(|_, below| *below != id);
+        self.parent_jobs.retain(|_, below| *below != id);
         job.slots.release(&mut self.arena);
     }
 
@@ -310,8 +310,8 @@ impl Shard {
         let now = self.clock.now();
         let Some(job) = self.jobs.get_mut(&id) else { return };
         job.machine.handle_gone(rank, &mut ());
-        let gone = job.ways.ranks.get(rank.index());
-        job.ways.unicast.retain(|addr| Some(addr) != gone);
+        let gone = job.destinations.ranks.get(rank.index());
+        job.destinations.unicast.retain(|addr| Some(addr) != gone);
         // Nothing may come any more that what waited for the rank would be seen at.
         job.moved = now;
         self.unserved = true;
@@ -320,11 +320,11 @@ impl Shard {
     /// Sums with a rank again that has come back, from another address perhaps.
     fn let_back(&mut self, back: Rejoin) {
         let now = self.clock.now();
-        let Rejoin { job, rank, addr, locks } = back;
+        let Rejoin { job, rank, addr, job_keys } = back;
         let Some(job) = self.jobs.get_mut(&job) else { return };
         job.machine.handle_rejoined(now, rank);
-        job.ways.ranks[rank.index()] = addr;
-        let opener = locks.opener(job.machine.config(), rank);
+        job.destinations.ranks[rank.index()] = addr;
+        let opener = job_keys.opener(job.machine.config(), rank);
         if let Some((place, opener)) = job.openers.get_mut(rank.index()).zip(opener) {
             *place = opener;
         }
@@ -351,7 +351,7 @@ impl Shard {
             let meta = self.recv.meta(i);
             self.take_datagrams(now, i, &meta);
         }
-        let is_peer = |addr| self.jobs.values().any(|job| job.ways.is_peer(addr));
+        let is_peer = |addr| self.jobs.values().any(|job| job.destinations.is_peer(addr));
         let is_full = || self.socket.is_full();
         if let Some(senders) = self.floods.look(now, self.socket.drops(), is_full, is_peer)
             && let Err(error) = self.socket.refuse(&senders)
@@ -370,9 +370,9 @@ impl Shard {
         for (id, job) in &mut self.jobs {
             job.turn.begin(alone);
             loop {
-                job.look_up(now);
+                job.poll_parent(now);
                 job.serve(now, &mut self.arena, &self.socket, &mut self.out);
-                let any = job.hand_up(now, &self.socket, &mut self.out, &mut failed);
+                let any = job.send_to_parent(now, &self.socket, &mut self.out, &mut failed);
                 for failed in failed.drain(..) {
                     self.siblings.tell(|| Command::Failed(*id, failed));
                 }
@@ -406,8 +406,8 @@ impl Shard {
             let counters = job.machine.counters();
             stats.folds += counters.folds;
             stats.rejects.add(&counters.rejects);
-            if let Some(above) = &job.above {
-                stats.rejects.add(&above.machine.counters().rejects);
+            if let Some(parent) = &job.parent {
+                stats.rejects.add(&parent.machine.counters().rejects);
             }
         }
         if let Ok(mut shared) = self.shared.lock() {
@@ -418,28 +418,29 @@ impl Shard {
 
 impl Job {
     fn new(new: NewJob, now: Time) -> Self {
-        let NewJob { config, ranks, names, above, group, locks, share } = new;
+        let NewJob { config, ranks, names, parent, group, job_keys, share } = new;
         let windows = usize::from(config.world) * usize::from(config.lanes);
         let in_flight = windows * config.pool_slots as usize * WINDOW_BYTES;
         let mut machine = Aggregation::new(config, now);
         (0..).map(Rank).zip(names).for_each(|(rank, name)| machine.set_name(rank, name));
-        let (unicast, sealer) = (ranks.clone(), locks.sealer(&config));
-        let mut ways = Ways { ranks, group, unicast, sealer, ..Ways::default() };
-        let above = above.map(|above| {
-            let NewAbove { config, addr, sealer, opener } = above;
-            (ways.parent, ways.parent_sealer) = (Some(addr), sealer);
-            Above::new(config, opener, now)
+        let (unicast, sealer) = (ranks.clone(), job_keys.sealer(&config));
+        let mut destinations =
+            Destinations { ranks, group, unicast, sealer, ..Destinations::default() };
+        let parent = parent.map(|parent| {
+            let NewParent { config, addr, sealer, opener } = parent;
+            (destinations.parent, destinations.parent_sealer) = (Some(addr), sealer);
+            ParentStream::new(config, opener, now)
         });
         Self {
             machine,
             slots: Slots::new(&config),
-            ways,
-            above,
+            destinations,
+            parent,
             moved: now,
             turn: Turn::new(share, in_flight),
             sending: false,
             fences: 0,
-            openers: locks.openers(&config),
+            openers: job_keys.openers(&config),
         }
     }
 
@@ -460,7 +461,7 @@ impl Job {
     /// Whether nothing is to be folded, since the job is about to end. What a parent has folded
     /// is passed on.
     const fn is_fenced(&self) -> bool {
-        self.fences > 0 && self.above.is_none()
+        self.fences > 0 && self.parent.is_none()
     }
 
     /// Folds the next window, if there is one.
@@ -501,7 +502,7 @@ impl Job {
             ranks: self.machine.progress(now),
             settled: (0..self.machine.config().lanes)
                 .all(|lane| self.machine.results_held(lane) == 0),
-            sealed: self.ways.sealer.as_ref().map_or(0, Sealer::sealed),
+            sealed: self.destinations.sealer.as_ref().map_or(0, Sealer::sealed),
         }
     }
 

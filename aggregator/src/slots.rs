@@ -83,13 +83,13 @@ impl Layout {
         &self,
         offset: usize,
         len: usize,
-        mut visit: impl FnMut(usize, std::ops::Range<usize>),
+        mut caller_session: impl FnMut(usize, std::ops::Range<usize>),
     ) {
         let mut done = 0;
         while done < len {
             let (at, piece) = self.locate(offset + done);
             let piece = piece.min(len - done);
-            visit(at, done..done + piece);
+            caller_session(at, done..done + piece);
             done += piece;
         }
     }

@@ -53,7 +53,7 @@ class Beside(gloo.Dense):
         if self.way == "shared":
             self.tensor = self.session.empty_like(self.original)
         self._other = torch.zeros_like(self.original)
-        self._state = racksum.torch.State(self.session)
+        self._state = racksum.torch.HookState(self.session)
 
     def all_reduce(self) -> None:
         if self.way == "memcpy":

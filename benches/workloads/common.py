@@ -94,14 +94,14 @@ class Run:
         self.ring_bytes = None if sparse else 2 * (self.world - 1) * gradient_bytes // self.world
         return wrapped
 
-    def _state(self) -> racksum.torch.State:
+    def _state(self) -> racksum.torch.HookState:
         """What the hook does besides averaging."""
         arguments = self.arguments
         compressor = None
         if arguments.compressor is not None:
             make = COMPRESSORS[arguments.compressor]
             compressor = make(arguments.keep, block=arguments.block)
-        return racksum.torch.State(
+        return racksum.torch.HookState(
             self.session,
             wire=arguments.wire,
             block=arguments.block,

@@ -6,7 +6,6 @@
 mod aggregator;
 mod args;
 mod bench;
-mod crew;
 mod embedded;
 mod environment;
 mod exit;
@@ -15,6 +14,7 @@ mod logs;
 mod member;
 mod memory;
 mod option_source;
+mod process_group;
 mod progress;
 mod reduce;
 mod signals;

@@ -11,7 +11,7 @@ use racksum_proto::time::Span;
 mod authority;
 mod certificate;
 mod connection_id;
-mod conversation;
+mod control_session;
 mod endpoint;
 pub mod frames;
 mod identity;
@@ -21,7 +21,7 @@ mod trust;
 
 pub use authority::{Authority, Subject};
 pub use certificate::{Certificate, Role};
-pub use conversation::{
+pub use control_session::{
     Caller, Ended, LEAVE, Line, SILENT, ask_status, call, converse, look, talk,
 };
 pub use endpoint::{Connection, change_credentials, connect, connect_from, not_connected, server};

@@ -11,18 +11,18 @@ mod cmsg;
 mod filter;
 mod full;
 mod gather;
+mod gso_batch;
 mod recv;
 mod send;
 mod socket;
-mod train;
 mod wait;
 
 pub use buffers::BufferReport;
 pub use gather::Gather;
+pub use gso_batch::GsoBatch;
 pub use recv::{Received, RecvRing};
 pub use send::{SendError, SendOutcome, SendRing, Transmit};
 pub use socket::{UdpConfig, UdpSocket};
-pub use train::Train;
 pub use wait::{MAX_FDS, Waker, wait, wait_writable};
 
 pub use crate::interface::MAX_DATAGRAM;

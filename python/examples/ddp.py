@@ -27,7 +27,7 @@ def main() -> None:
         )
     )
     session = racksum.torch.connect()
-    model.register_comm_hook(racksum.torch.State(session), racksum.torch.allreduce_hook)
+    model.register_comm_hook(racksum.torch.HookState(session), racksum.torch.allreduce_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     # Each rank draws samples of its own; what is learned is how long a vector is.
     draw = torch.Generator().manual_seed(dist.get_rank())

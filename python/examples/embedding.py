@@ -28,7 +28,7 @@ def main() -> None:
     model = DistributedDataParallel(nn.Sequential(embedding, nn.Linear(WIDTH, 1)))
     session = racksum.torch.connect()
     # Blocks of a row each, so that nothing but these rows is sent.
-    state = racksum.torch.State(session, block=WIDTH)
+    state = racksum.torch.HookState(session, block=WIDTH)
     model.register_comm_hook(state, racksum.torch.allreduce_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     draw = torch.Generator().manual_seed(dist.get_rank())

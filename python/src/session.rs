@@ -243,7 +243,7 @@ impl Session {
         }
         let options = options.into_connect_options(py)?;
         let connecting = Connecting::new();
-        let give_up = connecting.giver_up();
+        let cancel = connecting.cancel_handle();
         let (tell, hear) = channel();
         let attempt = std::thread::Builder::new()
             .name("racksum-connect".into())
@@ -256,7 +256,7 @@ impl Session {
         };
         let connected = wait_in_checked_slices(py, None, check, heard);
         if connected.is_err() {
-            give_up.give_up();
+            cancel.cancel();
         }
         drop(py.detach(|| attempt.join()));
         match connected? {

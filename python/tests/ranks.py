@@ -130,6 +130,6 @@ def wrapped(
         return
     with session_of_group(address, job) as session:
         model.register_comm_hook(
-            racksum.torch.State(session, **state), racksum.torch.allreduce_hook
+            racksum.torch.HookState(session, **state), racksum.torch.allreduce_hook
         )
         yield model

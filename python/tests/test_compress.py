@@ -158,7 +158,7 @@ def test_a_state_is_pickled_without_its_session(cluster):
     with cluster.connect() as session:
         memory = ResidualMemory()
         memory.residuals["bucket 0"] = torch.ones(3)
-        state = racksum.torch.State(session, compressor=BlockTopK(3), memory=memory)
+        state = racksum.torch.HookState(session, compressor=BlockTopK(3), memory=memory)
         state.iteration = 5
         again = pickle.loads(pickle.dumps(state))
         assert again.session is None
@@ -179,7 +179,7 @@ def test_a_state_is_pickled_without_its_session(cluster):
     ids=lambda compressor: type(compressor).__name__,
 )
 def test_a_checkpoint_with_a_state_is_loaded_as_one_of_weights_only(compressor):
-    state = racksum.torch.State(None, compressor=compressor)
+    state = racksum.torch.HookState(None, compressor=compressor)
     state._layouts["0"] = [(0, (2, 3)), (None, (4,))]
     x = torch.randn(64 * BLOCK)
     if compressor is not None:
@@ -199,7 +199,7 @@ def test_a_checkpoint_with_a_state_is_loaded_as_one_of_weights_only(compressor):
 
 
 def test_a_compressor_that_rounds_is_pickled_with_its_state():
-    state = racksum.torch.State(None, compressor=Rounded("bf16", BlockTopK(1, BLOCK)))
+    state = racksum.torch.HookState(None, compressor=Rounded("bf16", BlockTopK(1, BLOCK)))
     again = pickle.loads(pickle.dumps(state)).compressor
     x = tensor(1, 1.2345678)
     assert torch.equal(*(c.decompress(*c.compress(x, "x")) for c in (state.compressor, again)))
@@ -208,8 +208,8 @@ def test_a_compressor_that_rounds_is_pickled_with_its_state():
 def test_blocks_are_those_of_the_compressor():
     compressor = Rounded("bf16", BlockTopK(1, 64))
     assert compressor.block == 64
-    assert racksum.torch.State(None, compressor=compressor).block == 64
-    assert racksum.torch.State(None).block == 256
+    assert racksum.torch.HookState(None, compressor=compressor).block == 64
+    assert racksum.torch.HookState(None).block == 256
 
 
 def test_what_a_compressor_rounds_travels_so_and_nothing_else(cluster):
@@ -236,7 +236,7 @@ def test_what_a_compressor_rounds_travels_so_and_nothing_else(cluster):
         return session.stats()["tx_bytes"] - before
 
     def work(session):
-        state = racksum.torch.State(session, compressor=Rounded("int8"), start_iter=2)
+        state = racksum.torch.HookState(session, compressor=Rounded("int8"), start_iter=2)
         of_steps = [sent(session, state) for _ in range(3)]
         # Only the last was compressed, and int8 is sent for the float32 that is handed on.
         assert state.compression_stats() == (1.0, 4 << 16, 4 << 16)
@@ -253,17 +253,17 @@ def test_what_a_compressor_rounds_travels_so_and_nothing_else(cluster):
         (lambda: BlockThreshold(1.0, block=48), "block is a power of two"),
         (lambda: Rounded("int8", block=2048), "block is a power of two"),
         (lambda: Rounded("int8", BlockTopK(1), block=64), "leaves out blocks of 256 elements"),
-        (lambda: racksum.torch.State(None, block=33), "block is a power of two"),
-        (lambda: racksum.torch.State(None, block=True), "block is a power of two"),
-        (lambda: racksum.torch.State(None, block="64"), "block is a power of two"),
-        (lambda: racksum.torch.State(None, wire="bogus"), "wire is one of f32, .* not 'bogus'"),
-        (lambda: racksum.torch.State(None, wire=3), "wire is one of f32"),
+        (lambda: racksum.torch.HookState(None, block=33), "block is a power of two"),
+        (lambda: racksum.torch.HookState(None, block=True), "block is a power of two"),
+        (lambda: racksum.torch.HookState(None, block="64"), "block is a power of two"),
+        (lambda: racksum.torch.HookState(None, wire="bogus"), "wire is one of f32, .* not 'bogus'"),
+        (lambda: racksum.torch.HookState(None, wire=3), "wire is one of f32"),
         (
-            lambda: racksum.torch.State(None, compressor=BlockTopK(1, 64), block=256),
+            lambda: racksum.torch.HookState(None, compressor=BlockTopK(1, 64), block=256),
             "block is 256, and the compressor leaves out blocks of 64 elements",
         ),
         (
-            lambda: racksum.torch.State(None, compressor=Rounded("int8"), wire="bf16"),
+            lambda: racksum.torch.HookState(None, compressor=Rounded("int8"), wire="bf16"),
             "wire is 'bf16', and the compressor rounds to int8",
         ),
         (lambda: BlockTopK(0), "k is a whole number from 1"),
@@ -272,12 +272,12 @@ def test_what_a_compressor_rounds_travels_so_and_nothing_else(cluster):
         (lambda: BlockRandomK(0.0), "compress_ratio is a share"),
         (lambda: Rounded("f32"), "rounds nothing that is known"),
         (
-            lambda: racksum.torch.State(None, compressor=BlockTopK(1), start_iter=1),
+            lambda: racksum.torch.HookState(None, compressor=BlockTopK(1), start_iter=1),
             "start_iter is 2",
         ),
-        (lambda: racksum.torch.State(None, fallback="hope"), "fallback is one of"),
+        (lambda: racksum.torch.HookState(None, fallback="hope"), "fallback is one of"),
         (
-            lambda: racksum.torch.State(None, memory=ResidualMemory(), error_feedback=False),
+            lambda: racksum.torch.HookState(None, memory=ResidualMemory(), error_feedback=False),
             "error_feedback=False",
         ),
     ],

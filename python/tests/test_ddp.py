@@ -284,7 +284,7 @@ def fall_back_from_a_compressor(address: str, job: str) -> tuple[list[torch.Tens
     model = DistributedDataParallel(Constant(), bucket_cap_mb=0.01)
     x = torch.linspace(1, 2, 4000) + dist.get_rank()
     with session_of_group(address, job) as session:
-        state = racksum.torch.State(
+        state = racksum.torch.HookState(
             session, compressor=BlockTopK(2, block=32), fallback="process_group"
         )
         model.register_comm_hook(state, racksum.torch.allreduce_hook)
@@ -329,7 +329,7 @@ def fail_alone(address: str, job: str, after: int) -> str:
     model = DistributedDataParallel(Constant(), bucket_cap_mb=0.01)
     own = dist.new_group(backend="gloo")
     with session_of_group(address, job, timeout=3.0) as session:
-        state = racksum.torch.State(
+        state = racksum.torch.HookState(
             session, compressor=Breaks(after), fallback="process_group", process_group=own
         )
         model.register_comm_hook(state, racksum.torch.allreduce_hook)
@@ -369,7 +369,7 @@ class Crossed(nn.Module):
         return x
 
 
-def crossed(order: list[int], state: racksum.torch.State) -> DistributedDataParallel:
+def crossed(order: list[int], state: racksum.torch.HookState) -> DistributedDataParallel:
     """The model, whose layers are in a bucket each."""
     model = DistributedDataParallel(Crossed(order), bucket_cap_mb=0.01)
     model.register_comm_hook(state, racksum.torch.allreduce_hook)
@@ -389,7 +389,7 @@ def steps_of(model: DistributedDataParallel, seed: int, count: int) -> None:
 def resume(address: str, job: str, order: list[int]) -> bool:
     """Whether training comes to the same weights with a break and without."""
     with session_of_group(address, job) as session:
-        state = racksum.torch.State(session, compressor=BlockTopK(8, block=32))
+        state = racksum.torch.HookState(session, compressor=BlockTopK(8, block=32))
         model = crossed(order, state)
         steps_of(model, 0, 5)
         weights, pickled = pickle.dumps(model.module.state_dict()), pickle.dumps(state)
@@ -429,7 +429,7 @@ class FakeBucket:
 )
 def test_the_last_bucket_is_in_lane_0(cluster, lanes, buckets, expected):
     with cluster.connect(lanes=lanes) as session:
-        state = racksum.torch.State(session, prioritize=True)
+        state = racksum.torch.HookState(session, prioritize=True)
         assert [_lane(state, FakeBucket(i, buckets)) for i in range(buckets)] == expected
 
 
@@ -437,7 +437,7 @@ def train_in_lanes(address: str, job: str) -> list[torch.Tensor]:
     torch.manual_seed(1)
     model = DistributedDataParallel(Net(), bucket_cap_mb=0.01)
     with session_of_group(address, job, lanes=3) as session:
-        state = racksum.torch.State(session, prioritize=True)
+        state = racksum.torch.HookState(session, prioritize=True)
         model.register_comm_hook(state, racksum.torch.allreduce_hook)
         return _train(model, 5, uneven=False, accumulate=False)
 

@@ -82,7 +82,7 @@ def hooks_with_fsdp1(address: str, job: str) -> None:
     with session_of_group(address, job) as session:
         with pytest.raises(racksum.BadArgument, match="shard by fully_shard, or give FSDP"):
             racksum.torch.set_all_reduce_hook(model, session)
-        state = racksum.torch.State(session)
+        state = racksum.torch.HookState(session)
         model.register_comm_hook(state, racksum.torch.allreduce_hook)
         with pytest.raises(racksum.BadArgument, match=r"use racksum\.torch\.set_all_reduce_hook"):
             model(torch.ones(2, 4)).sum().backward()

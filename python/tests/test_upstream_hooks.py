@@ -194,7 +194,7 @@ def a_hook_that_cannot_be_is_refused_by_torch(group: dist.ProcessGroup) -> None:
         model.register_comm_hook(None, of_an_int)
     with pytest.raises(ValueError, match=r"annotation should be torch\.futures\.Future"):
         model.register_comm_hook(None, an_int)
-    session = racksum.torch.State(None)
+    session = racksum.torch.HookState(None)
     model.register_comm_hook(session, racksum.torch.allreduce_hook)
     with pytest.raises(RuntimeError, match="can only be called once"):
         model.register_comm_hook(session, racksum.torch.allreduce_hook)
@@ -226,7 +226,7 @@ def a_hook_that_returns_no_future_or_fails_is_an_error_of_backward(
 @check
 def a_state_that_has_no_session_is_an_error_of_backward(group: dist.ProcessGroup) -> None:
     model = DistributedDataParallel(net(), process_group=group)
-    model.register_comm_hook(racksum.torch.State(None), racksum.torch.allreduce_hook)
+    model.register_comm_hook(racksum.torch.HookState(None), racksum.torch.allreduce_hook)
     with pytest.raises(racksum.BadArgument, match="the state has no session"):
         model(torch.ones(1, 8)).sum().backward()
 
@@ -237,15 +237,15 @@ def a_session_in_place_of_a_state_is_an_error_of_backward(group: dist.ProcessGro
     model = DistributedDataParallel(net(), process_group=group)
     model.register_comm_hook(backend.session, racksum.torch.allreduce_hook)
     with pytest.raises(
-        racksum.BadArgument, match=r"racksum\.torch\.State\(session\) gives, and not"
+        racksum.BadArgument, match=r"racksum\.torch\.HookState\(session\), and not a"
     ):
         model(torch.ones(1, 8)).sum().backward()
     with pytest.raises(
         racksum.BadArgument, match=r"session is a racksum\.Session, .* ProcessGroup"
     ):
-        racksum.torch.State(group)
-    with pytest.raises(racksum.BadArgument, match=r"session is a racksum\.Session, .* State"):
-        racksum.torch.allreduce_sparse(racksum.torch.State(backend.session), torch.ones(1))
+        racksum.torch.HookState(group)
+    with pytest.raises(racksum.BadArgument, match=r"session is a racksum\.Session, .* HookState"):
+        racksum.torch.allreduce_sparse(racksum.torch.HookState(backend.session), torch.ones(1))
 
 
 def reducer(group: dist.ProcessGroup, model: nn.Module, **options: Any) -> dist.Reducer:
@@ -347,7 +347,7 @@ def test_ddp_goes_on_in_another_group(ranks, cluster):
 def smaller_buckets(address: str, job: str) -> None:
     """A compressor remembers what it left out of buckets that have another size now."""
     with session_of_group(address, job) as session:
-        state = racksum.torch.State(session, compressor=BlockTopK(1))
+        state = racksum.torch.HookState(session, compressor=BlockTopK(1))
         model = DistributedDataParallel(net())
         model.register_comm_hook(state, racksum.torch.allreduce_hook)
         trained(model, steps=4)
@@ -367,7 +367,7 @@ def wrapped_by_torch(address: str, job: str) -> None:
     with session_of_group(address, job) as session:
         model = DistributedDataParallel(net())
         hook = default_hooks.bf16_compress_wrapper(racksum.torch.allreduce_hook)
-        model.register_comm_hook(racksum.torch.State(session), hook)
+        model.register_comm_hook(racksum.torch.HookState(session), hook)
         plain = DistributedDataParallel(net())
         for one, other in zip(trained(model), trained(plain), strict=True):
             torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)

@@ -424,7 +424,7 @@ pub struct Connecting {
 
 /// Gives up an attempt to connect.
 #[derive(Debug, Clone)]
-pub struct GiveUp {
+pub struct CancelHandle {
     tell: Sender<Message>,
 }
 
@@ -443,8 +443,8 @@ impl Connecting {
 
     /// How another thread gives it up.
     #[must_use]
-    pub fn giver_up(&self) -> GiveUp {
-        GiveUp { tell: self.mailbox.sender() }
+    pub fn cancel_handle(&self) -> CancelHandle {
+        CancelHandle { tell: self.mailbox.sender() }
     }
 
     /// What it waits for while it is made.
@@ -462,9 +462,9 @@ impl Connecting {
     }
 }
 
-impl GiveUp {
+impl CancelHandle {
     /// Gives it up: it ends with [`ConnectError::GivenUp`], unless it has ended.
-    pub fn give_up(&self) {
+    pub fn cancel(&self) {
         // An attempt that has ended needs no word.
         drop(self.tell.send(Message::Stop(Closed { next_op: None })));
     }

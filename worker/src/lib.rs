@@ -30,7 +30,7 @@ mod supervisor;
 pub mod tensor;
 
 pub use blocks::Blocks;
-pub use client::{Client, Connecting, GiveUp, Handle, Reduced};
+pub use client::{CancelHandle, Client, Connecting, Handle, Reduced};
 pub use control::Awaited;
 pub use engine::Stats;
 pub use error::{ConnectError, Error};

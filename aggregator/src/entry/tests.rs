@@ -10,7 +10,7 @@ use tokio::sync::mpsc::channel;
 
 use super::*;
 use crate::config::Fanout;
-use crate::registry::WORDS;
+use crate::registry::MEMBER_QUEUE;
 use crate::registry::tests::{join, registry, wish};
 
 /// A job of two that may move, of which rank 1 has left while rank 0 lacks a result, or says so.
@@ -110,7 +110,7 @@ fn ack(job: JobId, rank: Rank) -> Vec<u8> {
 
 /// A caller from an address.
 fn caller(ip: [u8; 4]) -> Caller {
-    let (tell, _) = channel(WORDS);
+    let (tell, _) = channel(MEMBER_QUEUE);
     Caller { identity: None, addr: (ip, 9).into(), tell }
 }
 

@@ -19,7 +19,7 @@ fn enter(queue: &mut Queue, config: &Config, job: &str, identity: Option<&str>) 
     queue.enter(config, &wish(job, 0, 1), identity, HERE).unwrap()
 }
 
-fn moving(job: &str) -> Join {
+fn moving_join(job: &str) -> Join {
     let resume = Resume { first_op: OpId(3), absent: Vec::new() };
     Join { resume: Some(resume), ..wish(job, 0, 1) }
 }
@@ -114,7 +114,7 @@ fn tenants_take_turns_and_a_job_that_moves_goes_first() {
         enter(&mut queue, &config, &format!("crowd-{job}"), Some("crowd"));
     }
     enter(&mut queue, &config, "small", Some("team"));
-    let place = queue.enter(&config, &moving("moves"), Some("late"), HERE).unwrap();
+    let place = queue.enter(&config, &moving_join("moves"), Some("late"), HERE).unwrap();
     assert_eq!(queue.names()[..4], names(["moves", "crowd-0", "small", "crowd-1"]));
     queue.call(&config, &held(&config, &names(["there"]), "x"));
     assert_eq!(queue.turn(&place), (false, 0));
@@ -122,7 +122,7 @@ fn tenants_take_turns_and_a_job_that_moves_goes_first() {
     assert_eq!(queue.turn(&place), (true, 0));
     // Who begins comes after all that have their turn; who moves only after others that do.
     let before = |join: &Join| queue.called_before(&config, join, Some("y"), HERE).count();
-    assert_eq!((before(&wish("new", 0, 1)), before(&moving("other"))), (1, 1));
+    assert_eq!((before(&wish("new", 0, 1)), before(&moving_join("other"))), (1, 1));
     // A tenant that comes later does not go before those that have waited for many rounds.
     queue.leave(&place);
     queue.round = 50;
@@ -147,7 +147,7 @@ fn a_tenant_whose_jobs_all_move_does_not_keep_out_others_for_ever() {
         let others = ["one", "two"].map(|job| enter(&mut queue, &config, job, Some("patient")));
         let mut served = Vec::new();
         for nth in 0..100 {
-            let join = moving(&format!("job-{nth}"));
+            let join = moving_join(&format!("job-{nth}"));
             let place = waits.then(|| queue.enter(&config, &join, Some("greedy"), HERE).unwrap());
             queue.call(&config, &[]);
             let joins = match &place {
@@ -166,7 +166,7 @@ fn a_tenant_whose_jobs_all_move_does_not_keep_out_others_for_ever() {
         }
         assert_eq!(served, [0], "waits: {waits}");
         // Movers of a tenant that was not served as often go first still, and are counted.
-        let late = queue.enter(&config, &moving("late"), Some("modest"), HERE).unwrap();
+        let late = queue.enter(&config, &moving_join("late"), Some("modest"), HERE).unwrap();
         queue.call(&config, &[]);
         assert_eq!([&late, &others[0]].map(|it| queue.turn(it)), [(true, 0), (false, 1)]);
         queue.leave(&late);
@@ -179,11 +179,11 @@ fn tenants_whose_jobs_move_take_turns_among_themselves() {
     let mut queue = Queue::default();
     enter(&mut queue, &config, "begins", Some("patient"));
     for nth in 0..20 {
-        let join = moving(&format!("many-{nth}"));
+        let join = moving_join(&format!("many-{nth}"));
         queue.enter(&config, &join, Some("many"), HERE).unwrap();
     }
     for nth in 0..2 {
-        queue.enter(&config, &moving(&format!("few-{nth}")), Some("few"), HERE).unwrap();
+        queue.enter(&config, &moving_join(&format!("few-{nth}")), Some("few"), HERE).unwrap();
     }
     let order = queue.names();
     assert_eq!(order[..5], names(["many-0", "few-0", "many-1", "few-1", "many-2"]));
@@ -247,7 +247,7 @@ fn who_was_served_is_remembered_of_few_and_while_others_wait() {
     assert!(queue.served.is_empty());
     let place = enter(&mut queue, &config, "waits", Some("patient"));
     for nth in 0..=MAX_SERVED {
-        serve(&mut queue, &config, &moving("job"), &format!("tenant-{nth}"), false);
+        serve(&mut queue, &config, &moving_join("job"), &format!("tenant-{nth}"), false);
         assert!(!queue.served.is_empty() || nth == MAX_SERVED);
     }
     assert!(queue.served.len() <= MAX_SERVED);

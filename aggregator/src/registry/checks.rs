@@ -6,7 +6,7 @@ use racksum_proto::control::{Beginner, CONTROL_VERSION, Join};
 
 use super::job::fragmentation_of;
 use super::member::unreached;
-use super::moving::check_resume;
+use super::migration::check_resume;
 use super::{Caller, MAX_LANES, Registry};
 use crate::admission::admit;
 use crate::config::{Fanout, MAX_SHARDS};

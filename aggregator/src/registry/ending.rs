@@ -55,10 +55,14 @@ impl Registry {
     }
 
     /// The job that is about to end since a word of its parent's says so.
-    pub(crate) fn ending_by_word(&self, seat: &Seat, word: &FromAggregator) -> Option<Ending> {
+    pub(crate) fn ending_by_message(
+        &self,
+        seat: &Seat,
+        message: &FromAggregator,
+    ) -> Option<Ending> {
         let job = self.jobs.get(&seat.job).filter(|job| job.id == seat.id)?;
         let ends = matches!(
-            word,
+            message,
             FromAggregator::PeerLost { .. }
                 | FromAggregator::ParentLost { .. }
                 | FromAggregator::Superseded { .. }

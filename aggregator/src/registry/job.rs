@@ -21,7 +21,7 @@ use super::member::{Left, Member, Return};
 use super::parent_link::ParentLink;
 use super::progress::Progress;
 use crate::config::Config as AggregatorConfig;
-use crate::locks::Locks;
+use crate::job_keys::JobKeys;
 use crate::shard::ShardHandle;
 use crate::tenancy::Tenant;
 
@@ -56,7 +56,7 @@ pub(super) struct Job {
     /// Bytes of the smallest receive buffer of its ranks when it started.
     pub(super) least_buffer: u32,
     /// What it was granted once it was complete.
-    pub(super) granted: Option<(Welcome, Locks)>,
+    pub(super) granted: Option<(Welcome, JobKeys)>,
     /// The ranks that have gone on to another aggregator, and since when the first has.
     pub(super) departed: Vec<u16>,
     pub(super) departed_at: Option<Instant>,
@@ -69,7 +69,7 @@ pub(super) struct Job {
     /// The places of those of them that have a number in datagrams, in the order of these.
     pub(super) order: Vec<u16>,
     /// The way to the parent, if this aggregator has one.
-    pub(super) above: Option<ParentLink>,
+    pub(super) parent: Option<ParentLink>,
     pub(super) state: JobState,
     pub(super) opened: Instant,
 }
@@ -151,7 +151,7 @@ impl Job {
     /// The ranks that have not joined, here or elsewhere, or would rather leave, and are not known
     /// to be lost.
     pub(super) fn missing(&self) -> Vec<u16> {
-        if let Some(missing) = self.above.as_ref().and_then(|above| above.missing.as_ref()) {
+        if let Some(missing) = self.parent.as_ref().and_then(|parent| parent.missing.as_ref()) {
             return missing.clone();
         }
         let members = self.members.iter().flatten().filter(|member| !member.withdraws);
@@ -261,9 +261,9 @@ impl Job {
         let members = || self.members.iter().flatten();
         let joins = members().flat_map(Member::joins);
         let datagram = joins.map(|join| usize::from(join.max_datagram)).min().unwrap_or(0);
-        let above = self.above.as_ref().and_then(|above| above.granted.as_ref());
+        let parent = self.parent.as_ref().and_then(|parent| parent.granted.as_ref());
         // What goes on to the parent is cut as it came, and what comes from there goes on so.
-        let cut = match above {
+        let cut = match parent {
             Some((_, parent)) => Fragmentation::new(parent.fragment_payload.into()),
             None => fragmentation_of(datagram),
         };
@@ -273,7 +273,7 @@ impl Job {
         let lowest = buffers.min().unwrap_or(0) as usize;
         let receive = handles.iter().map(|shard| shard.receive_buffer).min().unwrap_or(0);
         let most = if cut.payload() == WINDOW_BYTES { MAX_LOCAL_IN_FLIGHT } else { usize::MAX };
-        let senders = self.order.len() + usize::from(self.above.is_some());
+        let senders = self.order.len() + usize::from(self.parent.is_some());
         let in_flight = (receive / senders.max(1)).clamp(2 * WINDOW_BYTES, most);
         let mine = u8::try_from(handles.len()).unwrap_or(u8::MAX);
         let (place, aggregators) = self.stripe;
@@ -312,7 +312,7 @@ impl Job {
             results_in_flight: lowest / usize::from(shards) / usize::from(self.lanes.max(1)) / 2,
             moved_at: self.moved_at,
             weight: self.has_racks().then_some(self.world),
-            has_parent: self.above.is_some(),
+            has_parent: self.parent.is_some(),
         };
         Ok((welcome, (first..first + mine).map(config).collect()))
     }

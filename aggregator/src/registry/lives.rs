@@ -42,7 +42,7 @@ impl Registry {
         );
         tracing::info!(job = ?join.job, "{why}");
         job.tell(&FromAggregator::Superseded { by: join.generation, why });
-        job.above.take()
+        job.parent.take()
     }
 }
 

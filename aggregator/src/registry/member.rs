@@ -13,7 +13,7 @@ use super::Caller;
 
 /// Words to a member that may wait to be sent: more than twice a welcome, a start, each rank that
 /// the job can go on without, a drain and a last word.
-pub(crate) const WORDS: usize = 2 * (Flags::MAX_ABSENT + 8);
+pub(crate) const MEMBER_QUEUE: usize = 2 * (Flags::MAX_ABSENT + 8);
 
 /// A rank that has joined, or an aggregator that has joined for its ranks.
 #[derive(Debug)]
@@ -87,11 +87,11 @@ impl Member {
         unreached(&self.join, self.addr.ip())
     }
 
-    /// Tells it something, for which there is room: no member is told as much as [`WORDS`] in a
-    /// life, but for where it stands in a queue, and that is said only while half of it is free.
+    /// Queues a message for the member. There is room: a member gets fewer than [`MEMBER_QUEUE`]
+    /// messages in a life, besides its place in the queue, which is sent only while half is free.
     pub(super) fn tell(&self, message: FromAggregator) {
         let queued = matches!(message, FromAggregator::Queued { .. });
-        if !queued || self.tell.capacity() > WORDS / 2 {
+        if !queued || self.tell.capacity() > MEMBER_QUEUE / 2 {
             // Its connection's task ends when it is gone, or does not read, and says so.
             drop(self.tell.try_send(message));
         }

@@ -12,7 +12,7 @@ pub(super) struct ParentLink {
     /// Somebody calls the parent, or is about to.
     pub(super) called: bool,
     /// What is said to the parent goes here, while it is called.
-    pub(super) words: Option<UnboundedSender<FromWorker>>,
+    pub(super) messages: Option<UnboundedSender<FromWorker>>,
     /// The same of the job's lives before, until the parent ends those by itself: a last word would
     /// say to the other racks that a rank of this one has left.
     pub(super) before: Vec<UnboundedSender<FromWorker>>,
@@ -29,8 +29,8 @@ pub(super) struct ParentLink {
 impl ParentLink {
     /// The way of a job whose life before had this one.
     pub(super) fn after(before: Option<Self>) -> Self {
-        let Self { mut before, words, .. } = before.unwrap_or_default();
-        before.extend(words);
+        let Self { mut before, messages, .. } = before.unwrap_or_default();
+        before.extend(messages);
         // Those of a parent that ends none are not kept without end.
         before.drain(..before.len().saturating_sub(MOST_BEFORE));
         Self { before, ..Self::default() }

@@ -142,17 +142,17 @@ impl Registry {
         let seat = Seat { job: join.job.clone(), id, rank: join.rank };
         let job = self.jobs.get_mut(&seat.job).ok_or("the job vanished")?;
         let (rank, next_op) = (Rank(join.rank), job.rejoins_at(&join)?);
-        let (welcome, locks) = job.granted.as_mut().ok_or("the job was granted nothing")?;
-        locks.renew(rank).map_err(|error| error.to_string())?;
-        let keys = locks.keys_of(rank);
+        let (welcome, job_keys) = job.granted.as_mut().ok_or("the job was granted nothing")?;
+        job_keys.renew(rank).map_err(|error| error.to_string())?;
+        let keys = job_keys.keys_of(rank);
         let welcome =
             Welcome { group: None, rank, keys, first_op: next_op, sealed, ..welcome.clone() };
-        let locks = locks.clone();
+        let job_keys = job_keys.clone();
         job.note_caller(&join);
         let came_back = job.left.remove(&rank.0);
         let mut member = Member::new(join, caller, now);
         member.came_back = came_back;
-        let rejoin = Rejoin { job: id, rank, addr: member.data_addr(0), locks };
+        let rejoin = Rejoin { job: id, rank, addr: member.data_addr(0), job_keys };
         member.tell(FromAggregator::Welcome(welcome));
         member.tell(FromAggregator::Ready { multicast: false });
         job.members[rank.index()] = Some(member);

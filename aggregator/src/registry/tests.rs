@@ -68,7 +68,7 @@ pub(super) fn join_at(
 
 /// Who calls with this identity from this address, and what is said to it.
 pub(super) fn caller(identity: Option<&str>, ip: [u8; 4]) -> (Caller, Inbox) {
-    let (tell, inbox) = channel(WORDS);
+    let (tell, inbox) = channel(MEMBER_QUEUE);
     let (identity, addr) = (identity.map(str::to_owned), SocketAddr::from((ip, 9)));
     (Caller { identity, addr, tell }, inbox)
 }
@@ -253,7 +253,7 @@ fn a_rank_that_no_data_could_reach_is_refused() {
     assert!(join(&mut registry, port).unwrap_err().contains("0 is none"));
     let slots = Join { pool_slots: 1, ..wish("job", 0, 1) };
     assert!(join(&mut registry, slots).unwrap_err().contains("2 slots or more, not 1"));
-    let (tell, _inbox) = channel(WORDS);
+    let (tell, _inbox) = channel(MEMBER_QUEUE);
     let mapped = (Ipv4Addr::LOCALHOST.to_ipv6_mapped(), 9).into();
     let refused = registry.join(
         wish("job", 0, 1),
@@ -366,7 +366,7 @@ fn only_a_place_that_was_left_while_the_job_ran_is_taken_by_one_that_comes_back(
     let (seat, ..) = join(&mut registry, wish("job", 1, 2)).unwrap();
     let back = Join { rejoin: true, ..wish("job", 1, 2) };
     let caller = || {
-        let (tell, inbox) = channel(WORDS);
+        let (tell, inbox) = channel(MEMBER_QUEUE);
         let addr = SocketAddr::from(([127, 0, 0, 1], 9));
         (Caller { identity: None, addr, tell }, inbox)
     };

@@ -25,13 +25,13 @@ use super::job::Job;
 use super::member::Member;
 use super::parent_link::ParentLink;
 use super::{Joined, LOST, NOT_JOINED, Registry, Seat};
-use crate::shard::{Command, NewAbove};
+use crate::shard::{Command, NewParent};
 
 /// A call of the parent: what is said first, and whatever is said then.
 #[derive(Debug)]
 pub(crate) struct Call {
     pub(crate) join: Join,
-    pub(crate) words: UnboundedReceiver<FromWorker>,
+    pub(crate) messages: UnboundedReceiver<FromWorker>,
     /// Tells when the job's life that calls is over.
     pub(crate) over: oneshot::Receiver<()>,
 }
@@ -67,38 +67,38 @@ impl Registry {
         let receive_buffer = u32::try_from(buffers).unwrap_or(u32::MAX);
         let data_auth = Some(self.config.data_auth());
         let job = self.job(seat).filter(|job| job.state == JobState::Gathering)?;
-        let (tell, words) = unbounded_channel();
+        let (tell, messages) = unbounded_channel();
         let mut joins = job.members.iter().flatten().flat_map(Member::joins).cloned();
         let first = joins.next()?;
         // The receiver is here.
         joins.for_each(|join| drop(tell.send(FromWorker::Also(join))));
-        let before = std::mem::take(&mut job.above.get_or_insert_default().before);
+        let before = std::mem::take(&mut job.parent.get_or_insert_default().before);
         let (ends, over) = oneshot::channel();
         let (words_to, ends) = (Some(tell), Some(ends));
-        let above = ParentLink {
+        let parent = ParentLink {
             called: true,
-            words: words_to,
+            messages: words_to,
             before,
             _over: ends,
             ..ParentLink::default()
         };
-        job.above = Some(above);
+        job.parent = Some(parent);
         let join =
             Join { data_ports, receive_buffer, data_auth, multicast: false, relays: true, ..first };
-        Some(Call { join, words, over })
+        Some(Call { join, messages, over })
     }
 
-    /// Takes what the parent at `parent` says.
+    /// Takes what the parent at `parent_addr` says.
     pub(crate) fn hear_from_parent(
         &mut self,
         seat: &Seat,
-        parent: SocketAddr,
+        parent_addr: SocketAddr,
         message: FromAggregator,
     ) -> Joined {
         let name = &seat.job;
         let Some(job) = self.job(seat) else { return Joined::Ready };
         // What is said after this side has hung up is about ranks of which one is gone.
-        let Some(above) = job.above.as_mut().filter(|above| above.words.is_some()) else {
+        let Some(parent) = job.parent.as_mut().filter(|parent| parent.messages.is_some()) else {
             return Joined::Ready;
         };
         match message {
@@ -106,34 +106,35 @@ impl Registry {
                 self.refuse_all(
                     name,
                     &format!(
-                        "its parent at {parent} speaks version {speaks} of the protocol, and this \
-                         aggregator version {CONTROL_VERSION}; install the same release on both"
+                        "its parent at {parent_addr} speaks version {speaks} of the protocol, and \
+                         this aggregator version {CONTROL_VERSION}; install the same release on \
+                         both"
                     ),
                 );
             }
             FromAggregator::Refused { reason } if job.state != JobState::Gathering => {
-                let reason = parent_gone(&format!("{parent} refused: {reason}"));
+                let reason = parent_gone(&format!("{parent_addr} refused: {reason}"));
                 job.tell(&FromAggregator::ParentLost { reason });
                 self.remove(name);
             }
             FromAggregator::Refused { reason } => {
-                self.refuse_all(name, &format!("its parent at {parent} refused: {reason}"));
+                self.refuse_all(name, &format!("its parent at {parent_addr} refused: {reason}"));
             }
             FromAggregator::RefusedRank { rank, reason } => {
-                self.refuse_rank(seat, parent, rank, &reason);
+                self.refuse_rank(seat, parent_addr, rank, &reason);
             }
             FromAggregator::Waiting { missing, .. } => {
-                above.missing = Some(of_world(missing, job.world));
-                above.queued = None;
+                parent.missing = Some(of_world(missing, job.world));
+                parent.queued = None;
             }
             FromAggregator::Queued { ref why, .. } => {
-                above.queued = Some(why.clone());
+                parent.queued = Some(why.clone());
                 job.tell(&message);
             }
             FromAggregator::Welcome(_) if job.state != JobState::Gathering => {}
-            FromAggregator::Welcome(granted) => return self.welcomed(seat, parent, granted),
+            FromAggregator::Welcome(granted) => return self.welcomed(seat, parent_addr, granted),
             FromAggregator::Drain if job.state == JobState::Gathering => {
-                self.refuse_all(name, &format!("its parent at {parent} is about to stop"));
+                self.refuse_all(name, &format!("its parent at {parent_addr} is about to stop"));
             }
             FromAggregator::PeerLost { ranks, why } => {
                 let ranks = of_world(ranks, job.world);
@@ -160,22 +161,22 @@ impl Registry {
     }
 
     /// Starts a job as its parent grants it.
-    fn welcomed(&mut self, seat: &Seat, parent: SocketAddr, granted: Welcome) -> Joined {
+    fn welcomed(&mut self, seat: &Seat, parent_addr: SocketAddr, granted: Welcome) -> Joined {
         let (name, auth) = (&seat.job, self.config.data_auth());
         let (mine, theirs) = (self.shards.len(), granted.data_ports.len());
         if mine != theirs {
             let reason = other_shards(theirs, mine);
-            self.refuse_all(name, &format!("its parent at {parent} refused: {reason}"));
+            self.refuse_all(name, &format!("its parent at {parent_addr} refused: {reason}"));
             return Joined::Ready;
         }
         if !may_grant(&granted, self.shards.len()) {
-            self.refuse_all(name, &strange(parent));
+            self.refuse_all(name, &strange(parent_addr));
             return Joined::Ready;
         }
         if granted.data_auth != auth {
             let reason = format!(
-                "its parent at {parent} authenticates data with {:?}, and this aggregator with \
-                 {:?}; start both with the same `racksum aggregator --data-auth`",
+                "its parent at {parent_addr} authenticates data with {:?}, and this aggregator \
+                 with {:?}; start both with the same `racksum aggregator --data-auth`",
                 granted.data_auth.name(),
                 auth.name()
             );
@@ -185,12 +186,12 @@ impl Registry {
         let Some(job) = self.job(seat) else { return Joined::Ready };
         job.keep_only(&granted.rack);
         if job.members.iter().all(Option::is_none) {
-            self.refuse_all(name, &strange(parent));
+            self.refuse_all(name, &strange(parent_addr));
             return Joined::Ready;
         }
-        if let Some(above) = &mut job.above {
-            above.before.clear();
-            (above.missing, above.granted) = (Some(Vec::new()), Some((parent, granted)));
+        if let Some(parent) = &mut job.parent {
+            parent.before.clear();
+            (parent.missing, parent.granted) = (Some(Vec::new()), Some((parent_addr, granted)));
         }
         // If it cannot be served, all have been told so.
         self.start(name).unwrap_or(Joined::Ready)
@@ -198,16 +199,16 @@ impl Registry {
 
     /// The conversation with the parent is over. Returns whether it is to be called again, since a
     /// rank that it had been called for has gone meanwhile.
-    pub(crate) fn hung_up(&mut self, seat: &Seat, parent: &str, why: &str) -> bool {
+    pub(crate) fn hung_up(&mut self, seat: &Seat, parent_addr: &str, why: &str) -> bool {
         let Some(job) = self.job(seat) else { return false };
-        let hung_up_here = job.above.as_ref().is_some_and(|above| above.words.is_none());
+        let hung_up_here = job.parent.as_ref().is_some_and(|parent| parent.messages.is_none());
         if job.state == JobState::Gathering && hung_up_here {
             return true;
         }
         let reason = if job.state == JobState::Gathering {
-            format!("the aggregator's parent at {parent} cannot be had: {why}")
+            format!("the aggregator's parent at {parent_addr} cannot be had: {why}")
         } else {
-            parent_gone(&format!("{parent}: {why}"))
+            parent_gone(&format!("{parent_addr}: {why}"))
         };
         let reason = String::from(PeerText::of(reason));
         LOST.note(|left_out| tracing::warn!(job = ?seat.job, left_out, "{reason}"));
@@ -221,7 +222,7 @@ impl Registry {
 
     /// Refuses one rank of a job that gathers ranks, wherever below it has joined; the parent is
     /// called anew for the others.
-    fn refuse_rank(&mut self, seat: &Seat, parent: SocketAddr, rank: u16, reason: &str) {
+    fn refuse_rank(&mut self, seat: &Seat, parent_addr: SocketAddr, rank: u16, reason: &str) {
         let Some(job) = self.job(seat).filter(|job| job.state == JobState::Gathering) else {
             return;
         };
@@ -230,9 +231,9 @@ impl Registry {
         };
         let member = job.members.iter_mut().find(|member| with(member)).and_then(Option::take);
         // Of ranks that are gone nothing is heard any more.
-        let Some(member) = member else { return self.refuse_all(&seat.job, &strange(parent)) };
+        let Some(member) = member else { return self.refuse_all(&seat.job, &strange(parent_addr)) };
         job.hang_up();
-        let reason = PeerText::of(format!("its parent at {parent} refused: {reason}"));
+        let reason = PeerText::of(format!("its parent at {parent_addr} refused: {reason}"));
         let reason = String::from(reason);
         NOT_JOINED.note(|left_out| {
             tracing::warn!(job = ?seat.job, rank, reason, left_out, "join refused");
@@ -303,7 +304,7 @@ impl Registry {
             member.also.push(join.clone());
         }
         job.note_caller(&join);
-        if job.above.is_some() {
+        if job.parent.is_some() {
             return Ok(job.note_joined(&join));
         }
         self.start_if_complete(&seat.job)
@@ -361,7 +362,7 @@ impl Job {
 
     /// Whether its sums go through several aggregators, one after the other.
     pub(super) fn is_of_tree(&self) -> bool {
-        self.above.is_some() || self.has_racks()
+        self.parent.is_some() || self.has_racks()
     }
 
     /// Checks that ranks that want what a tree does not have are in none. Members of several ranks
@@ -401,13 +402,13 @@ impl Job {
 
     /// Tells the parent that a rank has joined, or wants it to be called.
     pub(super) fn note_joined(&mut self, join: &Join) -> Joined {
-        let Some(above) = &mut self.above else { return Joined::Ready };
-        if !std::mem::replace(&mut above.called, true) {
+        let Some(parent) = &mut self.parent else { return Joined::Ready };
+        if !std::mem::replace(&mut parent.called, true) {
             return Joined::Call;
         }
-        if let Some(words) = &above.words {
+        if let Some(messages) = &parent.messages {
             // One that is gone has said so.
-            drop(words.send(FromWorker::Also(join.clone())));
+            drop(messages.send(FromWorker::Also(join.clone())));
         }
         Joined::Waiting(self.missing())
     }
@@ -415,11 +416,11 @@ impl Job {
     /// Tells the parent that ranks are gone. While ranks are gathered this side hangs up as well,
     /// and calls again for those that are left; the parent may have started the job by then.
     pub(super) fn tell_parent_of(&mut self, ranks: &[u16], why: Loss) {
-        let Some(above) = &mut self.above else { return };
+        let Some(parent) = &mut self.parent else { return };
         for rank in ranks {
-            if let Some(words) = &above.words {
+            if let Some(messages) = &parent.messages {
                 // One that is gone has said so.
-                drop(words.send(FromWorker::Parted(Absent { rank: *rank, why })));
+                drop(messages.send(FromWorker::Parted(Absent { rank: *rank, why })));
             }
         }
         if self.state == JobState::Gathering {
@@ -429,8 +430,8 @@ impl Job {
 
     /// Ends the conversation with the parent.
     fn hang_up(&mut self) {
-        if let Some(above) = &mut self.above {
-            above.words = None;
+        if let Some(parent) = &mut self.parent {
+            parent.messages = None;
         }
     }
 
@@ -452,9 +453,9 @@ impl Job {
 
     /// Tells the parent that this aggregator stops.
     pub(super) fn tell_parent_of_stop(&self) {
-        if let Some(words) = self.above.as_ref().and_then(|above| above.words.as_ref()) {
+        if let Some(messages) = self.parent.as_ref().and_then(|parent| parent.messages.as_ref()) {
             // One that is gone needs no word.
-            drop(words.send(FromWorker::Stop));
+            drop(messages.send(FromWorker::Stop));
         }
     }
 
@@ -465,9 +466,9 @@ impl Job {
     }
 
     /// The way to the parent of the shard of a configuration.
-    pub(super) fn above_of(&self, below: &Config) -> Option<NewAbove> {
-        let (parent, granted) = self.above.as_ref()?.granted.as_ref()?;
-        let mut addr = *parent;
+    pub(super) fn new_parent(&self, below: &Config) -> Option<NewParent> {
+        let (parent_addr, granted) = self.parent.as_ref()?.granted.as_ref()?;
+        let mut addr = *parent_addr;
         addr.set_port(*granted.data_ports.get(usize::from(below.shard))?);
         let Welcome { data_auth, rank, ref keys, .. } = *granted;
         let keys = keys.as_ref();
@@ -489,7 +490,7 @@ impl Job {
             acks_at_rest: granted.may_move,
             relay: Some(worker::Relay { shard: below.shard, slots: below.pool_slots }),
         };
-        Some(NewAbove { config, addr, sealer, opener })
+        Some(NewParent { config, addr, sealer, opener })
     }
 }
 
@@ -499,11 +500,11 @@ fn may_grant(granted: &Welcome, shards: usize) -> bool {
 }
 
 /// Why an aggregator cannot be another's parent.
-fn other_shards(parent: usize, calling: usize) -> String {
+fn other_shards(parent_addr: usize, calling: usize) -> String {
     format!(
         "the parent has {} and the aggregator that calls it {calling}; start both with the same \
          --shards",
-        counted(parent, "shard")
+        counted(parent_addr, "shard")
     )
 }
 
@@ -522,8 +523,8 @@ fn parent_gone(how: &str) -> String {
 }
 
 /// Why a parent is none.
-fn strange(parent: SocketAddr) -> String {
-    format!("its parent at {parent} does not keep to the protocol")
+fn strange(parent_addr: SocketAddr) -> String {
+    format!("its parent at {parent_addr} does not keep to the protocol")
 }
 
 /// Checks that a rank wants nothing that a job does not have whose members have several ranks:

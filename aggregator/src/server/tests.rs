@@ -14,7 +14,7 @@ use tokio::time::Instant;
 
 use super::*;
 use crate::config::Config;
-use crate::control_stream::say;
+use crate::control_stream::send_message;
 use crate::door::STRANGERS_OF_ONE;
 use crate::failure::Failure;
 use crate::registry::{Registry, Seat};
@@ -374,7 +374,7 @@ fn what_is_too_long_to_be_said_is_refused_in_its_place() {
         frames::send(&mut asks, &FromWorker::Look(wish("job"))).await.unwrap();
         let (mut send, _recv) = connection.accept_bi().await.unwrap();
         let ranks = vec![10_000; frames::MAX_FRAME / 4];
-        assert!(say(&mut send, &FromAggregator::Present { ranks }).await);
+        assert!(send_message(&mut send, &FromAggregator::Present { ranks }).await);
         let heard = frames::recv::<FromAggregator>(&mut hears).await.unwrap();
         let Some(FromAggregator::Refused { reason }) = heard else { panic!("{heard:?}") };
         assert!(reason.ends_with("bytes, too many"), "{reason}");

@@ -104,7 +104,7 @@ impl ShardHandle {
             waker: waker.clone(),
             gather: Gather::new(receive_buffer, LONGEST_PAUSE),
             jobs: BTreeMap::new(),
-            risen: BTreeMap::new(),
+            parent_jobs: BTreeMap::new(),
             proofs: Proofs::default(),
             floods: Floods::default(),
             siblings: Siblings { number, all: Arc::clone(&siblings) },

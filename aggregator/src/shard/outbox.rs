@@ -3,14 +3,14 @@
 use std::net::SocketAddr;
 
 use racksum_net::auth::Sealer;
-use racksum_net::udp::{self, SEND_BATCH, SendRing, Train, Transmit as Message, UdpSocket};
+use racksum_net::udp::{self, GsoBatch, SEND_BATCH, SendRing, Transmit as Message, UdpSocket};
 use racksum_proto::aggregator::{Recipient, ResultFragments};
 use racksum_proto::wire::{Flags, Header};
 
 use super::Job;
 use super::report::ShardStats;
+use crate::destinations::To;
 use crate::turn::SEND_COST;
-use crate::ways::To;
 
 /// What goes out: room to write a datagram in, and results that wait for others.
 pub(crate) struct Outbox {
@@ -20,7 +20,7 @@ pub(crate) struct Outbox {
     /// Results of the job that is being served, to go to `joined_to` as one train.
     joined: Vec<u8>,
     joined_to: To,
-    train: Train,
+    gso_batch: GsoBatch,
 }
 
 /// The last of the way: datagrams are sealed once, and sent to each address.
@@ -41,7 +41,7 @@ impl Outbox {
             datagram: Box::new([0; MAX_CONTROL]),
             joined: Vec::with_capacity(udp::MAX_DATAGRAM),
             joined_to: To::Ranks(Recipient::All),
-            train: Train::default(),
+            gso_batch: GsoBatch::default(),
         }
     }
 
@@ -51,19 +51,19 @@ impl Outbox {
         let Self { post, datagram, .. } = self;
         let contents = &datagram[..len];
         post.ring.set_tos(job.tos(contents));
-        let (sealer, addresses) = job.ways.to(to);
+        let (sealer, addresses) = job.destinations.to(to);
         post.send(socket, sealer, addresses, contents, len);
     }
 
     /// Sends the results that wait for others to go with them.
     pub(crate) fn send_joined(&mut self, socket: &UdpSocket, job: &mut Job) {
-        let Self { post, joined, joined_to, train, .. } = self;
+        let Self { post, joined, joined_to, gso_batch, .. } = self;
         if !joined.is_empty() {
             post.ring.set_tos(job.tos(joined));
-            let (sealer, addresses) = job.ways.to(*joined_to);
-            post.send(socket, sealer, addresses, joined, train.stride());
+            let (sealer, addresses) = job.destinations.to(*joined_to);
+            post.send(socket, sealer, addresses, joined, gso_batch.stride());
             joined.clear();
-            *train = Train::default();
+            *gso_batch = GsoBatch::default();
         }
     }
 
@@ -84,7 +84,7 @@ impl Outbox {
         }
         if !small {
             let (contents, stride) = job.slots.datagrams(result);
-            let (sealer, addresses) = job.ways.to(to);
+            let (sealer, addresses) = job.destinations.to(to);
             self.post.ring.set_tos(tos);
             return self.post.send_with_room(socket, sealer, addresses, contents, stride);
         }
@@ -115,9 +115,9 @@ impl Outbox {
                 (len, len)
             }
         };
-        if !self.train.couple(len, stride, cut.unsealed()) {
+        if !self.gso_batch.try_append(len, stride, cut.unsealed()) {
             self.send_joined(socket, job);
-            let first = self.train.couple(len, stride, cut.unsealed());
+            let first = self.gso_batch.try_append(len, stride, cut.unsealed());
             debug_assert!(first, "an empty train takes any message");
         }
         self.joined_to = to;
@@ -130,14 +130,14 @@ impl Outbox {
 
     /// Sends the probe that shows who hears the group.
     pub(crate) fn probe(&mut self, socket: &UdpSocket, job: &mut Job) {
-        let Some(group) = job.ways.group else { return };
+        let Some(group) = job.destinations.group else { return };
         let config = job.machine.config();
         let header = Header::probe(config.job, config.generation, config.shard);
         let mut bytes = [0; Header::LEN];
         header.encode(&mut bytes);
         self.post.ring.set_tos(None);
         let to = std::iter::once(group);
-        self.post.send(socket, job.ways.sealer.as_mut(), to, &bytes, Header::LEN);
+        self.post.send(socket, job.destinations.sealer.as_mut(), to, &bytes, Header::LEN);
     }
 
     /// Returns the cost of all sends since the last call, and starts again at zero.

@@ -11,19 +11,19 @@ use racksum_proto::time::Time;
 use racksum_proto::wire::{self, Header, Kind};
 
 use super::floods::Floods;
-use super::{Job, Shard, relay};
+use super::{Job, Shard, parent};
 use crate::slots::Slots;
 use crate::turn::{MESSAGE_COST, OPEN_COST};
 
 impl Shard {
     /// Takes what the kernel handed over as one: datagrams of one sender, `stride` apart.
     pub(super) fn take_datagrams(&mut self, now: Time, i: usize, meta: &Received) {
-        let Self { jobs, risen, stats, incoming, arena, proofs, floods, socket, .. } = self;
+        let Self { jobs, parent_jobs, stats, incoming, arena, proofs, floods, socket, .. } = self;
         let buffer = &mut incoming[i];
         // The kernel joins only what has one sender.
         let below = |origin: Option<(JobId, Rank)>| {
             let (job, _) = origin.filter(|(_, sender)| *sender == Rank::AGGREGATOR)?;
-            risen.get(&(job, meta.from)).copied()
+            parent_jobs.get(&(job, meta.from)).copied()
         };
         let count = buffer.len().div_ceil(meta.stride.max(1));
         stats.datagrams[0] += count as u64;
@@ -45,7 +45,7 @@ impl Shard {
             let origin = Header::origin(datagram);
             let below = below(origin);
             let opened = match below.and_then(|id| jobs.get_mut(&id)) {
-                Some(job) => relay::open(job, datagram),
+                Some(job) => parent::open(job, datagram),
                 None => open(jobs, floods, datagram, meta),
             };
             let Some(messages) = opened else {
@@ -60,7 +60,7 @@ impl Shard {
                     if same { Ok((header, body)) } else { Err(Reject::Sender) }
                 });
                 let taken = match below.and_then(|id| Some((id, jobs.get_mut(&id)?))) {
-                    Some((id, job)) => relay::take(job, now, message, meta.ce)
+                    Some((id, job)) => parent::take(job, now, message, meta.ce)
                         .map(|(place, body)| (id, place, body)),
                     None => take_message(jobs, floods, &mut stats.rejects, now, message, meta),
                 };
@@ -127,7 +127,7 @@ fn take_message<'a>(
         return None;
     };
     // wire: W-9
-    if job.ways.ranks.get(header.sender.index()) != Some(&meta.from) {
+    if job.destinations.ranks.get(header.sender.index()) != Some(&meta.from) {
         floods.note_unproven(meta.from);
         job.machine.reject(Reject::Sender, &mut ());
         return None;
@@ -163,7 +163,7 @@ fn open<'a>(
     let Some(job) = jobs.get_mut(&id) else { return Some(datagram) };
     if job.turn.is_flooded() {
         // What is flooded is so by what its ranks have proven to be theirs.
-        match job.ways.ranks.get(rank.index()) {
+        match job.destinations.ranks.get(rank.index()) {
             Some(addr) if *addr == meta.from => floods.note_useless(meta.from),
             _ => floods.note_unproven(meta.from),
         }
@@ -175,7 +175,7 @@ fn open<'a>(
     }
     // wire: W-9
     // Looked at first, since that costs less than the tag.
-    let sender = job.ways.ranks.get(rank.index()).filter(|addr| **addr == meta.from);
+    let sender = job.destinations.ranks.get(rank.index()).filter(|addr| **addr == meta.from);
     let opened = match (sender, job.openers.get_mut(rank.index())) {
         (Some(_), Some(opener)) => opener.open(datagram),
         _ => Err(Reject::Sender),

@@ -25,7 +25,7 @@ fn shard() -> (Shard, Sender<Command>) {
         waker: Waker::new().unwrap(),
         gather: Gather::new(0, LONGEST_PAUSE),
         jobs: BTreeMap::new(),
-        risen: BTreeMap::new(),
+        parent_jobs: BTreeMap::new(),
         proofs: Proofs::default(),
         floods: Floods::default(),
         siblings: Siblings::default(),
@@ -84,7 +84,7 @@ fn a_probe_is_answered_alike_where_its_token_is_known_and_not_for_ever() {
     caller.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
     let (token, stranger) = (Key([1; Key::LEN]), Key([2; Key::LEN]));
     let arrived = Arc::default();
-    assert!(shard.obey(Command::Prove(token, Proof::OfCaller(Arc::clone(&arrived)))));
+    assert!(shard.handle_command(Command::Prove(token, Proof::OfCaller(Arc::clone(&arrived)))));
     let at = shard.socket.local_addr();
     let mut ask = |token, size| {
         let (mut bytes, before) = (Vec::new(), shard.stats.datagrams);
@@ -109,7 +109,7 @@ fn a_probe_is_answered_alike_where_its_token_is_known_and_not_for_ever() {
     assert_eq!(ask(stranger, 900), (None, 1));
     let answers = (0..200).filter(|_| ask(token, 200).0.is_some()).count();
     assert_eq!(answers, 125, "and three before");
-    assert!(shard.obey(Command::Proven(token)));
+    assert!(shard.handle_command(Command::Proven(token)));
 }
 
 /// Windows of the op of each job below.
@@ -143,17 +143,17 @@ impl Tenant {
             config,
             ranks: vec![socket.local_addr().unwrap(); world.into()],
             names: (0..world).map(Rank).collect(),
-            above: None,
+            parent: None,
             group: None,
-            locks: Locks::new(DataAuth::None, world).unwrap(),
+            job_keys: JobKeys::new(DataAuth::None, world).unwrap(),
             share,
         };
-        assert!(shard.obey(Command::Add(Box::new(new))));
+        assert!(shard.handle_command(Command::Add(Box::new(new))));
         Self { id, socket }
     }
 
     /// The shard takes a message of a rank.
-    fn say(&self, shard: &mut Shard, header: Header, body: &[u8]) {
+    fn send_message(&self, shard: &mut Shard, header: Header, body: &[u8]) {
         let mut bytes = [0; Header::LEN];
         let length = u16::try_from(body.len()).unwrap();
         Header { length, ..header }.encode(&mut bytes);
@@ -180,11 +180,11 @@ impl Tenant {
             let mut body = [0; 1200];
             let windows = (0..WINDOWS).map(|_| Opening::of(rank == 0));
             let (len, _) = OpenEncoder::new().encode(&sum, None, windows, false, &mut body);
-            self.say(shard, self.header(Kind::Open, rank, 0), &body[..len]);
+            self.send_message(shard, self.header(Kind::Open, rank, 0), &body[..len]);
         }
         for index in 0..WINDOWS {
             let header = Header { mask: 1, ..self.header(Kind::Data, 0, index) };
-            self.say(shard, header, &[0; 1024]);
+            self.send_message(shard, header, &[0; 1024]);
         }
     }
 
@@ -194,7 +194,7 @@ impl Tenant {
             .map(|index| AskEntry { window: WindowId::new(OpId(0), index), fragments: 0 });
         let mut body = [0; 100];
         let len = AskEntries::encode(entries.into_iter(), &mut body);
-        self.say(shard, self.header(Kind::Ask, rank, 0), &body[..len]);
+        self.send_message(shard, self.header(Kind::Ask, rank, 0), &body[..len]);
     }
 }
 
@@ -284,7 +284,7 @@ fn opens_are_no_flood_and_asks_may_be_one() {
     let opening = std::iter::once(Opening::of(true));
     let (len, _) = OpenEncoder::new().encode(&sum, None, opening, false, &mut body);
     for _ in 0..MANY {
-        tenant.say(&mut shard, tenant.header(Kind::Open, 0, 0), &body[..len]);
+        tenant.send_message(&mut shard, tenant.header(Kind::Open, 0, 0), &body[..len]);
     }
     assert_eq!(overflow(&mut shard, 20, 2), None);
     (0..MANY).for_each(|_| tenant.ask(&mut shard, 0));
@@ -294,7 +294,7 @@ fn opens_are_no_flood_and_asks_may_be_one() {
 #[test]
 fn a_parent_is_a_peer_as_ranks_are() {
     let [rank, parent, other] = [1, 2, 3].map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
-    let ways = Ways {
+    let destinations = Destinations {
         ranks: vec![rank],
         group: None,
         unicast: Vec::new(),
@@ -302,7 +302,7 @@ fn a_parent_is_a_peer_as_ranks_are() {
         parent: Some(parent),
         parent_sealer: None,
     };
-    assert_eq!([rank, parent, other].map(|addr| ways.is_peer(addr)), [true, true, false]);
+    assert_eq!([rank, parent, other].map(|addr| destinations.is_peer(addr)), [true, true, false]);
 }
 
 #[test]

@@ -21,9 +21,9 @@ use report::Row;
 use serde::Deserialize;
 
 use crate::args::{self, Fanout, Format};
-use crate::crew::{end_with_parent, tell_parent};
 use crate::exit::{Failure, say};
 use crate::member::{Member, MemberArgs};
+use crate::process_group::{end_with_parent, tell_parent};
 use crate::progress::{Line, Pace, Work};
 use crate::{memory, stderr};
 

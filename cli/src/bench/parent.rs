@@ -8,9 +8,9 @@ use super::rank::{Measured, Said};
 use super::report::Row;
 use super::{Args, WORKERS, effort, line_of, print, verdict};
 use crate::args::{Fanout, Format};
-use crate::crew::Crew;
 use crate::embedded::Embedded;
 use crate::exit::{Failure, say};
+use crate::process_group::ProcessGroup;
 use crate::progress::Work;
 
 /// Runs the benchmark and prints its rows.
@@ -48,9 +48,9 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     }
     drop(line);
     for rank in 0..usize::from(world) {
-        let status = workers.crew.end(rank)?;
+        let status = workers.process_group.end(rank)?;
         if !status.success() && wrong == 0 {
-            return Err(workers.crew.ended_early(rank));
+            return Err(workers.process_group.ended_early(rank));
         }
     }
     verdict(wrong)
@@ -58,7 +58,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
 
 /// A process for each rank, and what they have measured, of which some are ahead of others.
 struct Workers {
-    crew: Crew,
+    process_group: ProcessGroup,
     ahead: Vec<VecDeque<Measured>>,
     /// Ranks that say no more.
     ended: Vec<bool>,
@@ -67,12 +67,12 @@ struct Workers {
 impl Workers {
     /// Starts the ranks, with the flags of this process.
     fn start(world: u16, aggregator: &Embedded) -> Result<Self, Failure> {
-        let crew = Crew::start(world, |rank, command| {
+        let process_group = ProcessGroup::start(world, |rank, command| {
             command.args(std::env::args_os().skip(1)).arg("--raw");
             aggregator.call(command, rank, world);
         })?;
         let world = usize::from(world);
-        Ok(Self { crew, ahead: vec![VecDeque::new(); world], ended: vec![false; world] })
+        Ok(Self { process_group, ahead: vec![VecDeque::new(); world], ended: vec![false; world] })
     }
 
     /// What all ranks measured next; the first that ends without it is the one to blame. Notes how
@@ -81,9 +81,9 @@ impl Workers {
         while self.ahead.iter().any(VecDeque::is_empty) {
             let lacks = |rank: &usize| self.ended[*rank] && self.ahead[*rank].is_empty();
             if let Some(rank) = (0..self.ended.len()).find(lacks) {
-                return Err(self.crew.ended_early(rank));
+                return Err(self.process_group.ended_early(rank));
             }
-            match self.crew.hear()? {
+            match self.process_group.hear()? {
                 (_, Some(Said::Reached(done))) => work.reach(done),
                 (rank, Some(Said::Measured(measured))) => self.ahead[rank].push_back(*measured),
                 (rank, None) => self.ended[rank] = true,

@@ -20,9 +20,9 @@ use racksum_worker::{ConnectOptions, Faults};
 use self::file::{GradientFile, Tensor};
 use self::quoted::Quoted;
 use crate::args::{self, Fanout, Format};
-use crate::crew::{end_with_parent, tell_parent};
 use crate::exit::Failure;
 use crate::member::{Member, MemberArgs};
+use crate::process_group::{end_with_parent, tell_parent};
 use crate::standby::StandbyArgs;
 use crate::stderr;
 

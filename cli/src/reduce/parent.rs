@@ -12,9 +12,9 @@ use super::out::OutFile;
 use super::rank::check_memory;
 use super::report::Report;
 use super::report::Table;
-use crate::crew::Crew;
 use crate::embedded::Embedded;
 use crate::exit::Failure;
+use crate::process_group::ProcessGroup;
 
 /// Reduces the files and prints what it took.
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
@@ -37,8 +37,8 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     }
     let aggregator = Embedded::start(config(args))?;
     let into = out.as_ref().map(OutFile::temporary);
-    let crew = start(args, world, &aggregator, into.as_deref())?;
-    let reports = reports(crew, world)?;
+    let process_group = start(args, world, &aggregator, into.as_deref())?;
+    let reports = reports(process_group, world)?;
     if let Some(rank) = reports.iter().position(|report| report.digest != reports[0].digest) {
         return Err(Failure::failed(format!(
             "rank {rank} ended with other bits than rank 0; nothing is written"
@@ -69,8 +69,8 @@ fn start(
     world: u16,
     aggregator: &Embedded,
     into: Option<&Path>,
-) -> Result<Crew, Failure> {
-    Crew::start(world, |rank, command| {
+) -> Result<ProcessGroup, Failure> {
+    ProcessGroup::start(world, |rank, command| {
         command.args(["reduce", "--raw"]);
         aggregator.call(command, rank, world);
         command.args(args.for_ranks());
@@ -83,12 +83,12 @@ fn start(
 }
 
 /// Returns the messages of all ranks; a rank that fails ends the others.
-fn reports(mut crew: Crew, world: u16) -> Result<Vec<Report>, Failure> {
+fn reports(mut process_group: ProcessGroup, world: u16) -> Result<Vec<Report>, Failure> {
     let mut reports = vec![None; usize::from(world)];
     while reports.iter().any(Option::is_none) {
-        match crew.hear()? {
+        match process_group.hear()? {
             (rank, Some(report)) => reports[rank] = Some(report),
-            (rank, None) if reports[rank].is_none() => return Err(crew.ended_early(rank)),
+            (rank, None) if reports[rank].is_none() => return Err(process_group.ended_early(rank)),
             (_, None) => {}
         }
     }

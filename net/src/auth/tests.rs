@@ -104,9 +104,9 @@ fn trains_are_sealed_datagram_by_datagram_and_so_is_what_lies_in_parts() {
         let (mut sealer, mut opener) = ends(auth);
         let to = SocketAddr::from(([127, 0, 0, 1], 9));
         let (one, last) = (message(&[7; 100]), message(&[8; 30]));
-        let train = [&one[..], &one, &last].concat();
+        let gso_batch = [&one[..], &one, &last].concat();
         let mut out = Vec::new();
-        let stride = sealer.seal(&Transmit::new(to, &train, one.len()), &mut out);
+        let stride = sealer.seal(&Transmit::new(to, &gso_batch, one.len()), &mut out);
         assert_eq!(stride, one.len() + auth.trailer());
         let opened = out.chunks_mut(stride).map(|part| opener.open(part).unwrap().to_vec());
         assert_eq!(opened.collect::<Vec<_>>(), [one.clone(), one.clone(), last]);

@@ -90,12 +90,12 @@ class ConnectOptions:
                 if option.name in _CHECKS and (value is not None or option.default is not None):
                     checked = _CHECKS[option.name](option.name, value)
                     object.__setattr__(self, option.name, checked)
-            if self.is_beside and (self.rejoin or self.on_rank_loss != "abort"):
+            if self.uses_sidecar and (self.rejoin or self.on_rank_loss != "abort"):
                 raise BadArgument(
                     "ranks of a sidecar neither rejoin nor go on without a rank",
                     ("rejoin", "on_rank_loss"),
                 )
-            if self.is_beside and self.data_auth is not None:
+            if self.uses_sidecar and self.data_auth is not None:
                 raise BadArgument(f"data_auth {_OF_SIDECAR}", ("data_auth",))
 
     @contextmanager
@@ -141,7 +141,7 @@ class ConnectOptions:
             if name not in found:
                 raise BadArgument(f"{name} is not set; {what}")
         options = cls(**found, secret=drawn and drawn.secret, variables=said)
-        if options.is_beside and of_way:
+        if options.uses_sidecar and of_way:
             raise BadArgument(f"{', '.join(of_way)} {_OF_SIDECAR}")
         return options
 
@@ -151,7 +151,7 @@ class ConnectOptions:
         return f"{self.job}/{self.group}" if self.group else self.job
 
     @property
-    def is_beside(self) -> bool:
+    def uses_sidecar(self) -> bool:
         """Whether it is a sidecar that the session connects to."""
         return self.aggregator.startswith("unix:")
 

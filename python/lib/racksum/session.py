@@ -146,7 +146,7 @@ class Session:
             options.generation,
             options.aggregator,
             ", insecure: whoever answers there is believed"
-            if options.insecure and not options.is_beside
+            if options.insecure and not options.uses_sidecar
             else "",
         )
 

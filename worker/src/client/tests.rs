@@ -249,8 +249,8 @@ fn an_attempt_to_connect_can_be_given_up() {
         UdpSocket::open(&racksum_net::udp::UdpConfig::new((Ipv4Addr::LOCALHOST, 0).into()));
     let options = ConnectOptions::new(nobody.unwrap().local_addr().to_string(), "job");
     let connecting = Connecting::new();
-    let give_up = connecting.giver_up();
-    give_up.give_up();
+    let cancel = connecting.cancel_handle();
+    cancel.cancel();
     let given_up = connecting.run(&options).unwrap_err();
     assert!(matches!(given_up, ConnectError::GivenUp), "{given_up}");
 }

@@ -1,6 +1,6 @@
 //! The engine: drives the worker half of the protocol over sockets, on whichever thread waits.
 
-mod moving;
+mod migration;
 mod receive;
 mod seal;
 mod send;
@@ -29,7 +29,7 @@ use crate::payload::{Data, Payload};
 use crate::tensor::{Region, meet};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::ids::JobId;
-use receive::{Haul, Inbox};
+use receive::{Inbox, RecvStatus};
 use send::Staging;
 
 /// What a worker has sent and received, in UDP payload.
@@ -120,7 +120,7 @@ pub(crate) struct Engine {
     /// What is kept of ops that have ended, for ranks that may lack it if the job moves.
     kept: BTreeMap<OpId, Payload>,
     /// The job is between two aggregators: what has become of those that were tried.
-    moving: Option<String>,
+    migration: Option<String>,
     /// Ops in flight that nobody will wait for.
     abandoned: BTreeSet<OpId>,
     /// Ops that have not begun, and the earlier ones on the same memory that they wait for.
@@ -164,7 +164,7 @@ impl Engine {
             payloads: BTreeMap::new(),
             finished: BTreeMap::new(),
             kept: BTreeMap::new(),
-            moving: None,
+            migration: None,
             abandoned: BTreeSet::new(),
             held: BTreeMap::new(),
             inboxes: [Inbox::new(), Inbox::new()],
@@ -224,14 +224,14 @@ impl Engine {
 
     /// Receives, times out, scans and sends what is due.
     pub(crate) fn step(&mut self) -> Progress {
-        if self.moving.is_some() {
+        if self.migration.is_some() {
             return self.wait_for_aggregator();
         }
         let received = self.receive();
         let now = self.clock.now();
         let due = self.machine.poll_timeout();
         // What has arrived may hold what is awaited, but a flood must not put off every timeout.
-        if due <= now && (received == Haul::Nothing || now.since(due) > GRACE) {
+        if due <= now && (received == RecvStatus::Nothing || now.since(due) > GRACE) {
             self.machine.handle_timeout(now, &mut ());
         }
         self.transmit(now);
@@ -244,9 +244,9 @@ impl Engine {
         let ended = self.collect();
         let next = match received {
             _ if scanned || ended => Next::Step,
-            Haul::Batch => Next::Step,
-            Haul::Some => Next::Gather(self.machine.backlog()),
-            Haul::Nothing => Next::Wait(self.patience()),
+            RecvStatus::Batch => Next::Step,
+            RecvStatus::Some => Next::Gather(self.machine.backlog()),
+            RecvStatus::Nothing => Next::Wait(self.patience()),
         };
         Progress { ended, next }
     }
@@ -384,11 +384,11 @@ impl Engine {
     /// is said on another way, and may overtake them.
     fn drain(&mut self) {
         // Of a job that moves, nothing is taken.
-        if self.moving.is_some() {
+        if self.migration.is_some() {
             return;
         }
         let began = self.clock.now();
-        while self.receive() > Haul::Nothing && self.clock.now().since(began) < DRAIN {}
+        while self.receive() > RecvStatus::Nothing && self.clock.now().since(began) < DRAIN {}
     }
 
     /// Ends every op in flight without the machine, which cannot be trusted after a panic.

@@ -29,9 +29,9 @@ impl Inbox {
     }
 
     /// Receives what is there, `most` messages at most.
-    fn receive(&mut self, socket: &UdpSocket, most: usize) -> io::Result<Haul> {
+    fn receive(&mut self, socket: &UdpSocket, most: usize) -> io::Result<RecvStatus> {
         let count = socket.recv(&mut self.ring, &mut self.buffers[..most])?;
-        Ok(Haul::of(count, self.ring.is_full()))
+        Ok(RecvStatus::of(count, self.ring.is_full()))
     }
 }
 
@@ -44,7 +44,7 @@ const BATCH_IN_PLACE: usize = 2;
 
 /// How much had arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Haul {
+pub(super) enum RecvStatus {
     Nothing,
     /// All that had is taken.
     Some,
@@ -52,7 +52,7 @@ pub(super) enum Haul {
     Batch,
 }
 
-impl Haul {
+impl RecvStatus {
     const fn of(count: usize, full: bool) -> Self {
         match count {
             0 => Self::Nothing,
@@ -68,7 +68,7 @@ impl Engine {
     /// What a shard sends to this rank alone may say that it comes behind results that were
     /// multicast. The kernel keeps those in another queue, so what is there when the rank's own
     /// batch has been received is taken before it.
-    pub(super) fn receive(&mut self) -> Haul {
+    pub(super) fn receive(&mut self) -> RecvStatus {
         let (socket, groups) = (Arc::clone(&self.links.socket), Arc::clone(&self.links.groups));
         if groups.is_empty()
             && let Some(placed) = self.receive_in_place(&socket)
@@ -84,7 +84,7 @@ impl Engine {
                 let taken = placed.unwrap_or_else(|| self.receive_some(group, RECV_BATCH));
                 received = received.max(taken);
                 // Without own datagrams there is nothing that these must precede.
-                if taken < Haul::Batch || own == Haul::Nothing {
+                if taken < RecvStatus::Batch || own == RecvStatus::Nothing {
                     break;
                 }
                 // A flood of the group must not hold up all else.
@@ -94,31 +94,31 @@ impl Engine {
                 }
             }
         }
-        if own > Haul::Nothing {
+        if own > RecvStatus::Nothing {
             self.take_messages(OWN);
         }
         received
     }
 
     /// Takes what has arrived at a group's socket, `most` messages at most.
-    fn receive_some(&mut self, socket: &UdpSocket, most: usize) -> Haul {
-        let haul = self.receive_into(GROUP, socket, most);
-        if haul > Haul::Nothing {
+    fn receive_some(&mut self, socket: &UdpSocket, most: usize) -> RecvStatus {
+        let status = self.receive_into(GROUP, socket, most);
+        if status > RecvStatus::Nothing {
             self.take_messages(GROUP);
         }
-        haul
+        status
     }
 
     /// Receives what is there. A socket that fails ends all ops: nothing will come by it any more.
-    fn receive_into(&mut self, inbox: usize, socket: &UdpSocket, most: usize) -> Haul {
+    fn receive_into(&mut self, inbox: usize, socket: &UdpSocket, most: usize) -> RecvStatus {
         self.inboxes[inbox].receive(socket, most).unwrap_or_else(|error| self.give_in(&error))
     }
 
     /// Ends all ops because a socket has failed.
-    pub(super) fn give_in(&mut self, error: &io::Error) -> Haul {
+    pub(super) fn give_in(&mut self, error: &io::Error) -> RecvStatus {
         tracing::error!(%error, "a data socket failed");
         self.end_at_once("a data socket failed");
-        Haul::Nothing
+        RecvStatus::Nothing
     }
 
     /// Takes the messages of an inbox.
@@ -134,7 +134,7 @@ impl Engine {
     /// Has the kernel write results straight into the tensor, as long as they come in large pieces
     /// of it: a look at the header says where each belongs, and costs less than one more copy.
     /// Returns how much it was, a batch at most; `None` once there is something else.
-    fn receive_in_place(&mut self, socket: &UdpSocket) -> Option<Haul> {
+    fn receive_in_place(&mut self, socket: &UdpSocket) -> Option<RecvStatus> {
         let mut count = 0;
         while self.in_place && count < BATCH_IN_PLACE {
             let mut head = [0; Header::LEN];
@@ -149,7 +149,7 @@ impl Engine {
             }
             count += 1;
         }
-        self.in_place.then_some(Haul::of(count, count == BATCH_IN_PLACE))
+        self.in_place.then_some(RecvStatus::of(count, count == BATCH_IN_PLACE))
     }
 
     /// Takes the message that begins with `head`, if it is a large piece of a tensor. Returns

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use racksum_net::udp::{self, RECV_CAPACITY, SEND_BATCH, SendRing, Train, Transmit as Message};
+use racksum_net::udp::{self, GsoBatch, RECV_CAPACITY, SEND_BATCH, SendRing, Transmit as Message};
 use racksum_proto::ids::OpId;
 use racksum_proto::time::Time;
 use racksum_proto::wire::Header;
@@ -43,12 +43,12 @@ impl Staging {
 
     /// Adds a header, written already, whose message goes on in the tensor of `op`.
     fn push_in_place(&mut self, stream: Stream, op: OpId, tail: Range<usize>) {
-        let mut train = Train::default();
-        let first = train.couple(Header::LEN, Header::LEN, Header::LEN);
+        let mut gso_batch = GsoBatch::default();
+        let first = gso_batch.try_append(Header::LEN, Header::LEN, Header::LEN);
         debug_assert!(first, "an empty train takes any message");
         let start = self.used;
         self.used += Header::LEN;
-        self.messages.push(Staged { start, train, stream, in_tensor: Some((op, tail)) });
+        self.messages.push(Staged { start, gso_batch, stream, in_tensor: Some((op, tail)) });
     }
 
     /// Forgets all that waits.
@@ -68,14 +68,14 @@ impl Staging {
         self.used += len;
         let before = self.messages.last_mut().filter(|last| {
             last.stream == stream
-                && last.start + last.train.len() == start
+                && last.start + last.gso_batch.len() == start
                 && last.in_tensor.is_none()
         });
-        if !before.is_some_and(|last| last.train.couple(len, stride, max_datagram)) {
-            let mut train = Train::default();
-            let first = train.couple(len, stride, max_datagram);
+        if !before.is_some_and(|last| last.gso_batch.try_append(len, stride, max_datagram)) {
+            let mut gso_batch = GsoBatch::default();
+            let first = gso_batch.try_append(len, stride, max_datagram);
             debug_assert!(first, "an empty train takes any message");
-            self.messages.push(Staged { start, train, stream, in_tensor: None });
+            self.messages.push(Staged { start, gso_batch, stream, in_tensor: None });
         }
     }
 }
@@ -162,16 +162,16 @@ fn send_by_chance(
     dice: &mut Dice,
     held: &mut Option<(Stream, Vec<u8>)>,
     stream: Stream,
-    train: &Message<'_>,
+    message: &Message<'_>,
 ) {
-    let Message { contents, tail, trailer, stride, .. } = *train;
+    let Message { contents, tail, trailer, stride, .. } = *message;
     // Faults strike at datagrams that lie in one place.
     let contents = [contents, tail, trailer].concat();
     let mut post = |stream: Stream, contents: &[u8], stride: usize| {
         if !contents.is_empty() {
             let to = links.shards[usize::from(stream.shard)].addr;
-            let train = [Message::new(to, contents, stride)];
-            links.socket.send_patiently(ring, &train, MAX_SEND_WAITS);
+            let batch = [Message::new(to, contents, stride)];
+            links.socket.send_patiently(ring, &batch, MAX_SEND_WAITS);
         }
     };
     let mut rest = 0;

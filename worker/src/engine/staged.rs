@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::ops::Range;
 
-use racksum_net::udp::{Train, Transmit as Message};
+use racksum_net::udp::{GsoBatch, Transmit as Message};
 use racksum_proto::ids::OpId;
 
 use crate::payload::Payload;
@@ -13,7 +13,7 @@ use crate::payload::Payload;
 #[derive(Debug, Clone)]
 pub(super) struct Staged {
     pub(super) start: usize,
-    pub(super) train: Train,
+    pub(super) gso_batch: GsoBatch,
     pub(super) stream: Stream,
     /// What follows in the datagram, and lies in a tensor.
     pub(super) in_tensor: Option<(OpId, Range<usize>)>,
@@ -29,7 +29,7 @@ pub(super) struct Stream {
 impl Staged {
     /// What it has in the staging buffer.
     pub(super) fn contents<'a>(&self, bytes: &'a [u8]) -> &'a [u8] {
-        &bytes[self.start..self.start + self.train.len()]
+        &bytes[self.start..self.start + self.gso_batch.len()]
     }
 
     /// What it has in a tensor.
@@ -49,7 +49,7 @@ impl Staged {
     ) -> Message<'a> {
         let contents = self.contents(bytes);
         match self.in_tensor {
-            None => Message::new(to, contents, self.train.stride()),
+            None => Message::new(to, contents, self.gso_batch.stride()),
             Some(_) => Message::in_parts(to, [contents, self.tail(payloads), &[]]),
         }
     }

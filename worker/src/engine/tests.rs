@@ -42,7 +42,7 @@ impl Bench {
     }
 
     /// In a job that may move.
-    pub(crate) fn moving() -> Self {
+    pub(crate) fn migration() -> Self {
         Self::with_datagrams(1408, 1, 1, Ipv4Addr::LOCALHOST.into(), true)
     }
 

@@ -18,10 +18,10 @@ use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::SubmitError;
 
 use self::shared::{Flight, LOOK, Over, Shared, State};
+use super::error_map::millis;
 use super::lent::{Copier, Lent};
 use super::message::{Called, FromRank, Join, ListAt, VERSION};
 use super::sums::Sums;
-use super::verdict::millis;
 use crate::blocks::Blocks;
 use crate::engine::Stats;
 use crate::error::{ConnectError, Error};

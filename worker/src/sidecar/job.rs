@@ -17,14 +17,14 @@ use racksum_proto::status::{SidecarJobState, SidecarJobStatus, SidecarRankStatus
 use racksum_proto::time::{Span, Time};
 
 use super::calls::{Folding, Gathering};
+use super::error_map::{disagreement, in_words, not_joined, said};
 use super::fold::{Fold, Handed, Memory, Share};
 use super::fold_error::FoldError;
 use super::member::{LOST, Member};
 use super::message::{FromSidecar, Join, Outcome};
 use super::sums::Sums;
 use super::upstream::{Folded, OpSink, Upstream};
-use super::verdict::{disagreement, in_words, not_joined, said};
-use crate::client::{Connecting, GiveUp};
+use crate::client::{CancelHandle, Connecting};
 use crate::engine::Stats;
 use crate::error::Error;
 use crate::options::ConnectOptions;
@@ -74,7 +74,7 @@ struct State {
     /// The aggregator is called, for the ranks that are there: nobody joins any more.
     is_called: bool,
     /// Gives up to call the aggregator, if it is being called.
-    give_up: Option<GiveUp>,
+    cancel: Option<CancelHandle>,
     /// Ops that not all ranks have called.
     gathering: BTreeMap<u32, Gathering>,
     /// Ops that are being folded, or summed with those of other hosts.
@@ -177,7 +177,7 @@ impl Job {
             op_timeout: Duration::from_nanos(state.op_timeout.0),
             ..upstream.clone()
         };
-        state.give_up = Some(connecting.giver_up());
+        state.cancel = Some(connecting.cancel_handle());
         drop(state);
         let started = connecting.run(&options).and_then(|client| {
             Ok(Upstream::start(client, ranks, Arc::downgrade(self) as Weak<dyn OpSink>)?)
@@ -187,7 +187,7 @@ impl Job {
             // Its ranks know.
             _ if state.refused.is_some() => {}
             Ok(upstream) => {
-                state.give_up = None;
+                state.cancel = None;
                 (state.upstream, state.began) = (Some(Arc::new(upstream)), true);
                 state.tell_all(&FromSidecar::Ready);
                 tracing::info!(job = ?state.job, "job runs, with ranks of other hosts");
@@ -467,7 +467,7 @@ impl State {
 
     /// Refuses the ranks, and hangs up, since the job will not begin.
     fn refuse(&mut self, why: FromSidecar) {
-        self.give_up.take().iter().for_each(GiveUp::give_up);
+        self.cancel.take().iter().for_each(CancelHandle::cancel);
         self.tell_all(&why);
         self.hang_up();
         // What becomes of it later is of no interest to its ranks.
@@ -530,7 +530,7 @@ impl State {
         }
         self.over.get_or_insert(why);
         self.changed.notify_all();
-        self.give_up.take().iter().for_each(GiveUp::give_up);
+        self.cancel.take().iter().for_each(CancelHandle::cancel);
         for op in std::mem::take(&mut self.gathering).into_keys() {
             self.let_go(op);
         }

@@ -14,6 +14,7 @@ mod calls;
 mod chunks;
 mod client;
 mod door;
+mod error_map;
 mod fold;
 mod fold_error;
 mod job;
@@ -31,7 +32,6 @@ mod sums;
 mod tests;
 mod thread;
 mod upstream;
-mod verdict;
 
 pub use client::{Asked, Client, Handle, Traffic};
 pub use lent::Lent;

@@ -20,6 +20,7 @@ use racksum_proto::time::{Span, Time};
 
 use super::budget::Budget;
 use super::door::Door;
+use super::error_map::parting;
 use super::job::Job;
 use super::member::LOST;
 use super::message::{FromRank, FromSidecar, Join, VERSION};
@@ -27,7 +28,6 @@ use super::queue::Queue;
 use super::rank_session::RankSession;
 use super::status::tell;
 use super::thread::spawn;
-use super::verdict::parting;
 use crate::options::ConnectOptions;
 
 /// How often ops are looked for that have taken too long.

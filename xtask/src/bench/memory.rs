@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use serde::Serialize;
 
 use super::case::{Memory, Verdict};
-use super::crew::{Crew, ITERATION_TIMEOUT};
+use super::process_group::{ITERATION_TIMEOUT, ProcessGroup};
 use super::race::Rounds;
 use super::setup::Setup;
 use super::side::{START_TIMEOUT, aggregator, rank_of, ready};
@@ -49,14 +49,15 @@ pub(crate) fn run(
         rank_of(&setup.racksum, None, &addr.to_string(), &name, rank, case.world)
     };
     let ranks = (0..case.jobs).flat_map(|job| (0..case.world).map(move |rank| (job, rank)));
-    let mut crew = Crew::start("rank", ranks.map(|(job, nth)| rank(job, nth)), logs)?;
-    ready(&crew.answers(START_TIMEOUT)?)?;
+    let mut process_group =
+        ProcessGroup::start("rank", ranks.map(|(job, nth)| rank(job, nth)), logs)?;
+    ready(&process_group.answers(START_TIMEOUT)?)?;
     let setting = serde_json::json!({ "bytes": case.bytes, "mode": "dense" });
-    ready(&crew.ask(&format!("set {setting}"), START_TIMEOUT)?)?;
+    ready(&process_group.ask(&format!("set {setting}"), START_TIMEOUT)?)?;
     let total = rounds.warmup + rounds.counted;
     for round in 1..=total {
         tell(&format!("round {round} of {total}"));
-        crew.ask("go", ITERATION_TIMEOUT).with_context(|| format!("round {round}"))?;
+        process_group.ask("go", ITERATION_TIMEOUT).with_context(|| format!("round {round}"))?;
     }
     let after = Resident::of(server.pid(0))?;
     Ok(Outcome::of(case, at_start, after))

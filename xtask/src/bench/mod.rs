@@ -6,15 +6,15 @@
 //! links. What is not here: the peer programs (`benches/peers`) and racksum's own ranks, which
 //! obey the same lines (`racksum bench --interactive`).
 
+mod background_job;
 mod case;
 mod cases;
-mod crew;
 pub(crate) mod failures;
 mod host;
 mod learning;
 mod memory;
-mod neighbour;
 mod network;
+mod process_group;
 mod race;
 mod report;
 mod setup;

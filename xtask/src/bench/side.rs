@@ -9,10 +9,10 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
+use super::background_job::BackgroundJob;
 use super::case::{Build, Net, Program, Race, Racksum, Side, Training, Way, Wire};
-use super::crew::{Crew, ITERATION_TIMEOUT};
-use super::neighbour::Neighbour;
 use super::network::{Drops, Host, INTERFACE, Network};
+use super::process_group::{ITERATION_TIMEOUT, ProcessGroup};
 use super::setup::Setup;
 use super::volume::{Traffic, Volume};
 
@@ -24,7 +24,7 @@ struct Serving {
     build: Build,
     addr: SocketAddr,
     /// Ends with the race.
-    _crew: Crew,
+    _crew: ProcessGroup,
 }
 
 /// Where a race takes place.
@@ -74,8 +74,8 @@ impl Place {
             }
         };
         let build = racksum.build;
-        let (crew, addr) = aggregator(setup.program(build), host, &flags, logs)?;
-        self.aggregators.push(Serving { data_auth, build, addr, _crew: crew });
+        let (process_group, addr) = aggregator(setup.program(build), host, &flags, logs)?;
+        self.aggregators.push(Serving { data_auth, build, addr, _crew: process_group });
         Ok(())
     }
 
@@ -101,7 +101,7 @@ pub(crate) fn aggregator(
     host: Option<&Host>,
     flags: &[String],
     logs: &Path,
-) -> Result<(Crew, SocketAddr)> {
+) -> Result<(ProcessGroup, SocketAddr)> {
     let bind = host.map_or(Ipv4Addr::LOCALHOST, |host| host.addr);
     let mut command = on(host, program);
     command.args(["aggregator", "--port", "0", "--bind", &bind.to_string()]).args(flags);
@@ -109,10 +109,10 @@ pub(crate) fn aggregator(
         command.arg("--insecure");
     }
     let name = format!("aggregator-{bind}{}", flags.concat());
-    let mut crew = Crew::start(&name, [command], logs)?;
-    let line = crew.lines(START_TIMEOUT)?.remove(0);
+    let mut process_group = ProcessGroup::start(&name, [command], logs)?;
+    let line = process_group.lines(START_TIMEOUT)?.remove(0);
     let addr = served(&line).with_context(|| format!("the aggregator said {line:?}"))?;
-    Ok((crew, addr))
+    Ok((process_group, addr))
 }
 
 /// The address in an aggregator's first line.
@@ -124,10 +124,10 @@ fn served(line: &str) -> Option<SocketAddr> {
 /// The ranks of a side, ready.
 #[derive(Debug)]
 pub(crate) struct Team {
-    crew: Crew,
-    neighbour: Option<Neighbour>,
+    process_group: ProcessGroup,
+    background_job: Option<BackgroundJob>,
     /// What its ranks need.
-    _served: Option<Crew>,
+    _served: Option<ProcessGroup>,
     predicted_us: Option<f64>,
 }
 
@@ -190,8 +190,8 @@ impl Team {
             command
         };
         let start = |name: &str, rank: &dyn Fn(u16) -> Command, bytes: u64| {
-            let mut crew = Crew::start(name, (0..race.world).map(rank), logs)?;
-            ready(&crew.answers(START_TIMEOUT)?)?;
+            let mut process_group = ProcessGroup::start(name, (0..race.world).map(rank), logs)?;
+            ready(&process_group.answers(START_TIMEOUT)?)?;
             let setting = Value::Object(
                 setting(race, racksum)
                     .into_iter()
@@ -199,10 +199,10 @@ impl Team {
                     .collect(),
             );
             // Unlike starting, setting checks the first sum.
-            ready(&crew.ask(&format!("set {setting}"), START_TIMEOUT)?)?;
-            anyhow::Ok(crew)
+            ready(&process_group.ask(&format!("set {setting}"), START_TIMEOUT)?)?;
+            anyhow::Ok(process_group)
         };
-        let crew = start(side.name, &rank, race.data.bytes)?;
+        let process_group = start(side.name, &rank, race.data.bytes)?;
         let other = format!("{job}-neighbour");
         let of_other = |rank| {
             let host = place.worker(rank);
@@ -210,8 +210,11 @@ impl Team {
             command.args(&flags);
             command
         };
-        let neighbour = racksum.beside.map(|bytes| start(&other, &of_other, bytes));
-        Ok(Self { neighbour: neighbour.transpose()?.map(Neighbour::new), ..Self::of(crew) })
+        let background_job = racksum.beside.map(|bytes| start(&other, &of_other, bytes));
+        Ok(Self {
+            background_job: background_job.transpose()?.map(BackgroundJob::new),
+            ..Self::of(process_group)
+        })
     }
 
     fn gloo(
@@ -238,13 +241,13 @@ impl Team {
             }
             command
         };
-        let mut crew = Crew::start(side.name, (0..race.world).map(rank), logs)?;
-        let answers = crew.answers(START_TIMEOUT)?;
+        let mut process_group = ProcessGroup::start(side.name, (0..race.world).map(rank), logs)?;
+        let answers = process_group.answers(START_TIMEOUT)?;
         ready(&answers)?;
         if sparse {
             same_blocks(&data.volume(race.world), &answers)?;
         }
-        Ok(Self::of(crew))
+        Ok(Self::of(process_group))
     }
 
     fn training(
@@ -286,11 +289,11 @@ impl Team {
             }
             command
         };
-        let mut crew = Crew::start(side.name, (0..race.world).map(rank), logs)?;
-        let answers = crew.answers(START_TIMEOUT)?;
+        let mut process_group = ProcessGroup::start(side.name, (0..race.world).map(rank), logs)?;
+        let answers = process_group.answers(START_TIMEOUT)?;
         ready(&answers)?;
         // All ranks predict the same.
-        Ok(Self { predicted_us: answers[0]["predicted_us"].as_f64(), ..Self::of(crew) })
+        Ok(Self { predicted_us: answers[0]["predicted_us"].as_f64(), ..Self::of(process_group) })
     }
 
     fn sidecar(race: &Race, side: &Side, way: Way, setup: &Setup, logs: &Path) -> Result<Self> {
@@ -299,7 +302,7 @@ impl Team {
         let socket = logs.join(format!("{}.sock", side.name));
         let mut worker = Command::new(&setup.racksum);
         worker.arg("worker").arg("--socket").arg(&socket);
-        let mut worker = Crew::start(&format!("{}-worker", side.name), [worker], logs)?;
+        let mut worker = ProcessGroup::start(&format!("{}-worker", side.name), [worker], logs)?;
         worker.lines(START_TIMEOUT)?;
         let master = SocketAddr::from((Ipv4Addr::LOCALHOST, free_port()?)).to_string();
         let rank = |rank: u16| {
@@ -308,9 +311,9 @@ impl Team {
             command.args(["--way", way.name(), "--iface", "lo", "--sidecar"]).arg(&socket);
             command
         };
-        let mut crew = Crew::start(side.name, (0..race.world).map(rank), logs)?;
-        ready(&crew.answers(START_TIMEOUT)?)?;
-        Ok(Self { _served: Some(worker), ..Self::of(crew) })
+        let mut process_group = ProcessGroup::start(side.name, (0..race.world).map(rank), logs)?;
+        ready(&process_group.answers(START_TIMEOUT)?)?;
+        Ok(Self { _served: Some(worker), ..Self::of(process_group) })
     }
 
     fn openmpi(race: &Race, side: &Side, shared: bool, setup: &Setup, logs: &Path) -> Result<Self> {
@@ -326,9 +329,9 @@ impl Team {
             .arg(mpi)
             .args(["--bytes", &race.data.bytes.to_string()])
             .args(["--seed", &race.data.seed.to_string(), "--interactive"]);
-        let mut crew = Crew::start(side.name, [command], logs)?;
-        ready(&crew.answers(START_TIMEOUT)?)?;
-        Ok(Self::of(crew))
+        let mut process_group = ProcessGroup::start(side.name, [command], logs)?;
+        ready(&process_group.answers(START_TIMEOUT)?)?;
+        Ok(Self::of(process_group))
     }
 
     fn floor(race: &Race, side: &Side, wire: Wire, setup: &Setup, logs: &Path) -> Result<Self> {
@@ -339,14 +342,14 @@ impl Team {
             .args(["--world", &race.world.to_string(), "--shards", &race.shards.to_string()])
             .args(["--bytes", &race.data.bytes.to_string(), "--wire", wire.name()])
             .args(["--seed", &race.data.seed.to_string(), "--interactive"]);
-        let mut crew = Crew::start(side.name, [command], logs)?;
-        ready(&crew.answers(START_TIMEOUT)?)?;
-        Ok(Self::of(crew))
+        let mut process_group = ProcessGroup::start(side.name, [command], logs)?;
+        ready(&process_group.answers(START_TIMEOUT)?)?;
+        Ok(Self::of(process_group))
     }
 
     /// Ranks that need nothing and nobody.
-    const fn of(crew: Crew) -> Self {
-        Self { crew, neighbour: None, _served: None, predicted_us: None }
+    const fn of(process_group: ProcessGroup) -> Self {
+        Self { process_group, background_job: None, _served: None, predicted_us: None }
     }
 
     /// What an iteration was to take, if the ranks have said so.
@@ -356,14 +359,15 @@ impl Team {
 
     /// Lets the neighbour send, if there is one, or has it be quiet.
     pub(crate) fn set_neighbour(&self, sends: bool) -> Result<()> {
-        let there = self.neighbour.as_ref().is_none_or(|neighbour| neighbour.set(sends));
+        let there =
+            self.background_job.as_ref().is_none_or(|background_job| background_job.set(sends));
         ensure!(there, "the neighbour is gone");
         Ok(())
     }
 
     /// Runs one iteration.
     pub(crate) fn go(&mut self) -> Result<Iteration> {
-        let answers = self.crew.ask("go", ITERATION_TIMEOUT)?;
+        let answers = self.process_group.ask("go", ITERATION_TIMEOUT)?;
         let answers =
             answers.into_iter().map(serde_json::from_value).collect::<Result<Vec<_>, _>>();
         Iteration::of(&answers.context("an answer to `go` lacks something")?)

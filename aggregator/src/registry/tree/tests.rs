@@ -13,7 +13,7 @@ use crate::config::Fanout;
 use crate::parent::call;
 use crate::registry::parent_link::MOST_BEFORE;
 use crate::registry::tests::{Inbox, join, registry, told, wish};
-use crate::registry::{WORDS, lock};
+use crate::registry::{MEMBER_QUEUE, lock};
 
 mod refusals;
 
@@ -65,12 +65,12 @@ fn parent() -> SocketAddr {
 
 /// All that was said to the parent, in short.
 fn said(call: &mut Call) -> Vec<String> {
-    let word = |word| match word {
+    let message = |message| match message {
         FromWorker::Also(join) => format!("also {}", join.rank),
         FromWorker::Parted(Absent { rank, why }) => format!("parted {rank} {why:?}"),
-        word => format!("{word:?}"),
+        message => format!("{message:?}"),
     };
-    std::iter::from_fn(|| call.words.try_recv().ok()).map(word).collect()
+    std::iter::from_fn(|| call.messages.try_recv().ok()).map(message).collect()
 }
 
 /// A rack of a job of four whose ranks 3 and 1 have joined, in this order, and been told of.
@@ -101,10 +101,10 @@ fn a_rack_is_granted_what_the_parent_grants_once_it_does() {
         assert_eq!(told(inbox), Some(FromAggregator::Ready { multicast: false }));
     }
     let job = &registry.jobs[&"job".into()];
-    let above = job.above_of(&Config { shard: 0, ..config(job) }).unwrap();
-    assert_eq!(above.addr, "127.0.0.1:5001".parse().unwrap());
+    let parent = job.new_parent(&Config { shard: 0, ..config(job) }).unwrap();
+    assert_eq!(parent.addr, "127.0.0.1:5001".parse().unwrap());
     let relay = Some(worker::Relay { shard: 0, slots: 4 });
-    assert_eq!((above.config.rank, above.config.relay), (Rank(1), relay));
+    assert_eq!((parent.config.rank, parent.config.relay), (Rank(1), relay));
     assert_eq!(job.names(), [Rank(1), Rank(3)]);
 }
 
@@ -148,7 +148,7 @@ fn a_parent_that_ends_no_conversation_of_lives_before_has_only_the_last_few() {
         registry.call(&seat).unwrap()
     });
     let mut lives: Vec<_> = lives.collect();
-    let ended = |call: &mut Call| call.words.try_recv() == Err(TryRecvError::Disconnected);
+    let ended = |call: &mut Call| call.messages.try_recv() == Err(TryRecvError::Disconnected);
     let ended: Vec<_> = lives.iter_mut().map(ended).collect();
     assert_eq!(ended, [vec![true; 10 - 1 - MOST_BEFORE], vec![false; 1 + MOST_BEFORE]].concat());
 }
@@ -167,7 +167,7 @@ fn ranks_that_do_not_read_miss_nothing_but_where_they_stand_in_the_queue() {
     registry.drain();
     registry.drain();
     for inbox in [&mut one, &mut three] {
-        assert!(inbox.len() < WORDS, "{}", inbox.len());
+        assert!(inbox.len() < MEMBER_QUEUE, "{}", inbox.len());
         let heard: Vec<_> = std::iter::from_fn(|| inbox.try_recv().ok()).collect();
         let [queued @ .., FromAggregator::Welcome(_), FromAggregator::Ready { .. }, drain] =
             &heard[..]
@@ -207,7 +207,7 @@ fn a_rank_that_goes_while_ranks_are_gathered_is_not_called_for_the_next_time() {
     registry.leave(&first, Loss::Died, Instant::now());
     // The end of the words is the end of the conversation; the job may run there by now.
     assert_eq!(said(&mut call), ["parted 3 Died"]);
-    assert!(call.words.blocking_recv().is_none());
+    assert!(call.messages.blocking_recv().is_none());
     let late = FromAggregator::Welcome(welcome());
     assert_eq!(registry.hear_from_parent(&first, parent(), late), Joined::Ready);
     assert_eq!(registry.jobs[&"job".into()].state, JobState::Gathering);
@@ -234,12 +234,12 @@ fn what_becomes_of_a_rank_is_said_above_and_what_is_said_above_becomes_of_the_ra
     }
     let lost = FromAggregator::PeerLost { ranks: vec![0, 2], why: Loss::Relay };
     let over = FromAggregator::Superseded { by: Generation(4), why: "the next has begun".into() };
-    for word in [lost, over] {
+    for message in [lost, over] {
         let mut registry = leaf();
         let (_call, [(seat, mut three), _]) = rack(&mut registry);
         registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(welcome()));
-        registry.hear_from_parent(&seat, parent(), word.clone());
-        assert_eq!(told(&mut three), Some(word));
+        registry.hear_from_parent(&seat, parent(), message.clone());
+        assert_eq!(told(&mut three), Some(message));
         assert_eq!(registry.jobs(), 0);
         assert!(!registry.hung_up(&seat, PARENT, "closed"));
     }
@@ -272,14 +272,14 @@ fn the_next_life_of_a_job_has_the_one_before_end_above_by_itself() {
     assert!(matches!(told(&mut three), Some(FromAggregator::Superseded { .. })));
     let _next = registry.call(&seat).unwrap();
     // Nothing is said, and the conversation goes on.
-    assert_eq!(call.words.try_recv(), Err(TryRecvError::Empty));
+    assert_eq!(call.messages.try_recv(), Err(TryRecvError::Empty));
     // Nor does a life that ends before it runs.
     let last = Join { generation: Generation(2), ..wish("job", 1, 4) };
     let (seat, _, _last) = join(&mut registry, last).unwrap();
     let _last = registry.call(&seat).unwrap();
-    assert_eq!(call.words.try_recv(), Err(TryRecvError::Empty));
+    assert_eq!(call.messages.try_recv(), Err(TryRecvError::Empty));
     registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(welcome()));
-    assert_eq!(call.words.try_recv(), Err(TryRecvError::Disconnected));
+    assert_eq!(call.messages.try_recv(), Err(TryRecvError::Disconnected));
 }
 
 #[test]
@@ -364,12 +364,12 @@ fn a_rack_that_is_lost_is_lost_with_all_its_ranks_and_one_that_loses_a_rank_name
 
 #[test]
 fn sidecars_that_name_standbys_may_move_with_the_ranks_that_do() {
-    let moving = |wish: Join| Join { may_move: true, ..wish };
+    let migration = |wish: Join| Join { may_move: true, ..wish };
     let resumed = |wish: Join| {
         let resume = Some(Resume { first_op: OpId(7), absent: Vec::new() });
-        Join { resume, ..moving(wish) }
+        Join { resume, ..migration(wish) }
     };
-    let wishes: [&dyn Fn(Join) -> Join; 2] = [&moving, &resumed];
+    let wishes: [&dyn Fn(Join) -> Join; 2] = [&migration, &resumed];
     for change in wishes {
         let mut root = registry(Fanout::Unicast, 0);
         let (one, _, mut first) = join(&mut root, change(relayed("job", 0, 5))).unwrap();

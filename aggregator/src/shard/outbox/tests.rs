@@ -7,8 +7,8 @@ use racksum_proto::time::Time;
 use racksum_proto::wire::{Flags, Kind, messages};
 
 use super::*;
+use crate::destinations::Destinations;
 use crate::slots::Slots;
-use crate::ways::Ways;
 
 /// A job of one rank, whose result of `len` bytes lies in each slot that has a length.
 fn job(rank: SocketAddr, lens: &[usize]) -> Job {
@@ -35,8 +35,12 @@ fn job(rank: SocketAddr, lens: &[usize]) -> Job {
     Job {
         machine,
         slots,
-        ways: Ways { ranks: vec![rank], unicast: vec![rank], ..Ways::default() },
-        above: None,
+        destinations: Destinations {
+            ranks: vec![rank],
+            unicast: vec![rank],
+            ..Destinations::default()
+        },
+        parent: None,
         turn: crate::turn::Turn::new(100.0, 0),
         sending: false,
         fences: 0,

@@ -34,7 +34,7 @@ from racksum.torch.sparse import allreduce_sparse
 from racksum.torch.staging import allreduce
 from racksum.torch.work import Ends, at_end_of_backward
 
-__all__ = ["State", "allreduce_hook"]
+__all__ = ["HookState", "allreduce_hook"]
 
 _log = logger("racksum.torch")
 
@@ -62,7 +62,7 @@ _OF_PROCESS = (
 )
 
 
-class State:
+class HookState:
     """Settings and memory of :func:`allreduce_hook`. Each model has its own.
 
     A checkpoint of a rank has its state, pickled. Then ``session`` and ``process_group`` are to be
@@ -174,7 +174,7 @@ class State:
 # with `weights_only=True`, its default.
 torch.serialization.add_safe_globals(
     [
-        State,
+        HookState,
         ResidualMemory,
         BlockRandomK,
         BlockThreshold,
@@ -187,15 +187,15 @@ torch.serialization.add_safe_globals(
 
 @eager
 def allreduce_hook(
-    state: State,
+    state: HookState,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
     *shards: torch.Tensor,
 ) -> Future[torch.Tensor]:
     """Averages a bucket of gradients over the ranks of the session, be it of a GPU or not."""
-    if not isinstance(state, State):
+    if not isinstance(state, HookState):
         raise BadArgument(
-            "the state of allreduce_hook is a racksum.torch.State, as racksum.torch.State(session) "
-            f"gives, and not {type(state).__name__}"
+            "the state of allreduce_hook must be racksum.torch.HookState(session), and not a "
+            f"{type(state).__name__}"
         )
     if shards or isinstance(bucket, torch.Tensor):
         # FSDP1 hands gradients, and for shards where to put them.
@@ -224,7 +224,7 @@ def allreduce_hook(
 
 
 def _average_one(
-    state: State, gradient: torch.Tensor, parameter: torch.Tensor
+    state: HookState, gradient: torch.Tensor, parameter: torch.Tensor
 ) -> Future[torch.Tensor]:
     """Averages the gradient of one parameter in place: DDP's Python reducer makes no buckets."""
     place = state._places.setdefault(parameter, len(state._places))
@@ -270,7 +270,7 @@ class _One(NamedTuple):
 class _Part(NamedTuple):
     """A bucket in a step."""
 
-    state: State
+    state: HookState
     name: str
     #: With what was left out of it before.
     gradients: torch.Tensor
@@ -279,7 +279,7 @@ class _Part(NamedTuple):
     lane: int
 
     @classmethod
-    def of(cls, state: State, bucket: Any, iteration: int) -> "_Part":
+    def of(cls, state: HookState, bucket: Any, iteration: int) -> "_Part":
         name, gradients = f"bucket {bucket.index()}", bucket.buffer()
         is_compressed = iteration >= state.start_iter and not gradients.is_sparse
         compressor = state.compressor if is_compressed else None
@@ -325,14 +325,14 @@ class _Part(NamedTuple):
         return gradients
 
 
-def _telling_refusals(state: State) -> AbstractContextManager[object]:
+def _telling_refusals(state: HookState) -> AbstractContextManager[object]:
     """Tells the other ranks if a bucket is refused here, unless they do not use the session."""
     if state.session is None or state._by_group:
         return nullcontext()
     return state.session.telling_refusals()
 
 
-def _started(state: State, part: _Part) -> Callable[[], torch.Tensor]:
+def _started(state: HookState, part: _Part) -> Callable[[], torch.Tensor]:
     """Starts to average a bucket; returns what waits for it."""
     if state._by_group:
         return part.averaged_by_group
@@ -375,7 +375,7 @@ def _started(state: State, part: _Part) -> Callable[[], torch.Tensor]:
     return finish
 
 
-def _all_have(state: State, own: bool, device: torch.device) -> bool:
+def _all_have(state: HookState, own: bool, device: torch.device) -> bool:
     """Whether all ranks have a result. A group may be of one kind of device only.
 
     A rank may have failed for a reason of its own, and not ask: others wait no longer for it than
@@ -388,21 +388,21 @@ def _all_have(state: State, own: bool, device: torch.device) -> bool:
     return bool(have)
 
 
-def _lane(state: State, bucket: Any) -> int:
+def _lane(state: HookState, bucket: Any) -> int:
     if not state.prioritize or state.session is None or bucket.is_last():
         return 0
     lane: int = state.session.lanes - 1 - bucket.index()
     return max(lane, 0)
 
 
-def _note_places(state: State, bucket: Any) -> None:
+def _note_places(state: HookState, bucket: Any) -> None:
     """Numbers parameters in the first step: later ones have them in the order of readiness."""
     if state.iteration == 0:
         for parameter in bucket.parameters():
             state._places.setdefault(parameter, len(state._places))
 
 
-def _check_layout(state: State, bucket: Any, name: str) -> None:
+def _check_layout(state: HookState, bucket: Any, name: str) -> None:
     """Refuses to add what was left out of some parameters to others."""
     layout = [(state._places.get(p), tuple(p.shape)) for p in bucket.parameters()]
     before = state._layouts.setdefault(name, layout)

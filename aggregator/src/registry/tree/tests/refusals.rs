@@ -124,12 +124,12 @@ fn a_parent_that_does_not_keep_to_the_protocol_is_refused_and_not_called_again()
     ];
     let bad = bad.into_iter().map(FromAggregator::Welcome);
     let nobody = FromAggregator::RefusedRank { rank: 2, reason: "no".into() };
-    for word in bad.chain([nobody]) {
+    for message in bad.chain([nobody]) {
         let mut registry = leaf();
         let (mut call, [(seat, mut three), _]) = rack(&mut registry);
-        registry.hear_from_parent(&seat, parent(), word.clone());
+        registry.hear_from_parent(&seat, parent(), message.clone());
         let reason = format!("its parent at {PARENT} does not keep to the protocol");
-        assert_eq!(told(&mut three), Some(FromAggregator::Refused { reason }), "{word:?}");
+        assert_eq!(told(&mut three), Some(FromAggregator::Refused { reason }), "{message:?}");
         assert_eq!((said(&mut call), registry.jobs()), (vec!["Stop".to_owned()], 0));
     }
 }

@@ -16,12 +16,12 @@ use racksum_proto::worker::{Config, Outcome, Transmit, Verdict, Worker};
 
 use super::Job;
 use super::outbox::Outbox;
+use crate::destinations::To;
 use crate::turn::MESSAGE_COST;
-use crate::ways::To;
 
 /// The way to the parent as a shard is told of it.
 #[derive(Debug)]
-pub(crate) struct NewAbove {
+pub(crate) struct NewParent {
     pub(crate) config: Config,
     /// The parent's shard.
     pub(crate) addr: SocketAddr,
@@ -31,13 +31,13 @@ pub(crate) struct NewAbove {
 
 /// The way of a job to its parent.
 #[derive(Debug)]
-pub(crate) struct Above {
+pub(crate) struct ParentStream {
     pub(super) machine: Worker,
     /// Opens what the parent sends, if datagrams are authenticated.
     opener: Option<Opener>,
 }
 
-impl Above {
+impl ParentStream {
     pub(super) fn new(config: Config, opener: Option<Opener>, now: Time) -> Self {
         Self { machine: Worker::new(config, now), opener }
     }
@@ -45,12 +45,12 @@ impl Above {
 
 /// The messages of a datagram of the parent's, if it is authentic.
 pub(super) fn open<'a>(job: &mut Job, datagram: &'a mut [u8]) -> Option<&'a [u8]> {
-    let above = job.above.as_mut()?;
-    let opened = match &mut above.opener {
+    let parent = job.parent.as_mut()?;
+    let opened = match &mut parent.opener {
         Some(opener) => opener.open(datagram),
         None => Ok(datagram),
     };
-    opened.map(|messages| &*messages).map_err(|reject| above.machine.reject(reject, &mut ())).ok()
+    opened.map(|messages| &*messages).map_err(|reject| parent.machine.reject(reject, &mut ())).ok()
 }
 
 /// Takes a message of the parent's. Returns its body and where it belongs, if it has one that is
@@ -61,14 +61,14 @@ pub(super) fn take<'a>(
     message: Result<(Header, &'a [u8]), Reject>,
     congested: bool,
 ) -> Option<(Place, &'a [u8])> {
-    let above = job.above.as_mut()?;
-    let (header, body) = message.map_err(|reject| above.machine.reject(reject, &mut ())).ok()?;
+    let parent = job.parent.as_mut()?;
+    let (header, body) = message.map_err(|reject| parent.machine.reject(reject, &mut ())).ok()?;
     job.turn.spend(MESSAGE_COST);
-    let verdict = above.machine.handle_decoded(now, &header, body, congested, &mut ());
+    let verdict = parent.machine.handle_decoded(now, &header, body, congested, &mut ());
     let Verdict::Deliver(delivery) = verdict else { return None };
     let place = job.machine.handle_from_parent(&delivery);
     if delivery.complete {
-        above.machine.handle_delivered(now, &delivery, &mut ());
+        parent.machine.handle_delivered(now, &delivery, &mut ());
     }
     Some((place?, body))
 }
@@ -76,26 +76,26 @@ pub(super) fn take<'a>(
 impl Job {
     /// When the way to the parent is to be looked after.
     pub(super) fn timeout(&self) -> Time {
-        self.above.as_ref().map_or(Time::NEVER, |above| above.machine.poll_timeout())
+        self.parent.as_ref().map_or(Time::NEVER, |parent| parent.machine.poll_timeout())
     }
 
     /// Lets the aggregator half know how far the parent is.
-    pub(super) fn look_up(&mut self, now: Time) {
-        let Self { machine, above: Some(above), .. } = self else { return };
-        if above.machine.poll_timeout() <= now {
-            above.machine.handle_timeout(now, &mut ());
+    pub(super) fn poll_parent(&mut self, now: Time) {
+        let Self { machine, parent: Some(parent), .. } = self else { return };
+        if parent.machine.poll_timeout() <= now {
+            parent.machine.handle_timeout(now, &mut ());
         }
         let shard = machine.config().shard;
         for lane in 0..machine.config().lanes {
-            let (done, low) = above.machine.reached(lane, shard);
+            let (done, low) = parent.machine.reached(lane, shard);
             machine.handle_parent_at(lane, done, low);
-            machine.handle_parent_waits(lane, above.machine.waits(now, lane, shard));
+            machine.handle_parent_waits(lane, parent.machine.waits(now, lane, shard));
         }
     }
 
     /// Takes to the parent what has been folded for it; what has failed goes to `failed`, and the
     /// other shards are to be told. Returns whether there was anything.
-    pub(super) fn hand_up(
+    pub(super) fn send_to_parent(
         &mut self,
         now: Time,
         socket: &UdpSocket,
@@ -104,14 +104,15 @@ impl Job {
     ) -> bool {
         let mut any = self.begin(now);
         any |= self.pass_failures(failed);
-        if self.above.is_none() {
+        if self.parent.is_none() {
             return any;
         }
         any |= self.scan();
-        self.say_waits(now);
+        self.tell_waits(now);
         while !self.turn.is_over()
-            && let Some(above) = &mut self.above
-            && let Some(transmit) = above.machine.poll_transmit(now, &mut out.datagram[..], &mut ())
+            && let Some(parent) = &mut self.parent
+            && let Some(transmit) =
+                parent.machine.poll_transmit(now, &mut out.datagram[..], &mut ())
         {
             any = true;
             match transmit {
@@ -134,34 +135,34 @@ impl Job {
 
     /// Starts the ops that the ranks have begun.
     fn begin(&mut self, now: Time) -> bool {
-        let Self { machine, above: Some(above), .. } = self else { return false };
+        let Self { machine, parent: Some(parent), .. } = self else { return false };
         let mut any = false;
-        let above = &mut above.machine;
-        while let Some((op, descriptor)) = machine.poll_begun(|lane| above.has_room(lane)) {
+        let parent = &mut parent.machine;
+        while let Some((op, descriptor)) = machine.poll_begun(|lane| parent.has_room(lane)) {
             // One that cannot start, since the parent has ended the session, ends at its time.
-            any |= above.submit_sum(now, op, descriptor, NO_TIMEOUT).is_ok();
+            any |= parent.submit_sum(now, op, descriptor, NO_TIMEOUT).is_ok();
         }
         any
     }
 
     /// Tells each side what has failed at the other.
     fn pass_failures(&mut self, failed: &mut Vec<Failed>) -> bool {
-        let Self { machine, above, .. } = self;
+        let Self { machine, parent, .. } = self;
         let before = failed.len();
         failed.extend(std::iter::from_fn(|| machine.poll_failed()));
-        let Some(above) = above else { return failed.len() > before };
+        let Some(parent) = parent else { return failed.len() > before };
         for Failed { op, why, from_parent } in &failed[before..] {
             if !from_parent {
-                above.machine.fail_sum(*op, *why, &mut ());
+                parent.machine.fail_sum(*op, *why, &mut ());
             }
         }
-        let dropped = above.machine.sums().filter(|(op, lane)| machine.has_dropped(*lane, *op));
+        let dropped = parent.machine.sums().filter(|(op, lane)| machine.has_dropped(*lane, *op));
         let dropped: Vec<_> = dropped.collect();
         for (op, _) in &dropped {
-            above.machine.drop_sum(*op, &mut ());
+            parent.machine.drop_sum(*op, &mut ());
         }
         let mut any = failed.len() > before || !dropped.is_empty();
-        while let Some(Outcome { result, .. }) = above.machine.poll_outcome() {
+        while let Some(Outcome { result, .. }) = parent.machine.poll_outcome() {
             any = true;
             if let Err(OpError::Mismatch { op, one, other }) = result {
                 machine.handle_parent_failed(op, Disagreement { one, other }, &mut ());
@@ -171,21 +172,21 @@ impl Job {
     }
 
     /// Says whom the ranks wait for, if it is time to.
-    fn say_waits(&mut self, now: Time) {
-        let Self { machine, above: Some(above), .. } = self else { return };
-        while let Some(lane) = above.machine.poll_waits() {
-            above.machine.say_waits(lane, machine.awaited(now, lane));
+    fn tell_waits(&mut self, now: Time) {
+        let Self { machine, parent: Some(parent), .. } = self else { return };
+        while let Some(lane) = parent.machine.poll_waits() {
+            parent.machine.say_waits(lane, machine.awaited(now, lane));
         }
     }
 
     /// Says which windows the ranks have contributed to.
     fn scan(&mut self) -> bool {
-        let Self { machine, above: Some(above), .. } = self else { return false };
+        let Self { machine, parent: Some(parent), .. } = self else { return false };
         let config = *machine.config();
         let mut any = false;
         for lane in 0..config.lanes {
-            while let Some(scan) = above.machine.poll_scan_of(lane) {
-                let Some(descriptor) = above.machine.descriptor(scan.op) else { break };
+            while let Some(scan) = parent.machine.poll_scan_of(lane) {
+                let Some(descriptor) = parent.machine.descriptor(scan.op) else { break };
                 let windows = Geometry::new(&descriptor).windows();
                 let stripe = Stripe::new(scan.op, windows, config.shard, config.shards);
                 let mask = match stripe.nth(scan.index) {
@@ -193,7 +194,7 @@ impl Job {
                     Some(_) => machine.summed(lane, WindowId::new(scan.op, scan.index)),
                 };
                 let Some(mask) = mask else { break };
-                above.machine.handle_scanned(scan, mask);
+                parent.machine.handle_scanned(scan, mask);
                 any = true;
             }
         }

@@ -7,10 +7,10 @@ use racksum_net::clock::Clock;
 use racksum_proto::time::Span;
 use serde::de::IgnoredAny;
 
-use super::Crew;
+use super::ProcessGroup;
 use crate::exit::Failure;
 
-impl Crew {
+impl ProcessGroup {
     /// Why the job failed, now that `rank` has told of `failure`. If it only lost other ranks,
     /// waits for their own reasons: which rank is heard first is a matter of chance.
     pub(super) fn cause(&mut self, rank: usize, failure: Failure) -> Failure {
@@ -92,7 +92,7 @@ mod tests {
             tell.send((*rank, line)).unwrap();
         }
         drop(tell);
-        Crew { ranks, _leashes: Vec::new(), said }.cause(2, failure).why
+        ProcessGroup { ranks, _leashes: Vec::new(), said }.cause(2, failure).why
     }
 
     fn process(script: &str) -> Child {

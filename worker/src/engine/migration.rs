@@ -11,13 +11,13 @@ impl Engine {
     /// Stops at the present aggregators; returns the first op that the job is to go on with. `why`
     /// is said of them if it does not.
     pub(crate) fn leave(&mut self, why: String) -> OpId {
-        self.moving = Some(why);
+        self.migration = Some(why);
         self.machine.first_kept()
     }
 
     /// Notes what has become of the aggregators that were tried.
     pub(crate) fn note_tried(&mut self, what: String) {
-        self.moving = Some(what);
+        self.migration = Some(what);
     }
 
     /// Whether ops may still be started.
@@ -31,7 +31,7 @@ impl Engine {
         if self.machine.has_ended() {
             return false;
         }
-        self.moving = None;
+        self.migration = None;
         self.links = links;
         self.in_place = false;
         self.staging.clear();
@@ -50,10 +50,10 @@ impl Engine {
     pub(super) fn wait_for_aggregator(&mut self) -> Progress {
         let (now, deadline) = (self.clock.now(), self.machine.deadline());
         if deadline <= now
-            && let Some(tried) = self.moving.take()
+            && let Some(tried) = self.migration.take()
         {
             self.machine.handle_no_aggregator(&tried, &mut ());
-            self.moving = Some(tried);
+            self.migration = Some(tried);
         }
         let ended = self.collect();
         let patience = (deadline < Time::NEVER).then(|| deadline.since(now));

@@ -16,7 +16,7 @@ pub(crate) enum To {
 
 /// The addresses of a job.
 #[derive(Debug, Default)]
-pub(crate) struct Ways {
+pub(crate) struct Destinations {
     /// Where each rank's data goes.
     pub(crate) ranks: Vec<SocketAddr>,
     /// The group that results are multicast to, if any.
@@ -31,7 +31,7 @@ pub(crate) struct Ways {
     pub(crate) parent_sealer: Option<Sealer>,
 }
 
-impl Ways {
+impl Destinations {
     /// Whether a rank or the parent has an address.
     pub(crate) fn is_peer(&self, addr: SocketAddr) -> bool {
         self.ranks.contains(&addr) || self.parent == Some(addr)

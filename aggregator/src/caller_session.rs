@@ -13,14 +13,14 @@ use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 
 use crate::admission::admit;
-use crate::control_stream::{JOIN_TIMEOUT, Words, end, say};
+use crate::control_stream::{ControlReader, JOIN_TIMEOUT, end, send_message};
 use crate::door::{Doors, Party, Place};
 use crate::entry::enter;
 use crate::handshake::STRANGERS;
 use crate::lifelines::Lifelines;
 use crate::paths::{answers_elsewhere, hear_proof};
-use crate::rank_session::Seated;
-use crate::registry::{Caller, NOT_JOINED, Shared, WORDS, lock};
+use crate::rank_session::RankSession;
+use crate::registry::{Caller, MEMBER_QUEUE, NOT_JOINED, Shared, lock};
 use crate::status::{parts, status};
 use crate::tenancy::Refusal;
 
@@ -49,20 +49,22 @@ pub(crate) async fn serve_caller(connection: quinn::Connection, handshake: Place
     };
     drop(handshake);
     let (partings, mut disbelieved) = (server.doors.partings.clone(), server.disbelieved.clone());
-    let mut visit =
-        Visit { server, connection: &connection, knows, certificate, place: Some(place) };
+    let mut session =
+        CallerSession { server, connection: &connection, knows, certificate, place: Some(place) };
     let turned = tokio::select! {
-        turned = visit.hear() => turned,
+        turned = session.hear() => turned,
         () = needed.wait() => return connection.close(1u32.into(), BUSY),
         Ok(()) = disbelieved.changed() => return connection.close(1u32.into(), DISBELIEVED),
     };
     let send = match turned {
-        Turned::Away => return,
-        Turned::Refused(send) => send,
-        Turned::Rank(rank) => match rank.serve(&visit.server.registry, &connection).await {
-            Some(send) => send,
-            None => return,
-        },
+        CallerOutcome::Away => return,
+        CallerOutcome::Refused(send) => send,
+        CallerOutcome::Rank(rank) => {
+            match rank.serve(&session.server.registry, &connection).await {
+                Some(send) => send,
+                None => return,
+            }
+        }
     };
     // Whoever finds no place has its connection closed at once.
     if let Some((_place, mut needed)) = partings.enter(party) {
@@ -80,7 +82,7 @@ const BUSY: &[u8] = b"too many callers have not joined yet; call again";
 const DISBELIEVED: &[u8] = b"the aggregator believes other authorities now; call again";
 
 /// A caller that has not joined.
-struct Visit<'a> {
+struct CallerSession<'a> {
     server: Server,
     connection: &'a quinn::Connection,
     /// Whether callers are known by their certificates.
@@ -91,29 +93,29 @@ struct Visit<'a> {
 }
 
 /// What has become of a caller.
-enum Turned<'a> {
+enum CallerOutcome<'a> {
     /// It is gone.
     Away,
     /// It has been told why it does not join, and has no place any more.
     Refused(quinn::SendStream),
     /// It has joined.
-    Rank(Box<Seated<'a>>),
+    Rank(Box<RankSession<'a>>),
 }
 
-impl<'a> Visit<'a> {
+impl<'a> CallerSession<'a> {
     /// Does what the caller wants. This may be dropped at any time before it returns.
-    async fn hear(&mut self) -> Turned<'a> {
+    async fn hear(&mut self) -> CallerOutcome<'a> {
         let connection = self.connection;
         let first = timeout(JOIN_TIMEOUT, hear_first(connection)).await;
-        let Ok(Some((word, send, recv))) = first else { return Turned::Away };
-        let said = match word {
+        let Ok(Some((message, send, recv))) = first else { return CallerOutcome::Away };
+        let said = match message {
             FromWorker::Prove { version } => {
                 hear_proof(connection, &self.server.registry, version, (send, recv)).await
             }
-            word => Some((word, send, recv)),
+            message => Some((message, send, recv)),
         };
-        let Some((word, mut send, recv)) = said else { return Turned::Away };
-        let told = match word {
+        let Some((message, mut send, recv)) = said else { return CallerOutcome::Away };
+        let told = match message {
             FromWorker::Join(join) => return self.join(join, (send, recv)).await,
             FromWorker::Look(join) => self.tell_present(&join, &mut send).await,
             FromWorker::AskStatus { version } => {
@@ -121,22 +123,22 @@ impl<'a> Visit<'a> {
                     Some(addr) => self.tell_status(addr, &mut send).await,
                     None => {
                         let wrong = FromAggregator::WrongVersion { speaks: CONTROL_VERSION };
-                        say(&mut send, &wrong).await
+                        send_message(&mut send, &wrong).await
                     }
                 }
             }
             _ => false,
         };
-        if told { self.end(send).await } else { Turned::Away }
+        if told { self.end(send).await } else { CallerOutcome::Away }
     }
 
     /// Ends the conversation: where the caller still has its place, in that.
-    async fn end(&self, send: quinn::SendStream) -> Turned<'a> {
+    async fn end(&self, send: quinn::SendStream) -> CallerOutcome<'a> {
         if self.place.is_none() {
-            return Turned::Refused(send);
+            return CallerOutcome::Refused(send);
         }
         end(self.connection, send).await;
-        Turned::Away
+        CallerOutcome::Away
     }
 
     /// The name in the caller's certificate, if it is known by that.
@@ -154,7 +156,7 @@ impl<'a> Visit<'a> {
                 lock(registry).present(join, asks, Instant::now())
             }
         };
-        say(send, &FromAggregator::Present { ranks }).await
+        send_message(send, &FromAggregator::Present { ranks }).await
     }
 
     /// Tells what the aggregator does: an aggregator's identity of all jobs, others of the jobs
@@ -169,7 +171,7 @@ impl<'a> Visit<'a> {
         let mut parts = parts(&told).into_iter().peekable();
         while let Some(part) = parts.next() {
             let more = parts.peek().is_some();
-            if !say(send, &FromAggregator::Status { part: Unshown(part), more }).await {
+            if !send_message(send, &FromAggregator::Status { part: Unshown(part), more }).await {
                 return false;
             }
         }
@@ -181,13 +183,13 @@ impl<'a> Visit<'a> {
         &mut self,
         join: Join,
         (mut send, recv): (quinn::SendStream, quinn::RecvStream),
-    ) -> Turned<'a> {
-        let (tell, inbox) = channel(WORDS);
+    ) -> CallerOutcome<'a> {
+        let (tell, inbox) = channel(MEMBER_QUEUE);
         let (connection, addr) = (self.connection, self.connection.remote_address());
         let (name, rank, relays) = (join.job.clone(), join.rank, join.relays);
-        let mut words = Words::of(recv);
+        let mut reader = ControlReader::of(recv);
         let offered = offer(&self.server.lifelines, &mut send).await;
-        let Ok(lifeline) = offered else { return Turned::Away };
+        let Ok(lifeline) = offered else { return CallerOutcome::Away };
         let mut dead: Pin<Box<dyn Future<Output = ()> + Send + 'a>> =
             Box::pin(dead(connection, lifeline));
         let registry = &self.server.registry;
@@ -198,11 +200,11 @@ impl<'a> Visit<'a> {
             Some(reason) => Err(Refusal::Never(reason)),
             None => {
                 let caller = Caller { identity: identity.clone(), addr, tell };
-                let streams = (&mut send, &mut words);
+                let streams = (&mut send, &mut reader);
                 let entered = tokio::select! {
                     entered = enter(registry, streams, &mut self.place, join, caller) => entered,
-                    () = &mut dead => return Turned::Away,
-                    _ = connection.closed() => return Turned::Away,
+                    () = &mut dead => return CallerOutcome::Away,
+                    _ = connection.closed() => return CallerOutcome::Away,
                 };
                 match entered {
                     Some(joined) => joined,
@@ -218,12 +220,23 @@ impl<'a> Visit<'a> {
                     tracing::warn!(?job, rank, %addr, identity, reason, left_out, "join refused");
                 });
                 let refused = refused(&refusal, reason, rank, relays);
-                if say(&mut send, &refused).await { self.end(send).await } else { Turned::Away }
+                if send_message(&mut send, &refused).await {
+                    self.end(send).await
+                } else {
+                    CallerOutcome::Away
+                }
             }
             Ok((seat, joined)) => {
                 self.place = None;
                 tracing::info!(job = ?name, rank, %addr, identity, "rank joined");
-                Turned::Rank(Box::new(Seated { seat, joined, send, words, inbox, dead }))
+                CallerOutcome::Rank(Box::new(RankSession {
+                    seat,
+                    joined,
+                    send,
+                    reader,
+                    inbox,
+                    dead,
+                }))
             }
         }
     }
@@ -267,7 +280,7 @@ async fn offer(
     let offered = lifelines.offer();
     if let Some((token, port, _)) = &offered {
         let (token, port) = (*token, *port);
-        if !say(send, &FromAggregator::Lifeline { port, token }).await {
+        if !send_message(send, &FromAggregator::Lifeline { port, token }).await {
             return Err(());
         }
     }

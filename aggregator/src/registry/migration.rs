@@ -35,7 +35,7 @@ impl Registry {
         match job.state {
             JobState::Gathering => {
                 let missing = job.missing();
-                let patience = match (&job.above, job.moved_at) {
+                let patience = match (&job.parent, job.moved_at) {
                     (Some(_), _) => patience + PARENT_FIRST,
                     (None, Some(_)) => PATIENCE,
                     (None, None) => patience,
@@ -65,7 +65,7 @@ impl Registry {
 
     /// Ends a job whose ranks have not come.
     fn give_up(&mut self, seat: &Seat, missing: &[u16], patience: Duration) {
-        let queued = self.job(seat).and_then(|job| job.above.as_ref()?.queued.clone());
+        let queued = self.job(seat).and_then(|job| job.parent.as_ref()?.queued.clone());
         if let Some(why) = queued {
             let waited = patience.as_secs();
             let reason = format!("after {waited} s there was still no room at the parent: {why}");
@@ -176,7 +176,7 @@ impl Registry {
     /// told so.
     pub(crate) fn withdraw(&mut self, seat: &Seat) -> bool {
         // wire: W-67
-        let gathers = |job: &&mut Job| job.state == JobState::Gathering && job.above.is_none();
+        let gathers = |job: &&mut Job| job.state == JobState::Gathering && job.parent.is_none();
         let job = self.job(seat).filter(gathers);
         let member = job.and_then(|job| job.members[usize::from(seat.rank)].as_mut());
         let Some(member) = member else { return false };

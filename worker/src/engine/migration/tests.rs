@@ -30,7 +30,7 @@ fn message(kind: Kind, low: OpId, body: &[u8]) -> Vec<u8> {
 
 #[test]
 fn between_two_aggregators_nobody_waits_for_datagrams() {
-    let mut bench = Bench::moving();
+    let mut bench = Bench::migration();
     bench.engine.leave("it is about to stop".into());
     // One that is late and stays unread would wake who waits for it over and over.
     bench.say(0, &message(Kind::Credit, OpId(0), &[]));
@@ -40,7 +40,7 @@ fn between_two_aggregators_nobody_waits_for_datagrams() {
 #[test]
 fn the_sum_of_an_op_is_kept_until_all_have_it_also_where_it_overflowed() {
     for value in [1.0, f32::INFINITY] {
-        let mut bench = Bench::moving();
+        let mut bench = Bench::migration();
         let wire = WireType::Fixed32;
         let descriptor = Descriptor { wire, ..Descriptor::sum(256, DType::F32) };
         let tensor = value.to_le_bytes().repeat(256);

@@ -8,13 +8,13 @@ use racksum_proto::ids::Rank;
 
 /// The keys of one life of a job. They are made when it starts and are never written anywhere.
 #[derive(Debug, Clone)]
-pub(crate) struct Locks {
+pub(crate) struct JobKeys {
     auth: DataAuth,
     /// For what the ranks send, by rank, and for what the aggregator sends.
     keys: Option<(Vec<Key>, Key)>,
 }
 
-impl Locks {
+impl JobKeys {
     /// New keys for a job, if its datagrams are authenticated.
     ///
     /// # Errors

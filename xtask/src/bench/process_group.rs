@@ -24,7 +24,7 @@ pub(crate) const ITERATION_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Processes that obey together.
 #[derive(Debug)]
-pub(crate) struct Crew {
+pub(crate) struct ProcessGroup {
     name: String,
     members: Vec<Member>,
     /// Who said what; no line is the end of its output.
@@ -38,7 +38,7 @@ struct Member {
     log: PathBuf,
 }
 
-impl Crew {
+impl ProcessGroup {
     /// Starts the processes; what they print as errors goes to files in `logs`.
     pub(crate) fn start(
         name: &str,
@@ -47,12 +47,12 @@ impl Crew {
     ) -> Result<Self> {
         fs::create_dir_all(logs).with_context(|| format!("cannot make {}", logs.display()))?;
         let (sender, said) = channel();
-        let mut crew = Self { name: name.to_owned(), members: Vec::new(), said };
+        let mut process_group = Self { name: name.to_owned(), members: Vec::new(), said };
         for (i, command) in commands.into_iter().enumerate() {
             let log = logs.join(format!("{name}-{i}.log"));
-            crew.members.push(Member::start(command, log, i, &sender)?);
+            process_group.members.push(Member::start(command, log, i, &sender)?);
         }
-        Ok(crew)
+        Ok(process_group)
     }
 
     /// The process number of a member.
@@ -131,7 +131,7 @@ impl Crew {
     }
 }
 
-impl Drop for Crew {
+impl Drop for ProcessGroup {
     fn drop(&mut self) {
         for member in &mut self.members {
             // One that is gone need not be told.
@@ -227,56 +227,57 @@ mod tests {
     const SOON: Duration = Duration::from_secs(20);
 
     /// A crew of shells that run the scripts, and the folder of their logs.
-    fn shells(scripts: &[&str]) -> (Crew, tempfile::TempDir) {
+    fn shells(scripts: &[&str]) -> (ProcessGroup, tempfile::TempDir) {
         let dir = tempfile::tempdir().unwrap();
         let sh = |script: &&str| {
             let mut command = Command::new("sh");
             command.args(["-c", script]);
             command
         };
-        let crew = Crew::start("sh", scripts.iter().map(sh), dir.path()).unwrap();
-        (crew, dir)
+        let process_group = ProcessGroup::start("sh", scripts.iter().map(sh), dir.path()).unwrap();
+        (process_group, dir)
     }
 
     #[test]
     fn all_are_asked_and_all_answer() {
         let echo = r#"while read -r line; do echo "{\"got\": \"$line\"}"; done"#;
-        let (mut crew, _logs) = shells(&[echo, echo]);
+        let (mut process_group, _logs) = shells(&[echo, echo]);
         for word in ["go", "set"] {
-            let answers = crew.ask(word, SOON).unwrap();
+            let answers = process_group.ask(word, SOON).unwrap();
             assert_eq!(answers, vec![serde_json::json!({ "got": word }); 2]);
         }
     }
 
     #[test]
     fn one_that_ends_is_an_error_with_its_last_words() {
-        let (mut crew, _logs) =
+        let (mut process_group, _logs) =
             shells(&["read x; echo broken pipe dream >&2; exit 7", "read x; read x"]);
-        let error = crew.ask("go", SOON).unwrap_err().to_string();
+        let error = process_group.ask("go", SOON).unwrap_err().to_string();
         assert!(error.contains("sh 0") && error.contains("broken pipe dream"), "{error}");
         assert!(error.contains('7'), "{error}");
     }
 
     #[test]
     fn one_that_is_silent_is_named() {
-        let (mut crew, _logs) = shells(&["read x; echo '{}'; read x", "read x; read x"]);
-        let error = crew.ask("go", Duration::from_millis(300)).unwrap_err().to_string();
+        let (mut process_group, _logs) = shells(&["read x; echo '{}'; read x", "read x; read x"]);
+        let error = process_group.ask("go", Duration::from_millis(300)).unwrap_err().to_string();
         assert!(error.contains("no answer from 1 "), "{error}");
     }
 
     #[test]
     fn an_error_that_is_told_is_an_error() {
-        let (mut crew, _logs) = shells(&[r#"echo '{"error": "no such case"}'; read x"#]);
-        let error = crew.answers(SOON).unwrap_err().to_string();
+        let (mut process_group, _logs) = shells(&[r#"echo '{"error": "no such case"}'; read x"#]);
+        let error = process_group.answers(SOON).unwrap_err().to_string();
         assert!(error.contains("no such case"), "{error}");
     }
 
     #[test]
     fn a_dropped_crew_leaves_nobody_behind() {
-        let (mut crew, logs) = shells(&["echo $$; trap '' TERM; while :; do sleep 0.05; done"]);
-        let pid = crew.lines(SOON).unwrap().remove(0);
-        assert_eq!(pid, crew.pid(0).to_string());
-        drop(crew);
+        let (mut process_group, logs) =
+            shells(&["echo $$; trap '' TERM; while :; do sleep 0.05; done"]);
+        let pid = process_group.lines(SOON).unwrap().remove(0);
+        assert_eq!(pid, process_group.pid(0).to_string());
+        drop(process_group);
         assert!(!Path::new("/proc").join(pid).exists());
         drop(logs);
     }

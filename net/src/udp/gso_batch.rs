@@ -9,7 +9,7 @@ use super::{MAX_DATAGRAM, MAX_SEGMENTS};
 ///
 /// A datagram costs the same whatever it holds, and so does a send on most of its way.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Train {
+pub struct GsoBatch {
     len: usize,
     datagrams: usize,
     /// Bytes of every datagram but the last.
@@ -18,7 +18,7 @@ pub struct Train {
     last: usize,
 }
 
-impl Train {
+impl GsoBatch {
     /// Bytes of all messages.
     #[must_use]
     pub const fn len(&self) -> usize {
@@ -40,7 +40,7 @@ impl Train {
     /// Adds a message of `len` bytes, itself cut into datagrams `stride` apart, none of which may
     /// have more than `max_datagram`. False if it needs a train of its own.
     #[must_use]
-    pub fn couple(&mut self, len: usize, stride: usize, max_datagram: usize) -> bool {
+    pub fn try_append(&mut self, len: usize, stride: usize, max_datagram: usize) -> bool {
         let datagrams = len.div_ceil(stride);
         let room = if self.datagrams == 1 { max_datagram } else { self.stride };
         if self.is_empty() {
@@ -74,9 +74,9 @@ mod tests {
 
     /// Couples single datagrams; returns how many the train took, and its distances.
     fn singles(lens: &[usize]) -> (usize, usize, usize) {
-        let mut train = Train::default();
-        let taken = lens.iter().take_while(|len| train.couple(**len, 1472, 1472)).count();
-        (taken, train.len(), train.stride())
+        let mut gso_batch = GsoBatch::default();
+        let taken = lens.iter().take_while(|len| gso_batch.try_append(**len, 1472, 1472)).count();
+        (taken, gso_batch.len(), gso_batch.stride())
     }
 
     #[test]
@@ -96,25 +96,25 @@ mod tests {
 
     #[test]
     fn windows_of_several_datagrams_follow_each_other_if_they_are_cut_alike() {
-        let mut train = Train::default();
-        assert!(train.couple(3 * 1072, 1072, 1472));
-        assert!(train.couple(1072, 1072, 1472));
-        assert!(train.couple(2 * 1072, 1072, 1472));
-        assert!(!train.couple(2 * 1472, 1472, 1472));
-        assert!(train.couple(1072 + 100, 1072, 1472));
-        assert!(!train.couple(1073, 1072, 1472));
-        assert_eq!((train.len(), train.stride()), (7 * 1072 + 100, 1072));
+        let mut gso_batch = GsoBatch::default();
+        assert!(gso_batch.try_append(3 * 1072, 1072, 1472));
+        assert!(gso_batch.try_append(1072, 1072, 1472));
+        assert!(gso_batch.try_append(2 * 1072, 1072, 1472));
+        assert!(!gso_batch.try_append(2 * 1472, 1472, 1472));
+        assert!(gso_batch.try_append(1072 + 100, 1072, 1472));
+        assert!(!gso_batch.try_append(1073, 1072, 1472));
+        assert_eq!((gso_batch.len(), gso_batch.stride()), (7 * 1072 + 100, 1072));
         // What fits into a short last datagram still does.
-        assert!(train.couple(972, 1072, 1472));
+        assert!(gso_batch.try_append(972, 1072, 1472));
     }
 
     #[test]
     fn a_train_is_no_longer_than_the_kernel_takes() {
-        let mut train = Train::default();
-        let taken = (0..100).take_while(|_| train.couple(1000, 1000, 1000)).count();
+        let mut gso_batch = GsoBatch::default();
+        let taken = (0..100).take_while(|_| gso_batch.try_append(1000, 1000, 1000)).count();
         assert_eq!(taken, MAX_SEGMENTS);
-        let mut train = Train::default();
-        let taken = (0..100).take_while(|_| train.couple(9000, 9000, 9000)).count();
+        let mut gso_batch = GsoBatch::default();
+        let taken = (0..100).take_while(|_| gso_batch.try_append(9000, 9000, 9000)).count();
         assert_eq!(taken, MAX_LEN / 9000);
     }
 
@@ -122,7 +122,7 @@ mod tests {
     #[test]
     fn receivers_find_whole_messages() {
         for seed in 0..2000_u64 {
-            let mut train = Train::default();
+            let mut gso_batch = GsoBatch::default();
             let mut rest = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
             let mut messages = Vec::new();
             loop {
@@ -132,22 +132,25 @@ mod tests {
                 let size = [48, 200, 560, 1072, 1472][(rest % 5) as usize];
                 let count = [1, 1, 1, 2, 7][(rest / 5 % 5) as usize];
                 let len = size * count - if count > 1 { (rest / 25 % 2) as usize } else { 0 };
-                let start = train.len();
-                if !train.couple(len, size, 1472) {
+                let start = gso_batch.len();
+                if !gso_batch.try_append(len, size, 1472) {
                     break;
                 }
                 messages.push((start, len, size));
             }
             for (start, len, size) in messages {
                 if len <= size {
-                    let [first, last] = [start, start + len - 1].map(|at| at / train.stride());
+                    let [first, last] = [start, start + len - 1].map(|at| at / gso_batch.stride());
                     assert_eq!(first, last, "seed {seed}");
                 } else {
-                    assert_eq!(start % train.stride(), 0, "seed {seed}");
-                    assert_eq!(size, train.stride(), "seed {seed}");
+                    assert_eq!(start % gso_batch.stride(), 0, "seed {seed}");
+                    assert_eq!(size, gso_batch.stride(), "seed {seed}");
                 }
             }
-            assert!(train.stride() <= 1472 && train.len().div_ceil(train.stride()) <= MAX_SEGMENTS);
+            assert!(
+                gso_batch.stride() <= 1472
+                    && gso_batch.len().div_ceil(gso_batch.stride()) <= MAX_SEGMENTS
+            );
         }
     }
 }

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::thread::{JoinHandle, sleep, spawn};
 use std::time::Duration;
 
-use super::crew::{Crew, ITERATION_TIMEOUT};
+use super::process_group::{ITERATION_TIMEOUT, ProcessGroup};
 
 /// What the neighbour's thread and its owner share.
 #[derive(Debug, Default)]
@@ -21,14 +21,14 @@ struct Shared {
 
 /// The ranks of another job, and the thread that has them go on and on.
 #[derive(Debug)]
-pub(crate) struct Neighbour {
+pub(crate) struct BackgroundJob {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Neighbour {
+impl BackgroundJob {
     /// One that is ready to go, and quiet.
-    pub(crate) fn new(mut crew: Crew) -> Self {
+    pub(crate) fn new(mut process_group: ProcessGroup) -> Self {
         let shared = Arc::new(Shared::default());
         let own = Arc::clone(&shared);
         let thread = spawn(move || {
@@ -37,7 +37,7 @@ impl Neighbour {
                 own.busy.store(wanted, SeqCst);
                 if !wanted {
                     sleep(POLL);
-                } else if crew.ask("go", ITERATION_TIMEOUT).is_err() {
+                } else if process_group.ask("go", ITERATION_TIMEOUT).is_err() {
                     // Nobody is there any more: whoever waits for it to be busy sees that.
                     break;
                 }
@@ -63,7 +63,7 @@ impl Neighbour {
     }
 }
 
-impl Drop for Neighbour {
+impl Drop for BackgroundJob {
     fn drop(&mut self) {
         self.shared.quit.store(true, SeqCst);
         if let Some(thread) = self.thread.take() {

@@ -17,14 +17,14 @@ use crate::thread::spawn;
 
 /// A process for each rank. Those that still run are killed when it is dropped.
 #[derive(Debug)]
-pub(crate) struct Crew {
+pub(crate) struct ProcessGroup {
     ranks: Vec<Child>,
     /// Held open for as long as the ranks are to run: see [`end_with_parent`].
     _leashes: Vec<ChildStdin>,
     said: Receiver<(usize, Option<String>)>,
 }
 
-impl Drop for Crew {
+impl Drop for ProcessGroup {
     fn drop(&mut self) {
         for rank in &mut self.ranks {
             // One that has ended cannot be killed, and need not be.
@@ -34,13 +34,13 @@ impl Drop for Crew {
     }
 }
 
-impl Crew {
+impl ProcessGroup {
     /// Starts this program for each rank, with the arguments that `command` adds.
     pub(crate) fn start(world: u16, command: impl Fn(u16, &mut Command)) -> Result<Self, Failure> {
         let program = std::env::current_exe()
             .map_err(|error| Failure::failed(format!("cannot find this program: {error}")))?;
         let (tell, said) = channel();
-        let mut crew = Self { ranks: Vec::new(), _leashes: Vec::new(), said };
+        let mut process_group = Self { ranks: Vec::new(), _leashes: Vec::new(), said };
         for rank in 0..world {
             let cannot = |error: io::Error| cannot_start(rank, &program, &error);
             let mut start = Command::new(&program);
@@ -52,9 +52,9 @@ impl Crew {
                 start.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(cannot)?;
             // Taken, since waiting for a child closes what it still has.
             let pipes = child.stdin.take().zip(child.stdout.take());
-            crew.ranks.push(child);
+            process_group.ranks.push(child);
             let (leash, out) = pipes.ok_or_else(|| cannot(io::Error::other("it has no pipes")))?;
-            crew._leashes.push(leash);
+            process_group._leashes.push(leash);
             let tell = tell.clone();
             spawn(move || {
                 // What cannot be read is as good as the end; and nobody listens any more once
@@ -63,7 +63,7 @@ impl Crew {
                 lines.chain([None]).try_for_each(|line| tell.send((rank.into(), line))).ok();
             })?;
         }
-        Ok(crew)
+        Ok(process_group)
     }
 
     /// Returns the next message of any rank, or none from a rank that has ended.
@@ -119,13 +119,14 @@ fn cannot_start(rank: u16, program: &Path, error: &io::Error) -> Failure {
     }
 }
 
-/// Tells the parent of this process, which is a rank of a [`Crew`], what it did, or why it failed.
+/// Tells the process that started this rank of a [`ProcessGroup`] what the rank did, or why it
+/// failed.
 pub(crate) fn tell_parent<T: Serialize>(told: &Result<T, Failure>) -> Result<(), Failure> {
     say(&serde_json::to_string(told).unwrap_or_default())
 }
 
-/// Ends this process, which is a rank of a [`Crew`], when its parent is gone: it would wait for the
-/// aggregator that went with the parent.
+/// Ends this rank of a [`ProcessGroup`] when the process that started it is gone: the rank would
+/// wait for an aggregator that went with it.
 pub(crate) fn end_with_parent() -> Result<(), Failure> {
     spawn(|| {
         let ended = io::copy(&mut io::stdin().lock(), &mut io::sink());
